@@ -1,0 +1,58 @@
+"""The peers: each trains a row its own way, in a process of its own, one round at a time.
+
+A peer is a module that is run as `python -m benchmarks.peers.<name> <row>`. It warms up, says it is ready, and
+then trains one round for every line it reads: so the rounds of the peers can take turns, and a slow minute of the
+machine falls on all of them. Every answer is one line of JSON.
+"""
+
+import argparse
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.rows import ROWS, Row, growth
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a round did: how many steps of one member, and the mean loss of its last epoch."""
+
+    member_steps: int
+    loss: float
+
+
+def serve(prepare: Callable[[Row], Callable[[], Round]]) -> None:
+    """Run a peer: `prepare` builds and warms everything, and returns what trains one round."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("row", choices=[*ROWS, "growth"])
+    parser.add_argument("--members", type=int, default=16, help="the size of the fleet, for growth")
+    parser.add_argument("--quick", action="store_true")
+    arguments = parser.parse_args()
+    row = growth(arguments.members) if arguments.row == "growth" else ROWS[arguments.row]
+    if arguments.quick:
+        row = row.quick()
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # a library that prints must not break the protocol
+
+    def answer(**values: float) -> None:
+        print(json.dumps(values), file=answers, flush=True)
+
+    before, start = peak_memory(), time.perf_counter()
+    train_round = prepare(row)
+    answer(warm_up=time.perf_counter() - start)
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        done = train_round()
+        seconds = time.perf_counter() - start
+        answer(seconds=seconds, member_steps=done.member_steps, loss=done.loss, memory=peak_memory() - before)
+
+
+def peak_memory() -> int:
+    """The most bytes that this process has held so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

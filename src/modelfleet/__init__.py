@@ -1,0 +1,76 @@
+"""Run many models on few devices, each with the numbers it would have had alone.
+
+import modelfleet as mf
+
+fleet = mf.Fleet.build(make_net, 50, seed=0)
+fleet.compile("adamw", "cross_entropy", metrics=["accuracy"], lr=mf.each(rates))
+history = fleet.fit((x, y), validation=(xv, yv), epochs=10, batch_size=32)
+net = fleet[history.best("val_accuracy")]
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+# Now, not when asked for: the module of the same name would take its place in this package.
+from modelfleet.each import Each, each
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from modelfleet.callbacks import Callback, Checkpoint, EarlyStopping
+    from modelfleet.errors import FleetError, InputError, MissingExtraError, StoreError, StrategyError
+    from modelfleet.feeds.tables import by
+    from modelfleet.fleet import Fleet, load
+    from modelfleet.frameworks.torch.schedules import Schedule
+    from modelfleet.history import Failure, History
+    from modelfleet.planning.plan import Plan
+
+# Where each public name lives. It is imported when it is first asked for, so that `import modelfleet` stays light.
+_HOME = {
+    "Callback": "callbacks",
+    "Checkpoint": "callbacks",
+    "EarlyStopping": "callbacks",
+    "Failure": "history",
+    "Fleet": "fleet",
+    "FleetError": "errors",
+    "History": "history",
+    "InputError": "errors",
+    "MissingExtraError": "errors",
+    "Plan": "planning.plan",
+    "Schedule": "frameworks.torch.schedules",
+    "StoreError": "errors",
+    "StrategyError": "errors",
+    "by": "feeds.tables",
+    "load": "fleet",
+}
+
+__all__ = [
+    "Callback",
+    "Checkpoint",
+    "Each",
+    "EarlyStopping",
+    "Failure",
+    "Fleet",
+    "FleetError",
+    "History",
+    "InputError",
+    "MissingExtraError",
+    "Plan",
+    "Schedule",
+    "StoreError",
+    "StrategyError",
+    "by",
+    "each",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'modelfleet' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"modelfleet.{_HOME[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

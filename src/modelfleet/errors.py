@@ -1,0 +1,38 @@
+"""The errors modelfleet raises: what came, what was expected, what to do now."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class FleetError(Exception):
+    """The base of every error that modelfleet raises on purpose."""
+
+
+class InputError(FleetError, ValueError):
+    """Something a caller passed does not fit: data, names, hyperparameters, models."""
+
+
+class StrategyError(FleetError, ValueError):
+    """A strategy was insisted on that these members can't have."""
+
+
+class StoreError(FleetError):
+    """A folder of weights can't be read or written."""
+
+
+class MissingExtraError(FleetError, ImportError):
+    """A package is needed that is not installed; the message has the pip line that brings it."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(
+            f"{purpose} needs the package '{package}', which is not installed. "
+            f"Bring it with: pip install 'modelfleet[{extra}]'"
+        )
+
+
+def unknown(kind: str, name: object, known: Iterable[str]) -> InputError:
+    """An error for a name that does not exist, with the nearest one that does."""
+    names = sorted(known)
+    near = get_close_matches(str(name), names, n=1, cutoff=0.5)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    return InputError(f"unknown {kind} {name!r}. {hint}Known: {', '.join(names)}.")

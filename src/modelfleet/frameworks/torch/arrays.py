@@ -1,0 +1,62 @@
+"""Arrays of any kind as torch tensors, and the few operations that feeds need of them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def is_array(value: Any) -> bool:
+    """Whether `place` can take it: arrays of NumPy, torch, JAX, TensorFlow, pandas and polars."""
+    return isinstance(value, Tensor) or (hasattr(value, "__array__") and not isinstance(value, type))
+
+
+def size(leaf: Any) -> int:
+    """The length of the first axis."""
+    return int(leaf.shape[0])
+
+
+def place(leaf: Any, device: torch.device | str | None, *, copy: bool = False) -> Tensor:
+    """The tensor of an array, on `device`; None: wherever it is now. It may share memory unless `copy`.
+
+    Torch tensors keep their dtype. Of all other arrays, float64 becomes torch's default dtype, for NumPy
+    makes float64 unasked and models are float32; and integers become int64, which torch takes as labels and
+    indices, except bytes (uint8), which are images.
+    """
+    tensor = leaf.detach() if isinstance(leaf, Tensor) else _from_host(leaf)
+    return tensor.to(tensor.device if device is None else device, copy=copy)
+
+
+def index(positions: np.ndarray, device: torch.device | str | None) -> Tensor:
+    """Row numbers for `take`, on `device`."""
+    return place(positions, device)
+
+
+def take(tensor: Tensor, index: Tensor) -> Tensor:
+    """The rows of `tensor` at an index of one or two axes: `(*index axes, …)`."""
+    rows = tensor.index_select(0, index.reshape(-1))
+    return rows if index.ndim == 1 else rows.view(*index.shape, *tensor.shape[1:])
+
+
+def concatenate(tensors: Sequence[Tensor]) -> Tensor:
+    """One tensor, joined along the first axis."""
+    return torch.cat(list(tensors))
+
+
+def stack(tensors: Sequence[Tensor]) -> Tensor:
+    """One tensor, joined along a new first axis."""
+    return torch.stack(list(tensors))
+
+
+def _from_host(leaf: Any) -> Tensor:
+    array = np.asarray(leaf)
+    if array.dtype.name == "bfloat16":  # of JAX: NumPy's extension type, which torch reads only as bits
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    if array.dtype.kind == "i" or array.dtype in (np.uint16, np.uint32):
+        array = array.astype(np.int64, copy=False)
+    # Torch takes neither foreign byte orders, nor negative strides, nor (without a warning) read-only memory.
+    array = np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")
+    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+    return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor

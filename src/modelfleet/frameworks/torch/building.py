@@ -1,0 +1,76 @@
+"""Models from factories, each from its own seed; and the generator that loaders shuffle with."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from modelfleet.errors import InputError
+
+
+def build(factory: Callable[..., nn.Module], arguments: Mapping[str, Any], seed: int, name: str) -> nn.Module:
+    """A member's model. Its initial weights depend on its seed alone; the caller's generator is left as it was."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = factory(**arguments)
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"the factory returned a {type(model).__name__} for member {name!r}; expected a torch.nn.Module. "
+            f"A factory takes the keywords given to Fleet.build and returns a new model at every call."
+        )
+    return model
+
+
+def copy_model(model: nn.Module) -> nn.Module:
+    """A model of its own with the same weights."""
+    return copy.deepcopy(model)
+
+
+def randomness() -> Tensor:
+    """The state of the generator that torch's loaders shuffle with."""
+    return torch.get_rng_state()
+
+
+def restore_randomness(state: Tensor) -> None:
+    """Put that generator back into a state."""
+    torch.set_rng_state(state)
+
+
+def weights_key(model: nn.Module) -> tuple[Any, ...]:
+    """What models must have in common for their weights to be stacked in one file."""
+    return tuple((name, tuple(t.shape), t.dtype) for name, t in _weights(model).items())
+
+
+def stacked_weights(models: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """The weights of models of one key, `(member, …)` each."""
+    own = [_weights(model) for model in models]
+    return {name: torch.stack([tensors[name].detach().cpu() for tensors in own]) for name in own[0]}
+
+
+def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> str | None:
+    """Copy weights into a model; gives the first thing that does not fit instead, if there is one."""
+    own = _weights(model)
+    for name in (*own, *tensors):
+        if name not in tensors:
+            return f"it has a {name!r} that the folder does not"
+        if name not in own:
+            return f"it has no {name!r}"
+        if own[name].shape != tensors[name].shape or own[name].dtype != tensors[name].dtype:
+            return f"its {name!r} is {_spec(own[name])}, the folder's is {_spec(tensors[name])}"
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+    return None
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    # Every parameter once, tied ones too, and the buffers that a state_dict would keep.
+    kept = set(model.state_dict(keep_vars=True))
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    return {**dict(model.named_parameters()), **buffers}
+
+
+def _spec(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

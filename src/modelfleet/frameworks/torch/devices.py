@@ -1,0 +1,41 @@
+"""The devices that torch sees."""
+
+from collections.abc import Iterable
+
+import torch
+
+from modelfleet.devices import Device
+from modelfleet.errors import InputError
+
+
+def choose(devices: tuple[Device, ...] | None) -> list[Device]:
+    """The devices to use: those asked for, if they are here; for None every accelerator, or else the CPU."""
+    if devices is None:
+        return accelerators() or [Device("cpu")]
+    check(devices)
+    return list(devices)
+
+
+def accelerators() -> list[Device]:
+    """Every accelerator that torch can use in this process."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return []
+    return [Device(found.type, index) for index in range(torch.accelerator.device_count())]
+
+
+def check(devices: Iterable[Device]) -> None:
+    """Refuse a device that is not here. Logical CPUs always are, as many as are named."""
+    here = accelerators()
+    for device in devices:
+        wanted = device if device.index is not None else Device(device.kind, 0)
+        if device.kind != "cpu" and wanted not in here:
+            seen = ", ".join(map(str, [Device("cpu"), *here]))
+            raise InputError(
+                f"device '{device}' is not here: torch sees {seen}. Name one of these, or say 'auto'."
+            )
+
+
+def torch_device(device: Device) -> torch.device:
+    """The device as torch knows it; every logical CPU is the one CPU."""
+    return torch.device("cpu") if device.kind == "cpu" else torch.device(str(device))

@@ -1,0 +1,377 @@
+"""A lane's engine: the stacked state of its members on a device, and the programs that step it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from modelfleet.errors import InputError
+from modelfleet.frameworks.torch import memory
+from modelfleet.frameworks.torch import state as states
+from modelfleet.frameworks.torch.losses import check_targets
+from modelfleet.frameworks.torch.programs import Programs, mode, readable
+from modelfleet.frameworks.torch.state import State
+from modelfleet.frameworks.torch.structure import shared_parameters
+from modelfleet.frameworks.torch.task import Task
+from modelfleet.members import Member
+from modelfleet.trees import leaves, map_tree
+
+FIRST_SCALE = 65536.0  # torch.amp.GradScaler's
+
+
+class Engine:
+    """The torch side of a lane (see `modelfleet.lanes.Lane`)."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        task: Task,
+        columns: Mapping[str, np.ndarray],
+        device: torch.device,
+        *,
+        fused: bool,
+        programs: Programs | None = None,
+    ) -> None:
+        models = [member.model for member in members]
+        memory.keep_freed_pages(device)
+        shared = shared_parameters(models) if len(models) > 1 else set()
+        trained = set(states.trained(models[0]))
+        if shared & trained:
+            raise InputError(
+                f"members {members[0].name!r} and {members[1].name!r} share the trained parameter "
+                f"{sorted(shared & trained)[0]!r}: one would undo the other's steps. Freeze it (requires_grad=False) or "
+                f"give each member its own copy."
+            )
+        first = {**dict(models[0].named_parameters()), **dict(models[0].named_buffers())}
+        self.device = device
+        self.programs = programs or Programs(models[0], task, fused=fused)
+        self.layout = self.programs.steps.layout
+        self._first = members[0].name
+        self.shared = {
+            name: states.placed(first[name], device, transpose=name in self.layout) for name in sorted(shared)
+        }
+        self.state = self._stacked(members, columns)
+        self._whole: tuple[State, Tensor] | None = None
+        self.remember(members)
+        self._bears_padding: dict[tuple[int, int], bool] = {}
+
+    @property
+    def parameters(self) -> int:
+        """Trained numbers per member."""
+        return sum(tensor[0].numel() for tensor in self.state["params"].values())
+
+    @property
+    def bytes(self) -> int:
+        """What the state takes on the device."""
+        own = sum(tensor.nbytes for tensor in states.tensors(self.state))
+        return own + sum(tensor.nbytes for tensor in self.shared.values())
+
+    @property
+    def task(self) -> Task:
+        """What the members are to do."""
+        return self.programs.task
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def train(
+        self, hyper: Any, active: Tensor, data: Any, weights: Tensor | None, *, shared: bool, pace: Any
+    ) -> None:
+        """One step of the active members."""
+        args = (self.state, self.shared, hyper, active, data, weights)
+        self.programs.train(args, shared_data=shared, pace=pace)
+
+    def train_some(self, slots: np.ndarray, hyper: Any, data: Any, *, shared: bool, pace: Any) -> None:
+        """One step of the members in some slots, on data cut for them."""
+        rows = self.tensor(slots)
+        part = states.select(self.state, rows)
+        some = {name: column.index_select(0, rows) for name, column in hyper.items()}
+        active = torch.ones(len(slots), dtype=torch.bool, device=self.device)
+        args = (part, self.shared, some, active, data, None)
+        self.programs.train(args, shared_data=shared, pace=pace)
+        states.put(self.state, rows, part)
+
+    def ready_to_train(self, hyper: Any, active: Tensor, data: Any, *, shared: bool) -> None:
+        """Trace the train step for batches like this one, if that has not been done."""
+        if not self.state["params"]:
+            raise InputError(
+                f"member {self._first!r} has no parameter that takes a gradient. "
+                f"Set requires_grad=True on what is to be trained."
+            )
+        self.programs.program("train", (self.state, self.shared, hyper, active, data, None), shared)
+
+    def ready(self, kind: str, *data: Any, shared: bool) -> None:
+        """Trace another step for batches like this one, if that has not been done."""
+        self.programs.program(kind, (readable(self.state), self.shared, *data), shared)
+
+    def evaluate(
+        self, slots: np.ndarray | None, data: Any, weights: Tensor | None, counts: np.ndarray, size: int, *, shared: bool
+    ) -> dict[str, Tensor]:
+        """The sums `(slot,)` of the loss and the metrics over a batch, zero for members without rows in it."""
+        if slots is None:
+            if weights is None:
+                weights = self.row_weights(np.where(counts > 0, size, 0), size)
+            sums = self.programs.evaluate((self.state, self.shared, data, weights), shared_data=shared)
+            there = self.tensor(counts > 0)
+            return {name: torch.where(there, value, 0.0).double() for name, value in sums.items()}
+        rows = self.tensor(slots)
+        part = states.select(self.state, rows)
+        weights = torch.ones(len(slots), int(counts[slots[0]]), device=self.device)
+        sums = self.programs.evaluate((part, self.shared, data, weights), shared_data=shared)
+        empty = torch.zeros(len(counts), dtype=torch.float64, device=self.device)
+        return {name: empty.index_copy(0, rows, value.double()) for name, value in sums.items()}
+
+    def predict(self, data: Any, *, shared: bool) -> Any:
+        """The outputs `(slot, row, …)` on a batch of inputs."""
+        return self.programs.predict((self.state, self.shared, data), shared_data=shared)
+
+    @staticmethod
+    def inputs(data: Any) -> Any:
+        """The inputs of a batch: the x of (x, y), or the batch itself."""
+        return data[0] if isinstance(data, tuple) and 1 <= len(data) <= 2 else data
+
+    def rows(self, outputs: Any, slot: int, count: int) -> Any:
+        """One member's real rows of a batch of outputs, on the host."""
+        return map_tree(lambda t: t[slot, :count].float().cpu().numpy() if t.dtype == torch.bfloat16
+                        else t[slot, :count].cpu().numpy(), outputs)
+
+    def concatenate(self, parts: Sequence[Any]) -> Any:
+        """Batches of rows as one array."""
+        columns = [np.concatenate(column) for column in zip(*(leaves(part) for part in parts), strict=True)]
+        filled = iter(columns)
+        return map_tree(lambda _: next(filled), parts[0])
+
+    # --- which rows count ----------------------------------------------------------------------------------------
+
+    def maskable(self, batch: Any) -> bool:
+        """Whether padded rows can be weighted out without being felt, found by trying on one member.
+
+        BatchNorm, say, feels every row of a batch. So the member's outputs on a padded batch are compared with
+        those on its own rows alone.
+        """
+        if not self.task.maskable:
+            return False
+        real = int(batch.counts[batch.counts > 0].min())
+        key = (real, batch.size)
+        if key not in self._bears_padding:
+            x = batch.data[0]
+            if not batch.shared:
+                x = map_tree(lambda leaf: leaf[int(np.flatnonzero(batch.counts == real)[0])], x)
+            self._bears_padding[key] = self._same_rows(x, real)
+        return self._bears_padding[key]
+
+    def _same_rows(self, x: Any, real: int) -> bool:
+        one = states.select(self.state, torch.zeros(1, dtype=torch.int64, device=self.device))
+        steps = self.programs.steps
+        with mode(steps.model, train=True):
+            try:
+                padded = steps.predict(one, self.shared, x, shared_data=True, fused=False)
+                few = map_tree(lambda leaf: leaf[:real], x)
+                alone = steps.predict(one, self.shared, few, shared_data=True, fused=False)
+            except Exception:  # a model that needs whole batches feels padding
+                return False
+        return all(
+            p.shape[1] == leaves(x)[0].shape[0] and torch.allclose(p[:, :real], a, rtol=1e-4, atol=1e-5, equal_nan=True)
+            for p, a in zip(leaves(padded), leaves(alone), strict=True)
+        )
+
+    def row_weights(self, counts: np.ndarray, size: int) -> Tensor:
+        """`(slot, row)`: 1 for a real row, 0 for padding."""
+        return self.tensor((np.arange(size) < counts[:, None]).astype(np.float32))
+
+    def cut(self, data: Any, slots: np.ndarray, count: int, *, shared: bool) -> Any:
+        """The first `count` rows of the members in some slots."""
+        if shared:
+            return map_tree(lambda leaf: leaf[:count], data)
+        rows = self.tensor(slots)
+        return map_tree(lambda leaf: leaf.index_select(0, rows)[:, :count].contiguous(), data)
+
+    # --- state ---------------------------------------------------------------------------------------------------
+
+    def open_sums(self, names: Sequence[str]) -> None:
+        """Make room for an epoch's sums of these names."""
+        width = len(self.state["member"]["seed"])
+        dtype = states.exact(self.device)
+        self.state["sums"] = {name: torch.zeros(width, dtype=dtype, device=self.device) for name in names}
+
+    def take_sums(self) -> dict[str, np.ndarray]:
+        """The sums so far, on the host; the device begins anew at zero."""
+        taken = self.to_host(self.state["sums"])
+        for total in self.state["sums"].values():
+            total.zero_()
+        return taken
+
+    def trouble(self) -> np.ndarray:
+        """`(slot,)`: what went wrong, by the codes of `state.REASONS`; 0 where nothing did."""
+        return self.state["member"]["trouble"].cpu().numpy()
+
+    def narrow(self, members: np.ndarray) -> None:
+        """Step only these members from now on, in a state of their own."""
+        assert self._whole is None
+        rows = self.tensor(members)
+        self._whole = self.state, rows
+        self.state = states.select(self.state, rows)
+
+    def widen(self) -> None:
+        """Undo `narrow`: put the members' new state back among the others'."""
+        if self._whole is not None:
+            whole, rows = self._whole
+            states.put(whole, rows, self.state)
+            self.state, self._whole = whole, None
+
+    def adopt(self, position: int, other: "Engine", source: int) -> None:
+        """Take a member's optimizer state and step count over from another engine of the same optimizer."""
+        mine, theirs = (torch.tensor([row], device=self.device) for row in (position, source))
+        seed = self.state["member"]["seed"].clone()
+        for part in ("slots", "member"):
+            states.put({part: self.state[part]}, mine, states.select({part: other.state[part]}, theirs))
+        self.state["member"]["seed"].copy_(seed)
+
+    def remember(self, members: Sequence[Member]) -> None:
+        """Note which tensors the models hold, and their versions: any change in place raises a version."""
+        self._held = [_tensors(member.model) for member in members]
+        self._versions = [[tensor._version for tensor in held] for held in self._held]
+
+    def changed(self, members: Sequence[Member]) -> list[int]:
+        """The members whose models have been changed since `remember`."""
+        return [
+            row
+            for row, (held, versions) in enumerate(zip(self._held, self._versions, strict=True))
+            if [tensor._version for tensor in held] != versions
+        ]
+
+    def restack(self, position: int, member: Member) -> None:
+        """Take a member's weights from its model again, after its owner has changed them."""
+        row = torch.tensor([position], device=self.device)
+        with torch.no_grad():
+            states.put(self._weights(self.state), row, self._stacked([member], {}, slots=False))
+        self._held[position] = _tensors(member.model)
+        self._versions[position] = [tensor._version for tensor in self._held[position]]
+
+    def write_back(self, members: Sequence[Member]) -> None:
+        """Copy every member's weights into its own model."""
+        states.write_back([member.model for member in members], self.state, self.layout)
+
+    def snapshot(self, row: int, working: bool = True) -> State:
+        """A copy of one member's weights: of the working state, or of the one it was narrowed from."""
+        return states.select(self._weights(self._side(working)), torch.tensor([row], device=self.device))
+
+    def restore(self, row: int, working: bool, snapshot: State) -> None:
+        """Give a member the weights of a snapshot."""
+        states.put(self._weights(self._side(working)), torch.tensor([row], device=self.device), snapshot)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state of all members, by path: `params/0.weight` and so on."""
+        if self._whole is not None:
+            whole, rows = self._whole
+            states.put(whole, rows, self.state)
+        return states.named(self._side(False))
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take up the state that `tensors` gave."""
+        for name, tensor in states.named(self.state).items():
+            tensor.copy_(tensors[name])
+
+    def steps_taken(self) -> np.ndarray:
+        """`(slot,)`: the steps that changed each member's weights."""
+        return self.state["member"]["step"].cpu().numpy()
+
+    def forgive(self) -> None:
+        """Begin a fit with nobody in trouble."""
+        self.state["member"]["trouble"].zero_()
+
+    def _side(self, working: bool) -> State:
+        return self.state if working or self._whole is None else self._whole[0]
+
+    def tensor(self, array: np.ndarray) -> Tensor:
+        """A host array on the device."""
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+    def to_host(self, tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+        """Device tensors as host arrays, in one transfer."""
+        if not tensors:
+            return {}
+        table = torch.stack([tensor.double() for tensor in tensors.values()]).cpu().numpy()
+        return dict(zip(tensors, table, strict=True))
+
+    # --- checks --------------------------------------------------------------------------------------------------
+
+    def check(self, batch: Any, name: str) -> list[str]:
+        """Try one member on two rows, before anything is trained; gives the names of the sums it makes.
+
+        What does not fit raises `InputError`, with the shapes that came and what the model said of them.
+        """
+        data = batch.data if batch.shared else map_tree(lambda leaf: leaf[0], batch.data)
+        few = map_tree(lambda leaf: leaf[:2], data)
+        model = self.programs.steps.model
+        one = states.select(self.state, torch.zeros(1, dtype=torch.int64, device=self.device))
+        try:
+            with mode(model, train=False), torch.random.fork_rng(devices=[]):
+                weights = torch.ones(1, len(leaves(few)[0]), device=self.device)
+                return list(self.programs.steps.evaluate(one, self.shared, few, weights, shared_data=True, fused=False))
+        except InputError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"member {name!r} can't take this batch: {_shapes(data)} into {type(model).__name__} gave "
+                f"{type(error).__name__}: {error}. Check the shapes and dtypes of the data against what the model expects."
+            ) from error
+
+    def check_targets(self, x: Any, target: Any, name: str | None) -> None:
+        """Check all targets of a data set against the model's output, where the loss says what they must be."""
+        if self.task.loss is None or not isinstance(target, Tensor | np.ndarray):
+            return
+        one = states.select(self.state, torch.zeros(1, dtype=torch.int64, device=self.device))
+        few = map_tree(lambda leaf: leaf[:2], x)
+        with mode(self.programs.steps.model, train=False):
+            output = self.programs.steps.predict(one, self.shared, few, shared_data=True, fused=False)
+        if isinstance(output, Tensor):
+            check_targets(self.task.loss, tuple(output.shape[1:]), target, name)
+
+    # --- helpers -------------------------------------------------------------------------------------------------
+
+    def _stacked(
+        self, members: Sequence[Member], columns: Mapping[str, np.ndarray], *, slots: bool = True
+    ) -> State:
+        models: list[nn.Module] = [member.model for member in members]
+        parts = {"params": states.trained, "frozen": states.kept, "buffers": states.buffers}
+        state: State = {}
+        for part, find in parts.items():
+            found = [find(model) for model in models]
+            state[part] = {
+                name: states.stack([tensors[name] for tensors in found], self.device, transpose=name in self.layout)
+                for name in found[0]
+                if name not in self.shared
+            }
+        if not slots:
+            return state
+        hyper = {name: self.tensor(column) for name, column in columns.items()}
+        made = {name: self.task.optimizer.initial(p, hyper) for name, p in state["params"].items()}
+        state["slots"] = {
+            slot: {name: tensors[slot] for name, tensors in made.items()} for slot in self.task.optimizer.slots
+        }
+        width = len(members)
+        exact = states.exact(self.device)
+        state["member"] = {
+            "seed": torch.tensor([member.seed for member in members], device=self.device),
+            "step": torch.zeros(width, dtype=exact, device=self.device),
+            "trouble": torch.zeros(width, dtype=torch.int64, device=self.device),
+        }
+        if self.task.precision == "fp16":
+            state["member"]["scale"] = torch.full((width,), FIRST_SCALE, device=self.device)
+            state["member"]["good"] = torch.zeros(width, dtype=torch.int64, device=self.device)
+        state["sums"] = {}
+        return state
+
+    @staticmethod
+    def _weights(state: State) -> State:
+        return {part: state[part] for part in ("params", "frozen", "buffers")}
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _shapes(data: Any) -> str:
+    return ", ".join(f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}" for leaf in leaves(data))

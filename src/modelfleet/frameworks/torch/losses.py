@@ -1,0 +1,254 @@
+"""Losses by name, told row by row so that padded rows can be weighted out."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from modelfleet.errors import InputError, unknown
+from modelfleet.frameworks.torch.structure import signature
+
+IGNORED = -100  # the class index that torch leaves out of cross_entropy and nll_loss
+
+Kind = Literal["classes or probabilities", "classes", "values", "fractions", "signs", "any"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss of an output and a target.
+
+    `rows` gives the sum of the loss over each row's elements and how many they are, both `(row,)`; it is None
+    for a function that only tells its mean. `plain` gives the mean over all, as `torch.nn.functional` would.
+    `kind` says what the targets are.
+    """
+
+    name: str
+    rows: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None
+    plain: Callable[[Any, Any], Tensor]
+    kind: Kind = "any"
+
+
+def resolve(loss: str | Callable[[Any, Any], Any]) -> Loss:
+    """The loss of a name, or of a function or `nn.Module` that takes an output and a target."""
+    if isinstance(loss, str):
+        name = _ALIASES.get(loss, loss)
+        if name not in LOSSES:
+            raise unknown("loss", loss, [*LOSSES, *_ALIASES])
+        return LOSSES[name]
+    if isinstance(loss, type):
+        raise InputError(f"the loss is the class {loss.__name__}. Pass an instance: {loss.__name__}().")
+    if not callable(loss):
+        raise InputError(
+            f"the loss is a {type(loss).__name__}. Pass a name or a function of output and target."
+        )
+    for stock, function, module in _STOCK:
+        if loss is function or (type(loss) is module and signature(loss) == signature(module())):
+            return stock
+    return Loss(getattr(loss, "__name__", type(loss).__name__), None, loss)
+
+
+def weighted(loss: Loss, output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+    """The mean of the loss over the rows' elements, where each row weighs `weights` `(row,)`.
+
+    With all weights 1 it is the plain mean, with all weights 0 it is 0.
+    """
+    assert loss.rows is not None, f"the loss {loss.name} can't be told row by row"
+    sums, counts = loss.rows(output, target)
+    # Where every label is ignored, torch gives 0 / 0, and so do we; but a member without rows has no loss.
+    size = torch.where(weights.any(), (weights * counts).sum(), 1)
+    return (weights * sums).sum() / size
+
+
+def check_targets(loss: Loss, output_shape: tuple[int, ...], target: Any, member: str | None = None) -> None:
+    """Refuse targets that the loss can't take: of a wrong shape or dtype, or with values out of range.
+
+    `output_shape` is that of the model's output for any number of rows; `target` holds all rows of the data.
+    """
+    if loss.kind == "any":
+        return
+    whose = "" if member is None else f"member {member!r}: "
+    try:
+        found = target.detach() if isinstance(target, Tensor) else torch.as_tensor(np.asarray(target))
+    except TypeError:
+        raise InputError(
+            f"{whose}the target is of {np.asarray(target).dtype}; {loss.name} needs numbers."
+        ) from None
+    shape = (*found.shape[:1], *output_shape[1:])
+    try:
+        _check_fit(loss.name, loss.kind, shape, found)
+    except InputError as error:
+        raise InputError(f"{whose}{error}") from None
+    wrong, expected = _out_of_range(loss, shape, found)
+    if wrong.any():
+        place = tuple(wrong.nonzero()[0].tolist())
+        raise InputError(f"{whose}the target in row {place[0]} is {found[place].item()}, but {expected}.")
+
+
+def matched(name: str, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+    """An output and a target of its shape, both in one dtype."""
+    _check_fit(name, "values", shape_of(name, output), target)
+    return _same_dtype(output, target)
+
+
+def _same_dtype(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    # float64, as NumPy has it, says nothing about the precision wanted; float32 beside a half does.
+    known = target.dtype if target.is_floating_point() else output.dtype
+    dtype = torch.promote_types(output.dtype, torch.float32 if known == torch.float64 else known)
+    return output.to(dtype), target.to(dtype)
+
+
+def shape_of(name: str, output: Any) -> tuple[int, ...]:
+    """The shape of an output, which must be one tensor."""
+    if not isinstance(output, Tensor):
+        raise InputError(
+            f"the model gives a {type(output).__name__}, but {name} needs a tensor. "
+            f"Pass a function of output and target in its place."
+        )
+    return tuple(output.shape)
+
+
+def _check_fit(name: str, kind: Kind, shape: tuple[int, ...], target: Tensor) -> None:
+    """Refuse a target whose shape and dtype do not fit an output of `shape`."""
+    got, dtype = tuple(target.shape), str(target.dtype).removeprefix("torch.")
+    if kind not in ("classes", "classes or probabilities"):
+        if got != shape:
+            alike = got[:1] == shape[:1] and torch.Size(got).numel() == torch.Size(shape).numel()
+            advice = f" Reshape the target to {_any_rows(shape)}." if alike else ""
+            raise InputError(
+                f"the output is {shape}, but the target is {got}; {name} needs both of one shape.{advice}"
+            )
+        return
+    if len(shape) < 2:
+        raise InputError(f"the output is {shape}, but {name} needs a score for every class: (row, class, …).")
+    indices = shape[:1] + shape[2:]
+    if got == indices and target.is_floating_point():
+        raise InputError(f"the target holds class indices as {dtype}. Pass them as integers, such as int64.")
+    if got == shape and target.is_floating_point() and kind == "classes or probabilities":
+        return
+    if got != indices:
+        choice = ", or floating-point probabilities of the output's shape" if kind != "classes" else ""
+        raise InputError(
+            f"the output is {shape}, but the target is {got} of {dtype}; {name} needs class indices of shape "
+            f"{_any_rows(indices)}{choice}. The output's second axis is the class."
+        )
+
+
+def _any_rows(shape: tuple[int, ...]) -> str:
+    return "(row,)" if len(shape) == 1 else f"(row, {', '.join(map(str, shape[1:]))})"
+
+
+def _out_of_range(loss: Loss, shape: tuple[int, ...], target: Tensor) -> tuple[Tensor, str]:
+    """Which targets the loss can't take, and what it takes."""
+    if loss.kind == "fractions":
+        return ~((target >= 0) & (target <= 1)), f"{loss.name} takes 0 to 1"
+    if loss.kind == "signs":
+        return target.abs() != 1, f"{loss.name} takes -1 and 1"
+    if loss.kind == "values" or target.is_floating_point():
+        return torch.zeros(0, dtype=torch.bool), ""
+    labels, classes = target.long(), shape[1]
+    wrong = (labels < 0) | (labels >= classes)
+    if loss.name in ("cross_entropy", "nll"):
+        wrong &= labels != IGNORED
+    return wrong, f"the model gives {classes} classes: labels go from 0 to {classes - 1}"
+
+
+def _per_row(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    # In float32 at least: sums of halves are rough, and a half can't count beyond 2048.
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    return values.to(dtype).flatten(1).sum(1), counted.to(dtype).flatten(1).sum(1)
+
+
+def _of_values(name: str, function: Callable[..., Tensor], kind: Kind = "values") -> Loss:
+    """A loss between the elements of an output and of a target of its shape."""
+
+    def rows(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        values = function(*matched(name, output, target), reduction="none").unsqueeze(-1)
+        return _per_row(values, torch.ones_like(values))
+
+    def plain(output: Tensor, target: Tensor) -> Tensor:
+        return function(*matched(name, output, target), reduction="mean")
+
+    return Loss(name, rows, plain, kind)
+
+
+def _of_classes(name: str, function: Callable[..., Tensor], kind: Kind = "classes") -> Loss:
+    """A loss of scores `(row, class, …)` and class indices `(row, …)` or probabilities `(row, class, …)`."""
+
+    def fit(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        _check_fit(name, kind, shape_of(name, output), target)
+        return _same_dtype(output, target) if target.is_floating_point() else (output, target.long())
+
+    def rows(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        output, target = fit(output, target)
+        values = function(output, target, reduction="none").unsqueeze(-1)
+        counted = torch.ones_like(values) if target.is_floating_point() else (target != IGNORED).unsqueeze(-1)
+        return _per_row(values, counted)
+
+    def plain(output: Tensor, target: Tensor) -> Tensor:
+        return function(*fit(output, target), reduction="mean")
+
+    return Loss(name, rows, plain, kind)
+
+
+def _reduced(values: Tensor, reduction: str) -> Tensor:
+    return values.mean() if reduction == "mean" else values
+
+
+# torch 2.13 has no batching rules for these three, and F's would loop over the members.
+
+
+def _kl_div(output: Tensor, target: Tensor, *, reduction: str) -> Tensor:
+    return _reduced(torch.xlogy(target, target) - target * output, reduction)
+
+
+def _soft_margin(output: Tensor, target: Tensor, *, reduction: str) -> Tensor:
+    return _reduced(-F.logsigmoid(target * output), reduction)
+
+
+def _multi_margin(output: Tensor, target: Tensor, *, reduction: str) -> Tensor:
+    label = target.unsqueeze(1)
+    margins = (1 - output.gather(1, label) + output).clamp(min=0)
+    others = torch.arange(output.shape[1], device=output.device) != label
+    return _reduced((margins * others).sum(1) / output.shape[1], reduction)
+
+
+# Each with the function and the module of torch that it equals.
+_STOCK: tuple[tuple[Loss, Callable[..., Tensor], type[nn.Module]], ...] = (
+    (
+        _of_classes("cross_entropy", F.cross_entropy, "classes or probabilities"),
+        F.cross_entropy,
+        nn.CrossEntropyLoss,
+    ),
+    (_of_classes("nll", F.nll_loss), F.nll_loss, nn.NLLLoss),
+    (_of_classes("multi_margin", _multi_margin), F.multi_margin_loss, nn.MultiMarginLoss),
+    (_of_values("mse", F.mse_loss), F.mse_loss, nn.MSELoss),
+    (_of_values("mae", F.l1_loss), F.l1_loss, nn.L1Loss),
+    (_of_values("huber", F.huber_loss), F.huber_loss, nn.HuberLoss),
+    (_of_values("smooth_l1", F.smooth_l1_loss), F.smooth_l1_loss, nn.SmoothL1Loss),
+    (_of_values("poisson_nll", F.poisson_nll_loss), F.poisson_nll_loss, nn.PoissonNLLLoss),
+    (_of_values("kl_div", _kl_div), F.kl_div, nn.KLDivLoss),
+    (_of_values("bce", F.binary_cross_entropy, "fractions"), F.binary_cross_entropy, nn.BCELoss),
+    (
+        _of_values("bce_with_logits", F.binary_cross_entropy_with_logits, "fractions"),
+        F.binary_cross_entropy_with_logits,
+        nn.BCEWithLogitsLoss,
+    ),
+    (
+        _of_values("hinge_embedding", F.hinge_embedding_loss, "signs"),
+        F.hinge_embedding_loss,
+        nn.HingeEmbeddingLoss,
+    ),
+    (_of_values("soft_margin", _soft_margin, "signs"), F.soft_margin_loss, nn.SoftMarginLoss),
+)
+
+LOSSES: dict[str, Loss] = {loss.name: loss for loss, _, _ in _STOCK}
+
+_ALIASES = {
+    "l1": "mae",
+    "binary_cross_entropy": "bce",
+    "binary_cross_entropy_with_logits": "bce_with_logits",
+}

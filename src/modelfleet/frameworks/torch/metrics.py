@@ -1,0 +1,212 @@
+"""Metrics of an epoch, summed up on the device batch by batch."""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from modelfleet.errors import InputError, unknown
+from modelfleet.frameworks.torch.losses import IGNORED, LOSSES, matched, shape_of
+
+Sums = Callable[[Any, Any, Tensor], dict[str, Tensor]]
+Function = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number per member and epoch.
+
+    `sums` gives the scalar sums of one member's batch from its output, target and row weights `(row,)`, and
+    `value` makes the number of those sums over an epoch. Padded rows weigh 0 and leave no trace, unless the
+    metric is not `maskable`: then it must only see real rows.
+    """
+
+    name: str
+    sums: Sums
+    value: Callable[[Mapping[str, Any]], float]
+    better: Literal["max", "min"]
+    maskable: bool = True
+
+
+def resolve(metrics: Sequence[str | Function | Mapping[str, Function]]) -> tuple[Metric, ...]:
+    """The metrics of names ("accuracy", "top_5", …), functions of output and target, or named functions.
+
+    A function gives a scalar per batch; its epoch's value is the mean, every batch weighing its rows.
+    """
+    if isinstance(metrics, str | Mapping) or callable(metrics):
+        metrics = [metrics]
+    found: list[Metric] = []
+    for metric in metrics:
+        if isinstance(metric, str):
+            found.append(_named(metric))
+        elif isinstance(metric, Mapping):
+            found += [_from_function(function, name) for name, function in metric.items()]
+        else:
+            found.append(_from_function(metric, getattr(metric, "__name__", type(metric).__name__)))
+    taken = {"loss"}  # what every history has
+    for metric in found:
+        if metric.name in taken:
+            raise InputError(
+                f"there are two metrics named {metric.name!r}. Names are unique; to give a function another "
+                f'one, pass {{"name": function}}.'
+            )
+        taken.add(metric.name)
+    return tuple(found)
+
+
+def _named(name: str) -> Metric:
+    if (match := re.fullmatch(r"top_([1-9]\d*)", name)) is not None:
+        return _top(int(match[1]))
+    if name not in _METRICS:
+        raise unknown("metric", name, [*_METRICS, "top_5"])
+    return _METRICS[name]
+
+
+def _from_function(function: Function, name: str) -> Metric:
+    if not callable(function):
+        raise InputError(
+            f"the metric {name!r} is a {type(function).__name__}. "
+            f"Pass a name or a function of output and target."
+        )
+
+    def sums(output: Any, target: Any, weights: Tensor) -> dict[str, Tensor]:
+        value = torch.as_tensor(function(output, target), device=weights.device)
+        if value.numel() != 1:
+            raise InputError(
+                f"the metric {name!r} gave {tuple(value.shape)}; expected one number for the batch."
+            )
+        rows = _wide(weights).sum()
+        return {"total": _wide(value.detach()).reshape(()) * rows, "count": rows}
+
+    error = re.search(r"loss|error|perplexity|distance|(^|_)(mse|mae|rmse|nll)(_|$)", name)
+    return Metric(name, sums, _mean, "min" if error else "max", maskable=False)
+
+
+def _mean(sums: Mapping[str, Any]) -> float:
+    count = float(sums["count"])
+    return float(sums["total"]) / count if count else math.nan
+
+
+def _wide(values: Tensor) -> Tensor:
+    """In float64: an epoch has more rows than float32 can count. Apple's GPUs have no float64."""
+    return values.to(torch.float32 if values.device.type == "mps" else torch.float64)
+
+
+def _weighted(per_row: Tensor, counts: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    wide = _wide(weights)
+    return {"total": (wide * per_row).sum(), "count": (wide * counts).sum()}
+
+
+def _accuracy_sums(output: Tensor, target: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    if shape_of("accuracy", output)[1:2] in ((), (1,)):
+        right, counted = _binary(output, target)
+    else:
+        scores, labels = _scores_and_labels("accuracy", output, target)
+        right, counted = scores.argmax(1) == labels, labels != IGNORED
+    return _weighted(*_rows(right, counted), weights)
+
+
+def _binary(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """One logit per label: which are on the right side of 0."""
+    logits = output if output.ndim == 1 or target.shape == output.shape else output.squeeze(1)
+    if output.ndim == 1 and target.shape == (*output.shape, 1):
+        target = target.squeeze(1)
+    if target.shape != logits.shape:
+        raise _unfit("accuracy", output, target)
+    return (logits > 0) == (target > 0.5), target != IGNORED
+
+
+def _top(k: int) -> Metric:
+    name = f"top_{k}"
+
+    def sums(output: Tensor, target: Tensor, weights: Tensor) -> dict[str, Tensor]:
+        scores, labels = _scores_and_labels(name, output, target)
+        if scores.shape[1] < k:
+            raise InputError(f"{name} needs at least {k} classes, but the model gives {scores.shape[1]}.")
+        label = labels.clamp(min=0).unsqueeze(1)
+        score = scores.gather(1, label)
+        classes = torch.arange(scores.shape[1], device=scores.device).view(-1, *[1] * (scores.ndim - 2))
+        # Asked this way round, a NaN is not among the best; of equal scores, the first counts as the higher.
+        below = (scores < score) | ((scores == score) & (classes >= label))
+        return _weighted(*_rows((~below).sum(1) < k, labels != IGNORED), weights)
+
+    return Metric(name, sums, _mean, "max")
+
+
+def _rows(right: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """How many are right, and how many count, in each row."""
+    return (right & counted).unsqueeze(-1).flatten(1).sum(1), counted.unsqueeze(-1).flatten(1).sum(1)
+
+
+def _scores_and_labels(name: str, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores `(row, class, …)` and labels `(row, …)`, from any of the forms in which people have them."""
+    if len(shape_of(name, output)) >= 2:
+        if target.shape == output.shape:  # one-hot, or probabilities
+            return output, target.argmax(1)
+        if target.shape == output.shape[:1] + output.shape[2:]:
+            return output, target.long()
+        if target.shape == output.shape[:-1]:  # classes last, as Hugging Face has them
+            return output.movedim(-1, 1), target.long()
+    raise _unfit(name, output, target)
+
+
+def _unfit(name: str, output: Tensor, target: Tensor) -> InputError:
+    return InputError(
+        f"{name} can't compare an output {tuple(output.shape)} with a target {tuple(target.shape)}. It takes "
+        f"scores (row, class, …) with class indices (row, …) or one-hot targets, or one logit with 0 and 1."
+    )
+
+
+def _from_loss(name: str) -> Metric:
+    rows = LOSSES[name].rows
+    assert rows is not None
+
+    def sums(output: Tensor, target: Tensor, weights: Tensor) -> dict[str, Tensor]:
+        return _weighted(*rows(output, target), weights)
+
+    return Metric(name, sums, _mean, "min")
+
+
+def _r2_sums(output: Tensor, target: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    output, target = matched("r2", output, target)
+    weight = _wide(weights).unsqueeze(1)
+    predicted, true = (_wide(tensor).unsqueeze(-1).flatten(1) for tensor in (output, target))
+    moments = {"residual": (true - predicted) ** 2, "true": true, "square": true**2}
+    columns = {name: (weight * moment).sum(0).unbind() for name, moment in moments.items()}
+    sums = {
+        f"{name}_{index}": value for name, values in columns.items() for index, value in enumerate(values)
+    }
+    return {**sums, "count": weight.sum()}
+
+
+def _r2(sums: Mapping[str, Any]) -> float:
+    """1 - residual / variance, averaged over the outputs of a row; of a constant target 1 if met, else 0."""
+    count = float(sums["count"])
+    if not count:
+        return math.nan
+    values = []
+    for name in sums:
+        if name.startswith("residual_"):
+            index = name.removeprefix("residual_")
+            residual, total, square = (
+                float(sums[f"{key}_{index}"]) for key in ("residual", "true", "square")
+            )
+            spread = square - total**2 / count
+            if spread <= square * 1e-14:  # nothing but rounding is left
+                values.append(1.0 if residual == 0 else 0.0)
+            else:
+                values.append(1 - residual / spread)
+    return float(np.mean(values))
+
+
+_METRICS: dict[str, Metric] = {
+    "accuracy": Metric("accuracy", _accuracy_sums, _mean, "max"),
+    "mse": _from_loss("mse"),
+    "mae": _from_loss("mae"),
+    "r2": Metric("r2", _r2_sums, _r2, "max"),
+}

@@ -1,0 +1,132 @@
+"""The programs of a lane: its steps traced once for each shape of batch and width, and compiled where it pays."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from modelfleet.frameworks.torch import state as states
+from modelfleet.frameworks.torch.compiling import Compiler
+from modelfleet.frameworks.torch.state import State
+from modelfleet.frameworks.torch.steps import Steps
+from modelfleet.frameworks.torch.task import Task
+from modelfleet.frameworks.torch.tracing import CannotTraceError, Program, plain, trace
+from modelfleet.trees import leaves
+
+Key = tuple[Any, ...]
+
+
+class Programs:
+    """Train, evaluate and predict for the lanes of one group.
+
+    `model` stands for the structure: its Python is traced, its own weights are never touched. With `fused=False`
+    the lanes hold one member each, and a step that can't be traced runs as the plain Python it is.
+    """
+
+    def __init__(self, model: nn.Module, task: Task, *, fused: bool) -> None:
+        self.steps = Steps(model, task, states.transposed(model))
+        self.fused = fused
+        self.traces = 0  # how often a step was traced: a test's proof that a second epoch traces nothing
+        self.untraced: str | None = None  # why a lane of one runs its Python at every step, if it does
+        self._programs: dict[Key, tuple[Program, Compiler]] = {}
+
+    @property
+    def task(self) -> Task:
+        """What the members are to do."""
+        return self.steps.task
+
+    @property
+    def compiling(self) -> bool:
+        """Whether a program is being compiled beside the training now."""
+        return any(compiler.busy for _, compiler in self._programs.values())
+
+    @property
+    def compiled(self) -> bool:
+        """Whether any program runs compiled."""
+        return any(program.compiled for program, _ in self._programs.values())
+
+    @property
+    def description(self) -> str:
+        """How the train steps run, in a word."""
+        programs = [program for (kind, *_), (program, _) in self._programs.items() if kind == "train"]
+        if not programs:
+            return "not traced yet"
+        if any(program.compiled for program in programs):
+            return "compiled"
+        return "plain Python" if any(program.graph is None for program in programs) else "traced"
+
+    def train(self, args: tuple[Any, ...], *, shared_data: bool, pace: tuple[int, float | None]) -> None:
+        """One step of every active member, in place. `pace`: steps left of this kind, and seconds per step.
+
+        `args` are those of `Steps.train`; the first is the state, and so below.
+        """
+        program, compiler = self.program("train", args, shared_data)
+        compiler.consider(*pace)
+        program(leaves(args))
+
+    def evaluate(self, args: tuple[Any, ...], *, shared_data: bool) -> dict[str, Tensor]:
+        """The sums `(member,)` of the loss and the metrics over a batch."""
+        args = (readable(args[0]), *args[1:])
+        return self.program("evaluate", args, shared_data)[0](leaves(args))
+
+    def predict(self, args: tuple[Any, ...], *, shared_data: bool) -> Any:
+        """The outputs `(member, row, …)` on a batch of inputs."""
+        args = (readable(args[0]), *args[1:])
+        return self.program("predict", args, shared_data)[0](leaves(args))
+
+    def stop(self) -> None:
+        """End every compiler that is still at work."""
+        for _, compiler in self._programs.values():
+            compiler.stop()
+
+    def program(self, kind: str, args: tuple[Any, ...], shared_data: bool) -> tuple[Program, Compiler]:
+        """The program for arguments of these shapes; traced if there is none yet."""
+        key = (kind, shared_data, len(args[0]["member"]["seed"]), *(_key(arg) for arg in args[1:]))
+        if key not in self._programs:
+            self._programs[key] = self._make(kind, args, shared_data)
+        return self._programs[key]
+
+    def _make(self, kind: str, args: tuple[Any, ...], shared_data: bool) -> tuple[Program, Compiler]:
+        step: Callable[..., Any] = getattr(self.steps, kind)
+
+        def run(*args: Any) -> Any:
+            with mode(self.steps.model, train=kind == "train"):
+                return step(*args, shared_data=shared_data, fused=self.fused)
+
+        self.traces += 1
+        try:
+            program = trace(run, args)
+        except CannotTraceError as error:
+            if self.fused:
+                raise
+            self.untraced = str(error)
+            program = plain(run, args)
+        return program, Compiler(program)
+
+
+@contextmanager
+def mode(model: nn.Module, *, train: bool) -> Iterator[None]:
+    """Put a model into training or evaluation mode for a while.
+
+    A model given in training mode is trained as it was given, with those of its parts that were set to evaluation
+    left so (a frozen BatchNorm, say); one given in evaluation mode is trained as after `model.train()`.
+    """
+    before = [(module, module.training) for module in model.modules()]
+    if not train or not model.training:
+        model.train(train)
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def readable(state: State) -> State:
+    """What a forward pass reads of a state."""
+    member = {name: state["member"][name] for name in ("seed", "step")}
+    return {"params": state["params"], "frozen": state["frozen"], "buffers": state["buffers"], "member": member}
+
+
+def _key(arg: Any) -> Key:
+    return tuple((leaf.shape, leaf.dtype, leaf.stride()) for leaf in leaves(arg))

@@ -1,0 +1,148 @@
+"""Random numbers of a member's own: dropout masks and noise that depend on its seed and step alone.
+
+torch draws from one generator, so under `vmap` a member's dropout would depend on who else is in the lane. Here
+every random operation is replaced by a hash of (seed, step, which draw, position in the tensor). The replacement
+happens below autograd and vmap, at the level of ATen operations, so that it reaches every way a model can draw:
+`nn.Dropout`, attention's dropout, `torch.rand_like` in a forward, and so on.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+_WORD = 0xFFFFFFFF
+
+
+def _mix(x: Tensor) -> Tensor:
+    # A 32-bit avalanche hash on int64 tensors. Both multipliers are below 2**31, so no product overflows.
+    x = x ^ (x >> 16)
+    x = (x * 0x21F0AAAD) & _WORD
+    x = x ^ (x >> 15)
+    x = (x * 0x735A2D97) & _WORD
+    return x ^ (x >> 15)
+
+
+class Streams:
+    """The random numbers of one step: of stacked members (`seed` is `(member,)`) or of one (`seed` is `()`)."""
+
+    def __init__(self, seed: Tensor, step: Tensor) -> None:
+        step = step.to(torch.int64)
+        low = _mix((seed & _WORD) ^ _mix(step & _WORD))
+        self._key = _mix(low ^ ((seed >> 32) & _WORD)), _mix(low + 0x5BD1E995 & _WORD)
+        self._stacked = seed.dim() == 1
+        self._draws = 0
+
+    def uniform(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Numbers in [0, 1); with stacked members the first axis of `shape` is the member."""
+        own = list(shape[1:] if self._stacked else shape)
+        self._draws += 1
+        first, second = (_mix((key + self._draws * 0x9E3779B1) & _WORD) for key in self._key)
+        position = torch.arange(math.prod(own), dtype=torch.int64, device=first.device).view(own)
+        if self._stacked:
+            first, second = (key.view(-1, *[1] * len(own)) for key in (first, second))
+        bits = _mix((_mix((position & _WORD) ^ first) + second) & _WORD)
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        return ((bits >> 8).to(exact) * 2.0**-24).to(dtype)
+
+    def normal(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Standard normal numbers, by Box and Muller."""
+        radius = torch.sqrt(-2.0 * torch.log1p(-self.uniform(shape, torch.float32)))
+        return (radius * torch.cos(2.0 * math.pi * self.uniform(shape, torch.float32))).to(dtype)
+
+
+def _bernoulli(streams: Streams, like: Tensor, p: Any = 0.5, **_: Any) -> Tensor:
+    chosen = streams.uniform(like.shape, torch.float32) < p
+    return chosen.to(like.dtype if like.is_floating_point() else torch.float32)
+
+
+def _native_dropout(streams: Streams, like: Tensor, p: float, train: bool | None = True) -> Any:
+    if not train:
+        return like, torch.ones_like(like, dtype=torch.bool)
+    mask = streams.uniform(like.shape, torch.float32) >= p
+    return like * mask * (1.0 / (1.0 - p)), mask
+
+
+def _rand(streams: Streams, size: Sequence[int], **options: Any) -> Tensor:
+    return streams.uniform(size, options.get("dtype") or torch.get_default_dtype())
+
+
+def _randn(streams: Streams, size: Sequence[int], **options: Any) -> Tensor:
+    return streams.normal(size, options.get("dtype") or torch.get_default_dtype())
+
+
+def _randint_low(streams: Streams, low: int, high: int, size: Sequence[int], **options: Any) -> Tensor:
+    drawn = low + torch.floor(streams.uniform(size, torch.float64) * (high - low))
+    return drawn.to(options.get("dtype") or torch.int64)
+
+
+def _inplace(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def fill(streams: Streams, self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        kwargs.pop("generator", None)
+        return self.copy_(draw(streams, self, *args, **kwargs))
+
+    return fill
+
+
+def _like(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def same(streams: Streams, self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return draw(streams, *args, self.shape, dtype=kwargs.get("dtype") or self.dtype)
+
+    return same
+
+
+# Every random ATen operation that has a replacement.
+DRAWS: Mapping[Any, Callable[..., Any]] = {
+    aten.bernoulli.default: lambda streams, p, **_: _bernoulli(streams, p, p),
+    aten.bernoulli.p: lambda streams, like, p, **_: _bernoulli(streams, like, p),
+    aten.bernoulli_.float: _inplace(_bernoulli),
+    aten.bernoulli_.Tensor: _inplace(_bernoulli),
+    aten.native_dropout.default: _native_dropout,
+    aten.rand.default: _rand,
+    aten.rand_like.default: _like(_rand),
+    aten.randn.default: _randn,
+    aten.randn_like.default: _like(_randn),
+    aten.randint.default: lambda streams, high, size, **o: _randint_low(streams, 0, high, size, **o),
+    aten.randint.low: _randint_low,
+    aten.uniform_.default: _inplace(
+        lambda streams, x, low=0.0, high=1.0: low + (high - low) * streams.uniform(x.shape, x.dtype)
+    ),
+    aten.normal_.default: _inplace(
+        lambda streams, x, mean=0.0, std=1.0: mean + std * streams.normal(x.shape, x.dtype)
+    ),
+    aten.exponential_.default: _inplace(
+        lambda streams, x, rate=1.0: -torch.log1p(-streams.uniform(x.shape, x.dtype)) / rate
+    ),
+}
+
+
+def is_random(operation: Any) -> bool:
+    """Whether an ATen operation draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ())
+
+
+def draw(streams: Streams, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of a random operation, from a member's own stream."""
+    if operation not in DRAWS:
+        raise NotImplementedError(f"{operation} draws random numbers in a way that has no stream per member")
+    return DRAWS[operation](streams, *args, **kwargs)
+
+
+class DrawFromStreams(TorchDispatchMode):
+    """Within this context every random operation draws from `streams`."""
+
+    def __init__(self, streams: Streams) -> None:
+        super().__init__()
+        self._streams = streams
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if is_random(operation):
+            return draw(self._streams, operation, args, kwargs or {})
+        return operation(*args, **(kwargs or {}))

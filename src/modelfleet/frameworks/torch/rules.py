@@ -1,0 +1,150 @@
+"""Operations that are computed another way while members are stacked, because torch's own way would be slow.
+
+`torch.lstm` and its kin have no batching rule, and torch's plain form of them accumulates the weights' gradient
+step by step. Here the recurrence is written on batched matrix products, with one product for all time steps
+wherever there is no recurrence: the input projection, and the gradient of every weight.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+
+class Rules(TorchFunctionMode):
+    """Within this context the operations of `RULES` are computed by their rules."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return RULES.get(function, function)(*args, **(kwargs or {}))
+
+
+class _LSTMScan(torch.autograd.Function):
+    """`(time, row, 4·hidden)` input projections, first states and recurrent weight to all hidden and cell states."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(projected: Tensor, hidden: Tensor, cell: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        hiddens, cells, gates = [hidden], [cell], []
+        for inputs in projected.unbind(0):
+            i, f, g, o = (inputs + hiddens[-1] @ weight.t()).chunk(4, -1)
+            gate = torch.cat([torch.sigmoid(i), torch.sigmoid(f), torch.tanh(g), torch.sigmoid(o)], -1)
+            i, f, g, o = gate.chunk(4, -1)
+            cells.append(f * cells[-1] + i * g)
+            hiddens.append(o * torch.tanh(cells[-1]))
+            gates.append(gate)
+        return torch.stack(hiddens), torch.stack(cells), torch.stack(gates)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*output, inputs[3])
+
+    @staticmethod
+    def backward(ctx: Any, d_hiddens: Tensor, d_cells: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        hiddens, cells, gates, weight = ctx.saved_tensors
+        d_hidden, d_cell = d_hiddens[-1], d_cells[-1]
+        d_gates = []
+        for t in range(gates.shape[0] - 1, -1, -1):
+            i, f, g, o = gates[t].chunk(4, -1)
+            tanh_cell = torch.tanh(cells[t + 1])
+            d_cell = d_cell + d_hidden * o * (1 - tanh_cell * tanh_cell)
+            d_gate = torch.cat(
+                [
+                    d_cell * g * i * (1 - i),
+                    d_cell * cells[t] * f * (1 - f),
+                    d_cell * i * (1 - g * g),
+                    d_hidden * tanh_cell * o * (1 - o),
+                ],
+                -1,
+            )
+            d_gates.append(d_gate)
+            d_hidden = d_hiddens[t] + d_gate @ weight
+            d_cell = d_cells[t] + d_cell * f
+        d_projected = torch.stack(d_gates[::-1])
+        d_weight = d_projected.flatten(0, 1).t() @ hiddens[:-1].flatten(0, 1)
+        return d_projected, d_hidden, d_cell, d_weight
+
+
+def _lstm_layer(x: Tensor, state: tuple[Tensor, ...], weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    projected = F.linear(x, weights[0], sum(weights[2:4]) if len(weights) >= 4 else None)
+    hiddens, cells, _ = _LSTMScan.apply(projected, *state, weights[1])
+    return hiddens[1:], hiddens[-1], cells[-1]
+
+
+def _gru_layer(x: Tensor, state: tuple[Tensor, ...], weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    biases = weights[2:4] if len(weights) >= 4 else (None, None)
+    projected = F.linear(x, weights[0], biases[0])
+    (hidden,) = state
+    hiddens = []
+    for inputs in projected.unbind(0):
+        reset_x, update_x, new_x = inputs.chunk(3, -1)
+        reset_h, update_h, new_h = F.linear(hidden, weights[1], biases[1]).chunk(3, -1)
+        update = torch.sigmoid(update_x + update_h)
+        new = torch.tanh(new_x + torch.sigmoid(reset_x + reset_h) * new_h)
+        hidden = new + update * (hidden - new)
+        hiddens.append(hidden)
+    return torch.stack(hiddens), hidden
+
+
+def _rnn_layer(activation: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+    def layer(x: Tensor, state: tuple[Tensor, ...], weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        projected = F.linear(x, weights[0], sum(weights[2:4]) if len(weights) >= 4 else None)
+        (hidden,) = state
+        hiddens = []
+        for inputs in projected.unbind(0):
+            hidden = activation(inputs + hidden @ weights[1].t())
+            hiddens.append(hidden)
+        return torch.stack(hiddens), hidden
+
+    return layer
+
+
+def _recurrent(layer: Callable[..., tuple[Tensor, ...]], states: int, plain: Any) -> Callable[..., Any]:
+    """torch's signature for a stack of recurrent layers around one layer in one direction.
+
+    `states` is how many states a layer has: hidden and cell, or hidden alone.
+    """
+
+    def run(x: Tensor, state: Any, weights: Any, *options: Any) -> Any:
+        if isinstance(options[0], Tensor | list | tuple):  # packed sequences: (data, batch_sizes, state, weights, …)
+            return plain(x, state, weights, *options)
+        biases, layers, dropout, train, both, batch_first = options
+        first = tuple(state) if states == 2 else (state,)
+        # The order of weights: for each layer and direction w_ih, w_hh, and then the two biases if there are any
+        # (and a projection, which has no rule).
+        per_layer = 4 if biases else 2
+        directions = 2 if both else 1
+        if len(weights) != per_layer * layers * directions:
+            return plain(x, state, weights, *options)
+        if batch_first:
+            x = x.transpose(0, 1)
+        last: list[tuple[Tensor, ...]] = []
+        for depth in range(layers):
+            outputs = []
+            for direction in range(directions):
+                place = depth * directions + direction
+                own = weights[place * per_layer : (place + 1) * per_layer]
+                given = x.flip(0) if direction else x
+                output, *final = layer(given, tuple(part[place] for part in first), own)
+                outputs.append(output.flip(0) if direction else output)
+                last.append(tuple(final))
+            x = torch.cat(outputs, -1) if both else outputs[0]
+            if dropout and train and depth < layers - 1:
+                x = F.dropout(x, dropout)
+        final_states = tuple(torch.stack([state[part] for state in last]) for part in range(states))
+        return (x.transpose(0, 1) if batch_first else x), *final_states
+
+    return run
+
+
+RULES: Mapping[Any, Callable[..., Any]] = {
+    torch.lstm: _recurrent(_lstm_layer, 2, torch.lstm),
+    torch.gru: _recurrent(_gru_layer, 1, torch.gru),
+    torch.rnn_tanh: _recurrent(_rnn_layer(torch.tanh), 1, torch.rnn_tanh),
+    torch.rnn_relu: _recurrent(_rnn_layer(torch.relu), 1, torch.rnn_relu),
+}

@@ -1,0 +1,218 @@
+"""The steps of a lane as plain functions of tensors: train, evaluate, predict.
+
+Each works on the stacked state of all members at once. `fused=True` maps one member's computation over the member
+axis (`torch.func.vmap`); `fused=False` runs a lane of one member as any torch loop would, for models that can't be
+mapped. Both give a member the same numbers.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from modelfleet.frameworks.torch.random import DrawFromStreams, Streams
+from modelfleet.frameworks.torch.rules import Rules
+from modelfleet.frameworks.torch.state import FINE, GRADIENT, LOSS, SCALE, State
+from modelfleet.frameworks.torch.task import PRECISIONS, Task, call, logits
+from modelfleet.trees import map_tree
+
+GROWTH_STEPS = 2000  # torch.amp.GradScaler's interval, growth and backoff
+SMALLEST_SCALE = 2.0**-24
+
+
+class Holder(nn.Module):
+    """A model and what to do with it as one module, so that `functional_call` can reach both."""
+
+    def __init__(self, model: nn.Module, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model = model
+        self._run = run
+
+    def forward(self, *args: Any) -> Any:
+        """Do it."""
+        return self._run(self.model, *args)
+
+
+class Steps:
+    """The three steps for lanes of one structure and one task.
+
+    `layout` names the parameters that are stored transposed. `shared`, in every step, has the tensors that all
+    members share: they have no member axis, and what depends on them alone is computed once.
+    """
+
+    def __init__(self, model: nn.Module, task: Task, layout: frozenset[str]) -> None:
+        self.model = model
+        self.task = task
+        self.layout = layout
+
+    def train(
+        self,
+        state: State,
+        shared: dict[str, Tensor],
+        hyper: dict[str, Tensor],
+        active: Tensor,
+        data: Any,
+        weights: Tensor | None,
+        *,
+        shared_data: bool,
+        fused: bool,
+    ) -> Tensor:
+        """One step of every active member, in place; gives the losses `(member,)`."""
+        member, task = state["member"], self.task
+        live = active & (member["trouble"] == FINE)
+        scale = member.get("scale")
+
+        def loss_of(params: Any, frozen: Any, buffers: Any, data: Any, weights: Any, scale: Any) -> Any:
+            buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+            loss, sums = self._call({**params, **frozen, **shared}, buffers, task.run, data, weights)
+            return loss if scale is None else loss * scale, (loss.detach(), sums, buffers)
+
+        axis = None if shared_data else 0
+        with self._streams(member, fused):
+            args = (state["params"], state["frozen"], state["buffers"], data, weights, scale)
+            gradients, (loss, sums, buffers) = _gradients(loss_of, args, (0, 0, 0, axis, 0, 0), fused=fused)
+
+        if scale is not None:
+            gradients = {name: g / _like(scale, g) for name, g in gradients.items()}
+        finite = torch.isfinite(sum((g * 0).flatten(1).sum(1) for g in gradients.values()))
+        good_loss = torch.isfinite(loss)
+        keep = live & good_loss & finite
+        if task.clip:
+            gradients = _clipped(gradients, hyper["clip_norm"])
+
+        coefficients = task.optimizer.coefficients(hyper, member["step"] + 1)
+        for name, parameter in state["params"].items():
+            slots = {slot: tensors[name] for slot, tensors in state["slots"].items()}
+            updated, new_slots = task.optimizer.apply(parameter, gradients[name], slots, coefficients)
+            _keep(keep, parameter, updated)
+            for slot, tensor in slots.items():
+                _keep(keep, tensor, new_slots[slot])
+        for name, buffer in state["buffers"].items():
+            _keep(keep, buffer, buffers[name])
+        for name, total in state["sums"].items():
+            _keep(keep, total, total + sums[name])
+        _keep(keep, member["step"], member["step"] + 1)
+
+        trouble = torch.where(good_loss, torch.where(finite, FINE, GRADIENT), LOSS)
+        if scale is not None:
+            trouble = torch.where(good_loss, _rescale(member, live & good_loss, finite), LOSS)
+        _keep(live, member["trouble"], trouble)
+        return loss
+
+    def evaluate(
+        self,
+        state: State,
+        shared: dict[str, Tensor],
+        data: Any,
+        weights: Tensor,
+        *,
+        shared_data: bool,
+        fused: bool,
+    ) -> dict[str, Tensor]:
+        """The sums `(member,)` of the loss and the metrics over a batch."""
+
+        def sums_of(params: Any, frozen: Any, buffers: Any, data: Any, weights: Any) -> Any:
+            buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+            mask = weights if self.task.maskable else None
+            return self._call({**params, **frozen, **shared}, buffers, self.task.run, data, mask)[1]
+
+        args = (state["params"], state["frozen"], state["buffers"], data, weights)
+        with self._streams(state["member"], fused):
+            return _mapped(sums_of, args, (0, 0, 0, None if shared_data else 0, 0), fused=fused)
+
+    def predict(
+        self, state: State, shared: dict[str, Tensor], data: Any, *, shared_data: bool, fused: bool
+    ) -> Any:
+        """The outputs `(member, row, …)` on a batch of inputs."""
+
+        def output_of(params: Any, frozen: Any, buffers: Any, data: Any) -> Any:
+            buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+            return self._call({**params, **frozen, **shared}, buffers, lambda m, x: logits(call(m, x)), data)
+
+        args = (state["params"], state["frozen"], state["buffers"], data)
+        with self._streams(state["member"], fused):
+            return _mapped(output_of, args, (0, 0, 0, None if shared_data else 0), fused=fused)
+
+    def _call(self, own: Any, buffers: Any, run: Callable[..., Any], *args: Any) -> Any:
+        own = {name: t.transpose(-1, -2) if name in self.layout else t for name, t in own.items()}
+        tensors = {f"model.{name}": t for name, t in {**own, **buffers}.items()}
+        dtype = PRECISIONS[self.task.precision]
+        device = next(iter(tensors.values())).device.type
+        with torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=False):
+            result = functional_call(Holder(self.model, run), tensors, args)
+        # functional_call leaves the buffers that the model reassigned in the dict it was given.
+        for name in buffers:
+            buffers[name] = tensors[f"model.{name}"]
+        return result
+
+    @contextmanager
+    def _streams(self, member: dict[str, Tensor], fused: bool) -> Iterator[None]:
+        # Attention's CPU kernels have no batching rule; its plain form has, and recurrent layers have rules of ours. The
+        # same forms are used unfused, so that a member's numbers and random draws do not depend on the strategy.
+        seed, step = member["seed"], member["step"]
+        streams = Streams(seed, step) if fused else Streams(seed[0], step[0])
+        with sdpa_kernel(SDPBackend.MATH), Rules(), DrawFromStreams(streams):
+            yield
+
+
+def _gradients(loss_of: Callable[..., Any], args: Any, axes: Any, *, fused: bool) -> Any:
+    if fused:
+        return _vmapped(grad(loss_of, has_aux=True), args, axes)
+    params, *rest = (_row(arg, axis) for arg, axis in zip(args, axes, strict=True))
+    with torch.enable_grad():
+        leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
+        loss, aux = loss_of(leaves, *rest)
+        found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    gradients = {
+        name: torch.zeros_like(p) if g is None else g
+        for (name, p), g in zip(leaves.items(), found, strict=True)
+    }
+    return map_tree(lambda t: t.detach().unsqueeze(0), (gradients, aux))
+
+
+def _mapped(function: Callable[..., Any], args: Any, axes: Any, *, fused: bool) -> Any:
+    if fused:
+        return _vmapped(function, args, axes)
+    with torch.no_grad():
+        result = function(*(_row(arg, axis) for arg, axis in zip(args, axes, strict=True)))
+    return map_tree(lambda t: t.unsqueeze(0), result)
+
+
+def _vmapped(function: Callable[..., Any], args: Any, axes: Any) -> Any:
+    # None is no tensor, and vmap wants an axis of None for it; an empty dict has no axis at all.
+    axes = tuple(None if arg is None or arg == {} else axis for arg, axis in zip(args, axes, strict=True))
+    return vmap(function, in_dims=axes, randomness="different")(*args)
+
+
+def _row(arg: Any, axis: int | None) -> Any:
+    return arg if arg is None or axis is None else map_tree(lambda t: t[0], arg)
+
+
+def _like(per_member: Tensor, tensor: Tensor) -> Tensor:
+    return per_member.view(-1, *[1] * (tensor.dim() - 1)).to(tensor.dtype)
+
+
+def _keep(keep: Tensor, old: Tensor, new: Tensor) -> None:
+    """Overwrite `old` by `new` for the members in `keep`, and leave the others' bits alone."""
+    old.copy_(torch.where(keep.view(-1, *[1] * (old.dim() - 1)), new.to(old.dtype), old))
+
+
+def _clipped(gradients: dict[str, Tensor], most: Tensor) -> dict[str, Tensor]:
+    # As torch.nn.utils.clip_grad_norm_ does it, member by member.
+    squares = torch.stack([g.flatten(1).norm(dim=1) for g in gradients.values()], dim=1)
+    factor = torch.clamp(most.to(squares.dtype) / (squares.norm(dim=1) + 1e-6), max=1.0)
+    return {name: g * _like(factor, g) for name, g in gradients.items()}
+
+
+def _rescale(member: dict[str, Tensor], taking_part: Tensor, finite: Tensor) -> Tensor:
+    """Grow or shrink each member's own loss scale after a step; gives the trouble that is left."""
+    good = torch.where(finite, member["good"] + 1, 0)
+    grown = good >= GROWTH_STEPS
+    scale = torch.where(finite, torch.where(grown, member["scale"] * 2.0, member["scale"]), member["scale"] * 0.5)
+    _keep(taking_part, member["scale"], scale)
+    _keep(taking_part, member["good"], torch.where(grown, 0, good))
+    return torch.where(scale < SMALLEST_SCALE, SCALE, FINE)

@@ -1,0 +1,267 @@
+"""The structure of a torch model: all that decides what it computes, except its weights.
+
+Models of equal signature run as one program with stacked weights. Where it can't be told whether two models
+compute alike, they count as unlike.
+"""
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from modelfleet.frameworks.torch.values import Freezer, differ, show
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+# What nn.Module keeps for itself, and what libraries note on modules that no forward reads.
+_BOOKKEEPING = frozenset(vars(nn.Module())) | {
+    "_compiled_call_impl",
+    "_is_hf_initialized",
+    "name_or_path",
+    "warnings_issued",
+}
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Signature:
+    """A model's structure as a value: equal for two models if and only if they may be fused."""
+
+    entries: tuple[tuple[str, Hashable], ...]
+    _hash: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash(self.entries))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Signature):
+            return NotImplemented
+        return self is other or (self._hash == other._hash and self.entries == other.entries)
+
+
+class _Module(NamedTuple):
+    kind: Hashable
+    forward: Hashable
+    training: bool
+    hooks: tuple[Hashable, ...]
+
+
+class _Again(NamedTuple):
+    """A module that is in the tree a second time."""
+
+    first: str
+
+
+class _Tensor(NamedTuple):
+    role: str
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype
+    trained: bool
+    tied: str | None
+    persistent: bool
+
+
+def signature(model: nn.Module) -> Signature:
+    """Tell the structure of `model`: its modules, parameters, buffers, hooks and plain attributes."""
+    modules = list(_walk(model, "", {}))
+    freezer = Freezer(lambda: _names(modules))
+    tensors: dict[int, str] = {}
+    entries: list[tuple[str, Hashable]] = []
+    for path, module, first in modules:
+        if first is not None:
+            entries.append((path, _Again(first)))
+            continue
+        dot = f"{path}." if path else ""
+        cls = type(module)
+        kind = freezer.freeze_class(cls)
+        # A local class has its forward among its contents; of others, forward may be replaced in between.
+        forward = getattr(cls, "forward", None) if kind is cls else None
+        entries.append((path, _Module(kind, forward, module.training, _hooks(module, freezer))))
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                entries.append((dot + name, _describe("parameter", parameter, dot + name, tensors, True)))
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                persistent = name not in module._non_persistent_buffers_set
+                entries.append((dot + name, _describe("buffer", buffer, dot + name, tensors, persistent)))
+        attributes = vars(module)
+        for name in sorted(attributes.keys() - _BOOKKEEPING):
+            entries.append((dot + name, freezer.freeze(attributes[name])))
+    return Signature(tuple(entries))
+
+
+def difference(a: Signature, b: Signature) -> str | None:
+    """Say where `a` first differs from `b`, as in "features.3.stride is 2, not 1"; None if nowhere."""
+    if a == b:
+        return None
+    ours, theirs = dict(a.entries), dict(b.entries)
+    for (path, value), (other_path, other) in zip(a.entries, b.entries, strict=False):
+        if other_path not in ours:
+            return f"has no {_role(other)} {other_path}"
+        if path not in theirs:
+            return f"has {_a_role(value)} {path}, the other has none"
+        if value != theirs[path]:
+            return _words(path, value, theirs[path])
+        if path != other_path:
+            return f"has {path} where the other has {other_path}"
+    if len(a.entries) < len(b.entries):
+        path, value = b.entries[len(a.entries)]
+        return f"has no {_role(value)} {path}"
+    path, value = a.entries[len(b.entries)]
+    return f"has {_a_role(value)} {path}, the other has none"
+
+
+def shared_parameters(models: Sequence[nn.Module]) -> set[str]:
+    """Name the parameters and buffers that are the very same tensor in all `models`, such as a common trunk.
+
+    Trained or frozen, they are all named; a model on its own shares nothing.
+    """
+    if len(models) < 2:
+        return set()
+    shared = {name: _place(tensor) for name, tensor in _named_tensors(models[0])}
+    for model in models[1:]:
+        theirs = dict(_named_tensors(model))
+        shared = {
+            name: place
+            for name, place in shared.items()
+            if name in theirs and place is not None and _place(theirs[name]) == place
+        }
+        if not shared:
+            break
+    return set(shared)
+
+
+def _walk(module: nn.Module, path: str, seen: dict[int, str]) -> Iterator[tuple[str, nn.Module, str | None]]:
+    """Every module with its path, parents first; the third says under which path it came before."""
+    first = seen.setdefault(id(module), path)
+    if first != path:
+        yield path, module, first
+        return
+    yield path, module, None
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _walk(child, f"{path}.{name}" if path else name, seen)
+
+
+def _names(modules: Sequence[tuple[str, nn.Module, str | None]]) -> dict[int, str]:
+    """What the modules, parameters and buffers of the tree are called there, by id."""
+    names: dict[int, str] = {}
+    for path, module, _ in modules:
+        names.setdefault(id(module), f"module {path}" if path else "the model")
+        dot = f"{path}." if path else ""
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                names.setdefault(id(tensor), dot + name)
+    return names
+
+
+def _hooks(module: nn.Module, freezer: Freezer) -> tuple[Hashable, ...]:
+    """The hooks that run with forward or backward. Their keys come from a global counter and say nothing."""
+    found: list[Hashable] = []
+    for table in _HOOKS:
+        hooks = getattr(module, table)
+        if hooks:
+            keyed = getattr(module, f"{table}_with_kwargs", {})
+            always = getattr(module, f"{table}_always_called", {})
+            found += [
+                (table, freezer.freeze(hook), key in keyed, key in always) for key, hook in hooks.items()
+            ]
+    return tuple(found)
+
+
+def _describe(role: str, tensor: Tensor, name: str, tensors: dict[int, str], persistent: bool) -> _Tensor:
+    first = tensors.setdefault(id(tensor), name)
+    shape = None if is_lazy(tensor) else tuple(tensor.shape)
+    tied = None if first == name else first
+    return _Tensor(role, shape, tensor.dtype, tensor.requires_grad, tied, persistent)
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _place(tensor: Tensor) -> Hashable:
+    """Where a tensor's numbers are; None if it has no memory of its own to share."""
+    if is_lazy(tensor) or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+        return None
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _role(value: object) -> str:
+    if isinstance(value, _Tensor):
+        return value.role
+    return "module" if isinstance(value, _Module | _Again) else "attribute"
+
+
+def _a_role(value: object) -> str:
+    role = _role(value)
+    return f"an {role}" if role == "attribute" else f"a {role}"
+
+
+def _words(path: str, value: object, other: object) -> str:
+    if isinstance(value, _Module) and isinstance(other, _Module):
+        return _module_words(path, value, other)
+    if isinstance(value, _Tensor) and isinstance(other, _Tensor) and value.role == other.role:
+        return _tensor_words(path, value, other)
+    if isinstance(value, _Again) or isinstance(other, _Again):
+        return f"tied modules: {path} is {_origin(value)}, not {_origin(other)}"
+    if _role(value) != _role(other):
+        return f"{path} is {_a_role(value)}, not {_a_role(other)}"
+    return differ(path, value, other)
+
+
+def _module_words(path: str, value: _Module, other: _Module) -> str:
+    name = path or "the model"
+    if value.kind != other.kind:
+        return differ(f"class of {name}", value.kind, other.kind)
+    if value.forward != other.forward:
+        return f"forward of {name} is not the same function: {show(value.kind)} was changed in between"
+    if value.training != other.training:
+        subject = f"{path} is " if path else ""
+        return (
+            f"{subject}in eval mode, not training"
+            if other.training
+            else f"{subject}training, not in eval mode"
+        )
+    for ours, theirs in zip(value.hooks, other.hooks, strict=False):
+        if ours != theirs:
+            return f"hooks of {name} differ: {_hook_text(ours)}, not {_hook_text(theirs)}"
+    return f"number of hooks of {name} is {len(value.hooks)}, not {len(other.hooks)}"
+
+
+def _hook_text(hook: Hashable) -> str:
+    assert isinstance(hook, tuple)
+    table, function, keyed, always = hook
+    options = "".join([" with kwargs" * keyed, " always called" * always])
+    return f"{table.strip('_').replace('_', ' ').removesuffix('s')} {show(function)}{options}"
+
+
+def _tensor_words(path: str, value: _Tensor, other: _Tensor) -> str:
+    name = f"{value.role} {path}"
+    if value.shape != other.shape:
+        return f"{name} is {_sized(value.shape)}, not {_sized(other.shape)}"
+    if value.dtype != other.dtype:
+        return f"{name} is {_short(value.dtype)}, not {_short(other.dtype)}"
+    if value.trained != other.trained:
+        return f"{name} is trained, not frozen" if value.trained else f"{name} is frozen, not trained"
+    if value.tied != other.tied:
+        return f"tied weights: {path} is {value.tied or 'its own'}, not {other.tied or 'its own'}"
+    return f"{name} is {'persistent, not temporary' if value.persistent else 'temporary, not persistent'}"
+
+
+def _sized(shape: tuple[int, ...] | None) -> str:
+    return "uninitialized" if shape is None else str(shape)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _origin(value: object) -> str:
+    return value.first or "the model" if isinstance(value, _Again) else "its own"

@@ -1,0 +1,132 @@
+"""What the members of a lane are to do: how a batch becomes a loss and sums of metrics."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from modelfleet.errors import InputError
+from modelfleet.frameworks.torch.losses import Loss, weighted
+from modelfleet.frameworks.torch.metrics import Metric
+from modelfleet.frameworks.torch.optimizers import Optimizer
+from modelfleet.trees import leaves, map_tree
+
+PRECISIONS = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Task:
+    """The loss, metrics, optimizer and precision that the members of one lane have in common."""
+
+    optimizer: Optimizer
+    loss: Loss | None = None
+    objective: Callable[[nn.Module, Any], Any] | None = None
+    metrics: tuple[Metric, ...] = ()
+    clip: bool = False
+    precision: str = "float32"
+
+    @property
+    def maskable(self) -> bool:
+        """Whether padded rows can be weighted out of the loss and of every metric."""
+        return self.loss is not None and self.loss.rows is not None and all(m.maskable for m in self.metrics)
+
+    def run(self, model: nn.Module, batch: Any, weights: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """One member's loss on a batch, and the batch's sums for the epoch's metrics.
+
+        `weights` is `(row,)`, 1 for a row that counts and 0 for padding; without it every row counts.
+        """
+        rows = weights.sum() if weights is not None else _count(batch)
+        if self.objective is not None:
+            loss, extra = _loss_and_extra(self.objective(model, batch))
+            sums = {name: torch.as_tensor(value).detach() * rows for name, value in extra.items()}
+        elif self.loss is not None:
+            x, target = batch
+            output = logits(call(model, x))
+            if weights is not None:
+                loss = weighted(self.loss, output, target, weights)
+            else:
+                loss = self.loss.plain(output, target)
+            sums = self._sums(output, target, weights)
+        else:
+            x = batch[0] if isinstance(batch, tuple) else batch
+            output = call(model, x)
+            loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+            if loss is None:
+                raise InputError(
+                    f"{type(model).__name__} gives no .loss of its own. Pass a loss or an objective to compile, or "
+                    f"include the labels in the batch."
+                )
+            sums = self._sums(logits(output), x["labels"], weights) if self.metrics else {}
+        return loss, {"loss": loss.detach() * rows, **sums, "rows": torch.as_tensor(rows, device=loss.device)}
+
+    def values(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The loss and the metrics from their sums over an epoch."""
+        named: dict[str, dict[str, np.ndarray]] = {}
+        values: dict[str, np.ndarray] = {}
+        with np.errstate(divide="ignore", invalid="ignore"):
+            for name, total in sums.items():
+                metric, slash, key = name.partition("/")
+                if slash:
+                    named.setdefault(metric, {})[key] = total
+                elif name != "rows":
+                    values[name] = total / sums["rows"]
+            for metric in self.metrics:
+                columns = named[metric.name]
+                rows = zip(*columns.values(), strict=True)
+                values[metric.name] = np.array([metric.value(dict(zip(columns, row, strict=True))) for row in rows])
+        return values
+
+    def _sums(self, output: Any, target: Any, weights: Tensor | None) -> dict[str, Tensor]:
+        if not self.metrics:
+            return {}
+        if weights is None:
+            weights = torch.ones(_count(output), device=leaves(output)[0].device)
+        return {
+            f"{metric.name}/{key}": value
+            for metric in self.metrics
+            for key, value in metric.sums(_detached(output), target, weights).items()
+        }
+
+
+def call(model: nn.Module, x: Any) -> Any:
+    """Call a model as its input is shaped: a dict as keywords, a tuple or list as arguments, a tensor as it is."""
+    if isinstance(x, Mapping):
+        return model(**x)
+    if isinstance(x, tuple | list):
+        return model(*x)
+    return model(x)
+
+
+def logits(output: Any) -> Any:
+    """The tensor people mean by a model's output: itself, or the `.logits` of a Hugging Face output."""
+    if isinstance(output, Tensor):
+        return output
+    found = getattr(output, "logits", None)
+    if found is None and isinstance(output, Mapping):
+        found = output.get("logits")
+    if found is not None:
+        return found
+    if isinstance(output, Mapping):
+        return {name: value for name, value in output.items() if isinstance(value, Tensor)}
+    return output
+
+
+def _loss_and_extra(result: Any) -> tuple[Tensor, Mapping[str, Any]]:
+    if isinstance(result, Tensor):
+        return result, {}
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        return result
+    raise InputError(
+        f"the objective returned {type(result).__name__}; expected a loss, or a loss and a dict of metrics."
+    )
+
+
+def _count(batch: Any) -> int:
+    return next(leaf.shape[0] for leaf in leaves(batch) if isinstance(leaf, Tensor))
+
+
+def _detached(output: Any) -> Any:
+    return map_tree(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)

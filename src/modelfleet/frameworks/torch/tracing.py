@@ -1,0 +1,159 @@
+"""From a step in Python to a program: a flat graph of tensor operations, traced once.
+
+A traced graph has no Python of the model left in it, no `vmap` and no autograd, so running it costs only its
+operations; it can be compiled as it is; and what can't be traced is known, with the reason, before training starts.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from modelfleet.errors import FleetError
+from modelfleet.trees import leaves, map_tree, rebuild
+
+
+class CannotTraceError(FleetError):
+    """A step can't be made into a program; the message says why."""
+
+
+Run = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor without its memory: what compiling needs to know of an input."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Spec":
+        """The spec of a tensor."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+    def empty(self) -> Tensor:
+        """A tensor of this spec, of unset values."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+class Program:
+    """A step of a lane, ready to run on flat lists of tensors.
+
+    `run` is what is called now: the traced graph at first, the compiled form once there is one.
+    """
+
+    def __init__(self, step: "_Flat", graph: torch.fx.GraphModule | None) -> None:
+        self.graph = graph
+        self.inputs = [Spec.of(tensor) for tensor in step.inputs]
+        self.run: Run = step if graph is None else graph.forward
+        self.compiled = False
+        self._step = step
+
+    def __call__(self, inputs: Sequence[Tensor]) -> Any:
+        """Run one step on the tensors of its arguments, in their order; gives what the step gives."""
+        return rebuild(self._step.outputs, self.run(*inputs))
+
+
+class _Flat:
+    """A step as a function of a flat list of tensors, with a flat list as its result."""
+
+    def __init__(self, step: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._step = step
+        self._args = args
+        self.inputs: list[Tensor] = leaves(args)
+        self.outputs: Any = None
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        outputs = self._step(*rebuild(self._args, inputs))
+        self.outputs = map_tree(lambda _: 0, outputs)
+        return leaves(outputs)
+
+    def forget(self) -> None:
+        """Let go of the tensors it was made with."""
+        self._args = map_tree(lambda _: 0, self._args)
+        self.inputs = []
+
+
+def trace(step: Callable[..., Any], args: tuple[Any, ...]) -> Program:
+    """Make `step(*args)` a program of the tensors in `args`, in the order in which they are found there.
+
+    Raises `CannotTraceError` if it can't be.
+    """
+    flat = _Flat(step, args)
+    try:
+        with _strictly(), torch.no_grad():
+            graph = make_fx(flat, tracing_mode="fake")(*flat.inputs)
+    except FleetError:
+        raise
+    except Exception as error:  # whatever a model's forward may raise while it is traced
+        raise CannotTraceError(_reason(error)) from error
+    _lean(graph)
+    program = Program(flat, graph)
+    flat.forget()
+    return program
+
+
+def plain(step: Callable[..., Any], args: tuple[Any, ...]) -> Program:
+    """The same without tracing: every call runs the Python of the model."""
+    flat = _Flat(step, args)
+    program = Program(flat, None)
+    flat.forget()
+    return program
+
+
+@contextmanager
+def _strictly() -> Iterator[None]:
+    # vmap's fallback for operations without a batching rule loops over the members, slowly and with a warning only.
+    # Here that is a reason not to fuse, so it is made an error.
+    functorch = torch._C._functorch
+    before = functorch._is_vmap_fallback_enabled()
+    functorch._set_vmap_fallback_enabled(False)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        functorch._set_vmap_fallback_enabled(before)
+
+
+def _lean(graph: torch.fx.GraphModule) -> None:
+    # detach is an operation per use without autograd having any use for it here.
+    for node in list(graph.graph.nodes):
+        if node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    for start, meaning in _KNOWN.items():
+        if start in text:
+            return f"{meaning} ({_first_sentence(text)})"
+    return f"{type(error).__name__}: {_first_sentence(text)}"
+
+
+def _first_sentence(text: str, most: int = 160) -> str:
+    sentence = text.split(". ")[0]
+    return sentence if len(sentence) <= most else sentence[: most - 1] + "…"
+
+
+_KNOWN = {
+    "hit the vmap fallback": "an operation has no batching rule",
+    "Batching rule not implemented": "an operation has no batching rule",
+    "data-dependent control flow": "its forward branches on the value of a tensor",
+    "It looks like you're calling .item()": "its forward reads the value of a tensor with .item()",
+    "_local_scalar_dense": "its forward reads the value of a tensor",
+    "data-dependent": "its forward has a shape or a branch that depends on the values of a tensor",
+    "dynamic shape": "its forward makes a tensor whose shape depends on the values of another",
+    "draws random numbers": "it draws random numbers that have no stream per member",
+}

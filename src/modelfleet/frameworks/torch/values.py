@@ -1,0 +1,325 @@
+"""Plain Python values as hashable ones: what a module's attributes hold, compared by content."""
+
+import functools
+import hashlib
+import logging
+import re
+import struct
+import sys
+import types
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from enum import Enum
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+_SCALARS = frozenset(
+    {int, bool, str, bytes, range}
+    | {types.NoneType, types.EllipsisType, types.NotImplementedType, types.CodeType}
+    | {torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
+# Values whose own == is right: by content, or by identity where there is one of a kind.
+_COMPARABLE = (
+    *(re.Pattern, PurePath, np.dtype, np.ufunc, types.ModuleType, logging.Logger),
+    *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
+)
+
+# What Hugging Face configs note about where they came from.
+_ORIGIN = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
+
+# What Python keeps in a class that says nothing about what its instances do.
+_CLASS_BOOKKEEPING = frozenset(
+    {"__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__abstractmethods__", "_abc_impl"}
+    | {"__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__"}
+    | {"__conditional_annotations__", "__type_params__", "__orig_bases__", "__parameters__"}
+    | {"__firstlineno__", "__static_attributes__"}
+)
+
+_LONG = 60  # characters: a text beyond this is told by its first part that differs
+
+
+class Leaf(NamedTuple):
+    """A value without parts."""
+
+    kind: Hashable
+    content: Hashable
+
+
+class Tree(NamedTuple):
+    """A value with parts. A part's label is what names it after the name of the whole: `[0]`, `.stride`."""
+
+    kind: Hashable
+    parts: tuple[tuple[str, Hashable], ...]
+
+
+class Opaque:
+    """A value that can't be looked into, and so equals itself only."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Opaque) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+class Freezer:
+    """Makes hashable values of one model's attributes, equal where the contents are.
+
+    `names` gives the names of the model's own modules and tensors by id: an attribute that holds one of them
+    refers to it by name, while any other tensor counts by its numbers.
+    """
+
+    def __init__(self, names: Callable[[], dict[int, str]]) -> None:
+        self._find_names = names
+        self._known: dict[int, tuple[object, Hashable]] = {}  # holds the objects, so that no id is used twice
+
+    @functools.cached_property
+    def _names(self) -> dict[int, str]:
+        return self._find_names()
+
+    def freeze(self, value: Any) -> Hashable:
+        """`value` as a hashable one. An object met twice is read once; a cycle ends where it closes."""
+        kind = type(value)
+        if kind in _SCALARS:
+            return Leaf(kind, value)
+        if kind is float or kind is complex:
+            return Leaf(kind, repr(value))  # exact, nan equal to itself, and -0.0 apart from 0.0
+        if id(value) in self._known:
+            return self._known[id(value)][1]
+        self._known[id(value)] = (value, Leaf("cycle", len(self._known)))
+        try:
+            frozen = self._freeze_new(value)
+        except RecursionError:
+            frozen = Opaque(value)
+        self._known[id(value)] = (value, frozen)
+        return frozen
+
+    def freeze_class(self, cls: type) -> Hashable:
+        """The class itself; its contents if it is made anew per model, in a function or by parametrize."""
+        return cls if _importable(cls) else self.freeze(cls)
+
+    def _freeze_new(self, value: Any) -> Hashable:
+        kind = type(value)
+        match value:
+            case Opaque():
+                return value
+            case nn.Module() | Tensor() if id(value) in self._names:
+                return Leaf("reference", self._names[id(value)])
+            case Tensor():
+                return _freeze_tensor(value)
+            case np.ndarray() if not value.dtype.hasobject:
+                return _digest("array", value.dtype.name, value.shape, value.tobytes())
+            case np.generic():
+                return Leaf(kind, repr(value))
+            case RemovableHandle():
+                return Leaf(kind, "hook handle")  # the hooks count; their numbers don't
+            case Enum():
+                return Leaf(self.freeze_class(kind), value.name)
+            case set() | frozenset():
+                return Leaf(self.freeze_class(kind), frozenset(self.freeze(element) for element in value))
+            case type():
+                return value if _importable(value) else self._tree(*_parts_of_class(value))
+            case types.FunctionType():
+                return (
+                    Leaf(kind, value) if _importable(value) else self._tree(kind, _parts_of_function(value))
+                )
+        if isinstance(value, _COMPARABLE):
+            return Leaf(kind, value)
+        parts = _parts_of_builtin(value)
+        if parts is None and _keeps_hidden_state(kind):
+            return Opaque(value)
+        return self._tree(self.freeze_class(kind), [*(parts or ()), *_attributes(value)])
+
+    def _tree(self, kind: Hashable, parts: list[tuple[str, Any]]) -> Tree:
+        return Tree(kind, tuple((label, self.freeze(part)) for label, part in parts))
+
+
+def differ(name: str, value: Hashable, other: Hashable) -> str:
+    """Say where two frozen values called `name` differ first: "features.3.stride is 2, not 1"."""
+    for side in (value, other):
+        if isinstance(side, Opaque):
+            return f"attribute {name} of type {type(side.value).__name__} can't be compared"
+    text, other_text = show(value), show(other)
+    unclear = text == other_text or max(len(text), len(other_text)) > _LONG
+    if unclear and isinstance(value, Tree) and isinstance(other, Tree) and value.kind == other.kind:
+        return _differ_in_part(name, value, other)
+    if text == other_text:
+        return f"{name} is another {_cut(text)}"
+    return f"{name} is {_cut(text)}, not {_cut(other_text)}"
+
+
+def _differ_in_part(name: str, value: Tree, other: Tree) -> str:
+    ours, theirs = dict(value.parts), dict(other.parts)
+    for label, part in ours.items():
+        if label not in theirs:
+            return f"{name}{label} is {_cut(show(part))}, the other has none"
+        if part != theirs[label]:
+            return differ(name + label, part, theirs[label])
+    missing = [label for label in theirs if label not in ours]
+    return f"has no {name}{missing[0]}" if missing else f"{name} has another order"
+
+
+def show(frozen: Hashable) -> str:
+    """A frozen value as a reader knows it; of an object, its class alone."""
+    match frozen:
+        case Tree(kind, parts) if isinstance(kind, type) and issubclass(kind, list | tuple):
+            inner = ", ".join(show(part) for _, part in parts)
+            if issubclass(kind, list):
+                return f"[{inner}]"
+            return f"({inner},)" if len(parts) == 1 else f"({inner})"
+        case Tree(kind, parts) if isinstance(kind, type) and issubclass(kind, dict):
+            return "{" + ", ".join(f"{label[1:-1]}: {show(part)}" for label, part in parts) + "}"
+        case Tree(_, (("", part), *_)):
+            return show(part)
+        case Tree(kind):
+            return show(kind)
+        case type():
+            return frozen.__qualname__
+        case Opaque(value=value):
+            return f"a {type(value).__name__} that can't be compared"
+        case Leaf(_, _Digest() as digest):
+            return f"{digest.dtype} {digest.what} {digest.shape}"
+        case Leaf(_, frozenset() as elements):
+            return "{" + ", ".join(sorted(show(element) for element in elements)) + "}"
+        case Leaf(_, types.CodeType() as code):
+            return f"{code.co_name} at {PurePath(code.co_filename).name}:{code.co_firstlineno}"
+        case Leaf(kind, str() as text) if kind is not str:
+            return text
+        case Leaf(_, content):
+            return getattr(content, "__qualname__", None) or repr(content)
+    return repr(frozen)
+
+
+class _Digest(NamedTuple):
+    what: str
+    dtype: str
+    shape: tuple[int, ...]
+    digest: bytes
+
+
+def _digest(what: str, dtype: str, shape: tuple[int, ...], data: bytes | memoryview) -> Leaf:
+    return Leaf(what, _Digest(what, dtype, tuple(shape), hashlib.blake2b(data, digest_size=16).digest()))
+
+
+def _freeze_tensor(tensor: Tensor) -> Hashable:
+    try:
+        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        data = plain.reshape(-1).view(torch.uint8).numpy().data
+    except (RuntimeError, TypeError, NotImplementedError):  # sparse, quantized, on the meta device, …
+        return Opaque(tensor)
+    what = "trained tensor" if tensor.requires_grad else "tensor"
+    return _digest(what, str(tensor.dtype).removeprefix("torch."), tensor.shape, data)
+
+
+def _importable(value: Any) -> bool:
+    """Whether a class or function is the one that its module has under its name."""
+    found: object = sys.modules.get(value.__module__)
+    for name in value.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is value
+
+
+def _parts_of_class(cls: type) -> tuple[Leaf, list[tuple[str, Any]]]:
+    own = [(f".{name}", item) for name, item in sorted(vars(cls).items()) if name not in _CLASS_BOOKKEEPING]
+    return Leaf("class", cls.__qualname__), [("'s module", cls.__module__), ("'s bases", cls.__bases__), *own]
+
+
+def _parts_of_function(function: types.FunctionType) -> list[tuple[str, Any]]:
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return [
+        ("", function.__code__),
+        ("'s default values", (function.__defaults__, function.__kwdefaults__)),
+        *((f"'s {name}", _cell_contents(cell)) for name, cell in cells),
+        *_attributes(function),
+        ("'s globals", Opaque(function.__globals__)),
+    ]
+
+
+def _cell_contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable that is not yet assigned
+        return None
+
+
+def _parts_of_builtin(value: Any) -> list[tuple[str, Any]] | None:
+    """The parts of what Python and numpy keep outside of an object's attributes; None for other objects."""
+    match value:
+        case int() | float() | complex() | str() | bytes() | bytearray():
+            base: Any = next(base for base in type(value).__mro__ if base.__module__ == "builtins")
+            return [("", base.__repr__(value))]  # of a subclass, whose own may say less
+        case list() | tuple() | deque():
+            return [(f"[{index}]", item) for index, item in enumerate(value)]
+        case defaultdict():
+            return [*_items(value), ("'s default", value.default_factory)]
+        case dict() | types.MappingProxyType():
+            return list(_items(value))
+        case np.ndarray():
+            return [("'s shape", value.shape), ("", value.ravel().tolist())]
+        case slice():
+            return [("", (value.start, value.stop, value.step))]
+        case functools.partial():
+            return [("", value.func), ("'s arguments", value.args), ("'s keywords", value.keywords)]
+        case types.MethodType():
+            return [("", value.__func__), ("'s self", value.__self__)]
+        case property():
+            return [("'s getter", value.fget), ("'s setter", value.fset), ("'s deleter", value.fdel)]
+        case staticmethod() | classmethod():
+            return [("", value.__func__)]
+        case functools.cached_property():
+            return [("", value.func)]
+        case weakref.ref():
+            return [("()", value())]
+        case types.MemberDescriptorType() | types.GetSetDescriptorType():
+            return [("", value.__name__)]
+    return None
+
+
+def _items(mapping: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    for index, (key, item) in enumerate(mapping.items()):
+        if type(key) in _SCALARS:
+            yield f"[{key!r}]", item
+        else:
+            yield f"'s key {index}", key
+            yield f"'s value {index}", item
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    attributes = dict(getattr(value, "__dict__", ()))
+    for name in _slots(type(value)):
+        if hasattr(value, name):
+            attributes[name] = getattr(value, name)
+    return [(f".{name}", item) for name, item in sorted(attributes.items()) if name not in _ORIGIN]
+
+
+def _slots(cls: type) -> list[str]:
+    found = []
+    for base in cls.__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name.startswith("__") and not name.endswith("__"):
+                found.append(f"_{base.__name__.lstrip('_')}{name}")  # as Python mangles it
+            elif name not in ("__dict__", "__weakref__"):
+                found.append(name)
+    return found
+
+
+def _keeps_hidden_state(cls: type) -> bool:
+    """Whether instances hold more than attributes: files, generators, locks, whatever is written in C."""
+    words = len(_slots(cls)) + (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0)
+    return cls.__itemsize__ > 0 or cls.__basicsize__ > object.__basicsize__ + words * struct.calcsize("P")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONG else f"{text[: _LONG - 1]}…"

@@ -1,0 +1,249 @@
+"""A lane: what takes steps on a device. One program, and the stacked state of the members of one group."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from modelfleet.feeds import Batch, Feed
+from modelfleet.members import Member
+
+
+class Lane:
+    """The members of one group, stepping together on one device.
+
+    `engine` is the framework's side of it: it stacks the members' state and runs the programs. A lane decides which
+    members take part in a step and how padded rows are kept out of it, and frees the slots of those that are done.
+
+    Slots are the rows of the stacked state. Members that stop taking part are masked; when half of the slots or
+    more are idle, the rest move together into a narrower state (`compact`), and back at the end (`expand`).
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        engine: Any,
+        signature: Any,
+        columns: Mapping[str, np.ndarray],
+        schedules: Sequence[Any],
+        reason: str | None = None,
+    ) -> None:
+        self.members = list(members)
+        self.engine = engine
+        self.signature = signature
+        self.columns = dict(columns)  # the hyperparameters as compiled, (member,) each
+        self.schedules = list(schedules)
+        self.reason = reason  # what keeps these members apart from others, if anything does
+        self.steps = np.zeros(len(members), dtype=np.int64)  # steps taken, by member
+        self.epochs = np.zeros(len(members), dtype=np.int64)  # epochs finished, by member
+        self._slots = np.arange(len(members))  # the member in each slot
+        self._on = np.ones(len(members), dtype=bool)  # by slot: who takes part
+        self._failed = np.zeros(len(members), dtype=bool)  # by slot: who was set aside
+        self._places = {member.name: position for position, member in enumerate(members)}
+        self._seconds: float | None = None
+        self._calls = 0
+        self._active: tuple[bytes, Any] | None = None
+        self._hyper: tuple[Any, Any] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all members, in their order."""
+        return [member.name for member in self.members]
+
+    @property
+    def places(self) -> dict[str, int]:
+        """Every member's position, by name."""
+        return self._places
+
+    @property
+    def width(self) -> int:
+        """How many slots the state has now."""
+        return len(self._slots)
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """The recent time of a step, once a few have been taken."""
+        return self._seconds
+
+    def on(self) -> np.ndarray:
+        """`(member,)`: who is taking part."""
+        on = np.zeros(len(self.members), dtype=bool)
+        on[self._slots[self._on]] = True
+        return on
+
+    def rest(self, positions: Sequence[int] | np.ndarray, *, failed: bool = False) -> None:
+        """Take members out of the steps to come. Their state stays as it is.
+
+        The slot of a member that failed is never freed: so the others' steps, and the rounding in them, are what
+        they would have been had it not failed.
+        """
+        gone = np.isin(self._slots, np.asarray(positions, dtype=int))
+        if failed:
+            self._failed |= gone & self._on
+        self._on &= ~gone
+
+    def train(self, batch: Batch, columns: dict[str, np.ndarray], steps_left: int) -> None:
+        """One step of every member that takes part and has rows in this batch.
+
+        `columns` are the hyperparameters of this step, `(member,)` each.
+        """
+        begun = time.perf_counter()
+        live = self._on & (batch.counts > 0)
+        hyper = self._hyper_tensors(columns)
+        for rows, data, weights in self._pieces(batch, live):
+            if rows is None:
+                self.engine.train(
+                    hyper, self._mask(live), data, weights, shared=batch.shared, pace=(steps_left, self._seconds)
+                )
+            else:
+                self.engine.train_some(rows, hyper, data, shared=batch.shared, pace=(steps_left, None))
+        self.steps[self._slots[live]] += 1
+        self._clock(time.perf_counter() - begun)
+
+    def ready(self, batch: Batch, kind: str) -> None:
+        """Have the program for batches like this one; raises the framework's `CannotTraceError` if it can't be."""
+        if kind == "train":
+            hyper = self._hyper_tensors(self.columns)
+            self.engine.ready_to_train(hyper, self._mask(self._on), batch.data, shared=batch.shared)
+        elif kind == "evaluate":
+            weights = self.engine.row_weights(np.full(self.width, batch.size), batch.size)
+            self.engine.ready("evaluate", batch.data, weights, shared=batch.shared)
+        else:
+            self.engine.ready("predict", self.engine.inputs(batch.data), shared=batch.shared)
+
+    def epoch_values(self) -> dict[str, np.ndarray]:
+        """The loss and the metrics of the epoch so far `(slot,)`; the next epoch begins at nothing."""
+        return self.engine.task.values(self.engine.take_sums())
+
+    @property
+    def slots(self) -> np.ndarray:
+        """`(slot,)`: the member in each slot."""
+        return self._slots
+
+    def evaluate(self, feed: Feed) -> dict[str, np.ndarray]:
+        """The loss and the metrics `(slot,)` over a whole feed."""
+        totals: dict[str, Any] = {}
+        for batch in feed.epoch(0):
+            for rows, data, weights in self._pieces(batch, batch.counts > 0):
+                sums = self.engine.evaluate(rows, data, weights, batch.counts, batch.size, shared=batch.shared)
+                for name, value in sums.items():
+                    totals[name] = totals[name] + value if name in totals else value
+        return self.engine.task.values(self.engine.to_host(totals))
+
+    def predict(self, feed: Feed) -> list[Any]:
+        """Every member's outputs over a whole feed, as arrays of its own rows in their order."""
+        parts: list[list[Any]] = [[] for _ in self.members]
+        for batch in feed.epoch(0):
+            outputs = self.engine.predict(self.engine.inputs(batch.data), shared=batch.shared)
+            for slot, count in enumerate(batch.counts):
+                if count:
+                    parts[slot].append(self.engine.rows(outputs, slot, int(count)))
+        return [self.engine.concatenate(part) for part in parts]
+
+    def compact(self, feeds: Sequence[Feed]) -> list[Feed]:
+        """Free the idle slots if half or more are idle; gives the feeds for the slots that are left."""
+        kept = self._on | self._failed
+        if not self._on.any() or kept.sum() > len(kept) // 2:
+            return list(feeds)
+        slots, failed = self._slots[kept], self._failed[kept]
+        self.expand()
+        self.narrow(slots)
+        self._failed = failed
+        self._on = ~failed
+        return [feed.select(np.flatnonzero(kept)) for feed in feeds]
+
+    def narrow(self, members: np.ndarray) -> None:
+        """Give slots to these members only."""
+        if len(members) < len(self.members):
+            self.engine.narrow(members)
+        self._slots = np.asarray(members)
+        self._on = np.ones(len(members), dtype=bool)
+        self._failed = np.zeros(len(members), dtype=bool)
+        self._active = self._hyper = None
+
+    def expand(self) -> None:
+        """Give every member its slot again."""
+        self.engine.widen()
+        self.narrow(np.arange(len(self.members)))
+
+    def snapshot(self, position: int) -> Any:
+        """A copy of one member's weights, whether it has a slot now or not."""
+        return self.engine.snapshot(*self._where(position))
+
+    def restore(self, position: int, snapshot: Any) -> None:
+        """Give a member the weights of a snapshot, whether it has a slot now or not."""
+        self.engine.restore(*self._where(position), snapshot)
+
+    def standing(self) -> dict[str, Any]:
+        """Where the lane is, in JSON's terms; its tensors are the engine's."""
+        return {
+            "members": self.names,
+            "steps": self.steps.tolist(),
+            "epochs": self.epochs.tolist(),
+            "slots": self._slots.tolist(),
+            "on": self._on.tolist(),
+            "failed": self._failed.tolist(),
+        }
+
+    def take_up(self, standing: dict[str, Any]) -> np.ndarray:
+        """Go on from where `standing` was taken; gives the members that have slots."""
+        self.steps = np.array(standing["steps"], dtype=np.int64)
+        self.epochs = np.array(standing["epochs"], dtype=np.int64)
+        self.narrow(np.array(standing["slots"], dtype=np.int64))
+        self._on = np.array(standing["on"], dtype=bool)
+        self._failed = np.array(standing["failed"], dtype=bool)
+        return self._slots
+
+    def remember(self) -> None:
+        """Note that the members' models and the lane's state hold the same weights now."""
+        self.engine.remember(self.members)
+
+    def refresh(self) -> None:
+        """Take in the weights of models that their owners have changed since."""
+        for position in self.engine.changed(self.members):
+            self.engine.restack(position, self.members[position])
+
+    def adopt(self, position: int, other: "Lane", source: int) -> None:
+        """Take over what a member had in another lane: its optimizer state, steps and epochs."""
+        self.engine.adopt(position, other.engine, source)
+        self.steps[position] = other.steps[source]
+        self.epochs[position] = other.epochs[source]
+
+    def _where(self, position: int) -> tuple[int, bool]:
+        """A member's row, and whether it is one of the working state."""
+        slots = np.flatnonzero(self._slots == position)
+        return (int(slots[0]), True) if len(slots) else (position, False)
+
+    def _pieces(self, batch: Batch, live: np.ndarray) -> Iterator[tuple[Any, Any, Any]]:
+        """What to step together: (slots or None for all, data, row weights or None)."""
+        counts = batch.counts[live]
+        if not len(counts):
+            return
+        if (counts == batch.size).all():
+            yield None, batch.data, None
+        elif self.engine.maskable(batch):
+            yield None, batch.data, self.engine.row_weights(batch.counts, batch.size)
+        else:
+            # A padded row would be felt (BatchNorm, a loss that is not known): exactness before speed.
+            for count in np.unique(counts):
+                slots = np.flatnonzero(live & (batch.counts == count))
+                yield slots, self.engine.cut(batch.data, slots, int(count), shared=batch.shared), None
+
+    def _mask(self, live: np.ndarray) -> Any:
+        key = live.tobytes()
+        if self._active is None or self._active[0] != key:
+            self._active = key, self.engine.tensor(live)
+        return self._active[1]
+
+    def _hyper_tensors(self, columns: dict[str, np.ndarray]) -> Any:
+        if self._hyper is None or self._hyper[0] is not columns:
+            tensors = {name: self.engine.tensor(column[self._slots]) for name, column in columns.items()}
+            self._hyper = columns, tensors
+        return self._hyper[1]
+
+    def _clock(self, seconds: float) -> None:
+        # The first steps trace, allocate and warm up; after them a moving average follows the pace.
+        self._calls += 1
+        if self._calls > 3:
+            self._seconds = seconds if self._seconds is None else 0.9 * self._seconds + 0.1 * seconds

@@ -1,0 +1,98 @@
+"""The plan: what will run where, and why. A frozen value that prints as a table."""
+
+from dataclasses import asdict, dataclass
+from io import StringIO
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LanePlan:
+    """One lane: its members, where it runs, and why it is as it is."""
+
+    members: tuple[str, ...]
+    device: str
+    fused: bool
+    reason: str
+    parameters: int
+    """Trained numbers per member."""
+    state_bytes: int
+    """What the weights and the optimizer's state take on the device."""
+    steps: int | None = None
+    """Steps that the longest-training member will take."""
+    seconds_per_step: float | None = None
+    """As measured in the last run."""
+    program: str = "not traced yet"
+    """How the steps run: traced, compiled, or as plain Python."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Lanes, their sharing of the device and their placement."""
+
+    lanes: tuple[LanePlan, ...]
+    sharing: str = "interleaved"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan in JSON's terms."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(file=StringIO(), width=110, force_terminal=False)
+        console.print(self.__rich__())
+        file = console.file
+        assert isinstance(file, StringIO)
+        return file.getvalue().rstrip()
+
+    def __rich__(self) -> Any:
+        """The plan as a table."""
+        from rich.markup import escape
+        from rich.table import Table
+
+        members = sum(len(lane.members) for lane in self.lanes)
+        title = f"{_count(members, 'member')} in {_count(len(self.lanes), 'lane')}"
+        if len(self.lanes) > 1:
+            title += f", {self.sharing}"
+        table = Table(title=title, title_justify="left", expand=False)
+        for column in ("lane", "members", "device", "parameters", "memory", "steps", "program", "why"):
+            table.add_column(column, overflow="fold")
+        for number, lane in enumerate(self.lanes):
+            table.add_row(
+                str(number),
+                escape(_members(lane.members)),
+                lane.device,
+                f"{len(lane.members)} × {lane.parameters:,}",
+                _bytes(lane.state_bytes),
+                _steps(lane),
+                escape(lane.program),
+                escape(lane.reason),
+            )
+        return table
+
+
+def _members(names: tuple[str, ...]) -> str:
+    if len(names) <= 3:
+        return ", ".join(names)
+    return f"{names[0]} … {names[-1]} ({len(names):,})"
+
+
+def _steps(lane: LanePlan) -> str:
+    if lane.steps is None:
+        return "–"
+    if lane.seconds_per_step is None:
+        return f"{lane.steps:,}"
+    return f"{lane.steps:,} of {1000 * lane.seconds_per_step:.3g} ms"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _bytes(number: int) -> str:
+    size = float(number)
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"

@@ -1,0 +1,115 @@
+"""Fleets on disk: stacked safetensors, a file per group, and a JSON manifest."""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from modelfleet.errors import StoreError, unknown
+from modelfleet.members import Member
+from modelfleet.store import read_manifest, read_row, write_folder
+from modelfleet.store.manifest import plain
+
+KIND = "fleet"
+
+
+def save(
+    folder: Path, members: Mapping[str, Member], origins: Mapping[str, Mapping[str, Any]], seed: int, framework: Any
+) -> None:
+    """Write every member's weights; members of one structure share a file, a row each."""
+    groups: dict[Any, list[Member]] = {}
+    for member in members.values():
+        groups.setdefault(framework.weights_key(member.model), []).append(member)
+    files, listed = {}, {}
+    for number, together in enumerate(groups.values()):
+        files[f"group-{number}"] = framework.stacked_weights([member.model for member in together])
+        for row, member in enumerate(together):
+            origin = origins.get(member.name, {})
+            listed[member.name] = {
+                "name": member.name,
+                "seed": member.seed,
+                "file": f"group-{number}",
+                "row": row,
+                "class": f"{type(member.model).__module__}:{type(member.model).__qualname__}",
+                "factory": origin.get("factory"),
+                "arguments": _json(origin.get("arguments", {})),
+            }
+    manifest = {"framework": framework.NAME, "seed": seed, "members": [listed[name] for name in members]}
+    write_folder(folder, files, manifest, kind=KIND, writer=framework.files)
+
+
+def read(
+    folder: Path, factory: Callable[..., Any] | None, allow_import: bool, members: Sequence[str] | None, framework: Any
+) -> tuple[dict[str, Any], int, dict[str, dict[str, Any]]]:
+    """The models of a saved fleet by name, its seed, and how they were built; only some members if named."""
+    manifest = read_manifest(folder, kind=KIND)
+    try:
+        entries = {entry["name"]: entry for entry in manifest["members"]}
+        seed = int(manifest["seed"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise StoreError(f"{folder} has a manifest that is not a fleet's: {error!r}.") from error
+    for name in members or ():
+        if name not in entries:
+            raise unknown("member", name, entries)
+    models: dict[str, Any] = {}
+    for name in entries if members is None else members:
+        entry = entries[name]
+        model = _make(folder, entry, factory, allow_import)
+        tensors = read_row(folder, manifest, entry["file"], entry["row"], framework.files)
+        difference = framework.fill(model, tensors)
+        if difference:
+            raise StoreError(
+                f"member {name!r} of {folder} does not fit the model that the factory made: {difference}. "
+                f"Give the factory that the fleet was built with."
+            )
+        models[name] = model
+    origins = {
+        name: {"factory": entries[name]["factory"], "arguments": entries[name]["arguments"] or {}} for name in models
+    }
+    return models, seed, origins
+
+
+def import_path(factory: Any) -> str | None:
+    """`module:name` of a factory, if it can be had again by importing; None for lambdas and local functions."""
+    module, name = getattr(factory, "__module__", None), getattr(factory, "__qualname__", "<")
+    return None if module in (None, "__main__") or "<" in name else f"{module}:{name}"
+
+
+def _make(folder: Path, entry: Mapping[str, Any], factory: Callable[..., Any] | None, allow_import: bool) -> Any:
+    if entry["arguments"] is None:
+        raise StoreError(
+            f"member {entry['name']!r} of {folder} was built with arguments that JSON can't hold. Build the fleet "
+            f"anew and load its weights member by member."
+        )
+    if factory is None:
+        factory = _imported(folder, entry, allow_import)
+    return factory(**entry["arguments"])
+
+
+def _imported(folder: Path, entry: Mapping[str, Any], allow_import: bool) -> Callable[..., Any]:
+    path = entry["factory"]
+    if path is None:
+        raise StoreError(
+            f"{folder} does not say how to build member {entry['name']!r} (a {entry['class']}). "
+            f"Give load a factory: mf.load(folder, factory=make_net)."
+        )
+    if not allow_import:
+        raise StoreError(
+            f"{folder} would have {path!r} imported and called. Give load a factory, or, if you trust the folder, "
+            f"mf.load(folder, allow_import=True)."
+        )
+    module, _, name = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise StoreError(f"the factory {path!r} of {folder} can't be imported: {error}. Give load a factory.") from error
+    return found
+
+
+def _json(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+    try:
+        return plain(dict(arguments), "arguments")
+    except Exception:  # whatever the store can't hold as JSON
+        return None

@@ -1,0 +1,284 @@
+"""A folder of tensors that holds the old or the new whole copy at every moment, whatever is killed or full.
+
+A save writes everything into `<token>.partial/` inside the folder, moves the data files out of it under names
+that no earlier save has used, and then replaces manifest.json. Only the manifest says which data files
+count, so that this one replacement is the whole change. What no manifest lists is then deleted; what a killed
+save left behind is deleted by the next.
+"""
+
+import errno
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from modelfleet.errors import InputError, StoreError, unknown
+from modelfleet.store.header import difference, read_header
+from modelfleet.store.manifest import (
+    DATA_FILE,
+    FILE_NAME,
+    FORMAT,
+    MANIFEST,
+    RESERVED,
+    VERSION,
+    decode,
+    encode,
+    plain,
+)
+
+try:
+    import fcntl
+except ImportError:  # Windows: saves are not kept apart there
+    fcntl = None
+
+_OURS = re.compile(rf"{DATA_FILE.pattern}|[0-9a-f]{{16}}\.partial")
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class Files(Protocol):
+    """How a framework puts its tensors into one safetensors file, and gets them back.
+
+    A module of three functions will do, as `frameworks/torch/files.py` is.
+    """
+
+    def write(self, path: Path, tensors: Mapping[str, Any]) -> None:
+        """Write the tensors; OSError where the disk refuses."""
+
+    def read(self, path: Path) -> dict[str, Any]:
+        """All tensors; StoreError for a file that can't be read."""
+        ...
+
+    def read_row(self, path: Path, row: int, names: Sequence[str] | None = None) -> dict[str, Any]:
+        """`tensor[row]` of every tensor, or of those in `names`, without reading the rest."""
+        ...
+
+
+def write_folder(
+    folder: Path,
+    files: Mapping[str, Mapping[str, Any]],
+    manifest: Mapping[str, Any],
+    *,
+    kind: str,
+    writer: Files,
+) -> None:
+    """Save tensors and a manifest as the folder's new copy; where that fails, the old copy stays as it was.
+
+    files: a name (lower case) for each data file, with its tensors by name.
+    manifest: anything JSON can hold, NaN, infinities and NumPy's numbers too.
+    kind: what the folder holds ("fleet", "checkpoint"); a folder of another kind is never overwritten.
+    """
+    folder = Path(folder)
+    _check_names(files, manifest)
+    content = plain(manifest)
+    try:
+        _make(folder)
+        with _held(folder):
+            _check_ours(folder, kind)
+            token = secrets.token_hex(8)
+            try:
+                _write(folder, token, files, {"kind": kind, **content}, writer)
+            except BaseException:
+                _sweep(folder, token)
+                raise
+            _sweep(folder)
+    except OSError as error:
+        raise StoreError(_refusal(folder, error)) from error
+
+
+def read_manifest(folder: Path, *, kind: str) -> dict[str, Any]:
+    """What the folder says about itself: the manifest it was saved with, and its "files"."""
+    folder = Path(folder)
+    if not folder.exists():
+        raise StoreError(f"there is no folder {folder}. Check the path.")
+    if not folder.is_dir():
+        raise StoreError(f"{folder} is a file. Give the folder that was saved to.")
+    manifest = _manifest(folder)
+    if manifest is None:
+        raise StoreError(f"{folder} was not saved by modelfleet: it holds no {MANIFEST}. Check the path.")
+    if manifest["kind"] != kind:
+        raise StoreError(f"{folder} holds a {manifest['kind']}, not a {kind}.")
+    return manifest
+
+
+def read_file(folder: Path, manifest: Mapping[str, Any], name: str, reader: Files) -> dict[str, Any]:
+    """All tensors of one data file, by name. `manifest` is what `read_manifest` gave."""
+    return reader.read(_data_file(Path(folder), manifest, name))
+
+
+def read_row(
+    folder: Path,
+    manifest: Mapping[str, Any],
+    name: str,
+    row: int,
+    reader: Files,
+    names: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """`tensor[row]` of the tensors of a data file, or of those in `names`, without reading the rest."""
+    path = _data_file(Path(folder), manifest, name)
+    tensors = manifest["files"][name]["tensors"]
+    for tensor in tensors if names is None else names:
+        if tensor not in tensors:
+            raise unknown("tensor", tensor, tensors)
+        shape = tensors[tensor]["shape"]
+        if not shape or not 0 <= row < shape[0]:
+            raise InputError(f"tensor {tensor!r} of {path} has no row {row}: its shape is {tuple(shape)}.")
+    return reader.read_row(path, row, names)
+
+
+def _check_names(files: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
+    for name in files:
+        if not FILE_NAME.fullmatch(name):
+            raise InputError(f"a data file can't be named {name!r}. Use a-z, 0-9, '-' and '_'.")
+    taken = sorted(RESERVED & manifest.keys())
+    if taken:
+        raise InputError(f"the manifest's key {taken[0]!r} is the store's own. Use another.")
+
+
+def _make(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise StoreError(f"{folder} is a file. Save to a folder.")
+    if not folder.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        _sync_folder(folder.parent)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Keep other saves out of the folder: each would delete what the other has not yet listed."""
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StoreError(f"another save into {folder} is going on. Save to another folder.") from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        # A process forked meanwhile shares the lock, and closing our handle would not take it from that one.
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)
+        os.close(handle)
+
+
+def _check_ours(folder: Path, kind: str) -> None:
+    """Refuse to mix a save into what is not an older copy of it."""
+    try:
+        if (folder / MANIFEST).exists():
+            read_manifest(folder, kind=kind)
+            return
+    except StoreError as error:
+        raise StoreError(f"{error} Nothing was written: save elsewhere, or delete this folder.") from error
+    strangers = sorted(entry.name for entry in folder.iterdir() if not _OURS.fullmatch(entry.name))
+    if strangers:
+        raise StoreError(
+            f"{folder} is not empty and was not saved by modelfleet: it holds {strangers[0]!r}. "
+            f"Nothing was written: save to a new folder."
+        )
+
+
+def _write(
+    folder: Path, token: str, files: Mapping[str, Mapping[str, Any]], content: dict[str, Any], writer: Files
+) -> None:
+    partial = folder / f"{token}.partial"
+    partial.mkdir()
+    listed: dict[str, dict[str, Any]] = {}
+    for name, tensors in files.items():
+        path = partial / f"{name}.{token}.safetensors"
+        writer.write(path, tensors)
+        _sync(path)
+        header = read_header(path)
+        assert header.keys() == tensors.keys(), "the writer did not write what it was given"
+        listed[name] = {"file": path.name, "bytes": path.stat().st_size, "tensors": header}
+    manifest = partial / MANIFEST
+    manifest.write_bytes(encode({"format": FORMAT, "version": VERSION, **content, "files": listed}))
+    _sync(manifest)
+    for entry in listed.values():
+        os.replace(partial / entry["file"], folder / entry["file"])
+    _sync_folder(folder)
+    os.replace(manifest, folder / MANIFEST)
+    _sync_folder(folder)
+
+
+def _sweep(folder: Path, token: str = "") -> None:
+    """Delete what saves (or the save of one token) left and the manifest on the disk does not list."""
+    # The disk is asked, not the caller: Ctrl-C may have come right after the new manifest was put in place.
+    # Deleting is tidiness and may fail (a file still open on Windows): the next save tries again.
+    with suppress(OSError, StoreError):
+        manifest = _manifest(folder)
+        listed = set() if manifest is None else {entry["file"] for entry in manifest["files"].values()}
+        for path in list(folder.iterdir()):
+            if token not in path.name or not _OURS.fullmatch(path.name) or path.name in listed:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                with suppress(OSError):
+                    path.unlink()
+
+
+def _manifest(folder: Path) -> dict[str, Any] | None:
+    """The checked manifest of a folder, of whatever kind; None if there is none."""
+    try:
+        return decode((folder / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StoreError(f"{folder / MANIFEST} can't be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise StoreError(f"{folder / MANIFEST} can't be used: {error}.") from error
+
+
+def _data_file(folder: Path, manifest: Mapping[str, Any], name: str) -> Path:
+    """The path of a data file, once it is known to be the one that the manifest describes."""
+    if name not in manifest["files"]:
+        held = ", ".join(manifest["files"]) or "none"
+        raise StoreError(f"{folder} holds no data file {name!r}. Its data files: {held}.")
+    entry = manifest["files"][name]
+    path = folder / entry["file"]
+    try:
+        size = path.stat().st_size
+        if size != entry["bytes"]:
+            raise StoreError(f"{path} has {size:,} bytes, expected {entry['bytes']:,}. Load another copy.")
+        wrong = difference(read_header(path), entry["tensors"])
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"{path} is missing. Load another copy; or load again, if the folder was saved to meanwhile."
+        ) from error
+    except OSError as error:
+        raise StoreError(f"{path} can't be read: {error.strerror}.") from error
+    if wrong is not None:
+        raise StoreError(f"{path} does not fit its manifest: {wrong}. Load another copy.")
+    return path
+
+
+def _refusal(folder: Path, error: OSError) -> str:
+    advice = (
+        "Free some space, or save to another disk" if error.errno in _NO_SPACE else "Save to another folder"
+    )
+    return (
+        f"{folder} could not be written: {error.strerror or error}. "
+        f"What was saved there before is untouched. {advice}."
+    )
+
+
+def _sync(path: Path) -> None:
+    with path.open("r+b") as file:
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name == "nt":  # folders can't be opened there
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

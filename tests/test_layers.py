@@ -1,0 +1,149 @@
+"""Imports point down only, and a framework is known in its own place only."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "modelfleet"
+
+# From the top down; a file imports from its own layer and those below. "modelfleet" is the package itself.
+LAYERS: list[set[str]] = [
+    {"cli", "demo"},
+    {"testing"},
+    {"modelfleet"},
+    {"fleet", "fitting", "checkpoints", "saving"},
+    {"planning"},
+    {"lanes", "feeds", "store", "history", "callbacks", "progress", "tasks"},
+    {"frameworks"},
+    {"members", "each", "devices", "errors", "trees", "streams", "recipe"},
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+# Where a package may be imported: in the files below these paths, and nowhere else.
+PLACES: dict[str, tuple[str, ...]] = {
+    "torch": ("frameworks/torch",),
+    "jax": ("frameworks/jax",),
+    "flax": ("frameworks/jax",),
+    "optax": ("frameworks/jax",),
+    "keras": ("frameworks/keras",),
+    "tensorflow": ("frameworks/tensorflow",),
+    "safetensors": ("frameworks/torch/files.py",),
+    "ray": (),
+    "starlette": (),
+    "uvicorn": (),
+}
+
+
+def imported(path: Path, root: Path) -> Iterator[tuple[int, str]]:
+    """Every module that a file imports, wherever in it: the line and the full name."""
+    package = ["modelfleet", *path.relative_to(root).parent.parts]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *filter(None, [node.module])])
+            if module != "modelfleet":
+                yield node.lineno, module
+                continue
+            for (
+                alias
+            ) in node.names:  # `from modelfleet import errors` is the module; `import Fleet` the package
+                is_module = (root / f"{alias.name}.py").exists() or (root / alias.name).is_dir()
+                yield node.lineno, f"modelfleet.{alias.name}" if is_module else "modelfleet"
+
+
+def problems(root: Path) -> list[str]:
+    """What is wrong with the imports of the package at `root`, a line each."""
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        file = path.relative_to(root).as_posix()
+        if file == "__init__.py":
+            continue
+        own = path.relative_to(root).parts[0].removesuffix(".py")
+        if own not in LEVEL:
+            found.append(f"{file}: say in which layer it belongs (LAYERS in tests/test_layers.py)")
+            continue
+        for line, module in imported(path, root):
+            top, *rest = module.split(".")
+            if top == "modelfleet":
+                target = rest[0] if rest else "modelfleet"
+                if target not in LEVEL:
+                    found.append(f"{file}:{line}: say in which layer {target} belongs")
+                elif LEVEL[target] < LEVEL[own]:
+                    found.append(f"{file}:{line}: {own} imports {module}, which is above it")
+            elif top in PLACES and not any(is_below(file, place) for place in PLACES[top]):
+                found.append(f"{file}:{line}: imports {module} outside of its place")
+    return found
+
+
+def is_below(file: str, place: str) -> bool:
+    return file == place or file.startswith(f"{place}/")
+
+
+def test_imports_point_down_and_frameworks_stay_in_their_place() -> None:
+    assert problems(SOURCE) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "expected"),
+    [
+        (
+            "errors.py",
+            "import modelfleet.fleet",
+            "errors.py:1: errors imports modelfleet.fleet, which is above it",
+        ),
+        (
+            "each.py",
+            "from modelfleet import fleet",
+            "each.py:1: each imports modelfleet.fleet, which is above it",
+        ),
+        ("each.py", "from modelfleet import Fleet", "each.py:1: each imports modelfleet, which is above it"),
+        (
+            "lanes.py",
+            "def f():\n  from .fleet import x",
+            "lanes.py:2: lanes imports modelfleet.fleet, which is above it",
+        ),
+        (
+            "store/a.py",
+            "from ..planning import x",
+            "store/a.py:1: store imports modelfleet.planning, which is above it",
+        ),
+        (
+            "store/a.py",
+            "from .. import fleet",
+            "store/a.py:1: store imports modelfleet.fleet, which is above it",
+        ),
+        (
+            "store/a.py",
+            "import safetensors.torch",
+            "store/a.py:1: imports safetensors.torch outside of its place",
+        ),
+        ("fleet.py", "import numpy, torch.nn", "fleet.py:1: imports torch.nn outside of its place"),
+        (
+            "frameworks/torch/a.py",
+            "from jax import jit",
+            "frameworks/torch/a.py:1: imports jax outside of its place",
+        ),
+        (
+            "frameworks/torch/a.py",
+            "import safetensors",
+            "frameworks/torch/a.py:1: imports safetensors outside of its place",
+        ),
+        ("misc.py", "", "misc.py: say in which layer it belongs (LAYERS in tests/test_layers.py)"),
+        ("cli.py", "import modelfleet.misc", "cli.py:1: say in which layer misc belongs"),
+        ("cli.py", "import modelfleet as mf\nfrom modelfleet.testing import x", None),
+        ("testing/a.py", "from modelfleet import Fleet\nfrom modelfleet.fleet import x", None),
+        ("store/a.py", "from modelfleet.lanes import x\nfrom . import b\nfrom ..errors import y", None),
+        ("frameworks/torch/files.py", "import torch\nimport safetensors.torch", None),
+        ("__init__.py", "from modelfleet.fleet import x", None),
+    ],
+)
+def test_the_walk_sees(tmp_path: Path, file: str, text: str, expected: str | None) -> None:
+    (tmp_path / "fleet.py").touch()
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text(text)
+    assert problems(tmp_path) == ([] if expected is None else [expected])
