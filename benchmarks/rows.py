@@ -19,7 +19,7 @@ class Row:
     """One line of the table: `members` networks of one structure, trained by Adam on cross-entropy.
 
     A round of the peers that train all members together is `epochs` epochs of everyone. A round of the
-    one-by-one peers is one epoch of `alone` members: what a member costs there does not depend on how many follow.
+    one-by-one peers is one epoch of `alone` members: there, a member costs the same however many follow.
     """
 
     name: str
@@ -141,7 +141,15 @@ ROWS: dict[str, Row] = {
         ),
     )
 }
-COLD = replace(MLP_64, name="cold", title="cold start: 64 × MLP, 20 steps", examples=640, epochs=1, over_torch=2, over_jax=None)
+COLD = replace(
+    MLP_64,
+    name="cold",
+    title="cold start: 64 × MLP, 20 steps",
+    examples=640,
+    epochs=1,
+    over_torch=2,
+    over_jax=None,
+)
 GROWTH_SIZES = (16, 64, 256, 1_000, 4_000, 10_000)
 
 

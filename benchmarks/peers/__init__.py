@@ -1,8 +1,8 @@
 """The peers: each trains a row its own way, in a process of its own, one round at a time.
 
-A peer is a module that is run as `python -m benchmarks.peers.<name> <row>`. It warms up, says it is ready, and
-then trains one round for every line it reads: so the rounds of the peers can take turns, and a slow minute of the
-machine falls on all of them. Every answer is one line of JSON.
+A peer is run as `python -m benchmarks.peers.<name> <row>`. It warms up, says so, and then trains one round
+for every line it reads: so the rounds of the peers can take turns, and a slow minute of the machine falls on
+all of them. Every answer is one line of JSON.
 """
 
 import argparse

@@ -1,6 +1,5 @@
 """modelfleet: one fleet, one `fit`."""
 
-import os
 from collections.abc import Callable
 from functools import partial
 
@@ -34,6 +33,4 @@ def prepare(row: Row) -> Callable[[], Round]:
 
 
 if __name__ == "__main__":
-    # Steady state is measured: compile before the first step, not in the background of the first rounds.
-    os.environ.setdefault("MODELFLEET_COMPILE", "now")
     serve(prepare)

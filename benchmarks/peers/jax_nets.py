@@ -17,7 +17,9 @@ Forward = Callable[[Params, Array], Array]
 
 
 def linear(params: Params, x: Array) -> Array:
-    return x @ params["w"] + params["b"]
+    # One flat product per member: XLA is some 15 % slower with the leading axes left apart.
+    flat = x.reshape(-1, x.shape[-1]) @ params["w"] + params["b"]
+    return flat.reshape(*x.shape[:-1], -1)
 
 
 def layer_norm(params: Params, x: Array) -> Array:
@@ -32,10 +34,14 @@ def mlp(params: Params, x: Array) -> Array:
 
 
 def convolve(params: Params, x: Array) -> Array:
-    """A 3×3 convolution of `x` `(batch, height, width, channel)` with padding 1."""
-    return lax.conv_general_dilated(
-        x, params["w"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    ) + params["b"]
+    """A 3×3 convolution of `x` `(batch, height, width, channel)` with padding 1, as one product of patches.
+
+    `lax.conv` under `vmap` becomes a grouped convolution, which XLA runs on one core inside the epoch's loop.
+    """
+    _, height, width, _ = x.shape
+    padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    shifts = [padded[:, i : i + height, j : j + width] for i in range(3) for j in range(3)]
+    return linear(params, jnp.concatenate(shifts, -1))
 
 
 def pool(x: Array) -> Array:
@@ -94,9 +100,6 @@ def init(row: Row, key: Array) -> Params:
     def dense(inputs: int, outputs: int) -> Params:
         return {"w": uniform(inputs, inputs, outputs), "b": uniform(inputs, outputs)}
 
-    def convolution(inputs: int, outputs: int) -> Params:
-        return {"w": uniform(9 * inputs, 3, 3, inputs, outputs), "b": uniform(9 * inputs, outputs)}
-
     def norm() -> Params:
         return {"w": jnp.ones(WIDTH), "b": jnp.zeros(WIDTH)}
 
@@ -113,7 +116,7 @@ def init(row: Row, key: Array) -> Params:
     if row.net == "mlp":
         return {"layers": [dense(*widths) for widths in pairwise(row.widths)]}
     if row.net == "cnn":
-        return {"first": convolution(1, 8), "second": convolution(8, 16), "head": dense(16 * 7 * 7, row.classes)}
+        return {"first": dense(9, 8), "second": dense(9 * 8, 16), "head": dense(16 * 7 * 7, row.classes)}
     if row.net == "lstm":
         # As in torch, every bound is that of the hidden width.
         return {

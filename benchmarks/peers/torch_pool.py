@@ -34,7 +34,9 @@ def prepare(row: Row) -> Callable[[], Round]:
 
     def train_round() -> Round:
         shares = [share.result() for share in [worker.submit(train_share, row) for worker in workers]]
-        return Round(sum(share.member_steps for share in shares), sum(share.loss for share in shares) / len(shares))
+        return Round(
+            sum(share.member_steps for share in shares), sum(share.loss for share in shares) / len(shares)
+        )
 
     train_round()
     return train_round

@@ -46,21 +46,24 @@ def save(folder: Path, run: Any, callbacks: Sequence[Callback], framework: Any) 
 def resume(folder: Path, run: Any, callbacks: Sequence[Callback], framework: Any) -> tuple[Any, ...] | None:
     """Bring a run to where a checkpoint was taken: (epoch, step, position, history, randomness).
 
-    None if the checkpoint is of an earlier fit of the same fleet: this one begins where that one ended. One of
+    None if the checkpoint is of another fit of the same fleet: this one begins where that one ended. One of
     another fleet or with other settings raises `StoreError`, so that nothing of it is overwritten.
     """
     manifest = read_manifest(folder, kind=KIND)
     then, now = manifest["run"], _identity(run)
     if then != now:
-        if {**then, "started": None} == {**now, "started": None}:
+        same_fleet = all(then.get(key) == now[key] for key in ("members", "seeds"))
+        if same_fleet and then.get("started") != now["started"]:
             return None
         what = next(key for key in now if then.get(key) != now[key])
         raise StoreError(
             f"{folder} holds a checkpoint of another run: its {what} are {_brief(then.get(what))}, here they are "
             f"{_brief(now[what])}. Give another folder, or delete this one."
         )
+    # All is read before anything is taken up: a file that can't be read must change nothing.
+    files = {name: read_file(folder, manifest, name, framework.files) for name in manifest["files"]}
     for number, (shift, standing) in enumerate(zip(run.shifts, manifest["lanes"], strict=True)):
-        shift.lane.engine.load(read_file(folder, manifest, f"lane-{number}", framework.files))
+        shift.lane.engine.load(files[f"lane-{number}"])
         slots = shift.lane.take_up(standing)
         shift.schedules.restore(manifest["schedules"][number])
         if len(slots) < len(shift.lane.members):
@@ -68,11 +71,10 @@ def resume(folder: Path, run: Any, callbacks: Sequence[Callback], framework: Any
             shift.validation = shift.validation and shift.validation.select(slots)
     for number, (callback, state) in enumerate(zip(callbacks, manifest["callbacks"], strict=True)):
         callback.restore_state(state)
-        if f"callback-{number}" in manifest["files"]:
-            callback.restore_arrays(_by_member(read_file(folder, manifest, f"callback-{number}", framework.files)))
-    random = read_file(folder, manifest, "random", framework.files)["generator"]
+        if f"callback-{number}" in files:
+            callback.restore_arrays(_by_member(files[f"callback-{number}"]))
     history = History.from_dict(manifest["history"])
-    return manifest["epoch"], manifest["step"], manifest["position"], history, random
+    return manifest["epoch"], manifest["step"], manifest["position"], history, files["random"]["generator"]
 
 
 def _identity(run: Any) -> dict[str, Any]:
@@ -80,6 +82,10 @@ def _identity(run: Any) -> dict[str, Any]:
     return {
         "members": [shift.lane.names for shift in run.shifts],
         "seeds": [[member.seed for member in shift.lane.members] for shift in run.shifts],
+        "tasks": [shift.lane.engine.task.summary for shift in run.shifts],
+        "hyperparameters": [
+            {name: column.tolist() for name, column in shift.lane.columns.items()} for shift in run.shifts
+        ],
         "epochs": [shift.epochs.tolist() for shift in run.shifts],
         "rows": [None if shift.rows is None else shift.rows.tolist() for shift in run.shifts],
         "steps per epoch": [None if s.steps_per_epoch is None else s.steps_per_epoch.tolist() for s in run.shifts],

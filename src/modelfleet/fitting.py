@@ -37,6 +37,7 @@ class Shift:
         # As they are for all members; the feed itself narrows with the lane.
         self.rows = self.feed.rows
         self.steps_per_epoch = self.feed.steps
+        self.taken = self.lane.engine.steps_taken().copy()
 
     def steps_left(self, epoch: int, done: int) -> int:
         """The steps from here to the end, as far as they are known."""
@@ -57,6 +58,7 @@ class Fit:
         callbacks: Sequence[Callback],
         reporter: Reporter,
         framework: Any,
+        randomness: Any,
     ) -> None:
         self.fleet = fleet
         self.shifts = list(shifts)
@@ -77,7 +79,7 @@ class Fit:
         self._saving: list[Path] = []
         self._interrupted = False
         self._position = 0  # steps done in the epoch at hand
-        self._randomness = framework.randomness()
+        self._randomness = randomness
 
     # --- what callbacks call -------------------------------------------------------------------------------------
 
@@ -128,7 +130,6 @@ class Fit:
 
     def _run_epoch(self) -> None:
         begun = time.monotonic()
-        self._randomness = self._framework.randomness() if self._position == 0 else self._randomness
         for batches in self._steps():
             for shift, batch in batches:
                 columns = shift.schedules.at(shift.lane.steps - shift.started)
@@ -139,12 +140,15 @@ class Fit:
             self._call("on_step_end")
             self._save()
             if self._interrupted:
+                for shift in self.shifts:
+                    self._set_aside(shift, self.epoch + 1)
                 return
         self.epoch += 1
         self._position = 0
         self._record()
         self._call("on_epoch_end")
         self._leave()
+        self._randomness = self._framework.randomness()
         self._save()
         self._reporter.epoch(self.epoch, self.history, self.active, time.monotonic() - begun)
 
@@ -173,10 +177,10 @@ class Fit:
             if not on.any():
                 continue
             values = shift.lane.epoch_values()
-            self._set_aside(shift)
             if shift.validation is not None:
                 for name, column in shift.lane.evaluate(shift.validation).items():
                     values[f"val_{name}"] = column
+            self._set_aside(shift, self.epoch)
             rows: list[dict[str, float]] = [{} for _ in shift.lane.members]
             still = on & shift.lane.on()
             for slot, position in enumerate(shift.lane.slots):
@@ -187,20 +191,23 @@ class Fit:
             shift.lane.epochs[still] += 1
         self.active = self._training()
 
-    def _set_aside(self, shift: Shift) -> None:
+    def _set_aside(self, shift: Shift, epoch: int) -> None:
+        """Take out whom this epoch has brought into trouble."""
         lane = shift.lane
         codes = lane.engine.trouble()
         for slot in np.flatnonzero(codes):
             position = int(lane.slots[slot])
             if lane.on()[position]:
-                step = int(lane.engine.steps_taken()[slot]) - int(shift.started[position]) + 1
+                step = int(lane.engine.steps_taken()[slot] - shift.taken[position]) + 1
                 reason = self._framework.REASONS[int(codes[slot])]
-                self._fail(shift, position, Failure(self.epoch, step, reason))
-        for slot, error in shift.feed.failures.items():
-            position = int(lane.slots[slot])
-            if lane.on()[position]:
-                reason = f"its data raised {type(error).__name__}: {error}"
-                self._fail(shift, position, Failure(self.epoch, int(lane.steps[position]) + 1, reason))
+                self._fail(shift, position, Failure(epoch, step, reason))
+        for what, feed in (("data", shift.feed), ("validation data", shift.validation)):
+            for slot, error in (feed.failures if feed is not None else {}).items():
+                position = int(lane.slots[slot])
+                if lane.on()[position]:
+                    step = int(lane.steps[position] - shift.started[position]) + (what == "data")
+                    reason = f"its {what} raised {type(error).__name__}: {error}"
+                    self._fail(shift, position, Failure(epoch, step, reason))
 
     def _fail(self, shift: Shift, position: int, failure: Failure) -> None:
         shift.lane.rest([position], failed=True)
@@ -234,9 +241,18 @@ class Fit:
                 found = checkpoints.resume(callback.folder, self, self.callbacks, self._framework)
                 if found is not None:
                     self.epoch, self.step, self._position, self.history, self._randomness = found
-                    if self._position:
-                        self._framework.restore_randomness(self._randomness)
+                    self._rewind()
                     return
+
+    def _rewind(self) -> None:
+        """Have loaders draw their shuffles as they did when the epoch at hand began."""
+        self._framework.restore_randomness(self._randomness)
+        feeds = [*(shift.feed for shift in self.shifts), *(shift.validation for shift in self.shifts)]
+        for feed in feeds:
+            if feed is not None:
+                feed.rewind()
+                if self.epoch == 0:  # the first epoch's loaders are all looked into before the fit
+                    feed.first()
 
     @property
     def position(self) -> int:

@@ -11,7 +11,7 @@ from modelfleet.callbacks import Callback
 from modelfleet.devices import parse_devices
 from modelfleet.each import Each, spread
 from modelfleet.errors import InputError, StrategyError, unknown
-from modelfleet.feeds import Feed, make_feed
+from modelfleet.feeds import Feed, LoaderFeed, make_feed
 from modelfleet.fitting import Fit, Shift
 from modelfleet.history import History
 from modelfleet.lanes import Lane
@@ -60,10 +60,10 @@ class Fleet:
         self._recipe: Recipe | None = None
         self._lanes: list[Lane] | None = None
         self._carried: dict[str, tuple[Lane, int]] = {}  # where a member's optimizer state is, between two sets of lanes
-        self._handed: set[str] = set()  # members whose models their owner may have changed
+        self._handed: set[str] = set()  # members whose models somebody else may hold, and change between verbs
         self._origins: dict[str, dict[str, Any]] = {}  # how members were built, for `save`
         for name, model in pairs:
-            self._enlist(name, model)
+            self._handed.add(self._enlist(name, model))
 
     @classmethod
     def build(
@@ -101,6 +101,7 @@ class Fleet:
             for name, own in zip(names, arguments, strict=True)
         }
         fleet = cls(models, seed=seed, devices=devices)
+        fleet._handed.clear()
         fleet._origins = {
             name: {"factory": saving.import_path(factory), "arguments": own}
             for name, own in zip(names, arguments, strict=True)
@@ -125,8 +126,9 @@ class Fleet:
 
     def __getitem__(self, name: str) -> Any:
         """A member's model: the very object that was given or built, with its weights as they are now."""
-        self._handed.add(str(name))
-        return self._member(name).model
+        model = self._member(name).model
+        self._handed.add(name)
+        return model
 
     def __repr__(self) -> str:
         kinds = {type(member.model).__name__ for member in self._members.values()}
@@ -134,7 +136,7 @@ class Fleet:
 
     def add(self, name: str, model: Any) -> None:
         """Let a model join. Hyperparameters given by `each` must be compiled anew to have a value for it."""
-        self._enlist(name, model)
+        self._handed.add(self._enlist(name, model))
         self._regroup()
 
     def drop(self, name: str) -> Any:
@@ -144,6 +146,7 @@ class Fleet:
             raise InputError(f"{name!r} is the last member; a fleet needs at least one.")
         self._regroup()
         del self._members[name]
+        self._handed.discard(name)
         self._origins.pop(name, None)
         self._carried.pop(name, None)
         return model
@@ -151,12 +154,12 @@ class Fleet:
     def clone(self, name: str, *, as_: str) -> None:
         """A new member with another's weights and optimizer state, and shuffles and dropout of its own."""
         model = self._framework.copy_model(self._member(name).model)
-        self._enlist(as_, model)
+        clone = self._enlist(as_, model)
         self._regroup()
         if name in self._carried:
-            self._carried[as_] = self._carried[name]
+            self._carried[clone] = self._carried[name]
         if name in self._origins:
-            self._origins[as_] = self._origins[name]
+            self._origins[clone] = self._origins[name]
 
     # --- the verbs -----------------------------------------------------------------------------------------------
 
@@ -228,24 +231,25 @@ class Fleet:
         names = self.names
         lengths = _epochs(epochs, names)
         shown = reporter(progress)
+        randomness = self._framework.randomness()  # as it is before any loader draws from it
         lanes = self._settled(strategy, data, batch_size, shuffle=shuffle)
         shifts = []
         for lane, feed in lanes:
             own = np.array([lengths[name] for name in lane.names])
             shifts.append(self._shift(lane, feed, validation, own))
-        run = Fit(self, shifts, callbacks, shown, self._framework)
+        run = Fit(self, shifts, callbacks, shown, self._framework, randomness)
         try:
             return run.run()
         finally:
             for lane, _ in lanes:
                 lane.engine.write_back(lane.members)
-                lane.remember()
 
     def evaluate(self, data: Any, *, batch_size: Any = None) -> dict[str, dict[str, float]]:
         """Every member's loss and metrics on data: {name: {metric: value}}."""
         found: dict[str, dict[str, float]] = {}
         for lane, feed in self._settled("auto", data, batch_size, shuffle=False, kind="evaluate"):
             values = lane.evaluate(feed)
+            lane.refuse_failures(feed)
             for row, name in enumerate(lane.names):
                 found[name] = {metric: float(column[row]) for metric, column in values.items()}
         return {name: found[name] for name in self.names}
@@ -271,17 +275,18 @@ class Fleet:
         if self._recipe is None and kind != "predict":
             verb = "evaluate" if kind == "evaluate" else "fit"
             raise InputError(f"call compile before {verb}: it needs to know the loss and the optimizer.")
+        values = spread(data, self.names, "data")
         lanes = self._ready(strategy)
-        what = "data"
-        values = spread(data, self.names, what)
         fed = []
         for lane in lanes:
-            feed = self._feed(lane, data, values, batch_size, shuffle=shuffle, what=what)
-            if kind != "predict":
-                self._check(lane, feed, data, values)
+            feed = self._feed(lane, data, values, batch_size, shuffle=shuffle, what="data")
+            if kind == "predict":
+                lane.engine.output_shape(feed.first(), lane.names[0])
+            else:
+                lane.engine.open_sums(self._check(lane, feed, data, values))
             fed.append((lane, feed))
         settled = settle(self._assembly, fed, kind, strategy)
-        if len(settled) != len(lanes):
+        if [lane for lane, _ in settled] != lanes:
             self._regroup()
             self._lanes = [lane for lane, _ in settled]
             self._carry_over()
@@ -290,25 +295,26 @@ class Fleet:
     def _ready(self, strategy: str = "auto") -> list[Lane]:
         """The lanes of the fleet as it is now, their weights as the members' models have them."""
         turns = strategy == "interleaved"
-        if self._lanes is None or turns != self._turns or self._restructured(self._lanes):
+        parted = strategy == "fused" and not all(lane.engine.programs.fused for lane in self._lanes or ())
+        if self._lanes is None or turns != self._turns or parted or self._restructured(self._lanes):
             self._regroup()
             recipe = self._recipe or Recipe("sgd")
             self._lanes = self._assembly.lanes(list(self._members.values()), recipe, fused=not turns)
             self._turns = turns
             self._carry_over()
-        for lane in self._lanes:
-            lane.refresh()
+        else:
+            for lane in self._lanes:
+                lane.refresh(self._handed)
         return self._lanes
 
     def _restructured(self, lanes: Sequence[Lane]) -> bool:
-        """Whether an owner has changed the structure of a model that was handed out: frozen a layer, say."""
-        handed, self._handed = self._handed, set()
+        """Whether somebody who holds a model has changed its structure: frozen a layer, say."""
         return any(
             self._framework.signature(member.model) != lane.signature
             for lane in lanes
             for member in lane.members
-            if member.name in handed
-        )
+            if member.name in self._handed
+        ) or not all(lane.engine.still_shared(lane.members) for lane in lanes)
 
     def _regroup(self) -> None:
         """Give up the lanes, and remember where each member's optimizer state is."""
@@ -343,22 +349,29 @@ class Fleet:
             what=what,
         )
 
-    def _check(self, lane: Lane, feed: Feed, data: Any, values: Sequence[Any]) -> None:
-        """Everything that can be wrong with data, before the first step."""
-        lane.engine.open_sums(lane.engine.check(feed.first(), lane.names[0]))
-        seen: set[int] = set()
+    def _check(self, lane: Lane, feed: Feed, data: Any, values: Sequence[Any]) -> list[str]:
+        """Everything that can be wrong with data, before the first step; gives the names of the sums it makes."""
+        first = feed.first()
         own = isinstance(data, Each)
-        for name, value in zip(self.names, values, strict=True):
-            if name in lane.places and id(value) not in seen and isinstance(value, tuple) and len(value) == 2:
-                seen.add(id(value))
-                lane.engine.check_targets(*value, name if own else None)
+        pairs = {
+            id(value): (name, value)
+            for name, value in zip(self.names, values, strict=True)
+            if name in lane.places and isinstance(value, tuple) and len(value) == 2
+        }
+        if pairs or isinstance(feed, LoaderFeed):
+            shape = lane.engine.output_shape(first, lane.names[0])
+            for name, (_, target) in pairs.values():
+                lane.engine.check_targets(shape, target, name if own else None)
+            if isinstance(feed, LoaderFeed):
+                feed.check = lane.engine.label_check(shape)
+        return lane.engine.check(first, lane.names[0])
 
     def _shift(self, lane: Lane, feed: Feed, validation: Any, epochs: np.ndarray) -> Shift:
         checked: Feed | None = None
         if validation is not None:
             values = spread(validation, self.names, "validation")
             checked = self._feed(lane, validation, values, None, shuffle=False, what="validation")
-            lane.engine.check(checked.first(), lane.names[0])
+            self._check(lane, checked, validation, values)
         per_epoch = np.ones(len(lane.members), dtype=np.int64) if feed.steps is None else feed.steps
         schedules = self._framework.Schedules(
             lane.schedules, lane.columns, lane.engine.task.optimizer, per_epoch, epochs, names=lane.names
@@ -386,7 +399,7 @@ class Fleet:
 
     # --- members -------------------------------------------------------------------------------------------------
 
-    def _enlist(self, name: object, model: Any) -> None:
+    def _enlist(self, name: object, model: Any) -> str:
         text = check_name(name, set(self._members))
         if frameworks.adapter_of(model, text) is not self._framework:
             raise InputError(f"member {text!r} is of another framework than the others.")
@@ -397,6 +410,7 @@ class Fleet:
                 f"Give a copy (copy.deepcopy), or use clone."
             )
         self._members[text] = Member(text, model, member_seed(self.seed, text))
+        return text
 
     def _member(self, name: str) -> Member:
         if name not in self._members:
@@ -454,5 +468,6 @@ def load(
     framework = frameworks.adapter("torch")
     models, seed, origins = saving.read(Path(folder), factory, allow_import, members, framework)
     fleet = Fleet(models, seed=seed, devices=devices)
+    fleet._handed.clear()
     fleet._origins = origins
     return fleet

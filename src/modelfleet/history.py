@@ -263,6 +263,11 @@ class History:
             return []
 
     def _unrecorded(self, metric: str) -> InputError:
+        if not self.metrics and self.failed:
+            return InputError(
+                f"there is no {metric!r}: {len(self.failed):,} of {len(self):,} failed within their first epoch. "
+                f"history.failed has the reasons; often a lower lr helps."
+            )
         if not self.metrics:
             return InputError(f"there is no {metric!r} yet: no epoch has been recorded. Run fit first.")
         return unknown("metric", metric, self.metrics)

@@ -1,11 +1,12 @@
 """A lane: what takes steps on a device. One program, and the stacked state of the members of one group."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from modelfleet.errors import InputError
 from modelfleet.feeds import Batch, Feed
 from modelfleet.members import Member
 
@@ -139,7 +140,14 @@ class Lane:
             for slot, count in enumerate(batch.counts):
                 if count:
                     parts[slot].append(self.engine.rows(outputs, slot, int(count)))
+        self.refuse_failures(feed)
         return [self.engine.concatenate(part) for part in parts]
+
+    def refuse_failures(self, feed: Feed) -> None:
+        """Raise `InputError` if a member's data could not be read."""
+        for slot, error in feed.failures.items():
+            name = self.members[self._slots[slot]].name
+            raise InputError(f"the data of member {name!r} raised {type(error).__name__}: {error}") from error
 
     def compact(self, feeds: Sequence[Feed]) -> list[Feed]:
         """Free the idle slots if half or more are idle; gives the feeds for the slots that are left."""
@@ -195,14 +203,11 @@ class Lane:
         self._failed = np.array(standing["failed"], dtype=bool)
         return self._slots
 
-    def remember(self) -> None:
-        """Note that the members' models and the lane's state hold the same weights now."""
-        self.engine.remember(self.members)
-
-    def refresh(self) -> None:
-        """Take in the weights of models that their owners have changed since."""
-        for position in self.engine.changed(self.members):
-            self.engine.restack(position, self.members[position])
+    def refresh(self, names: Collection[str]) -> None:
+        """Take in the weights that the models of these members have now."""
+        positions = [position for position, name in enumerate(self.names) if name in names]
+        if positions:
+            self.engine.restack(np.array(positions), [self.members[position] for position in positions])
 
     def adopt(self, position: int, other: "Lane", source: int) -> None:
         """Take over what a member had in another lane: its optimizer state, steps and epochs."""
@@ -217,6 +222,9 @@ class Lane:
 
     def _pieces(self, batch: Batch, live: np.ndarray) -> Iterator[tuple[Any, Any, Any]]:
         """What to step together: (slots or None for all, data, row weights or None)."""
+        if batch.full:
+            yield None, batch.data, None
+            return
         counts = batch.counts[live]
         if not len(counts):
             return

@@ -11,6 +11,7 @@ from modelfleet.store import read_manifest, read_row, write_folder
 from modelfleet.store.manifest import plain
 
 KIND = "fleet"
+_ENTRY = ("name", "seed", "file", "row", "class", "factory", "arguments")  # what the manifest says of a member
 
 
 def save(
@@ -44,17 +45,17 @@ def read(
     """The models of a saved fleet by name, its seed, and how they were built; only some members if named."""
     manifest = read_manifest(folder, kind=KIND)
     try:
-        entries = {entry["name"]: entry for entry in manifest["members"]}
+        entries = {entry["name"]: {key: entry[key] for key in _ENTRY} for entry in manifest["members"]}
         seed = int(manifest["seed"])
     except (KeyError, TypeError, ValueError) as error:
-        raise StoreError(f"{folder} has a manifest that is not a fleet's: {error!r}.") from error
+        raise StoreError(f"{folder} has a manifest that is not a fleet's: {error!r}. Load another copy.") from error
     for name in members or ():
         if name not in entries:
             raise unknown("member", name, entries)
     models: dict[str, Any] = {}
     for name in entries if members is None else members:
         entry = entries[name]
-        model = _make(folder, entry, factory, allow_import)
+        model = framework.build(_factory(folder, entry, factory, allow_import), entry["arguments"], entry["seed"], name)
         tensors = read_row(folder, manifest, entry["file"], entry["row"], framework.files)
         difference = framework.fill(model, tensors)
         if difference:
@@ -75,15 +76,15 @@ def import_path(factory: Any) -> str | None:
     return None if module in (None, "__main__") or "<" in name else f"{module}:{name}"
 
 
-def _make(folder: Path, entry: Mapping[str, Any], factory: Callable[..., Any] | None, allow_import: bool) -> Any:
+def _factory(
+    folder: Path, entry: Mapping[str, Any], factory: Callable[..., Any] | None, allow_import: bool
+) -> Callable[..., Any]:
     if entry["arguments"] is None:
         raise StoreError(
             f"member {entry['name']!r} of {folder} was built with arguments that JSON can't hold. Build the fleet "
             f"anew and load its weights member by member."
         )
-    if factory is None:
-        factory = _imported(folder, entry, allow_import)
-    return factory(**entry["arguments"])
+    return _imported(folder, entry, allow_import) if factory is None else factory
 
 
 def _imported(folder: Path, entry: Mapping[str, Any], allow_import: bool) -> Callable[..., Any]:

@@ -1,3 +1,4 @@
+import tracemalloc
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -196,6 +197,16 @@ def test_long_epochs_upload_their_indices_in_parts(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(array_feed, "_MOST_INDICES", 30)
     assert seen(feed, 2) == whole
     assert seen(feed, 2, start=3) == whole[3:]
+
+
+def test_one_long_member_does_not_widen_the_shuffles_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(array_feed, "_MOST_INDICES", 1)
+    feed = feed_of(each([rows_of(100_000), *(rows_of(10) for _ in range(200))]), 201, batch_size=8)
+    tracemalloc.start()
+    next(feed.epoch(0))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 20e6  # 201 shuffles of 100,000 rows are 161 MB
 
 
 @pytest.mark.parametrize(

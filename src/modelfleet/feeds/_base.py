@@ -59,6 +59,10 @@ class Feed(Protocol):
         """A batch shaped like those that will come. Consumes nothing."""
         ...
 
+    def rewind(self) -> None:
+        """Forget what was read ahead of the coming epoch, for a run that goes on from a checkpoint."""
+        ...
+
     def select(self, keep: Sequence[int]) -> "Feed":
         """A feed for the members at these positions, in this order. It takes this one's place."""
         ...

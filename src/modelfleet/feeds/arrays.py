@@ -58,6 +58,9 @@ class ArrayFeed:
         """`(member,)`: steps per epoch."""
         return -(-self.rows // self._batch_sizes)
 
+    def rewind(self) -> None:
+        """Nothing to forget: every epoch's order is known from its number."""
+
     def _store(self, column: Sequence[Any]) -> None:
         """Put one leaf of all members on the device, the same tensor once."""
         begins: dict[int, int] = {}

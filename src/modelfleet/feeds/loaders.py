@@ -1,7 +1,7 @@
 """The feed of loaders: anything that yields batches, read in the background while the device computes."""
 
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from copy import copy
 from queue import SimpleQueue
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from modelfleet.errors import InputError
-from modelfleet.feeds._base import Arrays, Batch, difference, settle, spec
+from modelfleet.feeds._base import Arrays, Batch, difference, is_number_list, settle, spec
 from modelfleet.trees import leaves, map_tree, rebuild
 
 T = TypeVar("T")
@@ -21,6 +21,7 @@ class LoaderFeed:
     """Batches from one loader for all members (`shared`), or from one loader per member.
 
     A loader is an iterable of batches that can be read again and again, or a function that returns one.
+    `check`, if there is one, is given every batch as it is read, and raises for one that can't be trained on.
     """
 
     rows: np.ndarray | None = None
@@ -30,6 +31,7 @@ class LoaderFeed:
     ) -> None:
         self.shared: bool = shared
         self.failures: dict[int, Exception] = {}
+        self.check: Callable[[Any], None] | None = None
         self._members = len(wheres)
         self._sources = [_Source(loader, where) for loader, where in zip(loaders, wheres, strict=False)]
         self._device = device
@@ -45,16 +47,17 @@ class LoaderFeed:
 
     def epoch(self, number: int, *, start: int = 0) -> Generator[Batch, None, None]:
         """The batches of one epoch, without the first `start` of them."""
-        # Opened here and not in the thread: a DataLoader starts its processes best from the caller's.
+        # Opened here and not in the thread: a DataLoader starts its processes best from the caller's, and it draws
+        # the seed of its shuffle with its first batch, which several lanes must do in a fixed order.
         if self.shared:
-            self._sources[0].open()
+            self._sources[0].peek()
             yield from ahead(self._shared(start))
             return
         readers = {}
         for member, source in enumerate(self._sources):
             if member not in self.failures:
                 try:
-                    source.open()
+                    source.peek()
                     readers[member] = source.read()
                 except Exception as error:
                     self.failures[member] = error
@@ -82,6 +85,11 @@ class LoaderFeed:
             raise InputError("no member's data could be read.") from next(iter(self.failures.values()), None)
         return batch
 
+    def rewind(self) -> None:
+        """Forget the batch that was peeked at: the coming epoch opens its loaders anew."""
+        for source in self._sources:
+            source.forget()
+
     def select(self, keep: Sequence[int]) -> "LoaderFeed":
         """A feed for the members at these positions, in this order, on the same loaders."""
         chosen = copy(self)
@@ -97,9 +105,10 @@ class LoaderFeed:
                 yield self._shared_batch(raw)
 
     def _shared_batch(self, raw: Any) -> Batch:
-        tree, rows = settle(raw, self._arrays, self._sources[0].where)
+        tree, rows = settle(_paired(raw), self._arrays, self._sources[0].where)
         # A copy, for a loader may write its next batch where this one is.
         data = map_tree(lambda leaf: self._arrays.place(leaf, self._device, copy=True), tree)
+        self._checked(data, self._sources[0].where)
         return Batch(data, True, np.full(self._members, rows))
 
     def _own(
@@ -130,8 +139,17 @@ class LoaderFeed:
                 reader.close()
 
     def _settled(self, raw: Any, where: str) -> tuple[Any, int]:
-        tree, rows = settle(raw, self._arrays, where)
-        return map_tree(lambda leaf: self._arrays.place(leaf, None), tree), rows
+        tree, rows = settle(_paired(raw), self._arrays, where)
+        data = map_tree(lambda leaf: self._arrays.place(leaf, None), tree)
+        self._checked(data, where)
+        return data, rows
+
+    def _checked(self, data: Any, where: str) -> None:
+        if self.check is not None:
+            try:
+                self.check(data)
+            except InputError as error:
+                raise InputError(f"{where}: {error}") from None
 
     def _own_batch(self, found: dict[int, tuple[Any, int]], failures: dict[int, Exception]) -> Batch | None:
         """One batch from the members' own. Those unlike most of the others are added to `failures`."""
@@ -159,6 +177,11 @@ class LoaderFeed:
         stacked = [self._arrays.place(self._arrays.stack(column), self._device) for column in columns]
         counts = np.array([found[member][1] if member in found else 0 for member in range(self._members)])
         return Batch(rebuild(found[stand_in][0], stacked), False, counts)
+
+
+def _paired(raw: Any) -> Any:
+    """A batch as it was meant: a DataLoader puts (x, y) into a list."""
+    return tuple(raw) if isinstance(raw, list) and not is_number_list(raw) else raw
 
 
 class _Source:
@@ -205,6 +228,10 @@ class _Source:
                     f"with at least one batch, or a function that returns a new iterator at every call."
                 )
         return self._peeked[0]
+
+    def forget(self) -> None:
+        """Let the coming epoch begin anew."""
+        self._batches, self._peeked = None, []
 
     def read(self) -> Generator[Any, None, None]:
         """The batches of the epoch."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from modelfleet.errors import StrategyError
+from modelfleet.errors import InputError, StrategyError
 from modelfleet.feeds import Feed
 from modelfleet.lanes import Lane
 from modelfleet.members import Member
@@ -30,6 +30,12 @@ class Assembly:
         """A lane for every group, or for every member where they are not to be fused."""
         names = [member.name for member in members]
         prepared = self.framework.prepare(recipe, names)
+        twice = self.framework.trained_twice([member.model for member in members])
+        if twice is not None:
+            raise InputError(
+                f"members {names[twice[0]]!r} and {names[twice[1]]!r} share the trained parameter {twice[2]!r}: one would "
+                f"undo the other's steps. Freeze it (requires_grad=False), or give each member its own copy."
+            )
         signatures = [self.framework.signature(member.model) for member in members]
         lanes = []
         for found in group(names, signatures, prepared.tasks, self.framework.difference):
@@ -42,7 +48,10 @@ class Assembly:
 
     def singles(self, lane: Lane, reason: str) -> list[Lane]:
         """The members of a lane that can't be fused, a lane each."""
-        return [self._again(lane, position, reason) for position in range(len(lane.members))]
+        singles = [self._again(lane, position, reason) for position in range(len(lane.members))]
+        for single in singles:
+            single.engine.open_sums(lane.engine.sums)
+        return singles
 
     def _lane(
         self,
@@ -90,6 +99,13 @@ def settle(
     assembly: Assembly, lanes: Sequence[tuple[Lane, Feed]], kind: str, strategy: str
 ) -> list[tuple[Lane, Feed]]:
     """Make sure that every lane can take its steps: trace them, and part the members of one that can't be fused."""
+    if strategy == "fused":
+        for lane, _ in lanes:
+            if lane.reason is not None:
+                raise StrategyError(
+                    f"not all members can be fused: {lane.reason}. "
+                    f'Make them alike, or drop strategy="fused" and let them take turns.'
+                )
     settled: list[tuple[Lane, Feed]] = []
     for lane, feed in lanes:
         try:

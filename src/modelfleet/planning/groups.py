@@ -29,6 +29,6 @@ def group(
         reason = None
         if groups:
             what = difference(signatures[first], signatures[0])
-            reason = f"{names[first]!r}: {what or 'other optimizer options'} (as {names[0]!r} has)"
+            reason = f"{names[first]!r} is unlike {names[0]!r}: {what or 'its optimizer has other options'}"
         groups.append(Group(tuple(positions), reason))
     return groups

@@ -89,8 +89,11 @@ def write_folder(
         raise StoreError(_refusal(folder, error)) from error
 
 
-def read_manifest(folder: Path, *, kind: str) -> dict[str, Any]:
-    """What the folder says about itself: the manifest it was saved with, and its "files"."""
+def read_manifest(folder: Path, *, kind: str | None) -> dict[str, Any]:
+    """What the folder says about itself: the manifest it was saved with, its "kind", and its "files".
+
+    Raises if it is of another kind; None takes any.
+    """
     folder = Path(folder)
     if not folder.exists():
         raise StoreError(f"there is no folder {folder}. Check the path.")
@@ -99,7 +102,7 @@ def read_manifest(folder: Path, *, kind: str) -> dict[str, Any]:
     manifest = _manifest(folder)
     if manifest is None:
         raise StoreError(f"{folder} was not saved by modelfleet: it holds no {MANIFEST}. Check the path.")
-    if manifest["kind"] != kind:
+    if kind is not None and manifest["kind"] != kind:
         raise StoreError(f"{folder} holds a {manifest['kind']}, not a {kind}.")
     return manifest
 

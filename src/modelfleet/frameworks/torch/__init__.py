@@ -15,7 +15,7 @@ from modelfleet.frameworks.torch.engine import Engine
 from modelfleet.frameworks.torch.recipe import prepare
 from modelfleet.frameworks.torch.schedules import Schedules
 from modelfleet.frameworks.torch.state import REASONS
-from modelfleet.frameworks.torch.structure import difference, signature
+from modelfleet.frameworks.torch.structure import difference, signature, trained_twice
 from modelfleet.frameworks.torch.tracing import CannotTraceError
 
 NAME = "torch"
@@ -39,5 +39,6 @@ __all__ = [
     "signature",
     "stacked_weights",
     "torch_device",
+    "trained_twice",
     "weights_key",
 ]

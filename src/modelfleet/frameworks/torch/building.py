@@ -1,6 +1,7 @@
 """Models from factories, each from its own seed; and the generator that loaders shuffle with."""
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ from modelfleet.errors import InputError
 
 
 def build(factory: Callable[..., nn.Module], arguments: Mapping[str, Any], seed: int, name: str) -> nn.Module:
-    """A member's model. Its initial weights depend on its seed alone; the caller's generator is left as it was."""
+    """A member's model. Its initial weights depend on its seed alone; the caller's generator stays as it was."""
+    _check_keywords(factory, arguments, name)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = factory(**arguments)
@@ -21,6 +23,21 @@ def build(factory: Callable[..., nn.Module], arguments: Mapping[str, Any], seed:
             f"A factory takes the keywords given to Fleet.build and returns a new model at every call."
         )
     return model
+
+
+def _check_keywords(factory: Callable[..., nn.Module], arguments: Mapping[str, Any], name: str) -> None:
+    try:
+        takes = inspect.signature(factory)
+    except (TypeError, ValueError):  # written in C: only calling it tells
+        return
+    try:
+        takes.bind(**arguments)
+    except TypeError as error:
+        keywords = ", ".join(f"{key}={value!r}" for key, value in arguments.items()) or "no keywords"
+        raise InputError(
+            f"member {name!r}: the factory can't be called with {keywords}: {error}. "
+            f"Give a factory that takes these, and needs no others."
+        ) from error
 
 
 def copy_model(model: nn.Module) -> nn.Module:

@@ -1,6 +1,7 @@
 """A lane's engine: the stacked state of its members on a device, and the programs that step it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from modelfleet.errors import InputError
 from modelfleet.frameworks.torch import memory
 from modelfleet.frameworks.torch import state as states
-from modelfleet.frameworks.torch.losses import check_targets
+from modelfleet.frameworks.torch.losses import check_range, check_targets
 from modelfleet.frameworks.torch.programs import Programs, mode, readable
 from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.structure import shared_parameters
@@ -37,13 +38,6 @@ class Engine:
         models = [member.model for member in members]
         memory.keep_freed_pages(device)
         shared = shared_parameters(models) if len(models) > 1 else set()
-        trained = set(states.trained(models[0]))
-        if shared & trained:
-            raise InputError(
-                f"members {members[0].name!r} and {members[1].name!r} share the trained parameter "
-                f"{sorted(shared & trained)[0]!r}: one would undo the other's steps. Freeze it (requires_grad=False) or "
-                f"give each member its own copy."
-            )
         first = {**dict(models[0].named_parameters()), **dict(models[0].named_buffers())}
         self.device = device
         self.programs = programs or Programs(models[0], task, fused=fused)
@@ -54,7 +48,6 @@ class Engine:
         }
         self.state = self._stacked(members, columns)
         self._whole: tuple[State, Tensor] | None = None
-        self.remember(members)
         self._bears_padding: dict[tuple[int, int], bool] = {}
 
     @property
@@ -79,8 +72,8 @@ class Engine:
         self, hyper: Any, active: Tensor, data: Any, weights: Tensor | None, *, shared: bool, pace: Any
     ) -> None:
         """One step of the active members."""
-        args = (self.state, self.shared, hyper, active, data, weights)
-        self.programs.train(args, shared_data=shared, pace=pace)
+        rest = (self._coefficients(self.state, hyper), active, data, weights)
+        self.programs.train((self.state, self.shared), rest, shared_data=shared, pace=pace)
 
     def train_some(self, slots: np.ndarray, hyper: Any, data: Any, *, shared: bool, pace: Any) -> None:
         """One step of the members in some slots, on data cut for them."""
@@ -88,8 +81,8 @@ class Engine:
         part = states.select(self.state, rows)
         some = {name: column.index_select(0, rows) for name, column in hyper.items()}
         active = torch.ones(len(slots), dtype=torch.bool, device=self.device)
-        args = (part, self.shared, some, active, data, None)
-        self.programs.train(args, shared_data=shared, pace=pace)
+        rest = (self._coefficients(part, some), active, data, None)
+        self.programs.train((part, self.shared), rest, shared_data=shared, pace=pace)
         states.put(self.state, rows, part)
 
     def ready_to_train(self, hyper: Any, active: Tensor, data: Any, *, shared: bool) -> None:
@@ -99,7 +92,8 @@ class Engine:
                 f"member {self._first!r} has no parameter that takes a gradient. "
                 f"Set requires_grad=True on what is to be trained."
             )
-        self.programs.program("train", (self.state, self.shared, hyper, active, data, None), shared)
+        args = (self.state, self.shared, self._coefficients(self.state, hyper), active, data, None)
+        self.programs.program("train", args, shared)
 
     def ready(self, kind: str, *data: Any, shared: bool) -> None:
         """Trace another step for batches like this one, if that has not been done."""
@@ -189,11 +183,17 @@ class Engine:
 
     # --- state ---------------------------------------------------------------------------------------------------
 
+    @property
+    def sums(self) -> list[str]:
+        """The names of the sums that there is room for."""
+        return list(self.state["sums"])
+
     def open_sums(self, names: Sequence[str]) -> None:
         """Make room for an epoch's sums of these names."""
         width = len(self.state["member"]["seed"])
         dtype = states.exact(self.device)
-        self.state["sums"] = {name: torch.zeros(width, dtype=dtype, device=self.device) for name in names}
+        sums = {name: torch.zeros(width, dtype=dtype, device=self.device) for name in names}
+        self.state = {**self.state, "sums": sums}  # a new state: programs list the tensors of one only once
 
     def take_sums(self) -> dict[str, np.ndarray]:
         """The sums so far, on the host; the device begins anew at zero."""
@@ -221,33 +221,25 @@ class Engine:
             self.state, self._whole = whole, None
 
     def adopt(self, position: int, other: "Engine", source: int) -> None:
-        """Take a member's optimizer state and step count over from another engine of the same optimizer."""
-        mine, theirs = (torch.tensor([row], device=self.device) for row in (position, source))
-        seed = self.state["member"]["seed"].clone()
-        for part in ("slots", "member"):
-            states.put({part: self.state[part]}, mine, states.select({part: other.state[part]}, theirs))
-        self.state["member"]["seed"].copy_(seed)
+        """Take a member's optimizer state and step count over from another engine of the same optimizer.
 
-    def remember(self, members: Sequence[Member]) -> None:
-        """Note which tensors the models hold, and their versions: any change in place raises a version."""
-        self._held = [_tensors(member.model) for member in members]
-        self._versions = [[tensor._version for tensor in held] for held in self._held]
+        What was frozen or given another shape meanwhile begins anew.
+        """
+        theirs = states.named({part: other.state[part] for part in ("slots", "member")})
+        for name, tensor in states.named({part: self.state[part] for part in ("slots", "member")}).items():
+            if name != "member/seed" and name in theirs and theirs[name].shape[1:] == tensor.shape[1:]:
+                tensor[position] = theirs[name][source]
 
-    def changed(self, members: Sequence[Member]) -> list[int]:
-        """The members whose models have been changed since `remember`."""
-        return [
-            row
-            for row, (held, versions) in enumerate(zip(self._held, self._versions, strict=True))
-            if [tensor._version for tensor in held] != versions
-        ]
+    def still_shared(self, members: Sequence[Member]) -> bool:
+        """Whether the tensors that all members shared are still the same in all of them."""
+        return not self.shared or self.shared.keys() <= shared_parameters([member.model for member in members])
 
-    def restack(self, position: int, member: Member) -> None:
-        """Take a member's weights from its model again, after its owner has changed them."""
-        row = torch.tensor([position], device=self.device)
-        with torch.no_grad():
-            states.put(self._weights(self.state), row, self._stacked([member], {}, slots=False))
-        self._held[position] = _tensors(member.model)
-        self._versions[position] = [tensor._version for tensor in self._held[position]]
+    def restack(self, positions: np.ndarray, members: Sequence[Member]) -> None:
+        """Take the weights of the members at these positions from their models again."""
+        states.put(self._weights(self.state), self.tensor(positions), self._stacked(members, {}, slots=False))
+        own = {**dict(members[0].model.named_parameters()), **dict(members[0].model.named_buffers())}
+        for name, tensor in self.shared.items():
+            tensor.copy_(states.placed(own[name], self.device, transpose=name in self.layout))
 
     def write_back(self, members: Sequence[Member]) -> None:
         """Copy every member's weights into its own model."""
@@ -302,32 +294,62 @@ class Engine:
 
         What does not fit raises `InputError`, with the shapes that came and what the model said of them.
         """
-        data = batch.data if batch.shared else map_tree(lambda leaf: leaf[0], batch.data)
+        with self._trying(batch, batch.data, name) as (one, few):
+            weights = torch.ones(1, len(leaves(few)[0]), device=self.device)
+            return list(self.programs.steps.evaluate(one, self.shared, few, weights, shared_data=True, fused=False))
+
+    def output_shape(self, batch: Any, name: str) -> tuple[int, ...] | None:
+        """The shape `(row, …)` of a member's output for two rows of a batch; None if it is no single tensor.
+
+        What does not fit raises `InputError`, as in `check`.
+        """
+        with self._trying(batch, self.inputs(batch.data), name) as (one, few):
+            output = self.programs.steps.predict(one, self.shared, few, shared_data=True, fused=False)
+        return tuple(output.shape[1:]) if isinstance(output, Tensor) else None
+
+    @contextmanager
+    def _trying(self, batch: Any, data: Any, name: str) -> Iterator[tuple[State, Any]]:
+        """One member and two rows of its data to try it on, with a clear error for what does not fit."""
+        data = data if batch.shared else map_tree(lambda leaf: leaf[0], data)
         few = map_tree(lambda leaf: leaf[:2], data)
         model = self.programs.steps.model
         one = states.select(self.state, torch.zeros(1, dtype=torch.int64, device=self.device))
         try:
             with mode(model, train=False), torch.random.fork_rng(devices=[]):
-                weights = torch.ones(1, len(leaves(few)[0]), device=self.device)
-                return list(self.programs.steps.evaluate(one, self.shared, few, weights, shared_data=True, fused=False))
-        except InputError:
-            raise
-        except Exception as error:
+                yield one, few
+        except InputError as error:
+            raise InputError(f"member {name!r}: {error}") from error
+        except Exception as error:  # whatever a forward, a loss or a metric may raise
+            said = f"{type(error).__name__}: {error}".rstrip(".")
             raise InputError(
-                f"member {name!r} can't take this batch: {_shapes(data)} into {type(model).__name__} gave "
-                f"{type(error).__name__}: {error}. Check the shapes and dtypes of the data against what the model expects."
+                f"member {name!r} can't take this batch: {_shapes(data)} into {type(model).__name__} gave {said}. "
+                f"Check the shapes and dtypes of the data against what the model expects."
             ) from error
 
-    def check_targets(self, x: Any, target: Any, name: str | None) -> None:
+    def check_targets(self, output_shape: tuple[int, ...] | None, target: Any, name: str | None) -> None:
         """Check all targets of a data set against the model's output, where the loss says what they must be."""
-        if self.task.loss is None or not isinstance(target, Tensor | np.ndarray):
-            return
-        one = states.select(self.state, torch.zeros(1, dtype=torch.int64, device=self.device))
-        few = map_tree(lambda leaf: leaf[:2], x)
-        with mode(self.programs.steps.model, train=False):
-            output = self.programs.steps.predict(one, self.shared, few, shared_data=True, fused=False)
-        if isinstance(output, Tensor):
-            check_targets(self.task.loss, tuple(output.shape[1:]), target, name)
+        if self.task.loss is not None and output_shape is not None and isinstance(target, Tensor | np.ndarray):
+            check_targets(self.task.loss, output_shape, target, name)
+
+    def _coefficients(self, state: State, hyper: dict[str, Tensor]) -> dict[str, Tensor]:
+        # Outside of the program: a compiler would work out these few numbers again for every element they scale.
+        found = self.task.optimizer.coefficients(hyper, state["member"]["step"] + 1)
+        if self.task.clip:
+            found["clip_norm"] = hyper["clip_norm"]
+        dtype = next(iter(state["params"].values())).dtype
+        return {name: value.to(dtype) for name, value in found.items()}
+
+    def label_check(self, output_shape: tuple[int, ...] | None) -> Callable[[Any], None] | None:
+        """A function that refuses a batch with targets out of range; None where there is nothing to check."""
+        loss = self.task.loss
+        if loss is None or output_shape is None:
+            return None
+
+        def check(batch: Any) -> None:
+            if isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[1], Tensor):
+                check_range(loss, output_shape, batch[1])
+
+        return check
 
     # --- helpers -------------------------------------------------------------------------------------------------
 
@@ -367,10 +389,6 @@ class Engine:
     @staticmethod
     def _weights(state: State) -> State:
         return {part: state[part] for part in ("params", "frozen", "buffers")}
-
-
-def _tensors(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
 
 
 def _shapes(data: Any) -> str:

@@ -82,10 +82,15 @@ def check_targets(loss: Loss, output_shape: tuple[int, ...], target: Any, member
         _check_fit(loss.name, loss.kind, shape, found)
     except InputError as error:
         raise InputError(f"{whose}{error}") from None
-    wrong, expected = _out_of_range(loss, shape, found)
+    check_range(loss, shape, found, whose)
+
+
+def check_range(loss: Loss, output_shape: tuple[int, ...], target: Tensor, whose: str = "") -> None:
+    """Refuse targets with values that the loss can't take, such as labels without a class."""
+    wrong, expected = _out_of_range(loss, output_shape, target)
     if wrong.any():
         place = tuple(wrong.nonzero()[0].tolist())
-        raise InputError(f"{whose}the target in row {place[0]} is {found[place].item()}, but {expected}.")
+        raise InputError(f"{whose}the target in row {place[0]} is {target[place].item()}, but {expected}.")
 
 
 def matched(name: str, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:

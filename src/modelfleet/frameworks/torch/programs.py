@@ -1,6 +1,6 @@
 """The programs of a lane: its steps traced once for each shape of batch and width, and compiled where it pays."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,7 @@ class Programs:
         self.traces = 0  # how often a step was traced: a test's proof that a second epoch traces nothing
         self.untraced: str | None = None  # why a lane of one runs its Python at every step, if it does
         self._programs: dict[Key, tuple[Program, Compiler]] = {}
+        self._listed: tuple[tuple[Any, ...], list[Tensor]] | None = None
 
     @property
     def task(self) -> Task:
@@ -56,14 +57,16 @@ class Programs:
             return "compiled"
         return "plain Python" if any(program.graph is None for program in programs) else "traced"
 
-    def train(self, args: tuple[Any, ...], *, shared_data: bool, pace: tuple[int, float | None]) -> None:
+    def train(
+        self, lead: Sequence[Any], rest: Sequence[Any], *, shared_data: bool, pace: tuple[int, float | None]
+    ) -> None:
         """One step of every active member, in place. `pace`: steps left of this kind, and seconds per step.
 
-        `args` are those of `Steps.train`; the first is the state, and so below.
+        `lead` are the first arguments of `Steps.train`, the state and what is shared; `rest` are the others.
         """
-        program, compiler = self.program("train", args, shared_data)
+        program, compiler = self.program("train", (*lead, *rest), shared_data)
         compiler.consider(*pace)
-        program(leaves(args))
+        program.run(*self._flat(lead), *leaves(rest))
 
     def evaluate(self, args: tuple[Any, ...], *, shared_data: bool) -> dict[str, Tensor]:
         """The sums `(member,)` of the loss and the metrics over a batch."""
@@ -75,6 +78,12 @@ class Programs:
         args = (readable(args[0]), *args[1:])
         return self.program("predict", args, shared_data)[0](leaves(args))
 
+    def _flat(self, lead: Sequence[Any]) -> list[Tensor]:
+        # A lane's state is the same tensors from step to step: they are listed once.
+        if self._listed is None or any(a is not b for a, b in zip(self._listed[0], lead, strict=True)):
+            self._listed = tuple(lead), leaves(lead)
+        return self._listed[1]
+
     def stop(self) -> None:
         """End every compiler that is still at work."""
         for _, compiler in self._programs.values():
@@ -82,7 +91,8 @@ class Programs:
 
     def program(self, kind: str, args: tuple[Any, ...], shared_data: bool) -> tuple[Program, Compiler]:
         """The program for arguments of these shapes; traced if there is none yet."""
-        key = (kind, shared_data, len(args[0]["member"]["seed"]), *(_key(arg) for arg in args[1:]))
+        # What is left out, the weights and the numbers per member, follows from the structure and the width.
+        key = (kind, shared_data, len(args[0]["member"]["seed"]), *(_key(arg) for arg in args[-2:]))
         if key not in self._programs:
             self._programs[key] = self._make(kind, args, shared_data)
         return self._programs[key]

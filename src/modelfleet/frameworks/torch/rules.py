@@ -142,7 +142,23 @@ def _recurrent(layer: Callable[..., tuple[Tensor, ...]], states: int, plain: Any
     return run
 
 
+def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    product = torch.einsum("...i,oij,...j->...o", x, weight, y)
+    return product if bias is None else product + bias
+
+
+def _contiguously(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    # Pooling to one number keeps the memory format with as_strided_, which has no batching rule.
+    def pool(x: Tensor, size: Any) -> Tensor:
+        return plain(x.contiguous(), size)
+
+    return pool
+
+
 RULES: Mapping[Any, Callable[..., Any]] = {
+    torch.bilinear: _bilinear,
+    torch.adaptive_avg_pool1d: _contiguously(torch.adaptive_avg_pool1d),
+    torch._C._nn.adaptive_avg_pool2d: _contiguously(torch._C._nn.adaptive_avg_pool2d),
     torch.lstm: _recurrent(_lstm_layer, 2, torch.lstm),
     torch.gru: _recurrent(_gru_layer, 1, torch.gru),
     torch.rnn_tanh: _recurrent(_rnn_layer(torch.tanh), 1, torch.rnn_tanh),

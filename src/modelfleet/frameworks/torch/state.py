@@ -85,10 +85,13 @@ def select(state: State, rows: Tensor) -> State:
     return {part: _map(tensors, lambda t: t.index_select(0, rows)) for part, tensors in state.items()}
 
 
-def put(state: State, rows: Tensor, part: State) -> None:
+def put(state: Any, rows: Tensor, part: Any) -> None:
     """Write the state of some members, as `select` gave it, back into the whole."""
-    for whole, piece in zip(tensors(state), tensors(part), strict=True):
-        whole.index_copy_(0, rows, piece)
+    if isinstance(state, dict):
+        for name, whole in state.items():  # by name: what was read from a file is in another order
+            put(whole, rows, part[name])
+    else:
+        state.index_copy_(0, rows, part.to(state.device))
 
 
 def join(first: State, second: State) -> State:

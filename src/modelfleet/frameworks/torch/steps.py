@@ -53,7 +53,7 @@ class Steps:
         self,
         state: State,
         shared: dict[str, Tensor],
-        hyper: dict[str, Tensor],
+        coefficients: dict[str, Tensor],
         active: Tensor,
         data: Any,
         weights: Tensor | None,
@@ -61,7 +61,10 @@ class Steps:
         shared_data: bool,
         fused: bool,
     ) -> Tensor:
-        """One step of every active member, in place; gives the losses `(member,)`."""
+        """One step of every active member, in place; gives the losses `(member,)`.
+
+        `coefficients` are the optimizer's numbers for this step, `(member,)` each.
+        """
         member, task = state["member"], self.task
         live = active & (member["trouble"] == FINE)
         scale = member.get("scale")
@@ -78,13 +81,12 @@ class Steps:
 
         if scale is not None:
             gradients = {name: g / _like(scale, g) for name, g in gradients.items()}
-        finite = torch.isfinite(sum((g * 0).flatten(1).sum(1) for g in gradients.values()))
+        finite = torch.isfinite(sum(_flat(g * 0).sum(1) for g in gradients.values()))
         good_loss = torch.isfinite(loss)
         keep = live & good_loss & finite
         if task.clip:
-            gradients = _clipped(gradients, hyper["clip_norm"])
+            gradients = _clipped(gradients, coefficients["clip_norm"])
 
-        coefficients = task.optimizer.coefficients(hyper, member["step"] + 1)
         for name, parameter in state["params"].items():
             slots = {slot: tensors[name] for slot, tensors in state["slots"].items()}
             updated, new_slots = task.optimizer.apply(parameter, gradients[name], slots, coefficients)
@@ -196,6 +198,11 @@ def _like(per_member: Tensor, tensor: Tensor) -> Tensor:
     return per_member.view(-1, *[1] * (tensor.dim() - 1)).to(tensor.dtype)
 
 
+def _flat(tensor: Tensor) -> Tensor:
+    """`(member, number)`; a scalar parameter has one number."""
+    return tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1)
+
+
 def _keep(keep: Tensor, old: Tensor, new: Tensor) -> None:
     """Overwrite `old` by `new` for the members in `keep`, and leave the others' bits alone."""
     old.copy_(torch.where(keep.view(-1, *[1] * (old.dim() - 1)), new.to(old.dtype), old))
@@ -203,7 +210,7 @@ def _keep(keep: Tensor, old: Tensor, new: Tensor) -> None:
 
 def _clipped(gradients: dict[str, Tensor], most: Tensor) -> dict[str, Tensor]:
     # As torch.nn.utils.clip_grad_norm_ does it, member by member.
-    squares = torch.stack([g.flatten(1).norm(dim=1) for g in gradients.values()], dim=1)
+    squares = torch.stack([_flat(g).norm(dim=1) for g in gradients.values()], dim=1)
     factor = torch.clamp(most.to(squares.dtype) / (squares.norm(dim=1) + 1e-6), max=1.0)
     return {name: g * _like(factor, g) for name, g in gradients.items()}
 

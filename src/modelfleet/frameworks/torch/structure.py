@@ -90,7 +90,7 @@ def signature(model: nn.Module) -> Signature:
                 persistent = name not in module._non_persistent_buffers_set
                 entries.append((dot + name, _describe("buffer", buffer, dot + name, tensors, persistent)))
         attributes = vars(module)
-        for name in sorted(attributes.keys() - _BOOKKEEPING):
+        for name in sorted(name for name in attributes if name not in _BOOKKEEPING):
             entries.append((dot + name, freezer.freeze(attributes[name])))
     return Signature(tuple(entries))
 
@@ -134,6 +134,17 @@ def shared_parameters(models: Sequence[nn.Module]) -> set[str]:
         if not shared:
             break
     return set(shared)
+
+
+def trained_twice(models: Sequence[nn.Module]) -> tuple[int, int, str] | None:
+    """Two of `models` that would train the very same tensor, by position, and its name in the second."""
+    owners: dict[Hashable, int] = {}
+    for position, model in enumerate(models):
+        for name, parameter in model.named_parameters():
+            place = _place(parameter) if parameter.requires_grad else None
+            if place is not None and owners.setdefault(place, position) != position:
+                return owners[place], position, name
+    return None
 
 
 def _walk(module: nn.Module, path: str, seen: dict[int, str]) -> Iterator[tuple[str, nn.Module, str | None]]:

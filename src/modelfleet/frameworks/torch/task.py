@@ -33,6 +33,13 @@ class Task:
         """Whether padded rows can be weighted out of the loss and of every metric."""
         return self.loss is not None and self.loss.rows is not None and all(m.maskable for m in self.metrics)
 
+    @property
+    def summary(self) -> str:
+        """The task in a line, for checkpoints: what must be the same for a run to go on."""
+        flags = [name for name, on in self.optimizer.flags.items() if on]
+        loss = "its own loss" if self.loss is None else self.loss.name
+        return ", ".join([self.optimizer.name, *sorted(flags), loss, *(m.name for m in self.metrics), self.precision])
+
     def run(self, model: nn.Module, batch: Any, weights: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
         """One member's loss on a batch, and the batch's sums for the epoch's metrics.
 

@@ -59,7 +59,8 @@ class Program:
 
     def __call__(self, inputs: Sequence[Tensor]) -> Any:
         """Run one step on the tensors of its arguments, in their order; gives what the step gives."""
-        return rebuild(self._step.outputs, self.run(*inputs))
+        values = self.run(*inputs)
+        return rebuild(self._step.outputs, values)  # plain Python tells the form of its outputs only as it runs
 
 
 class _Flat:
@@ -114,14 +115,18 @@ def _strictly() -> Iterator[None]:
     # vmap's fallback for operations without a batching rule loops over the members, slowly and with a warning only.
     # Here that is a reason not to fuse, so it is made an error.
     functorch = torch._C._functorch
-    before = functorch._is_vmap_fallback_enabled()
+    before = functorch._is_vmap_fallback_enabled(), torch.compiler._is_compiling_flag
     functorch._set_vmap_fallback_enabled(False)
+    # What torch.export does for `torch.compiler.is_compiling()`: models that ask take the way that can be traced.
+    # Hugging Face's, without it, look into the attention mask for a shortcut.
+    torch.compiler._is_compiling_flag = True
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        functorch._set_vmap_fallback_enabled(before)
+        torch.compiler._is_compiling_flag = before[1]
+        functorch._set_vmap_fallback_enabled(before[0])
 
 
 def _lean(graph: torch.fx.GraphModule) -> None:
@@ -130,6 +135,10 @@ def _lean(graph: torch.fx.GraphModule) -> None:
         if node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
+        elif node.target is torch.ops.aten.view.default:
+            # The strides of fake tensors are not always those of the real ones (softplus_backward's in torch 2.13),
+            # and a view may then be refused. reshape is that view wherever there can be one; it is quicker to call too.
+            node.target = torch.reshape
     graph.graph.eliminate_dead_code()
     graph.recompile()
 

@@ -1,0 +1,223 @@
+"""Run the peers, each in a process of its own, and let their rounds take turns."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from benchmarks.rows import GROWTH_SIZES, Row, growth
+
+FLEET, TORCH, JAX = "modelfleet", "torch one by one", "jax.vmap by hand"
+PEERS = {
+    FLEET: "fleet",
+    TORCH: "torch_loop",
+    "torch compiled": "torch_compiled",
+    "torch, 2 processes": "torch_pool",
+    JAX: "jax_vmap",
+}
+ROUNDS = 5
+WARM_UP_LIMIT = 120.0  # seconds; a peer that needs longer is left out, and the report says so
+ANSWER_LIMIT = 600.0  # seconds; after that something hangs
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a peer did on a row; `problem` says why there is nothing."""
+
+    peer: str
+    warm_up: float = 0.0
+    seconds: tuple[float, ...] = ()
+    member_steps: int = 0
+    loss: float = 0.0
+    memory: float = 0.0
+    problem: str | None = None
+
+    @property
+    def best(self) -> float:
+        """The seconds of the quickest round: noise only ever adds."""
+        return min(self.seconds)
+
+    @property
+    def rate(self) -> float:
+        """Members × steps per second, in the quickest round."""
+        return self.member_steps / self.best
+
+    @property
+    def spread(self) -> float:
+        """How much longer the slowest round took than the quickest."""
+        return max(self.seconds) / self.best - 1
+
+
+class PeerError(Exception):
+    """A peer ended, or took too long, before it answered."""
+
+
+class Peer:
+    """A running peer: `ask` for a round, close when done."""
+
+    def __init__(self, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+        inherited = {name: value for name, value in os.environ.items() if name != "MODELFLEET_COMPILE"}
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed by `close`)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", f"benchmarks.peers.{module}", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            cwd=Path(__file__).parent.parent,
+            env=inherited | dict(environment or {}),
+            text=True,
+            start_new_session=True,  # so that `close` reaches what the peer has started, too
+        )
+
+    def ask(self, limit: float) -> dict[str, float]:
+        """One round, as the peer reports it."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write("round\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise PeerError(self._last_words()) from None
+        return self.answer(limit)
+
+    def answer(self, limit: float) -> dict[str, float]:
+        """The peer's next line, within `limit` seconds."""
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], limit)[0]:
+            raise PeerError(f"took more than {limit:.0f} s")
+        line = self._process.stdout.readline()
+        if not line:
+            raise PeerError(self._last_words())
+        return json.loads(line)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the peer and everything it has started."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+        self._errors.close()
+
+    def _last_words(self) -> str:
+        self._process.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().strip().splitlines()
+        return f"failed: {lines[-1]}" if lines else f"ended with status {self._process.returncode}"
+
+
+def measure(
+    row: Row, peers: Mapping[str, str], arguments: Sequence[str], *, rounds: int, quick: bool, say: Say
+) -> list[Result]:
+    """Warm up every peer on `row`, then let them take turns, `rounds` times."""
+    # Steady state is measured: modelfleet compiles before its first step, not while the rounds run.
+    environment = {} if quick else {"MODELFLEET_COMPILE": "now"}
+    running: dict[str, Peer] = {}
+    results: dict[str, Result] = {}
+    answers: dict[str, list[dict[str, float]]] = {}
+    try:
+        for label, module in peers.items():
+            peer = Peer(module, *arguments, environment=environment)
+            try:
+                warm_up = peer.answer(ANSWER_LIMIT if label == FLEET else WARM_UP_LIMIT)["warm_up"]
+            except PeerError as error:
+                results[label] = Result(label, problem=f"warm-up {error}")
+                peer.close()
+                say(f"{row.name}: {label}: warm-up {error}")
+                continue
+            running[label], answers[label] = peer, []
+            results[label] = Result(label, warm_up)
+            say(f"{row.name}: {label} is warm after {warm_up:.1f} s")
+        for _ in range(rounds):
+            for label, peer in list(running.items()):
+                try:
+                    answers[label].append(peer.ask(ANSWER_LIMIT))
+                except PeerError as error:
+                    results[label] = Result(label, problem=str(error))
+                    running.pop(label).close()
+    finally:
+        for peer in running.values():
+            peer.close()
+    for label in running:
+        results[label] = _result(label, results[label].warm_up, answers[label])
+    return list(results.values())
+
+
+def _result(peer: str, warm_up: float, answers: list[dict[str, float]]) -> Result:
+    return Result(
+        peer,
+        warm_up,
+        tuple(answer["seconds"] for answer in answers),
+        int(answers[0]["member_steps"]),
+        answers[-1]["loss"],
+        answers[-1]["memory"],
+    )
+
+
+def measure_row(row: Row, *, quick: bool, say: Say) -> list[Result]:
+    """All peers on one row."""
+    peers = {label: module for label, module in PEERS.items() if not (quick and module == "torch_compiled")}
+    arguments = [row.name, *(["--quick"] if quick else [])]
+    return measure(row, peers, arguments, rounds=2 if quick else ROUNDS, quick=quick, say=say)
+
+
+def measure_growth(*, quick: bool, say: Say) -> dict[int, Result]:
+    """modelfleet alone, from 16 to 10,000 members; each size in a fresh process, for a peak of its own."""
+    found = {}
+    for members in GROWTH_SIZES[:2] if quick else GROWTH_SIZES:
+        arguments = ["growth", "--members", str(members)]
+        say(f"growth: {members:,} members")
+        [found[members]] = measure(
+            growth(members), {FLEET: "fleet"}, arguments, rounds=2 if quick else 3, quick=quick, say=say
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class ColdResult:
+    """Seconds of each fresh process, without and with the imports; `problem` says why there are none."""
+
+    peer: str
+    seconds: tuple[float, ...] = ()
+    with_imports: tuple[float, ...] = ()
+    problem: str | None = None
+
+
+def measure_cold(*, quick: bool, say: Say) -> list[ColdResult]:
+    """The first 20 steps in fresh processes with empty caches, the peers taking turns."""
+    answers: dict[str, list[dict[str, float]]] = {FLEET: [], TORCH: []}
+    problems: dict[str, str] = {}
+    for turn in range(1 if quick else 3):
+        for label, kind in ((FLEET, "fleet"), (TORCH, "torch")):
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty:
+                environment = {"TORCHINDUCTOR_CACHE_DIR": f"{empty}/inductor", "XDG_CACHE_HOME": empty}
+                with Peer("cold", kind, *(["--quick"] if quick else []), environment=environment) as peer:
+                    try:
+                        answers[label].append(peer.answer(ANSWER_LIMIT))
+                    except PeerError as error:
+                        problems[label] = str(error)
+            say(f"cold start: {label}, process {turn + 1}: {answers[label][-1:] or problems[label]}")
+    return [
+        ColdResult(
+            label,
+            tuple(answer["seconds"] for answer in given),
+            tuple(answer["with_imports"] for answer in given),
+            problems.get(label),
+        )
+        for label, given in answers.items()
+    ]

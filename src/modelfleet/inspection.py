@@ -1,0 +1,107 @@
+"""What a saved folder holds, as tables. Reads its manifest alone, so it is quick and needs no framework."""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from modelfleet.errors import StoreError
+from modelfleet.history import History, count
+from modelfleet.store import read_manifest
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+_MOST = 10  # members that are listed by name
+
+
+def describe(folder: Path) -> "RenderableType":
+    """The tables for a folder that `fleet.save` or a `Checkpoint` wrote."""
+    manifest = read_manifest(folder, kind=None)
+    try:
+        if manifest["kind"] == "fleet":
+            return _fleet(folder, manifest)
+        if manifest["kind"] == "checkpoint":
+            return _checkpoint(folder, manifest)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise StoreError(f"{folder} has a manifest that can't be understood: {error!r}.") from error
+    raise StoreError(f"{folder} holds a {manifest['kind']}, which this version does not know.")
+
+
+def _fleet(folder: Path, manifest: Mapping[str, Any]) -> "RenderableType":
+    from rich.console import Group
+
+    members = manifest["members"]
+    groups = _table("group", "members", "class", "numbers per member", "size")
+    for name, entry in manifest["files"].items():
+        own = [member for member in members if member["file"] == name]
+        numbers = sum(prod(tensor["shape"][1:]) for tensor in entry["tensors"].values())
+        kinds = dict.fromkeys(str(member["class"]).rpartition(":")[2] for member in own)
+        groups.add_row(name, f"{len(own):,}", ", ".join(kinds), f"{numbers:,}", _size(entry["bytes"]))
+
+    listed = _table("member", "group", "row", "built by", "with")
+    for member in members[:_MOST]:
+        arguments = member["arguments"]
+        given = "what JSON can't hold" if arguments is None else _arguments(arguments)
+        listed.add_row(member["name"], member["file"], str(member["row"]), member["factory"] or "–", given)
+    more = len(members) - _MOST
+    total = sum(entry["bytes"] for entry in manifest["files"].values())
+    title = (
+        f"{folder}: a fleet of {count(len(members), 'member')} ({manifest['framework']}), {_size(total)}, "
+        f"seed {manifest['seed']}"
+    )
+    return Group(_text(title), groups, listed, *([_text(f"… and {more:,} more")] if more > 0 else []))
+
+
+def _checkpoint(folder: Path, manifest: Mapping[str, Any]) -> "RenderableType":
+    from rich.console import Group
+
+    history = History.from_dict(manifest["history"])
+    epochs = max(max(own) for own in manifest["run"]["epochs"])
+    lanes = _table("lane", "members", "training", "failed", "size")
+    for number, lane in enumerate(manifest["lanes"]):
+        size = manifest["files"][f"lane-{number}"]["bytes"]
+        failed = sum(name in history.failed for name in lane["members"])
+        lanes.add_row(
+            str(number), _names(lane["members"]), f"{sum(lane['on']):,}", f"{failed:,}", _size(size)
+        )
+    within = f", {manifest['position']:,} steps into the next" if manifest["position"] else ""
+    total = sum(entry["bytes"] for entry in manifest["files"].values())
+    title = (
+        f"{folder}: a checkpoint after epoch {manifest['epoch']:,} of {epochs:,}{within} "
+        f"(step {manifest['step']:,}), {_size(total)}"
+    )
+    return Group(_text(title), lanes, _text(repr(history)))
+
+
+def _table(*columns: str) -> "Table":
+    from rich.table import Table
+
+    table = Table()
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _text(text: str) -> "RenderableType":
+    from rich.text import Text
+
+    return Text(text)
+
+
+def _arguments(arguments: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in arguments.items()) or "–"
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]} … {names[-1]} ({len(names):,})"
+
+
+def _size(number: int) -> str:
+    size = float(number)
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"

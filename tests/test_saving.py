@@ -1,0 +1,295 @@
+"""Fleets on disk: what is saved comes back, and what can't be used is refused."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import modelfleet as mf
+from modelfleet.frameworks.torch import files
+from tests.helpers import all_weights, equal, fit, fleet_of, mlp, toy, weights
+
+X, Y = toy(20)
+
+
+class Tied(nn.Module):
+    """An embedding that is also the head, and a buffer of its own."""
+
+    def __init__(self, words: int = 7) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, words, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.full((), 2.0))
+        self.register_buffer("cache", torch.rand(3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.embedding(x))) * self.scale
+
+
+def test_a_fleet_comes_back_with_a_factory(tmp_path: Path) -> None:
+    fleet = fleet_of(["a", "b"], seed=4, dropout=0.5)
+    fit(fleet, (X, Y))
+    fleet.save(tmp_path / "fleet")
+    made: list[nn.Module] = []
+
+    def factory(dropout: float) -> nn.Module:
+        made.append(mlp(dropout=dropout))
+        return made[-1]
+
+    before = torch.get_rng_state()
+    loaded = mf.load(tmp_path / "fleet", factory)
+    assert torch.equal(before, torch.get_rng_state())
+    assert loaded.names == ["a", "b"]
+    assert loaded["a"] is made[0]
+    assert equal(all_weights(loaded), all_weights(fleet))
+    # The seed came along: the members go on with the shuffles and the dropout that are theirs.
+    unsaved = mf.Fleet({name: fleet[name] for name in fleet.names}, seed=4)
+    for each in (unsaved, loaded):
+        each.compile("sgd", "cross_entropy", lr=0.1)
+        fit(each, (X, Y), batch_size=8)
+    assert equal(all_weights(loaded), all_weights(unsaved))
+
+
+def test_the_factory_is_imported_only_when_that_is_allowed(tmp_path: Path) -> None:
+    fleet = mf.Fleet.build(mlp, ["a", "b"], width=mf.each([5, np.int64(7)]))
+    fleet.save(tmp_path)
+    with pytest.raises(mf.StoreError, match=r"would have 'tests.helpers:mlp' imported.*allow_import=True"):
+        mf.load(tmp_path)
+    loaded = mf.load(tmp_path, allow_import=True)
+    assert [loaded[name][0].out_features for name in loaded.names] == [5, 7]
+    assert equal(all_weights(loaded), all_weights(fleet))
+    # What was loaded can be saved and loaded again, keywords and all.
+    loaded.clone("b", as_="c")
+    loaded.save(tmp_path)
+    again = mf.load(tmp_path, allow_import=True)
+    assert again.names == ["a", "b", "c"]
+    assert equal(weights(again["c"]), weights(fleet["b"]))
+
+
+def test_only_some_members_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = mf.Fleet.build(mlp, 20)
+    fleet.save(tmp_path)
+    rows: list[int] = []
+    read_row = files.read_row
+
+    def watched(path: Path, row: int, *args: Any) -> dict[str, Tensor]:
+        rows.append(row)
+        return read_row(path, row, *args)
+
+    monkeypatch.setattr(files, "read_row", watched)
+    loaded = mf.load(tmp_path, mlp, members=["17", "3"])
+    assert loaded.names == ["17", "3"]
+    assert rows == [17, 3]
+    assert equal(weights(loaded["17"]), weights(fleet["17"]))
+    with pytest.raises(mf.InputError, match="unknown member '71'. Did you mean '7'"):
+        mf.load(tmp_path, mlp, members=["71"])
+
+
+def test_tied_weights_and_buffers_come_back(tmp_path: Path) -> None:
+    fleet = mf.Fleet.build(Tied, 2)
+    words = np.arange(12) % 7
+    fleet.compile("sgd", "cross_entropy", lr=0.1)
+    fit(fleet, (words, words))
+    with torch.no_grad():
+        fleet["1"].scale.fill_(3)
+    fleet.save(tmp_path)
+    loaded = mf.load(tmp_path, Tied)
+    assert equal(all_weights(loaded), all_weights(fleet))
+    assert loaded["1"].head.weight is loaded["1"].embedding.weight
+    assert loaded["1"].scale == 3
+    assert loaded["0"].norm.num_batches_tracked == 1
+    assert loaded["0"].norm.running_mean.abs().sum() > 0
+
+
+def test_models_of_unlike_structure_share_a_folder(tmp_path: Path) -> None:
+    fleet = mf.Fleet({"a": mlp(5), "b": mlp(9), "c": mlp(5)})
+    fleet.save(tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+    widths = iter([5, 9, 5])
+    loaded = mf.load(tmp_path, lambda: mlp(next(widths)))
+    assert equal(all_weights(loaded), all_weights(fleet))
+
+
+def test_a_save_replaces_the_old_copy(tmp_path: Path) -> None:
+    fleet = fleet_of(2)
+    fleet.save(tmp_path)
+    fit(fleet, (X, Y))
+    fleet.save(tmp_path)
+    assert equal(all_weights(mf.load(tmp_path, mlp)), all_weights(fleet))
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+# --- what does not fit
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (lambda: mlp(9), r"its '0.weight' is \(9, 4\) float32, the folder's is \(6, 4\) float32"),
+        (lambda: mlp().double(), "float64, the folder's is"),
+        (lambda: nn.Linear(4, 3), "it has a 'weight' that the folder does not"),
+        (lambda: nn.Sequential(*mlp()[:2]), "it has no '2.bias'"),
+    ],
+)
+def test_a_wrong_factory_is_told_what_does_not_fit(
+    factory: Callable[[], nn.Module], message: str, tmp_path: Path
+) -> None:
+    mf.Fleet([mlp()]).save(tmp_path)
+    with pytest.raises(mf.StoreError, match=rf"member '0' of .* does not fit.*{message}.*Give the factory"):
+        mf.load(tmp_path, factory)
+
+
+def test_a_factory_that_makes_no_model_is_refused(tmp_path: Path) -> None:
+    mf.Fleet([mlp()]).save(tmp_path)
+    with pytest.raises(mf.InputError, match="returned a NoneType for member '0'"):
+        mf.load(tmp_path, lambda: None)
+
+
+def test_a_factory_that_takes_other_keywords_is_refused(tmp_path: Path) -> None:
+    mf.Fleet.build(mlp, 1, width=5).save(tmp_path)
+    with pytest.raises(mf.InputError, match=r"member '0': the factory can't be called with width=5"):
+        mf.load(tmp_path, lambda: mlp())
+
+
+def test_without_a_recorded_factory_one_must_be_given(tmp_path: Path) -> None:
+    mf.Fleet.build(lambda: mlp(), 1).save(tmp_path)
+    with pytest.raises(mf.StoreError, match="does not say how to build member '0'.*factory=make_net"):
+        mf.load(tmp_path, allow_import=True)
+
+
+def test_a_factory_that_is_gone_is_named(tmp_path: Path) -> None:
+    mf.Fleet.build(mlp, 1).save(tmp_path)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    for path, why in (("tests.helpers:gone", "gone"), ("no_such_module:make", "no_such_module")):
+        manifest["members"][0]["factory"] = path
+        (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(mf.StoreError, match=rf"factory '{path}' .*can't be imported: .*{why}.*Give load"):
+            mf.load(tmp_path, allow_import=True)
+
+
+def test_keywords_that_json_cannot_hold_are_told_when_loading(tmp_path: Path) -> None:
+    fleet = mf.Fleet.build(lambda layer: nn.Sequential(layer(4, 3)), 1, layer=nn.Linear)
+    fleet.save(tmp_path)
+    with pytest.raises(mf.StoreError, match="member '0' .* arguments that JSON can't hold"):
+        mf.load(tmp_path, lambda layer: nn.Sequential(layer(4, 3)))
+
+
+# --- damaged and foreign folders
+
+
+def truncate(folder: Path) -> None:
+    path = next(folder.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def flip(folder: Path) -> None:
+    path = next(folder.glob("*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[3] = 0xFF  # the header's length
+    path.write_bytes(bytes(content))
+
+
+def lose(folder: Path) -> None:
+    next(folder.glob("*.safetensors")).unlink()
+
+
+def forget(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+def halve(folder: Path) -> None:
+    path = folder / "manifest.json"
+    path.write_text(path.read_text()[:100])
+
+
+def edit(key: str) -> Callable[[Path], None]:
+    def without(folder: Path) -> None:
+        path = folder / "manifest.json"
+        manifest = json.loads(path.read_text())
+        (manifest if key in manifest else manifest["members"][0]).pop(key)
+        path.write_text(json.dumps(manifest))
+
+    return without
+
+
+def stray(folder: Path) -> None:
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["members"][0]["row"] = 99
+    path.write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, r"bytes, expected .*Load another copy"),
+        (flip, r"is corrupt: its header claims"),
+        (lose, r"is missing. Load another copy"),
+        (forget, r"was not saved by modelfleet"),
+        (halve, r"manifest.json can't be used: it is not valid JSON"),
+        (edit("members"), r"manifest that is not a fleet's: KeyError\('members'\)"),
+        (edit("row"), r"manifest that is not a fleet's: KeyError\('row'\)"),
+        (stray, r"has no row 99"),
+    ],
+)
+def test_a_damaged_folder_is_refused(damage: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+    mf.Fleet([mlp(), mlp()]).save(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(mf.FleetError, match=message):
+        mf.load(tmp_path, mlp)
+
+
+def test_foreign_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(mf.StoreError, match="there is no folder"):
+        mf.load(tmp_path / "nowhere", mlp)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(mf.StoreError, match="was not saved by modelfleet"):
+        mf.load(tmp_path, mlp)
+    with pytest.raises(mf.StoreError, match=r"it holds 'notes.txt'. Nothing was written"):
+        mf.Fleet([mlp()]).save(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    fit(fleet_of(1), (X, Y), callbacks=[mf.Checkpoint(tmp_path / "run")])
+    with pytest.raises(mf.StoreError, match="holds a checkpoint, not a fleet"):
+        mf.load(tmp_path / "run", mlp)
+    with pytest.raises(mf.StoreError, match="holds a checkpoint, not a fleet"):
+        mf.Fleet([mlp()]).save(tmp_path / "run")
+
+
+FULL_DISK = """
+import resource, signal, sys
+import modelfleet as mf
+from tests.helpers import mlp
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+fleet = mf.Fleet.build(mlp, 1, width=10_000)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+try:
+    fleet.save(sys.argv[1])
+except mf.StoreError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_keeps_the_old_copy(tmp_path: Path) -> None:
+    fleet = mf.Fleet.build(mlp, 2)
+    fleet.save(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    said = os.strerror(errno.EFBIG)
+    assert f"{said}. What was saved there before is untouched. Free some space" in done.stdout, done.stderr
+    assert equal(all_weights(mf.load(tmp_path, mlp)), all_weights(fleet))
