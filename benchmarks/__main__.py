@@ -23,7 +23,7 @@ def main() -> None:
     if strangers := [name for name in wanted if name not in NAMES]:
         parser.error(f"unknown row {', '.join(strangers)}. Known: {', '.join(NAMES)}.")
 
-    console = Console()
+    console = Console(log_path=False)
     report = Report(arguments.quick)
     for name, row in ROWS.items():
         if name in wanted:

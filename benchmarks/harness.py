@@ -209,9 +209,10 @@ def measure_cold(*, quick: bool, say: Say) -> list[ColdResult]:
                 with Peer("cold", kind, *(["--quick"] if quick else []), environment=environment) as peer:
                     try:
                         answers[label].append(peer.answer(ANSWER_LIMIT))
+                        say(f"cold start {turn + 1}: {label}: {answers[label][-1]['seconds']:.2f} s")
                     except PeerError as error:
                         problems[label] = str(error)
-            say(f"cold start: {label}, process {turn + 1}: {answers[label][-1:] or problems[label]}")
+                        say(f"cold start {turn + 1}: {label} {error}")
     return [
         ColdResult(
             label,

@@ -139,7 +139,7 @@ def _table(title: str, *headings: str) -> Table:
     """A table with a left column and figures to the right of it; it fits 80 columns, as logs have them."""
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for position, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if position else "left")
+        table.add_column(heading, justify="right" if position else "left", no_wrap=not position)
     return table
 
 

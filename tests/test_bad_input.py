@@ -97,18 +97,21 @@ def test_nothing_to_train_is_told() -> None:
 
 
 def test_factories_must_be_functions_that_make_models() -> None:
-    refused(lambda: mf.Fleet.build(mlp(), 2, seed=0, x=1) if False else mf.Fleet.build("mlp", 2), "factory is 'mlp'")
+    refused(lambda: mf.Fleet.build("mlp", 2), "factory is 'mlp'")
     refused(lambda: mf.Fleet.build(lambda: None, 2), "returned a NoneType for member '0'")
-    refused(lambda: mf.Fleet.build(mlp, "ab"), "members is the string 'ab'")
+    refused(lambda: mf.Fleet.build(mlp, "ab"), "members is 'ab'", "a sequence of names")
     refused(lambda: mf.Fleet.build(mlp, 2, widht=3), "member '0'", "widht=3", "unexpected keyword")
     refused(lambda: mf.Fleet.build(mlp, 2.5), "members is 2.5", "a number, or a sequence of names")
-    refused(lambda: mf.Fleet.build(mlp, -1), "members is -1")
+    refused(lambda: mf.Fleet.build(mlp, -1), "at least one member")
+    assert mf.Fleet.build(mlp, (f"m{number}" for number in range(2))).names == ["m0", "m1"]
+    assert len(mf.Fleet.build(mlp, np.int64(2))) == 2
 
 
 def test_a_model_of_unknown_shape_is_told_to_be_called_once() -> None:
-    fleet = mf.Fleet({"lazy": nn.LazyLinear(3)})
-    fleet.compile("sgd", "cross_entropy")
-    refused(lambda: fit(fleet, (X, Y)), "member 'lazy'", "'weight'", "uninitialized", "Call the model once")
+    refused(lambda: mf.Fleet({"a": nn.LazyLinear(3)}), "member 'a'", "'weight' is uninitialized", "Call the model")
+    with torch.device("meta"):
+        empty = mlp()
+    refused(lambda: mf.Fleet({"a": empty}), "member 'a'", "meta device", "Load its weights")
 
 
 def test_devices_that_are_not_there_are_named() -> None:
@@ -163,11 +166,11 @@ def test_a_member_that_joined_later_needs_a_value() -> None:
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        ({"optimizer": "adma"}, ("unknown optimizer 'adma'", "Did you mean 'adam'?")),
+        ({"optimizer": "sdg"}, ("unknown optimizer 'sdg'", "Did you mean 'sgd'?")),
         ({"loss": "cross_entrpy"}, ("unknown loss 'cross_entrpy'", "Did you mean 'cross_entropy'?")),
         ({"metrics": ["acuracy"]}, ("unknown metric 'acuracy'", "Did you mean 'accuracy'?")),
         ({"weight_decya": 0.1}, ("weight_decya", "Did you mean 'weight_decay'?")),
-        ({"precision": "bf32"}, ("unknown precision 'bf32'", "Did you mean 'bf16'?")),
+        ({"precision": "bf61"}, ("unknown precision 'bf61'", "Did you mean 'bf16'?")),
         ({"schedule": "cosin"}, ("unknown schedule 'cosin'", "Did you mean 'cosine'?")),
         ({"clip_norm": -1}, ("clip_norm of member 'a' is -1", "above 0")),
         ({"loss": nn.CrossEntropyLoss}, ("the class CrossEntropyLoss", "CrossEntropyLoss()")),
@@ -214,7 +217,10 @@ def test_strategies_are_known_or_refused() -> None:
         ((X.astype(np.int64), Y), ("member 'a' can't take this batch", "int64")),
         ((X, X), ("the output is (20, 3), but the target is (20, 4)", "class indices of shape (row,)")),
         ((X[:0], Y[:0]), ("data has no rows",)),
-        (X, ("member 'a'", "needs (x, y)")),
+        (X, ("member 'a'", "needs (x, y), but the data hold one array")),
+        (X[:2], ("member 'a'", "needs (x, y), but the data hold one array")),
+        ({"x": X, "y": Y}, ("member 'a'", "needs (x, y), but the data hold a dict of x, y")),
+        ((X, Y, Y), ("member 'a'", "needs (x, y), but the data hold 3 arrays")),
         (None, ("data is of type NoneType", "(x, y)")),
         ("digits", ("data is of type str", "(x, y)")),
         (iter([(X, Y)]), ("can be read only once", "a function that returns one")),
@@ -288,7 +294,7 @@ def test_mistakes_in_ones_own_functions_name_the_member() -> None:
         return model(batch[0])
 
     fleet.compile("sgd", objective=not_scalar)
-    refused(lambda: fit(fleet, (X, Y)), "member 'a'", "(20, 3)", "one number")
+    refused(lambda: fit(fleet, (X, Y)), "member 'a'", "the loss is (2, 3)", "one number")
 
     def broken(output: Any, target: Any) -> Any:
         raise ZeroDivisionError("oops")

@@ -236,6 +236,7 @@ def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         pytest.param(lambda: mf.each([batches, batches]), id="loader each"),
         pytest.param(lambda: mf.each([(X, Y), (X, Y)]), id="arrays each"),
         pytest.param(lambda: tensors(), id="tensors"),
+        pytest.param(lambda: [X, Y], id="list of arrays"),
         pytest.param(lambda: (X.tolist(), Y.tolist()), id="lists"),
     ],
 )
@@ -244,9 +245,9 @@ def test_all_forms_of_data_train_alike(data: Any) -> None:
     expected, fleet = fleet_of(2), fleet_of(2)
     fit(expected, (X, Y), batch_size=8, **options)
     value = data()
-    arrays = not isinstance(value, DataLoader | list) and not callable(value)
-    arrays = arrays and not (isinstance(value, mf.Each) and callable(value.values[0]))
-    fit(fleet, value, **options, **({"batch_size": 8} if arrays else {}))
+    first = value.values[0] if isinstance(value, mf.Each) else value
+    loader = isinstance(first, DataLoader) or callable(first) or isinstance(first[0], tuple)
+    fit(fleet, value, batch_size=None if loader else 8, **options)
     for name in fleet.names:
         assert close(weights(fleet[name]), weights(expected[name])), name
 

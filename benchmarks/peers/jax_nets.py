@@ -36,7 +36,7 @@ def mlp(params: Params, x: Array) -> Array:
 def convolve(params: Params, x: Array) -> Array:
     """A 3×3 convolution of `x` `(batch, height, width, channel)` with padding 1, as one product of patches.
 
-    `lax.conv` under `vmap` becomes a grouped convolution, which XLA runs on one core inside the epoch's loop.
+    `lax.conv` under `vmap` becomes a grouped convolution: no faster alone, 5 × slower in the epoch's loop.
     """
     _, height, width, _ = x.shape
     padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))

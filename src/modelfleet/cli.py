@@ -1,5 +1,6 @@
 """The command line: `modelfleet demo | inspect | doctor | bench`."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,9 @@ def demo(*, epochs: int = 20, alone: int = 4, picture: Path = Path("modelfleet-d
     picture
         Where the picture of all learning curves goes.
     """
+    # Before torch comes: its threads then sleep while they wait. On a machine that is busy with other things,
+    # spinning threads hold up every small operation.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from modelfleet.demo import run
 
     run(epochs=epochs, alone=alone, picture=picture)

@@ -100,15 +100,15 @@ def run(
         seconds.append(took)
         differences.append(difference)
         console.print(
-            f"  {variant.name:<22} {took:5.1f} s  val_accuracy {accuracy:.4f}, in the fleet "
-            f"{history[variant.name]['val_accuracy'][-1]:.4f}; weights differ by {difference:.1g}"
+            f"  {variant.name:<20} {took:4.1f} s  accuracy {accuracy:.4f} "
+            f"(fleet: {history[variant.name]['val_accuracy'][-1]:.4f})  weights ±{difference:.0e}"
         )
     steps = epochs * -(-len(train[0]) // BATCH_SIZE)
     outcome = Outcome(fleet_seconds, float(np.mean(seconds)), len(variants), max(differences), steps)
     history.plot("val_loss", picture)
     _tell(console, outcome, alone)
     console.print(_best(history, variants))
-    console.print(f"All learning curves: {picture.resolve()}", soft_wrap=True)
+    console.print(f"All learning curves: {picture.resolve()}", soft_wrap=True, markup=False)
     return outcome
 
 
@@ -175,8 +175,8 @@ def _tell(console: "Console", outcome: Outcome, alone: int) -> None:
         f"{fused:,.0f} member-steps/s\n"
         f"  one by one   {outcome.members * outcome.alone_seconds:6.1f} s for all {outcome.members}, "
         f"extrapolated from {alone}; {single:,.0f} member-steps/s\n"
-        f"Largest difference of any weight after {outcome.steps:,} steps: {outcome.difference:.1g} "
-        f"of the largest in its tensor\n"
+        f"Largest difference of any weight after {outcome.steps:,} steps: {outcome.difference:.0e} "
+        f"of its tensor's largest\n"
     )
 
 

@@ -41,6 +41,7 @@ PARTS = (
 def describe() -> "RenderableType":
     """All of it as one table."""
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(
         title=f"modelfleet {__version__} on Python {platform.python_version()}", title_justify="left"
@@ -50,10 +51,11 @@ def describe() -> "RenderableType":
     for part in PARTS:
         found = installed(part.package)
         needed = found is None and part.purpose != "no use of it yet"
-        table.add_row(part.package, found or "–", part.purpose, part.pip if needed else "")
+        # Text, since rich would take the brackets of a pip line for its own.
+        table.add_row(part.package, found or "–", part.purpose, Text(part.pip if needed else ""))
     table.add_section()
     for row in machine():
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     return table
 
 

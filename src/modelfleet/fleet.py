@@ -83,16 +83,15 @@ class Fleet:
         """
         if not callable(factory):
             raise InputError(f"the factory is {factory!r}; expected a function that returns a new model.")
-        if isinstance(members, str):
-            raise InputError(f"members is the string {members!r}; give a number, or a sequence of names.")
-        if isinstance(members, int):
-            members = [str(number) for number in range(members)]
-        taken: set[str] = set()
+        if isinstance(members, int | np.integer) and not isinstance(members, bool):
+            members = [str(number) for number in range(int(members))]
+        elif isinstance(members, str) or not isinstance(members, Iterable):
+            raise InputError(f"members is {members!r}; give a number, or a sequence of names.")
+        names: list[str] = []
         for name in members:
-            taken.add(check_name(name, taken))
-        names = [str(name) for name in members]
+            names.append(check_name(name, names))
         if not names:
-            raise InputError("a fleet needs at least one member; members is 0 or empty.")
+            raise InputError("a fleet needs at least one member; members is below 1 or empty.")
         spreads = {key: spread(value, names, key) for key, value in kwargs.items()}
         arguments = [{key: values[row] for key, values in spreads.items()} for row in range(len(names))]
         framework = frameworks.of_factory(factory)
@@ -364,6 +363,7 @@ class Fleet:
                 lane.engine.check_targets(shape, target, name if own else None)
             if isinstance(feed, LoaderFeed):
                 feed.check = lane.engine.label_check(shape)
+                first = feed.first()  # again, now checked
         return lane.engine.check(first, lane.names[0])
 
     def _shift(self, lane: Lane, feed: Feed, validation: Any, epochs: np.ndarray) -> Shift:
@@ -400,9 +400,10 @@ class Fleet:
     # --- members -------------------------------------------------------------------------------------------------
 
     def _enlist(self, name: object, model: Any) -> str:
-        text = check_name(name, set(self._members))
+        text = check_name(name, self._members)
         if frameworks.adapter_of(model, text) is not self._framework:
             raise InputError(f"member {text!r} is of another framework than the others.")
+        self._framework.check_model(model, text)
         twin = next((m.name for m in self._members.values() if m.model is model), None)
         if twin is not None:
             raise InputError(

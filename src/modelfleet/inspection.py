@@ -38,13 +38,13 @@ def _fleet(folder: Path, manifest: Mapping[str, Any]) -> "RenderableType":
         own = [member for member in members if member["file"] == name]
         numbers = sum(prod(tensor["shape"][1:]) for tensor in entry["tensors"].values())
         kinds = dict.fromkeys(str(member["class"]).rpartition(":")[2] for member in own)
-        groups.add_row(name, f"{len(own):,}", ", ".join(kinds), f"{numbers:,}", _size(entry["bytes"]))
+        _add(groups, name, f"{len(own):,}", ", ".join(kinds), f"{numbers:,}", _size(entry["bytes"]))
 
     listed = _table("member", "group", "row", "built by", "with")
     for member in members[:_MOST]:
         arguments = member["arguments"]
         given = "what JSON can't hold" if arguments is None else _arguments(arguments)
-        listed.add_row(member["name"], member["file"], str(member["row"]), member["factory"] or "–", given)
+        _add(listed, member["name"], member["file"], str(member["row"]), member["factory"] or "–", given)
     more = len(members) - _MOST
     total = sum(entry["bytes"] for entry in manifest["files"].values())
     title = (
@@ -63,9 +63,7 @@ def _checkpoint(folder: Path, manifest: Mapping[str, Any]) -> "RenderableType":
     for number, lane in enumerate(manifest["lanes"]):
         size = manifest["files"][f"lane-{number}"]["bytes"]
         failed = sum(name in history.failed for name in lane["members"])
-        lanes.add_row(
-            str(number), _names(lane["members"]), f"{sum(lane['on']):,}", f"{failed:,}", _size(size)
-        )
+        _add(lanes, str(number), _names(lane["members"]), f"{sum(lane['on']):,}", f"{failed:,}", _size(size))
     within = f", {manifest['position']:,} steps into the next" if manifest["position"] else ""
     total = sum(entry["bytes"] for entry in manifest["files"].values())
     title = (
@@ -82,6 +80,10 @@ def _table(*columns: str) -> "Table":
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
+
+
+def _add(table: "Table", *cells: str) -> None:
+    table.add_row(*map(_text, cells))  # plain text: a member's name may have brackets
 
 
 def _text(text: str) -> "RenderableType":

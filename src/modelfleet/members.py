@@ -1,6 +1,7 @@
 """A member: one model with its weights, its name and its seed."""
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ def member_seed(fleet_seed: int, name: str) -> int:
     return int.from_bytes(digest, "little") >> 1  # 63 bits: fits a signed integer of every framework
 
 
-def check_name(name: object, taken: set[str]) -> str:
+def check_name(name: object, taken: Collection[str]) -> str:
     """A member's name as a string: not empty, and not taken."""
     text = str(name)
     if not text.strip():

@@ -103,8 +103,11 @@ class Arrays(Protocol):
 def settle(tree: Any, arrays: Arrays, where: str) -> tuple[Any, int]:
     """`tree` with an array at every leaf, and its number of rows. Raises where that can't be had.
 
-    Lists of numbers become arrays, and tables lose their labels. `where` says in errors whose data it is.
+    Lists of numbers become arrays, and tables lose their labels. [x, y] is (x, y), as a DataLoader means it.
+    `where` says in errors whose data it is.
     """
+    if isinstance(tree, list) and not is_number_list(tree):
+        tree = tuple(tree)
     found = paths(tree, is_number_list)
     if not found:
         raise InputError(f"{where} holds no arrays. Give arrays with one row per example, such as (x, y).")

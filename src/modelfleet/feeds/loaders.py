@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from modelfleet.errors import InputError
-from modelfleet.feeds._base import Arrays, Batch, difference, is_number_list, settle, spec
+from modelfleet.feeds._base import Arrays, Batch, difference, settle, spec
 from modelfleet.trees import leaves, map_tree, rebuild
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ class LoaderFeed:
                 yield self._shared_batch(raw)
 
     def _shared_batch(self, raw: Any) -> Batch:
-        tree, rows = settle(_paired(raw), self._arrays, self._sources[0].where)
+        tree, rows = settle(raw, self._arrays, self._sources[0].where)
         # A copy, for a loader may write its next batch where this one is.
         data = map_tree(lambda leaf: self._arrays.place(leaf, self._device, copy=True), tree)
         self._checked(data, self._sources[0].where)
@@ -139,7 +139,7 @@ class LoaderFeed:
                 reader.close()
 
     def _settled(self, raw: Any, where: str) -> tuple[Any, int]:
-        tree, rows = settle(_paired(raw), self._arrays, where)
+        tree, rows = settle(raw, self._arrays, where)
         data = map_tree(lambda leaf: self._arrays.place(leaf, None), tree)
         self._checked(data, where)
         return data, rows
@@ -177,11 +177,6 @@ class LoaderFeed:
         stacked = [self._arrays.place(self._arrays.stack(column), self._device) for column in columns]
         counts = np.array([found[member][1] if member in found else 0 for member in range(self._members)])
         return Batch(rebuild(found[stand_in][0], stacked), False, counts)
-
-
-def _paired(raw: Any) -> Any:
-    """A batch as it was meant: a DataLoader puts (x, y) into a list."""
-    return tuple(raw) if isinstance(raw, list) and not is_number_list(raw) else raw
 
 
 class _Source:

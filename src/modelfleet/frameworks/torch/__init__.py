@@ -3,6 +3,7 @@
 from modelfleet.frameworks.torch import arrays, files
 from modelfleet.frameworks.torch.building import (
     build,
+    check_model,
     copy_model,
     fill,
     randomness,
@@ -28,6 +29,7 @@ __all__ = [
     "Schedules",
     "arrays",
     "build",
+    "check_model",
     "choose",
     "copy_model",
     "difference",

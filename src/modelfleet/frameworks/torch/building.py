@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from modelfleet.errors import InputError
 
@@ -38,6 +39,18 @@ def _check_keywords(factory: Callable[..., nn.Module], arguments: Mapping[str, A
             f"member {name!r}: the factory can't be called with {keywords}: {error}. "
             f"Give a factory that takes these, and needs no others."
         ) from error
+
+
+def check_model(model: nn.Module, name: str) -> None:
+    """Refuse a model whose weights are not there yet."""
+    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise InputError(
+                f"member {name!r}: its {path!r} is uninitialized. Call the model once on a batch, so that its lazy "
+                f"layers know their shapes."
+            )
+        if tensor.is_meta:
+            raise InputError(f"member {name!r}: its {path!r} is on the meta device, without values. Load its weights.")
 
 
 def copy_model(model: nn.Module) -> nn.Module:

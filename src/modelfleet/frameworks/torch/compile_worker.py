@@ -5,22 +5,16 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-
-from modelfleet.frameworks.torch.compiling import compile_source
-from modelfleet.frameworks.torch.files import read
-from modelfleet.frameworks.torch.tracing import Spec
+from modelfleet.frameworks.torch.compiling import compile_first
+from modelfleet.frameworks.torch.sources import Source
 
 
 def main(folder: Path) -> None:
-    """Compile what `folder` holds into torch's cache on disk."""
+    """Compile what `folder` holds into torch's cache on disk, and say which form of it that was."""
     os.nice(10)  # the training goes first
-    constants = folder / "constants.safetensors"
-    inputs = [
-        Spec(tuple(s["shape"]), tuple(s["stride"]), getattr(torch, s["dtype"]), torch.device(s["device"]))
-        for s in json.loads((folder / "inputs.json").read_text())
-    ]
-    compile_source((folder / "graph.py").read_text(), read(constants) if constants.exists() else {}, inputs)
+    forms = json.loads((folder / "forms.json").read_text())
+    _, form = compile_first([Source.read(folder / name) for name in forms])
+    (folder / "done").write_text(form)
 
 
 if __name__ == "__main__":

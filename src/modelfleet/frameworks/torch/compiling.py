@@ -15,17 +15,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from modelfleet.errors import unknown
-from modelfleet.frameworks.torch.tracing import Program, Spec
+from modelfleet.errors import FleetError, unknown
+from modelfleet.frameworks.torch.sources import ANY_WIDTH, ONE_WIDTH, Source, describe
+from modelfleet.frameworks.torch.tracing import Program
+from modelfleet.frameworks.torch.widths import NotGeneralError, merge
 
 MODES = ("auto", "now", "never")
 
@@ -46,10 +49,14 @@ def mode() -> str:
 
 
 class Compiler:
-    """Decides for one program whether to compile it, and does so beside the training."""
+    """Decides for one program whether to compile it, and does so beside the training.
 
-    def __init__(self, program: Program) -> None:
+    at_width: traces the same step at another width, so that what is compiled serves any width; None: only its own.
+    """
+
+    def __init__(self, program: Program, at_width: Callable[[int], Program] | None = None) -> None:
         self._program = program
+        self._at_width = at_width if program.width > 1 else None
         self._worker: _Worker | None = None
         self._done = program.graph is None or len(program.graph.graph.nodes) > MOST_NODES
 
@@ -69,7 +76,7 @@ class Compiler:
         if wanted == "never":
             self._done = True
         elif wanted == "now":
-            self._load()
+            self._load(self._forms())
         elif seconds_per_step is not None:
             self._weigh(steps_left * seconds_per_step * SAVING)
 
@@ -80,48 +87,70 @@ class Compiler:
             self._worker = None
 
     def _weigh(self, saving: float) -> None:
+        if saving < SECONDS_TO_LOAD:
+            return
         graph = self._program.graph
         assert graph is not None
-        cost = max(SECONDS_AT_LEAST, SECONDS_PER_NODE * len(graph.graph.nodes))
-        if saving > SECONDS_TO_LOAD and _marker(self._program).exists():
-            self._load()
-        elif saving > cost:
-            self._worker = _Worker(self._program)
+        known = _marker(self._program)
+        if known.exists():
+            form = known.read_text()
+            self._load([source for source in self._forms() if source.form == form] or self._forms())
+        elif saving > max(SECONDS_AT_LEAST, SECONDS_PER_NODE * len(graph.graph.nodes)):
+            self._worker = _Worker(self._forms())
+
+    def _forms(self) -> list[Source]:
+        """What to compile, the best first: for any width if that can be had, and for this width alone."""
+        graph = self._program.graph
+        assert graph is not None
+        forms = [Source.of(graph, self._program.inputs, ONE_WIDTH)]
+        if self._at_width is not None:
+            width = 3 if self._program.width != 3 else 2
+            try:
+                twin = self._at_width(width).graph
+                assert twin is not None
+                merged = merge(graph, self._program.width, twin, width)
+                forms.insert(0, Source.of(merged, self._program.inputs, ANY_WIDTH))
+            except (NotGeneralError, FleetError):
+                pass  # for its own width, then
+        return forms
 
     def _finish(self) -> None:
         assert self._worker is not None
         code = self._worker.poll()
         if code is None:
             return
+        ready = self._worker.ready()
         self._worker.stop()
         self._worker = None
-        if code == 0:
-            self._load()
+        if code == 0 and ready is not None:
+            self._load([ready])
         else:  # the traced graph goes on: compiling is never needed for a result
             self._done = True
 
-    def _load(self) -> None:
+    def _load(self, forms: Sequence[Source]) -> None:
         self._done = True
-        source, constants = export(self._program.graph)
-        self._program.run = compile_source(source, constants, self._program.inputs)
+        try:
+            self._program.run, form = compile_first(forms)
+        except Exception:  # no C++ compiler, say: the traced graph goes on, unless compiling was insisted on
+            if mode() == "now":
+                raise
+            return
         self._program.compiled = True
+        self._program.any_width = form == ANY_WIDTH
         mark = _marker(self._program)
         mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+        mark.write_text(form)
 
 
 class _Worker:
     """A process that compiles one program into torch's cache."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, forms: Sequence[Source]) -> None:
+        self._forms = forms
         self._folder = Path(tempfile.mkdtemp(prefix="modelfleet-compile-"))
-        source, constants = export(program.graph)
-        (self._folder / "graph.py").write_text(source)
-        (self._folder / "inputs.json").write_text(json.dumps([_describe(spec) for spec in program.inputs]))
-        if constants:
-            from modelfleet.frameworks.torch.files import write
-
-            write(self._folder / "constants.safetensors", constants)
+        for source in forms:
+            source.write(self._folder / source.form)
+        (self._folder / "forms.json").write_text(json.dumps([source.form for source in forms]))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "modelfleet.frameworks.torch.compile_worker", str(self._folder)],
             stdin=subprocess.DEVNULL,
@@ -130,6 +159,12 @@ class _Worker:
             start_new_session=True,  # so that Ctrl-C reaches the training, not the compiler
         )
         self._next_look = 0.0
+
+    def ready(self) -> Source | None:
+        """What it has compiled."""
+        done = self._folder / "done"
+        form = done.read_text() if done.exists() else None
+        return next((source for source in self._forms if source.form == form), None)
 
     def poll(self) -> int | None:
         now = time.monotonic()
@@ -145,48 +180,49 @@ class _Worker:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def export(graph: torch.fx.GraphModule | None) -> tuple[str, dict[str, Tensor]]:
-    """A traced graph as Python text, and the constant tensors it refers to."""
-    assert graph is not None
-    constants = {name: t for name, t in graph.named_buffers()} | {
-        node.target: getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"
-    }
-    return graph.graph.python_code("self").src, constants
-
-
-def compile_source(source: str, constants: dict[str, Tensor], inputs: Sequence[Spec]) -> Any:
-    """Compile a graph's text, or load it from torch's cache if it has been compiled before.
+def compile_first(forms: Sequence[Source]) -> tuple[Any, str]:
+    """Compile the first of the forms that can be, or load it from torch's cache; gives it and which it was.
 
     Both processes come through here, so that both ask the cache for the very same graph.
     """
-    from torch._inductor.compile_fx import compile_fx
+    for source in forms[:-1]:
+        try:
+            return _compile(source), source.form
+        except NotGeneralError:
+            pass
+    return _compile(forms[-1]), forms[-1].form
 
-    holder = torch.nn.Module()
-    for name, tensor in constants.items():
-        holder.register_buffer(name, tensor)
-    scope: dict[str, Any] = {
-        "torch": torch,
-        "device": torch.device,
-        "inf": float("inf"),
-        "nan": float("nan"),
-        "NoneType": type(None),
-    }
-    exec(compile(source, "<modelfleet program>", "exec"), scope)  # text that `export` made from a traced graph
+
+def _compile(source: Source) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.13 warns of its own use of torch.jit when this is imported
+        from torch._inductor.compile_fx import compile_fx
+
+    forward = source.function()
+    general = source.form == ANY_WIDTH
+    shapes = ShapeEnv()
     with torch.no_grad():
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            fake = [spec.empty() for spec in inputs]
-        graph = make_fx(lambda *leaves: scope["forward"](holder, *leaves), tracing_mode="real")(*fake)
-        return compile_fx(graph, fake)
+        fakes = FakeTensorMode(shape_env=shapes if general else None, allow_non_fake_inputs=True)
+        width = _unknown_width(fakes, source.inputs[0].shape[0]) if general else None
+        with fakes:
+            inputs = [spec.empty(width) for spec in source.inputs]
+        graph = make_fx(forward, tracing_mode="symbolic" if general else "real")(*inputs)
+        compiled = compile_fx(graph, inputs)
+    if general and (shapes.replacements or shapes.guards):
+        raise NotGeneralError("an operation of it asks for the width")
+    return compiled
 
 
-def _describe(spec: Spec) -> dict[str, Any]:
-    dtype = str(spec.dtype).removeprefix("torch.")
-    return {"shape": spec.shape, "stride": spec.stride, "dtype": dtype, "device": str(spec.device)}
+def _unknown_width(fakes: FakeTensorMode, hint: int) -> Any:
+    """A width that a compiler must leave open; `hint` tells it what to expect."""
+    axis = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    return fakes.from_tensor(torch.empty(hint), symbolic_context=axis).shape[0]
 
 
 def _marker(program: Program) -> Path:
-    """A file that is there if this very program has been compiled on this machine before."""
-    source, _ = export(program.graph)
-    text = f"{torch.__version__} {source} {[_describe(spec) for spec in program.inputs]}"
+    """A file that is there if this very program has been compiled on this machine before; it says in which form."""
+    assert program.graph is not None
+    source = Source.of(program.graph, program.inputs, ONE_WIDTH)
+    text = f"{torch.__version__} {source.text} {[describe(spec) for spec in program.inputs]}"
     base = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "modelfleet" / "compiled" / hashlib.sha256(text.encode()).hexdigest()[:32]

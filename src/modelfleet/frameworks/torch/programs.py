@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from modelfleet.frameworks.torch import state as states
@@ -12,9 +13,10 @@ from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.steps import Steps
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.frameworks.torch.tracing import CannotTraceError, Program, plain, trace
-from modelfleet.trees import leaves
+from modelfleet.trees import leaves, map_tree
 
 Key = tuple[Any, ...]
+ByWidth = dict[int, tuple[Program, Compiler]]
 
 
 class Programs:
@@ -29,7 +31,7 @@ class Programs:
         self.fused = fused
         self.traces = 0  # how often a step was traced: a test's proof that a second epoch traces nothing
         self.untraced: str | None = None  # why a lane of one runs its Python at every step, if it does
-        self._programs: dict[Key, tuple[Program, Compiler]] = {}
+        self._programs: dict[Key, ByWidth] = {}  # by kind and batch, then by width
         self._listed: tuple[tuple[Any, ...], list[Tensor]] | None = None
 
     @property
@@ -40,17 +42,17 @@ class Programs:
     @property
     def compiling(self) -> bool:
         """Whether a program is being compiled beside the training now."""
-        return any(compiler.busy for _, compiler in self._programs.values())
+        return any(compiler.busy for _, compiler in self._all())
 
     @property
     def compiled(self) -> bool:
         """Whether any program runs compiled."""
-        return any(program.compiled for program, _ in self._programs.values())
+        return any(program.compiled for program, _ in self._all())
 
     @property
     def description(self) -> str:
         """How the train steps run, in a word."""
-        programs = [program for (kind, *_), (program, _) in self._programs.items() if kind == "train"]
+        programs = [program for program, _ in self._all("train")]
         if not programs:
             return "not traced yet"
         if any(program.compiled for program in programs):
@@ -84,35 +86,55 @@ class Programs:
             self._listed = tuple(lead), leaves(lead)
         return self._listed[1]
 
+    def _all(self, *kinds: str) -> Iterator[tuple[Program, Compiler]]:
+        for (kind, *_), programs in self._programs.items():
+            if not kinds or kind in kinds:
+                yield from programs.values()
+
     def stop(self) -> None:
         """End every compiler that is still at work."""
-        for _, compiler in self._programs.values():
+        for _, compiler in self._all():
             compiler.stop()
 
     def program(self, kind: str, args: tuple[Any, ...], shared_data: bool) -> tuple[Program, Compiler]:
         """The program for arguments of these shapes; traced if there is none yet."""
         # What is left out, the weights and the numbers per member, follows from the structure and the width.
-        key = (kind, shared_data, len(args[0]["member"]["seed"]), *(_key(arg) for arg in args[-2:]))
-        if key not in self._programs:
-            self._programs[key] = self._make(kind, args, shared_data)
-        return self._programs[key]
+        data = _key(args[-2:] if kind == "train" else args[2:], 0 if shared_data else 1)
+        family = (kind, shared_data, data)
+        width = len(args[0]["member"]["seed"])
+        programs = self._programs.setdefault(family, {})
+        if width not in programs:
+            programs[width] = self._for_any(programs, width) or self._make(kind, args, shared_data)
+        return programs[width]
+
+    def _for_any(self, programs: ByWidth, width: int) -> tuple[Program, Compiler] | None:
+        """A program that was compiled for any width, if there is one."""
+        return next((pair for pair in programs.values() if pair[0].any_width and width > 1), None)
 
     def _make(self, kind: str, args: tuple[Any, ...], shared_data: bool) -> tuple[Program, Compiler]:
         step: Callable[..., Any] = getattr(self.steps, kind)
+        data = {"train": (True, True, not shared_data, True), "evaluate": (not shared_data, True)}
+        stacked = (True, False, *data.get(kind, (not shared_data,)))
 
         def run(*args: Any) -> Any:
             with mode(self.steps.model, train=kind == "train"):
                 return step(*args, shared_data=shared_data, fused=self.fused)
 
+        def at_width(width: int) -> Program:
+            seeds = args[0]["member"]["seed"]
+            rows = torch.arange(width, device=seeds.device) % len(seeds)
+            few = (map_tree(lambda t: t.index_select(0, rows), arg) if axis else arg for arg, axis in zip(args, stacked))
+            return trace(run, tuple(few), stacked)
+
         self.traces += 1
         try:
-            program = trace(run, args)
+            program = trace(run, args, stacked)
         except CannotTraceError as error:
             if self.fused:
                 raise
             self.untraced = str(error)
-            program = plain(run, args)
-        return program, Compiler(program)
+            program = plain(run, args, stacked)
+        return program, Compiler(program, at_width if self.fused else None)
 
 
 @contextmanager
@@ -138,5 +160,6 @@ def readable(state: State) -> State:
     return {"params": state["params"], "frozen": state["frozen"], "buffers": state["buffers"], "member": member}
 
 
-def _key(arg: Any) -> Key:
-    return tuple((leaf.shape, leaf.dtype, leaf.stride()) for leaf in leaves(arg))
+def _key(args: Any, first: int) -> Key:
+    # Without the member axis, where there is one: the width is kept apart.
+    return tuple((leaf.shape[first:], leaf.dtype, leaf.stride()[first:]) for leaf in leaves(args))

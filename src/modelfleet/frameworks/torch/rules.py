@@ -147,6 +147,12 @@ def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) 
     return product if bias is None else product + bias
 
 
+def _one_hot(labels: Tensor, num_classes: int = -1) -> Tensor:
+    if num_classes < 0:  # as many as the largest label says: a shape that depends on values
+        return F.one_hot(labels, num_classes)
+    return (labels.unsqueeze(-1) == torch.arange(num_classes, device=labels.device)).to(torch.int64)
+
+
 def _contiguously(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     # Pooling to one number keeps the memory format with as_strided_, which has no batching rule.
     def pool(x: Tensor, size: Any) -> Tensor:
@@ -157,6 +163,7 @@ def _contiguously(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 RULES: Mapping[Any, Callable[..., Any]] = {
     torch.bilinear: _bilinear,
+    F.one_hot: _one_hot,
     torch.adaptive_avg_pool1d: _contiguously(torch.adaptive_avg_pool1d),
     torch._C._nn.adaptive_avg_pool2d: _contiguously(torch._C._nn.adaptive_avg_pool2d),
     torch.lstm: _recurrent(_lstm_layer, 2, torch.lstm),

@@ -50,6 +50,11 @@ class Task:
             loss, extra = _loss_and_extra(self.objective(model, batch))
             sums = {name: torch.as_tensor(value).detach() * rows for name, value in extra.items()}
         elif self.loss is not None:
+            if not isinstance(batch, tuple) or len(batch) != 2:
+                raise InputError(
+                    f"the loss {self.loss.name!r} needs (x, y), but the data hold {_form(batch)}. Give (x, y), or "
+                    f"compile with an objective, which takes any batch."
+                )
             x, target = batch
             output = logits(call(model, x))
             if weights is not None:
@@ -67,6 +72,7 @@ class Task:
                     f"include the labels in the batch."
                 )
             sums = self._sums(logits(output), x["labels"], weights) if self.metrics else {}
+        loss = _scalar(loss)
         return loss, {"loss": loss.detach() * rows, **sums, "rows": torch.as_tensor(rows, device=loss.device)}
 
     def values(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -129,6 +135,20 @@ def _loss_and_extra(result: Any) -> tuple[Tensor, Mapping[str, Any]]:
     raise InputError(
         f"the objective returned {type(result).__name__}; expected a loss, or a loss and a dict of metrics."
     )
+
+
+def _scalar(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor):
+        raise InputError(f"the loss is a {type(loss).__name__}; expected a tensor of one number.")
+    if loss.numel() != 1:
+        raise InputError(f"the loss is {tuple(loss.shape)}; expected one number for the batch, such as its mean.")
+    return loss.reshape(()) if loss.dim() else loss
+
+
+def _form(batch: Any) -> str:
+    if isinstance(batch, Mapping):
+        return f"a dict of {', '.join(map(str, batch))}"
+    return f"{len(batch)} arrays" if isinstance(batch, tuple | list) else "one array"
 
 
 def _count(batch: Any) -> int:

@@ -33,15 +33,18 @@ class Spec:
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    stacked: bool
+    """Whether the first axis is the member."""
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Spec":
+    def of(cls, tensor: Tensor, stacked: bool) -> "Spec":
         """The spec of a tensor."""
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, stacked)
 
-    def empty(self) -> Tensor:
-        """A tensor of this spec, of unset values."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+    def empty(self, width: Any = None) -> Tensor:
+        """A tensor of this spec, of unset values; with another width if one is given."""
+        shape = (width, *self.shape[1:]) if self.stacked and width is not None else self.shape
+        return torch.empty_strided(shape, self.stride, dtype=self.dtype, device=self.device)
 
 
 class Program:
@@ -52,10 +55,16 @@ class Program:
 
     def __init__(self, step: "_Flat", graph: torch.fx.GraphModule | None) -> None:
         self.graph = graph
-        self.inputs = [Spec.of(tensor) for tensor in step.inputs]
+        self.inputs = [Spec.of(*pair) for pair in zip(step.inputs, step.stacked, strict=True)]
         self.run: Run = step if graph is None else graph.forward
         self.compiled = False
+        self.any_width = False
         self._step = step
+
+    @property
+    def width(self) -> int:
+        """How many members it was traced with."""
+        return self.inputs[0].shape[0]
 
     def __call__(self, inputs: Sequence[Tensor]) -> Any:
         """Run one step on the tensors of its arguments, in their order; gives what the step gives."""
@@ -66,10 +75,11 @@ class Program:
 class _Flat:
     """A step as a function of a flat list of tensors, with a flat list as its result."""
 
-    def __init__(self, step: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(self, step: Callable[..., Any], args: tuple[Any, ...], stacked: Sequence[bool]) -> None:
         self._step = step
         self._args = args
         self.inputs: list[Tensor] = leaves(args)
+        self.stacked = [axis for arg, axis in zip(args, stacked, strict=True) for _ in leaves(arg)]
         self.outputs: Any = None
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
@@ -83,12 +93,13 @@ class _Flat:
         self.inputs = []
 
 
-def trace(step: Callable[..., Any], args: tuple[Any, ...]) -> Program:
+def trace(step: Callable[..., Any], args: tuple[Any, ...], stacked: Sequence[bool]) -> Program:
     """Make `step(*args)` a program of the tensors in `args`, in the order in which they are found there.
 
-    Raises `CannotTraceError` if it can't be.
+    `stacked` says of each argument whether its tensors have a member axis. Raises `CannotTraceError` if the step
+    can't be traced.
     """
-    flat = _Flat(step, args)
+    flat = _Flat(step, args, stacked)
     try:
         with _strictly(), torch.no_grad():
             graph = make_fx(flat, tracing_mode="fake")(*flat.inputs)
@@ -102,9 +113,9 @@ def trace(step: Callable[..., Any], args: tuple[Any, ...]) -> Program:
     return program
 
 
-def plain(step: Callable[..., Any], args: tuple[Any, ...]) -> Program:
+def plain(step: Callable[..., Any], args: tuple[Any, ...], stacked: Sequence[bool]) -> Program:
     """The same without tracing: every call runs the Python of the model."""
-    flat = _Flat(step, args)
+    flat = _Flat(step, args, stacked)
     program = Program(flat, None)
     flat.forget()
     return program

@@ -1,0 +1,252 @@
+"""Compiled programs: the same numbers, made once, and nothing left behind."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import modelfleet as mf
+from modelfleet.frameworks.torch import compiling
+from modelfleet.frameworks.torch.programs import Programs
+from tests.helpers import all_weights, close, equal, fit, fleet_of, toy, weights
+
+X, Y = toy(20)  # in batches of eight: two whole ones and a short one
+RECIPE: dict[str, Any] = {"momentum": 0.9}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One cache for all tests here: what one has compiled the next one finds."""
+    return tmp_path_factory.mktemp("inductor")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    monkeypatch.delenv("MODELFLEET_COMPILE", raising=False)
+
+
+def programs(fleet: mf.Fleet) -> Programs:
+    assert fleet._lanes is not None
+    return fleet._lanes[0].engine.programs
+
+
+def compiled_so_far() -> int:
+    """How many graphs torch's compiler has been asked for in this process, from its cache or not."""
+    return sum(count for name, count in counters["inductor"].items() if name.startswith("fxgraph_cache_"))
+
+
+@pytest.mark.slow
+def test_compiled_steps_give_the_numbers_of_traced_ones_and_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODELFLEET_COMPILE", "never")
+    traced = fleet_of(3, **RECIPE)
+    expected = [fit(traced, (X, Y), epochs=2, batch_size=8) for _ in range(2)]
+    assert not programs(traced).compiled
+
+    monkeypatch.setenv("MODELFLEET_COMPILE", "now")
+    before = compiled_so_far()
+    fleet = fleet_of(3, **RECIPE)
+    history = fit(fleet, (X, Y), epochs=2, batch_size=8)
+    assert fleet.plan().lanes[0].program == "compiled"
+    assert history["1"]["loss"] == pytest.approx(expected[0]["1"]["loss"], rel=1e-5)
+    made, traces = compiled_so_far(), programs(fleet).traces
+    assert made > before
+
+    # The second step and the second epoch were compiled with the first: here are the second fit and another rate.
+    again = fit(fleet, (X, Y), epochs=2, batch_size=8)
+    assert again["1"]["loss"] == pytest.approx(expected[1]["1"]["loss"], rel=1e-5)
+    assert close(weights(fleet["1"]), weights(traced["1"]))
+    fleet.compile("sgd", "cross_entropy", lr=mf.each([0.3, 0.2, 0.1]), momentum=0.8)
+    fit(fleet, (X, Y), epochs=3, batch_size=8)
+    fleet.compile("sgd", "cross_entropy", lr=0.01, momentum=0.8, schedule="cosine")
+    fit(fleet, (X, Y), epochs=3, batch_size=8)
+    assert programs(fleet).compiled
+    assert compiled_so_far() == made
+    assert programs(fleet).traces == traces
+
+
+def test_a_step_is_traced_once_for_each_form_of_batch() -> None:
+    fleet = fleet_of(3, **RECIPE)
+    fit(fleet, (X, Y), batch_size=8)
+    traces = programs(fleet).traces
+    fit(fleet, (X, Y), epochs=3, batch_size=8)
+    fleet.compile("sgd", "cross_entropy", lr=mf.each([0.3, 0.2, 0.1]), momentum=0.8)
+    fit(fleet, (X, Y), epochs=2, batch_size=8)
+    fleet.compile("sgd", "cross_entropy", lr=0.01, momentum=0.8, schedule="cosine")
+    fit(fleet, (X, Y), epochs=2, batch_size=8)
+    assert programs(fleet).traces == traces
+    fit(fleet, (X, Y), batch_size=5)
+    assert programs(fleet).traces == traces + 1
+
+
+def test_evaluate_and_predict_are_traced_once() -> None:
+    fleet = fleet_of(2)
+    fleet.evaluate((X, Y))
+    fleet.predict(X)
+    traces = programs(fleet).traces
+    fit(fleet, (X, Y))
+    after = programs(fleet).traces
+    for _ in range(2):
+        fleet.evaluate((X, Y))
+        fleet.predict(X)
+        fit(fleet, (X, Y))
+    assert (traces, programs(fleet).traces) == (2, after)
+
+
+# --- beside the training
+
+
+class Processes:
+    """The compilers that were started, and the folders they were given."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.started: list[subprocess.Popen[bytes]] = []
+        start = subprocess.Popen
+
+        def watched(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+            process = start(command, **options)
+            if "modelfleet.frameworks.torch.compile_worker" in command:
+                self.started.append(process)
+            return process
+
+        monkeypatch.setattr(compiling.subprocess, "Popen", watched)
+
+    def none_left(self) -> bool:
+        ended = all(process.returncode is not None for process in self.started)
+        return ended and not list(self.folder.glob("modelfleet-compile-*"))
+
+
+@pytest.fixture
+def eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Processes:
+    """Compiling pays at once, whatever the work that is left."""
+    for constant in ("SECONDS_PER_NODE", "SECONDS_AT_LEAST", "SECONDS_TO_LOAD"):
+        monkeypatch.setattr(compiling, constant, 0.0)
+    monkeypatch.setattr(compiling, "SAVING", 1e9)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return Processes(tmp_path, monkeypatch)
+
+
+class Until(mf.Callback):
+    """Ends the fit after the epoch in which something has come true."""
+
+    def __init__(self, come: Any) -> None:
+        self.come = come
+        self.at: int | None = None
+
+    def on_epoch_end(self, run: Any) -> None:
+        if self.at is None and self.come(run.shifts[0].lane.engine.programs):
+            self.at = run.epoch
+        if self.at is not None and run.epoch > self.at:
+            for name in run.active:
+                run.stop(name)
+
+
+@pytest.mark.slow
+def test_training_goes_on_while_a_second_process_compiles(
+    eager: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = fleet_of(3, optimizer="sgd", lr=0.001)
+    until = Until(lambda made: made.compiled)
+    history = fit(fleet, (X, Y), epochs=10**6, batch_size=20, callbacks=[until])
+    assert len(eager.started) == 1
+    assert eager.none_left()
+    assert until.at is not None
+    assert fleet.plan().lanes[0].program == "compiled"
+    epochs = len(history["0"]["loss"])
+    assert epochs > until.at >= 2  # steps before it was compiled, and steps after
+
+    monkeypatch.setenv("MODELFLEET_COMPILE", "never")
+    other = fleet_of(3, optimizer="sgd", lr=0.001)
+    expected = fit(other, (X, Y), epochs=epochs, batch_size=20)
+    assert history["2"]["loss"] == pytest.approx(expected["2"]["loss"], rel=1e-4)
+    assert close(weights(fleet["2"]), weights(other["2"]), 1e-4)
+
+
+def test_a_fit_that_ends_first_takes_its_compiler_with_it(eager: Processes) -> None:
+    fleet = fleet_of(2)
+    fit(fleet, (X, Y), epochs=4, batch_size=8)
+    assert eager.started
+    assert eager.none_left()
+    assert not programs(fleet).compiled
+    before = len(eager.started)
+    fit(fleet, (X, Y), epochs=4, batch_size=8)  # and the next fit may try again
+    assert len(eager.started) > before
+    assert eager.none_left()
+
+
+def test_an_error_in_the_fit_takes_its_compiler_with_it(eager: Processes) -> None:
+    class Faulty(mf.Callback):
+        def on_step_end(self, run: Any) -> None:
+            if run.shifts[0].lane.engine.programs.compiling:
+                raise RuntimeError("my own mistake")
+
+    with pytest.raises(RuntimeError, match="my own mistake"):
+        fit(fleet_of(2), (X, Y), epochs=100, batch_size=8, callbacks=[Faulty()])
+    assert eager.started
+    assert eager.none_left()
+
+
+def test_a_compiler_that_fails_leaves_the_training_as_it_is(eager: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def given_up(made: Programs) -> bool:
+        seen.append(made.compiling)
+        return True in seen and not made.compiling
+
+    real = sys.executable
+    monkeypatch.setattr(sys, "executable", "/bin/false")  # a compiler that ends with an error at once
+    fleet = fleet_of(2, lr=0.001)
+    history = fit(fleet, (X, Y), epochs=10**6, batch_size=20, callbacks=[Until(given_up)])
+    monkeypatch.setattr(sys, "executable", real)
+    assert eager.none_left()
+    assert len(eager.started) == 1  # it is not tried again and again
+    assert not programs(fleet).compiled
+    monkeypatch.setenv("MODELFLEET_COMPILE", "never")
+    other = fleet_of(2, lr=0.001)
+    fit(other, (X, Y), epochs=len(history["0"]["loss"]), batch_size=20)
+    assert equal(all_weights(fleet), all_weights(other))
+
+
+def test_what_cannot_be_loaded_leaves_the_training_as_it_is(
+    eager: Processes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    called: list[Any] = []
+
+    def broken(forms: Any) -> Any:
+        called.append(forms)
+        raise RuntimeError("no C++ compiler here")
+
+    monkeypatch.setattr(compiling, "compile_first", broken)
+    marker = tmp_path / "marker"
+    marker.write_text("")
+    monkeypatch.setattr(compiling, "_marker", lambda program: marker)
+    fleet, other = fleet_of(2), fleet_of(2)
+    fit(fleet, (X, Y), epochs=8, batch_size=20)
+    assert called
+    assert not programs(fleet).compiled
+    monkeypatch.setenv("MODELFLEET_COMPILE", "never")
+    fit(other, (X, Y), epochs=8, batch_size=20)
+    assert equal(all_weights(fleet), all_weights(other))
+
+
+def test_never_is_never(eager: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODELFLEET_COMPILE", "never")
+    fit(fleet_of(2), (X, Y), epochs=4, batch_size=8)
+    assert not eager.started
+
+
+def test_a_misspelt_mode_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODELFLEET_COMPILE", "nevr")
+    fleet = fleet_of(1)
+    before = all_weights(fleet)
+    with pytest.raises(mf.InputError, match=r"MODELFLEET_COMPILE 'nevr'. Did you mean 'never'"):
+        fit(fleet, (X, Y))
+    assert equal(all_weights(fleet), before)
+    assert torch.is_grad_enabled()

@@ -1,0 +1,43 @@
+"""The code blocks of the README and of docs/ run, and their links lead somewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"(?P<skip><!-- not run -->\n)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:)(?P<path>[^)#]+)")
+
+
+def blocks(text: str) -> list[str]:
+    """The blocks to run, each behind as many empty lines as come before it, so that errors name its lines."""
+    return [
+        "\n" * text.count("\n", 0, match.start("code")) + match["code"]
+        for match in BLOCK.finditer(text)
+        if not match["skip"]
+    ]
+
+
+RUNNABLE = [page for page in PAGES if blocks(page.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.name)
+def test_the_code_of_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": page.stem}
+    for block in blocks(page.read_text(encoding="utf-8")):
+        exec(compile(block, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_links_of_the_page_lead_somewhere(page: Path) -> None:
+    targets = [match["path"] for match in LINK.finditer(page.read_text(encoding="utf-8"))]
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_blocks_are_found_with_their_lines_and_some_are_skipped() -> None:
+    text = "# Page\n```python\nx = 1\n```\n<!-- not run -->\n```python\nnonsense(\n```\n```\nmake test\n```\n"
+    assert blocks(text) == ["\n\nx = 1\n"]
+    assert len(RUNNABLE) >= 5
