@@ -1,5 +1,6 @@
 """Compiled programs: the same numbers, made once, and nothing left behind."""
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,8 +16,8 @@ from modelfleet.frameworks.torch import compiling
 from modelfleet.frameworks.torch.programs import Programs
 from tests.helpers import all_weights, close, equal, fit, fleet_of, toy, weights
 
-X, Y = toy(20)  # in batches of eight: two whole ones and a short one
-RECIPE: dict[str, Any] = {"momentum": 0.9}
+X, Y = toy(20)
+RECIPE: dict[str, Any] = {"lr": 0.01, "momentum": 0.9}
 
 
 @pytest.fixture(scope="module")
@@ -40,35 +41,6 @@ def programs(fleet: mf.Fleet) -> Programs:
 def compiled_so_far() -> int:
     """How many graphs torch's compiler has been asked for in this process, from its cache or not."""
     return sum(count for name, count in counters["inductor"].items() if name.startswith("fxgraph_cache_"))
-
-
-@pytest.mark.slow
-def test_compiled_steps_give_the_numbers_of_traced_ones_and_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MODELFLEET_COMPILE", "never")
-    traced = fleet_of(3, **RECIPE)
-    expected = [fit(traced, (X, Y), epochs=2, batch_size=8) for _ in range(2)]
-    assert not programs(traced).compiled
-
-    monkeypatch.setenv("MODELFLEET_COMPILE", "now")
-    before = compiled_so_far()
-    fleet = fleet_of(3, **RECIPE)
-    history = fit(fleet, (X, Y), epochs=2, batch_size=8)
-    assert fleet.plan().lanes[0].program == "compiled"
-    assert history["1"]["loss"] == pytest.approx(expected[0]["1"]["loss"], rel=1e-5)
-    made, traces = compiled_so_far(), programs(fleet).traces
-    assert made > before
-
-    # The second step and the second epoch were compiled with the first: here are the second fit and another rate.
-    again = fit(fleet, (X, Y), epochs=2, batch_size=8)
-    assert again["1"]["loss"] == pytest.approx(expected[1]["1"]["loss"], rel=1e-5)
-    assert close(weights(fleet["1"]), weights(traced["1"]))
-    fleet.compile("sgd", "cross_entropy", lr=mf.each([0.3, 0.2, 0.1]), momentum=0.8)
-    fit(fleet, (X, Y), epochs=3, batch_size=8)
-    fleet.compile("sgd", "cross_entropy", lr=0.01, momentum=0.8, schedule="cosine")
-    fit(fleet, (X, Y), epochs=3, batch_size=8)
-    assert programs(fleet).compiled
-    assert compiled_so_far() == made
-    assert programs(fleet).traces == traces
 
 
 def test_a_step_is_traced_once_for_each_form_of_batch() -> None:
@@ -133,40 +105,73 @@ def eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Processes:
     return Processes(tmp_path, monkeypatch)
 
 
-class Until(mf.Callback):
-    """Ends the fit after the epoch in which something has come true."""
+class Wait(mf.Callback):
+    """Holds the training until its compiler has ended, and ends the fit some epochs later."""
 
-    def __init__(self, come: Any) -> None:
-        self.come = come
-        self.at: int | None = None
+    def __init__(self, processes: Processes) -> None:
+        self.processes = processes
+        self.waited_at: int | None = None
+
+    def on_step_end(self, run: Any) -> None:
+        if self.processes.started and self.waited_at is None:
+            self.processes.started[0].wait(timeout=250)
+            self.waited_at = run.epoch
 
     def on_epoch_end(self, run: Any) -> None:
-        if self.at is None and self.come(run.shifts[0].lane.engine.programs):
-            self.at = run.epoch
-        if self.at is not None and run.epoch > self.at:
+        # How the compiler ended is looked up every tenth of a second, not at every step.
+        if self.waited_at is not None and not run.shifts[0].lane.engine.programs.compiling:
             for name in run.active:
                 run.stop(name)
 
 
 @pytest.mark.slow
 def test_training_goes_on_while_a_second_process_compiles(
-    eager: Processes, monkeypatch: pytest.MonkeyPatch
+    cache: Path, eager: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fleet = fleet_of(3, optimizer="sgd", lr=0.001)
-    until = Until(lambda made: made.compiled)
-    history = fit(fleet, (X, Y), epochs=10**6, batch_size=20, callbacks=[until])
+    shutil.rmtree(cache / "modelfleet", ignore_errors=True)  # as if nothing had been compiled here before
+    fleet, wait = fleet_of(3, **RECIPE), Wait(eager)
+    history = fit(fleet, (X, Y), epochs=10**6, batch_size=10, callbacks=[wait])
     assert len(eager.started) == 1
     assert eager.none_left()
-    assert until.at is not None
     assert fleet.plan().lanes[0].program == "compiled"
     epochs = len(history["0"]["loss"])
-    assert epochs > until.at >= 2  # steps before it was compiled, and steps after
+    assert wait.waited_at is not None
+    assert epochs > wait.waited_at > 0  # there were steps before it was compiled, and steps after
 
     monkeypatch.setenv("MODELFLEET_COMPILE", "never")
-    other = fleet_of(3, optimizer="sgd", lr=0.001)
-    expected = fit(other, (X, Y), epochs=epochs, batch_size=20)
+    other = fleet_of(3, **RECIPE)
+    expected = fit(other, (X, Y), epochs=epochs, batch_size=10)
     assert history["2"]["loss"] == pytest.approx(expected["2"]["loss"], rel=1e-4)
     assert close(weights(fleet["2"]), weights(other["2"]), 1e-4)
+
+
+@pytest.mark.slow
+def test_compiled_steps_give_the_numbers_of_traced_ones_and_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODELFLEET_COMPILE", "never")
+    traced = fleet_of(3, **RECIPE)
+    expected = [fit(traced, (X, Y), epochs=2, batch_size=10) for _ in range(2)]
+    assert not programs(traced).compiled
+
+    monkeypatch.setenv("MODELFLEET_COMPILE", "now")
+    before = compiled_so_far()
+    fleet = fleet_of(3, **RECIPE)
+    history = fit(fleet, (X, Y), epochs=2, batch_size=10)
+    assert fleet.plan().lanes[0].program == "compiled"
+    assert history["1"]["loss"] == pytest.approx(expected[0]["1"]["loss"], rel=1e-5)
+    made, traces = compiled_so_far(), programs(fleet).traces
+    assert made > before
+
+    # The second step and the second epoch were compiled with the first: here are the second fit and another rate.
+    again = fit(fleet, (X, Y), epochs=2, batch_size=10)
+    assert again["1"]["loss"] == pytest.approx(expected[1]["1"]["loss"], rel=1e-5)
+    assert close(weights(fleet["1"]), weights(traced["1"]))
+    fleet.compile("sgd", "cross_entropy", lr=mf.each([0.3, 0.2, 0.1]), momentum=0.8)
+    fit(fleet, (X, Y), epochs=3, batch_size=10)
+    fleet.compile("sgd", "cross_entropy", lr=0.01, momentum=0.8, schedule="cosine")
+    fit(fleet, (X, Y), epochs=3, batch_size=10)
+    assert programs(fleet).compiled
+    assert compiled_so_far() == made
+    assert programs(fleet).traces == traces
 
 
 def test_a_fit_that_ends_first_takes_its_compiler_with_it(eager: Processes) -> None:
@@ -194,23 +199,16 @@ def test_an_error_in_the_fit_takes_its_compiler_with_it(eager: Processes) -> Non
 
 
 def test_a_compiler_that_fails_leaves_the_training_as_it_is(eager: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-
-    def given_up(made: Programs) -> bool:
-        seen.append(made.compiling)
-        return True in seen and not made.compiling
-
-    real = sys.executable
-    monkeypatch.setattr(sys, "executable", "/bin/false")  # a compiler that ends with an error at once
-    fleet = fleet_of(2, lr=0.001)
-    history = fit(fleet, (X, Y), epochs=10**6, batch_size=20, callbacks=[Until(given_up)])
-    monkeypatch.setattr(sys, "executable", real)
+    fleet, other = fleet_of(2, **RECIPE), fleet_of(2, **RECIPE)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/bin/false")  # a compiler that ends with an error at once
+        history = fit(fleet, (X, Y), epochs=10**6, batch_size=20, callbacks=[Wait(eager)])
+        fit(fleet, (X, Y), epochs=8, batch_size=20)
     assert eager.none_left()
     assert len(eager.started) == 1  # it is not tried again and again
     assert not programs(fleet).compiled
     monkeypatch.setenv("MODELFLEET_COMPILE", "never")
-    other = fleet_of(2, lr=0.001)
-    fit(other, (X, Y), epochs=len(history["0"]["loss"]), batch_size=20)
+    fit(other, (X, Y), epochs=len(history["0"]["loss"]) + 8, batch_size=20)
     assert equal(all_weights(fleet), all_weights(other))
 
 

@@ -13,8 +13,8 @@ import modelfleet as mf
 from modelfleet import testing
 
 SEED = 9
-# Fused lanes of 1, 3 and 64 gave the very same bits when this was written, and taking turns was 1e-7 off. That
-# is the kernels' doing and no promise: other widths may add up in another order.
+# Fused lanes of 1, 3 and 64 gave the very same bits when this was written, and taking turns was 1e-7 off.
+# That is the kernels' doing and no promise: other widths may add up in another order.
 ROUNDING = 1e-5
 
 

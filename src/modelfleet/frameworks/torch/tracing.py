@@ -147,8 +147,9 @@ def _lean(graph: torch.fx.GraphModule) -> None:
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
         elif node.target is torch.ops.aten.view.default:
-            # The strides of fake tensors are not always those of the real ones (softplus_backward's in torch 2.13),
-            # and a view may then be refused. reshape is that view wherever there can be one; it is quicker to call too.
+            # The strides of fake tensors are not always those of the real ones (softplus_backward's in torch
+            # 2.13), and then a view may be refused. reshape is that view wherever there can be one, and it is
+            # quicker to call.
             node.target = torch.reshape
     graph.graph.eliminate_dead_code()
     graph.recompile()
