@@ -16,7 +16,7 @@ demo: $(VENV)/.demo  ## 64 variants of a network on one device, in under a minut
 	$(BIN)/modelfleet demo
 
 test: lint  ## lint, types and all tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 lint: setup  ## ruff and pyrefly
 	$(BIN)/ruff check .

@@ -14,7 +14,12 @@ Arrays = tuple[np.ndarray, np.ndarray]
 
 def mlp(width: int = 6, dropout: float = 0.0) -> nn.Sequential:
     """Four numbers in, three classes out."""
-    layers = [nn.Linear(4, width), nn.Tanh(), *([nn.Dropout(dropout)] if dropout else []), nn.Linear(width, 3)]
+    layers = [
+        nn.Linear(4, width),
+        nn.Tanh(),
+        *([nn.Dropout(dropout)] if dropout else []),
+        nn.Linear(width, 3),
+    ]
     return nn.Sequential(*layers)
 
 
@@ -28,7 +33,8 @@ def toy(rows: int = 20, seed: int = 0) -> Arrays:
 def fleet_of(members: int | list[str] = 3, *, seed: int = 0, dropout: float = 0.0, **recipe: Any) -> mf.Fleet:
     """A compiled fleet of `mlp`s: SGD on cross-entropy, unless `recipe` says otherwise."""
     fleet = mf.Fleet.build(mlp, members, seed=seed, dropout=dropout)
-    fleet.compile(**{"optimizer": "sgd", "loss": "cross_entropy", "lr": 0.1, **recipe})
+    whole: dict[str, Any] = {"optimizer": "sgd", "loss": "cross_entropy", "lr": 0.1, **recipe}
+    fleet.compile(**whole)
     return fleet
 
 

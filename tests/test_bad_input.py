@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.helpers import all_weights, equal, fit, fleet_of, mlp, toy
 from torch import nn
 
 import modelfleet as mf
 from modelfleet import testing
-from tests.helpers import all_weights, equal, fit, fleet_of, mlp, toy
 
 X, Y = toy(20)
 
@@ -32,7 +32,8 @@ def refused(call: Callable[[], Any], *parts: str, error: type[mf.FleetError] = m
 
 
 def test_a_fleet_needs_members() -> None:
-    for nothing in ([], {}, iter(())):
+    empty: list[Any] = [[], {}, iter(())]
+    for nothing in empty:
         refused(lambda nothing=nothing: mf.Fleet(nothing), "at least one member")
     refused(lambda: mf.Fleet.build(mlp, 0), "at least one member")
     refused(lambda: mf.Fleet.build(mlp, []), "at least one member")
@@ -43,7 +44,8 @@ def test_a_fleet_needs_members() -> None:
 
 def test_names_are_unique_and_can_be_seen() -> None:
     refused(lambda: mf.Fleet.build(mlp, ["a", "b", "a"]), "two members named 'a'")
-    refused(lambda: mf.Fleet({1: mlp(), "1": mlp()}), "two members named '1'")
+    alike: Any = {1: mlp(), "1": mlp()}
+    refused(lambda: mf.Fleet(alike), "two members named '1'")
     refused(lambda: mf.Fleet({" ": mlp()}), "name is empty")
     fleet = fleet_of(["a", "b"])
     refused(lambda: fleet.add("a", mlp()), "two members named 'a'")
@@ -65,7 +67,8 @@ def test_an_unknown_member_is_told_the_nearest() -> None:
 def test_models_must_be_models() -> None:
     refused(lambda: mf.Fleet({"a": mlp(), "b": "resnet"}), "member 'b'", "builtins.str", "torch.nn.Module")
     refused(lambda: mf.Fleet("resnet"), "models is a str", "mapping from name to model")
-    refused(lambda: mf.Fleet(5), "models is a int", "sequence of models")
+    number: Any = 5
+    refused(lambda: mf.Fleet(number), "models is a int", "sequence of models")
     refused(lambda: mf.Fleet([nn.Linear]), "member '0'", "torch.nn.Module")
     fleet = fleet_of(1)
     refused(lambda: fleet.add("b", None), "member 'b'", "torch.nn.Module")
@@ -80,11 +83,17 @@ def test_one_model_may_not_be_two_members() -> None:
 
 def test_a_trained_parameter_may_not_be_shared() -> None:
     layer = nn.Linear(4, 4)
-    models = {"a": nn.Linear(4, 3), "b": nn.Sequential(layer, nn.Linear(4, 3)), "c": nn.Sequential(layer, mlp())}
+    models = {
+        "a": nn.Linear(4, 3),
+        "b": nn.Sequential(layer, nn.Linear(4, 3)),
+        "c": nn.Sequential(layer, mlp()),
+    }
     fleet = mf.Fleet(models)
     fleet.compile("sgd", "cross_entropy")
     refused(
-        lambda: fit(fleet, (X, Y)), "'b' and 'c' share the trained parameter '0.weight'", "requires_grad=False"
+        lambda: fit(fleet, (X, Y)),
+        "'b' and 'c' share the trained parameter '0.weight'",
+        "requires_grad=False",
     )
     layer.requires_grad_(False)
     fit(fleet, (X, Y))
@@ -93,22 +102,27 @@ def test_a_trained_parameter_may_not_be_shared() -> None:
 def test_nothing_to_train_is_told() -> None:
     fleet = mf.Fleet({"a": mlp().requires_grad_(False)})
     fleet.compile("sgd", "cross_entropy")
-    refused(lambda: fit(fleet, (X, Y)), "member 'a' has no parameter that takes a gradient", "requires_grad=True")
+    refused(
+        lambda: fit(fleet, (X, Y)), "member 'a' has no parameter that takes a gradient", "requires_grad=True"
+    )
 
 
 def test_factories_must_be_functions_that_make_models() -> None:
-    refused(lambda: mf.Fleet.build("mlp", 2), "factory is 'mlp'")
+    build: Callable[..., mf.Fleet] = mf.Fleet.build
+    refused(lambda: build("mlp", 2), "factory is 'mlp'")
     refused(lambda: mf.Fleet.build(lambda: None, 2), "returned a NoneType for member '0'")
     refused(lambda: mf.Fleet.build(mlp, "ab"), "members is 'ab'", "a sequence of names")
     refused(lambda: mf.Fleet.build(mlp, 2, widht=3), "member '0'", "widht=3", "unexpected keyword")
-    refused(lambda: mf.Fleet.build(mlp, 2.5), "members is 2.5", "a number, or a sequence of names")
+    refused(lambda: build(mlp, 2.5), "members is 2.5", "a number, or a sequence of names")
     refused(lambda: mf.Fleet.build(mlp, -1), "at least one member")
     assert mf.Fleet.build(mlp, (f"m{number}" for number in range(2))).names == ["m0", "m1"]
-    assert len(mf.Fleet.build(mlp, np.int64(2))) == 2
+    assert len(build(mlp, np.int64(2))) == 2
 
 
 def test_a_model_of_unknown_shape_is_told_to_be_called_once() -> None:
-    refused(lambda: mf.Fleet({"a": nn.LazyLinear(3)}), "member 'a'", "'weight' is uninitialized", "Call the model")
+    refused(
+        lambda: mf.Fleet({"a": nn.LazyLinear(3)}), "member 'a'", "'weight' is uninitialized", "Call the model"
+    )
     with torch.device("meta"):
         empty = mlp()
     refused(lambda: mf.Fleet({"a": empty}), "member 'a'", "meta device", "Load its weights")
@@ -127,7 +141,10 @@ def test_devices_that_are_not_there_are_named() -> None:
     ("values", "parts"),
     [
         ([0.1, 0.2], ("lr: each(...) has 2 values, but the fleet has 3 members",)),
-        ({"a": 0.1, "b": 0.1, "c": 0.1, "x": 1}, ("lr: each(...) names 'x'", "Its members are 'a', 'b', 'c'")),
+        (
+            {"a": 0.1, "b": 0.1, "c": 0.1, "x": 1},
+            ("lr: each(...) names 'x'", "Its members are 'a', 'b', 'c'"),
+        ),
         ({"a": 0.1, "b": 0.1}, ("lr: each(...) has no value for 'c'",)),
         ([0.1, "fast", 0.1], ("lr", "member 'b'", "'fast'")),
         ([0.1, -1.0, 0.1], ("lr", "member 'b'", "-1")),
@@ -179,10 +196,13 @@ def test_a_member_that_joined_later_needs_a_value() -> None:
         ({"optimizer": None}, ("optimizer", "None")),
     ],
 )
-def test_what_compile_does_not_know_is_told_the_nearest(arguments: dict[str, Any], parts: tuple[str, ...]) -> None:
+def test_what_compile_does_not_know_is_told_the_nearest(
+    arguments: dict[str, Any], parts: tuple[str, ...]
+) -> None:
     fleet = fleet_of(["a", "b"], momentum=0.9)
     fit(fleet, (X, Y))
-    refused(lambda: fleet.compile(**{"optimizer": "adam", "loss": "cross_entropy", **arguments}), *parts)
+    whole: dict[str, Any] = {"optimizer": "adam", "loss": "cross_entropy", **arguments}
+    refused(lambda: fleet.compile(**whole), *parts)
     # What was compiled before still holds, the optimizer's state with it.
     other = fleet_of(["a", "b"], momentum=0.9)
     fit(other, (X, Y), epochs=2)
@@ -226,7 +246,7 @@ def test_strategies_are_known_or_refused() -> None:
         (iter([(X, Y)]), ("can be read only once", "a function that returns one")),
         ([], ("data holds no arrays",)),
         ((X, [str(label) for label in Y]), ("data: [1] has dtype", "Encode it as numbers")),
-        ((list(X[:2]) + [X[0, :2]], Y[:3]), ("data",)),
+        (([*X[:2], X[0, :2]], Y[:3]), ("data",)),
     ],
     ids=lambda value: "" if isinstance(value, tuple) else None,
 )
@@ -242,7 +262,9 @@ def test_bad_data_of_one_member_are_told_with_its_name() -> None:
     fleet = fleet_of(["a", "b"])
     refused(lambda: fit(fleet, mf.each({"a": (X, Y), "b": (X, Y[:5])})), "member 'b'", "5 rows")
     refused(lambda: fit(fleet, mf.each({"a": (X, Y), "b": (X, Y + 3)})), "member 'b'", "3 classes")
-    refused(lambda: fit(fleet, mf.each({"a": (X, Y), "b": (X[:, :2], Y)})), "member 'b'", "(2,), expected (4,)")
+    refused(
+        lambda: fit(fleet, mf.each({"a": (X, Y), "b": (X[:, :2], Y)})), "member 'b'", "(2,), expected (4,)"
+    )
     refused(lambda: fit(fleet, mf.each({"a": (X, Y), "b": [(X, Y)]})), "member 'b' is a loader", "same kind")
     refused(lambda: fit(fleet, mf.each({"a": (X, Y), "b": None})), "data of member 'b' is of type NoneType")
 

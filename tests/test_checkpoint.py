@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers import all_weights, equal, fit, fleet_of, mlp, toy
 from torch.utils.data import DataLoader, TensorDataset
 
 import modelfleet as mf
 from modelfleet.history import History
-from tests.helpers import all_weights, equal, fit, fleet_of, mlp, toy
 
 X, Y = toy(24)
 
-# Shuffles, dropout, a schedule, momentum, data of different lengths, and members that stop at different epochs.
+# Shuffles, dropout, a schedule, momentum, data of different lengths, and members that stop early.
 SCRIPT = """
-import os, signal, sys
+import json, sys
 from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -36,7 +36,8 @@ class Tell(mf.Callback):
             sys.stdin.readline()  # wait for the end: the parent kills this process now
 
 torch.manual_seed(3)
-fleet = fleet_of(["a", "b", "c", "d"], dropout=0.5, momentum=0.9, lr=mf.each([0.5, 0.0, 0.1, 0.0]), schedule="cosine")
+rates = mf.each([0.5, 0.0, 0.1, 0.0])
+fleet = fleet_of(["a", "b", "c", "d"], dropout=0.5, momentum=0.9, lr=rates, schedule="cosine")
 options = {"epochs": 5, "progress": False}
 if kind == "arrays":
     data = mf.each({"a": toy(24, 1), "b": toy(13, 2), "c": toy(24, 3), "d": toy(9, 4)})
@@ -44,7 +45,7 @@ if kind == "arrays":
 else:
     x, y = toy(24)
     data = DataLoader(TensorDataset(torch.from_numpy(x), torch.from_numpy(y)), batch_size=4, shuffle=True)
-    fleet.compile("sgd", "cross_entropy", lr=mf.each([0.5, 0.0, 0.1, 0.0]), momentum=0.9)
+    fleet.compile("sgd", "cross_entropy", lr=rates, momentum=0.9)
 callbacks = [
     mf.EarlyStopping("val_loss", patience=2, restore_best=True),
     mf.Checkpoint(folder / "run", every_steps=4),
@@ -52,7 +53,7 @@ callbacks = [
 ]
 history = fleet.fit(data, validation=toy(24, 9), callbacks=callbacks, **options)
 fleet.save(folder / "result")
-(folder / "history.json").write_text(__import__("json").dumps(history.to_dict()))
+(folder / "history.json").write_text(json.dumps(history.to_dict()))
 print("done", flush=True)
 """
 
@@ -217,7 +218,9 @@ def test_a_checkpoint_of_other_settings_is_refused(
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     fleet = fleet_of(**{"members": 2, **recipe})
     weights = all_weights(fleet)
-    with pytest.raises(mf.StoreError, match=rf"checkpoint of another run: its {what} are .*Give another folder"):
+    with pytest.raises(
+        mf.StoreError, match=rf"checkpoint of another run: its {what} are .*Give another folder"
+    ):
         fit(fleet, (X, Y), **{"epochs": 2, **options}, callbacks=[mf.Checkpoint(tmp_path)])
     assert equal(all_weights(fleet), weights)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

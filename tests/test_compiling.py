@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers import all_weights, close, equal, fit, fleet_of, toy, weights
 from torch._dynamo.utils import counters
 
 import modelfleet as mf
 from modelfleet.frameworks.torch import compiling
 from modelfleet.frameworks.torch.programs import Programs
-from tests.helpers import all_weights, close, equal, fit, fleet_of, toy, weights
 
 X, Y = toy(20)
 RECIPE: dict[str, Any] = {"lr": 0.01, "momentum": 0.9}
@@ -79,10 +79,10 @@ class Processes:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
-        self.started: list[subprocess.Popen[bytes]] = []
-        start = subprocess.Popen
+        self.started: list[subprocess.Popen[Any]] = []
+        start: Any = subprocess.Popen
 
-        def watched(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        def watched(command: list[str], **options: Any) -> subprocess.Popen[Any]:
             process = start(command, **options)
             if "modelfleet.frameworks.torch.compile_worker" in command:
                 self.started.append(process)
@@ -146,7 +146,9 @@ def test_training_goes_on_while_a_second_process_compiles(
 
 
 @pytest.mark.slow
-def test_compiled_steps_give_the_numbers_of_traced_ones_and_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_steps_give_the_numbers_of_traced_ones_and_are_made_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("MODELFLEET_COMPILE", "never")
     traced = fleet_of(3, **RECIPE)
     expected = [fit(traced, (X, Y), epochs=2, batch_size=10) for _ in range(2)]
@@ -161,7 +163,7 @@ def test_compiled_steps_give_the_numbers_of_traced_ones_and_are_made_once(monkey
     made, traces = compiled_so_far(), programs(fleet).traces
     assert made > before
 
-    # The second step and the second epoch were compiled with the first: here are the second fit and another rate.
+    # The second step and the second epoch came with the first: here are the second fit and another rate.
     again = fit(fleet, (X, Y), epochs=2, batch_size=10)
     assert again["1"]["loss"] == pytest.approx(expected[1]["1"]["loss"], rel=1e-5)
     assert close(weights(fleet["1"]), weights(traced["1"]))
@@ -198,7 +200,9 @@ def test_an_error_in_the_fit_takes_its_compiler_with_it(eager: Processes) -> Non
     assert eager.none_left()
 
 
-def test_a_compiler_that_fails_leaves_the_training_as_it_is(eager: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_fails_leaves_the_training_as_it_is(
+    eager: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fleet, other = fleet_of(2, **RECIPE), fleet_of(2, **RECIPE)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "/bin/false")  # a compiler that ends with an error at once

@@ -1,19 +1,19 @@
 """The fleet as its users meet it: who is in it, and what its verbs do."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.helpers import all_weights, close, equal, fit, fleet_of, mlp, toy, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import modelfleet as mf
 from modelfleet import testing
-from tests.helpers import all_weights, close, equal, fit, fleet_of, mlp, toy, weights
 
 X, Y = toy(20)
 
@@ -29,7 +29,7 @@ def tensors(rows: int = 20) -> tuple[Tensor, Tensor]:
 def test_a_mapping_names_the_members_and_a_sequence_counts_them() -> None:
     models = [mlp(), mlp()]
     named = mf.Fleet({"b": models[0], "a": models[1]})
-    counted = mf.Fleet(iter(models))
+    counted = mf.Fleet(tuple(models))
     assert (named.names, counted.names) == (["b", "a"], ["0", "1"])
     assert named["b"] is models[0]
     assert counted["1"] is models[1]
@@ -123,7 +123,7 @@ def test_changes_that_torch_does_not_count_are_seen_too() -> None:
 
 
 def test_a_layer_that_an_owner_froze_stays_as_it_is() -> None:
-    models = {"a": mlp(), "b": mlp()}
+    models: dict[str, Any] = {"a": mlp(), "b": mlp()}
     fleet = mf.Fleet(models)
     fleet.compile("sgd", "cross_entropy", lr=0.1, momentum=0.9)
     fit(fleet, (X, Y))
@@ -165,8 +165,9 @@ def test_models_are_trained_in_training_mode_and_come_back_as_they_were() -> Non
 
 
 def test_fit_again_goes_on() -> None:
-    parts, whole = fleet_of(2, optimizer="adam", lr=0.01, dropout=0.5), fleet_of(
-        2, optimizer="adam", lr=0.01, dropout=0.5
+    parts, whole = (
+        fleet_of(2, optimizer="adam", lr=0.01, dropout=0.5),
+        fleet_of(2, optimizer="adam", lr=0.01, dropout=0.5),
     )
     first, second = fit(parts, (X, Y), epochs=2, batch_size=8), fit(parts, (X, Y), epochs=3, batch_size=8)
     history = fit(whole, (X, Y), epochs=5, batch_size=8)
@@ -181,7 +182,15 @@ def test_compiling_again_starts_the_optimizer_anew() -> None:
     start = copy.deepcopy(fleet["0"])
     fit(fleet, (X, Y), shuffle=False, batch_size=20)
     expected = testing.alone(
-        start, "0", (X, Y), optimizer="sgd", loss="cross_entropy", lr=0.1, momentum=0.9, shuffle=False, batch_size=20
+        start,
+        "0",
+        (X, Y),
+        optimizer="sgd",
+        loss="cross_entropy",
+        lr=0.1,
+        momentum=0.9,
+        shuffle=False,
+        batch_size=20,
     )
     assert testing.largest_difference(fleet["0"], expected)[0] < 1e-5
 
@@ -245,7 +254,7 @@ def test_all_forms_of_data_train_alike(data: Any) -> None:
     expected, fleet = fleet_of(2), fleet_of(2)
     fit(expected, (X, Y), batch_size=8, **options)
     value = data()
-    first = value.values[0] if isinstance(value, mf.Each) else value
+    first: Any = next(iter(value.values)) if isinstance(value, mf.Each) else value
     loader = isinstance(first, DataLoader) or callable(first) or isinstance(first[0], tuple)
     fit(fleet, value, batch_size=None if loader else 8, **options)
     for name in fleet.names:
@@ -283,7 +292,9 @@ def test_an_objective_brings_its_own_loss_and_metrics() -> None:
     fleet.compile("sgd", objective=denoise, lr=0.1)
     start = copy.deepcopy(fleet["1"])
     history = fit(fleet, X, validation=X, epochs=2, batch_size=8)
-    expected = testing.alone(start, "1", X, optimizer="sgd", objective=denoise, lr=0.1, epochs=2, batch_size=8)
+    expected = testing.alone(
+        start, "1", X, optimizer="sgd", objective=denoise, lr=0.1, epochs=2, batch_size=8
+    )
     assert testing.largest_difference(fleet["1"], expected)[0] < 1e-5
     assert history.metrics == ("loss", "bias", "val_loss", "val_bias")
     with torch.no_grad():
@@ -348,14 +359,14 @@ class OnTrunk(nn.Module):
         return self.head(self.trunk(x))
 
 
-def on_trunk(trunks: list[nn.Module]) -> mf.Fleet:
+def on_trunk(trunks: Sequence[nn.Module]) -> mf.Fleet:
     torch.manual_seed(0)
     fleet = mf.Fleet([OnTrunk(trunk) for trunk in trunks])
     fleet.compile("sgd", "cross_entropy", lr=0.1)
     return fleet
 
 
-def frozen() -> nn.Module:
+def frozen() -> nn.Sequential:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh()).requires_grad_(False)
 
@@ -378,13 +389,13 @@ def test_a_trunk_that_is_changed_or_no_longer_shared_is_noticed() -> None:
     fleet = on_trunk([trunk, trunk])
     fleet.predict(X)
     with torch.no_grad():
-        trunk[0].weight.mul_(2)
+        next(trunk.parameters()).mul_(2)
     expected = {name: fleet[name](torch.from_numpy(X)).detach().numpy() for name in fleet.names}
     found = fleet.predict(X)
     assert all(np.allclose(found[name], expected[name], atol=1e-6) for name in fleet.names)
     fleet["1"].trunk = copy.deepcopy(trunk)
     with torch.no_grad():
-        fleet["1"].trunk[0].weight.mul_(3)
+        next(fleet["1"].trunk.parameters()).mul_(3)
     expected = {name: fleet[name](torch.from_numpy(X)).detach().numpy() for name in fleet.names}
     found = fleet.predict(X)
     assert all(np.allclose(found[name], expected[name], atol=1e-6) for name in fleet.names)

@@ -188,6 +188,7 @@ class Checkpoint(Callback):
 
     Saved every `every` epochs, or every `every_steps` steps if given, and after the last epoch. With
     `resume`, a `fit` that finds a checkpoint in the folder goes on from there: run the same script again.
+    A loader that shuffles goes on as it would have if it draws from the framework's own generator.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from modelfleet.callbacks import Callback
 from modelfleet.devices import parse_devices
 from modelfleet.each import Each, spread
 from modelfleet.errors import InputError, StrategyError, unknown
-from modelfleet.feeds import Feed, LoaderFeed, make_feed
+from modelfleet.feeds import Feed, LoaderFeed, is_loader, make_feed
 from modelfleet.fitting import Fit, Shift
 from modelfleet.history import History
 from modelfleet.lanes import Lane
@@ -60,7 +60,7 @@ class Fleet:
         self._recipe: Recipe | None = None
         self._lanes: list[Lane] | None = None
         self._carried: dict[str, tuple[Lane, int]] = {}  # where a member's optimizer state is, between two sets of lanes
-        self._handed: set[str] = set()  # members whose models somebody else may hold, and change between verbs
+        self._handed: set[str] = set()  # members whose models somebody else may hold, and change
         self._origins: dict[str, dict[str, Any]] = {}  # how members were built, for `save`
         for name, model in pairs:
             self._handed.add(self._enlist(name, model))
@@ -235,7 +235,7 @@ class Fleet:
         shifts = []
         for lane, feed in lanes:
             own = np.array([lengths[name] for name in lane.names])
-            shifts.append(self._shift(lane, feed, validation, own))
+            shifts.append(self._shift(lane, feed, validation, batch_size, own))
         run = Fit(self, shifts, callbacks, shown, self._framework, randomness)
         try:
             return run.run()
@@ -349,7 +349,7 @@ class Fleet:
         )
 
     def _check(self, lane: Lane, feed: Feed, data: Any, values: Sequence[Any]) -> list[str]:
-        """Everything that can be wrong with data, before the first step; gives the names of the sums it makes."""
+        """Find all that can be wrong with data before the first step; gives the names of the sums it makes."""
         first = feed.first()
         own = isinstance(data, Each)
         pairs = {
@@ -366,11 +366,14 @@ class Fleet:
                 first = feed.first()  # again, now checked
         return lane.engine.check(first, lane.names[0])
 
-    def _shift(self, lane: Lane, feed: Feed, validation: Any, epochs: np.ndarray) -> Shift:
+    def _shift(self, lane: Lane, feed: Feed, validation: Any, batch_size: Any, epochs: np.ndarray) -> Shift:
         checked: Feed | None = None
         if validation is not None:
             values = spread(validation, self.names, "validation")
-            checked = self._feed(lane, validation, values, None, shuffle=False, what="validation")
+            # A loader has batches of its own size, whatever that of the training data is.
+            loads = is_loader(values[0], self._framework.arrays, "validation")
+            size = None if loads else batch_size
+            checked = self._feed(lane, validation, values, size, shuffle=False, what="validation")
             self._check(lane, checked, validation, values)
         per_epoch = np.ones(len(lane.members), dtype=np.int64) if feed.steps is None else feed.steps
         schedules = self._framework.Schedules(

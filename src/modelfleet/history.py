@@ -265,7 +265,7 @@ class History:
     def _unrecorded(self, metric: str) -> InputError:
         if not self.metrics and self.failed:
             return InputError(
-                f"there is no {metric!r}: {len(self.failed):,} of {len(self):,} failed within their first epoch. "
+                f"there is no {metric!r}: {len(self.failed):,} of {len(self):,} failed in their first epoch. "
                 f"history.failed has the reasons; often a lower lr helps."
             )
         if not self.metrics:

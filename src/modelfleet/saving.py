@@ -11,7 +11,7 @@ from modelfleet.store import read_manifest, read_row, write_folder
 from modelfleet.store.manifest import plain
 
 KIND = "fleet"
-_ENTRY = ("name", "seed", "file", "row", "class", "factory", "arguments")  # what the manifest says of a member
+_ENTRY = ("name", "seed", "file", "row", "class", "factory", "arguments")  # what is kept of a member
 
 
 def save(
@@ -48,14 +48,17 @@ def read(
         entries = {entry["name"]: {key: entry[key] for key in _ENTRY} for entry in manifest["members"]}
         seed = int(manifest["seed"])
     except (KeyError, TypeError, ValueError) as error:
-        raise StoreError(f"{folder} has a manifest that is not a fleet's: {error!r}. Load another copy.") from error
+        raise StoreError(
+            f"{folder} has a manifest that is not a fleet's: {error!r}. Load another copy."
+        ) from error
     for name in members or ():
         if name not in entries:
             raise unknown("member", name, entries)
     models: dict[str, Any] = {}
     for name in entries if members is None else members:
         entry = entries[name]
-        model = framework.build(_factory(folder, entry, factory, allow_import), entry["arguments"], entry["seed"], name)
+        make = _factory(folder, entry, factory, allow_import)
+        model = framework.build(make, entry["arguments"], entry["seed"], name)
         tensors = read_row(folder, manifest, entry["file"], entry["row"], framework.files)
         difference = framework.fill(model, tensors)
         if difference:

@@ -1,11 +1,11 @@
 """Groups: who may be fused with whom, and what tells the others apart."""
 
+from tests.helpers import fleet_of, mlp
 from torch import nn
 
 import modelfleet as mf
 from modelfleet.frameworks.torch import difference, signature
 from modelfleet.planning.groups import Group, group
-from tests.helpers import fleet_of, mlp
 
 
 def compare(left: str, right: str) -> str | None:

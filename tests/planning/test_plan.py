@@ -7,11 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from tests.helpers import fit, fleet_of, mlp, toy
 from torch import Tensor, nn
 
 import modelfleet as mf
 from modelfleet import testing
-from tests.helpers import fit, fleet_of, mlp, toy
 
 X, Y = toy(20)
 

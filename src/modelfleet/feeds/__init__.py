@@ -11,7 +11,7 @@ from modelfleet.feeds._base import Arrays, Batch, Feed, is_number_list, settle
 from modelfleet.feeds.arrays import ArrayFeed
 from modelfleet.feeds.loaders import LoaderFeed
 
-__all__ = ["ArrayFeed", "Arrays", "Batch", "Feed", "LoaderFeed", "make_feed"]
+__all__ = ["ArrayFeed", "Arrays", "Batch", "Feed", "LoaderFeed", "is_loader", "make_feed"]
 
 DEFAULT_BATCH_SIZE = 32
 
@@ -37,7 +37,7 @@ def make_feed(
     values = spread(data, names, what)
     own = isinstance(data, Each)
     wheres = [f"{what} of member {name!r}" for name in names] if own else [what] * len(names)
-    loads = {id(value): _is_loader(value, arrays, where) for value, where in zip(values, wheres, strict=True)}
+    loads = {id(value): is_loader(value, arrays, where) for value, where in zip(values, wheres, strict=True)}
     kinds = [loads[id(value)] for value in values]
 
     if not any(kinds):
@@ -70,7 +70,7 @@ def make_feed(
     )
 
 
-def _is_loader(data: Any, arrays: Arrays, where: str) -> bool:
+def is_loader(data: Any, arrays: Arrays, where: str) -> bool:
     """Whether `data` yields batches, as against being arrays. Raises where it is neither."""
     if arrays.is_array(data) or isinstance(data, tuple | Mapping):
         return False

@@ -47,8 +47,8 @@ class LoaderFeed:
 
     def epoch(self, number: int, *, start: int = 0) -> Generator[Batch, None, None]:
         """The batches of one epoch, without the first `start` of them."""
-        # Opened here and not in the thread: a DataLoader starts its processes best from the caller's, and it draws
-        # the seed of its shuffle with its first batch, which several lanes must do in a fixed order.
+        # Opened here and not in the thread: a DataLoader starts its processes best from the caller's, and it
+        # draws the seed of its shuffle with its first batch, which several lanes must do in a fixed order.
         if self.shared:
             self._sources[0].peek()
             yield from ahead(self._shared(start))

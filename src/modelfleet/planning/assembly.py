@@ -32,9 +32,10 @@ class Assembly:
         prepared = self.framework.prepare(recipe, names)
         twice = self.framework.trained_twice([member.model for member in members])
         if twice is not None:
+            first, second, parameter = twice
             raise InputError(
-                f"members {names[twice[0]]!r} and {names[twice[1]]!r} share the trained parameter {twice[2]!r}: one would "
-                f"undo the other's steps. Freeze it (requires_grad=False), or give each member its own copy."
+                f"members {names[first]!r} and {names[second]!r} share the trained parameter {parameter!r}: "
+                f"one would undo the other's steps. Freeze it (requires_grad=False), or give each its own copy."
             )
         signatures = [self.framework.signature(member.model) for member in members]
         lanes = []

@@ -13,7 +13,7 @@ from modelfleet.errors import InputError
 
 
 def build(factory: Callable[..., nn.Module], arguments: Mapping[str, Any], seed: int, name: str) -> nn.Module:
-    """A member's model. Its initial weights depend on its seed alone; the caller's generator stays as it was."""
+    """A member's model. Its first weights depend on its seed alone; the caller's generator is left alone."""
     _check_keywords(factory, arguments, name)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -46,11 +46,13 @@ def check_model(model: nn.Module, name: str) -> None:
     for path, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise InputError(
-                f"member {name!r}: its {path!r} is uninitialized. Call the model once on a batch, so that its lazy "
-                f"layers know their shapes."
+                f"member {name!r}: its {path!r} is uninitialized. "
+                f"Call the model once on a batch, so that its lazy layers know their shapes."
             )
         if tensor.is_meta:
-            raise InputError(f"member {name!r}: its {path!r} is on the meta device, without values. Load its weights.")
+            raise InputError(
+                f"member {name!r}: its {path!r} is on the meta device, without values. Load its weights."
+            )
 
 
 def copy_model(model: nn.Module) -> nn.Module:

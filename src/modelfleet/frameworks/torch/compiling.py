@@ -26,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from modelfleet.errors import FleetError, unknown
+from modelfleet.frameworks.torch.diagnosis import cache_folder
 from modelfleet.frameworks.torch.sources import ANY_WIDTH, ONE_WIDTH, Source, describe
 from modelfleet.frameworks.torch.tracing import Program
 from modelfleet.frameworks.torch.widths import NotGeneralError, merge
@@ -224,5 +225,5 @@ def _marker(program: Program) -> Path:
     assert program.graph is not None
     source = Source.of(program.graph, program.inputs, ONE_WIDTH)
     text = f"{torch.__version__} {source.text} {[describe(spec) for spec in program.inputs]}"
-    base = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "modelfleet" / "compiled" / hashlib.sha256(text.encode()).hexdigest()[:32]
+    name = hashlib.sha256(text.encode()).hexdigest()[:32]
+    return cache_folder() / "modelfleet" / name  # beside what torch keeps there: they come and go together

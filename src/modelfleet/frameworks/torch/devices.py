@@ -9,9 +9,9 @@ from modelfleet.errors import InputError
 
 
 def choose(devices: tuple[Device, ...] | None) -> list[Device]:
-    """The devices to use: those asked for, if they are here; for None every accelerator, or else the CPU."""
+    """The devices to use: those asked for, if they are here; for None the first accelerator, or else the CPU."""
     if devices is None:
-        return accelerators() or [Device("cpu")]
+        return accelerators()[:1] or [Device("cpu")]
     check(devices)
     return list(devices)
 

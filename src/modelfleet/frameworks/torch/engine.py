@@ -232,7 +232,9 @@ class Engine:
 
     def still_shared(self, members: Sequence[Member]) -> bool:
         """Whether the tensors that all members shared are still the same in all of them."""
-        return not self.shared or self.shared.keys() <= shared_parameters([member.model for member in members])
+        if not self.shared:
+            return True
+        return self.shared.keys() <= shared_parameters([member.model for member in members])
 
     def restack(self, positions: np.ndarray, members: Sequence[Member]) -> None:
         """Take the weights of the members at these positions from their models again."""
@@ -296,7 +298,8 @@ class Engine:
         """
         with self._trying(batch, batch.data, name) as (one, few):
             weights = torch.ones(1, len(leaves(few)[0]), device=self.device)
-            return list(self.programs.steps.evaluate(one, self.shared, few, weights, shared_data=True, fused=False))
+            steps = self.programs.steps
+            return list(steps.evaluate(one, self.shared, few, weights, shared_data=True, fused=False))
 
     def output_shape(self, batch: Any, name: str) -> tuple[int, ...] | None:
         """The shape `(row, …)` of a member's output for two rows of a batch; None if it is no single tensor.
@@ -322,8 +325,8 @@ class Engine:
         except Exception as error:  # whatever a forward, a loss or a metric may raise
             said = f"{type(error).__name__}: {error}".rstrip(".")
             raise InputError(
-                f"member {name!r} can't take this batch: {_shapes(data)} into {type(model).__name__} gave {said}. "
-                f"Check the shapes and dtypes of the data against what the model expects."
+                f"member {name!r} can't take this batch: {_shapes(data)} into {type(model).__name__} "
+                f"gave {said}. Check the shapes and dtypes of the data against what the model expects."
             ) from error
 
     def check_targets(self, output_shape: tuple[int, ...] | None, target: Any, name: str | None) -> None:

@@ -100,7 +100,7 @@ class Programs:
         """The program for arguments of these shapes; traced if there is none yet."""
         # What is left out, the weights and the numbers per member, follows from the structure and the width.
         data = _key(args[-2:] if kind == "train" else args[2:], 0 if shared_data else 1)
-        family = (kind, shared_data, data)
+        family = (kind, shared_data, tuple(args[1]), data)  # what is shared does not follow from the structure
         width = len(args[0]["member"]["seed"])
         programs = self._programs.setdefault(family, {})
         if width not in programs:

@@ -161,11 +161,52 @@ def _contiguously(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return pool
 
 
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    # Under vmap autocast sees the product but not the bias: all that follows would be in float32, unlike alone.
+    result = F.linear(x, weight, bias)
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and result.dtype == torch.float32:
+        return result.to(torch.get_autocast_dtype(kind))
+    return result
+
+
+def _in_float32(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    # Likewise: autocast computes losses in float32, but under vmap it sees only what they are made of.
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        if torch.is_autocast_enabled(args[0].device.type):
+            args = tuple(_full(arg) for arg in args)
+            kwargs = {name: _full(arg) for name, arg in kwargs.items()}
+        return loss(*args, **kwargs)
+
+    return run
+
+
+def _full(arg: Any) -> Any:
+    return arg.float() if isinstance(arg, Tensor) and arg.dtype in (torch.float16, torch.bfloat16) else arg
+
+
+_LOSSES = (
+    F.cross_entropy,
+    F.nll_loss,
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.binary_cross_entropy_with_logits,
+    F.poisson_nll_loss,
+    F.kl_div,
+    F.cosine_embedding_loss,
+    F.triplet_margin_loss,
+    F.margin_ranking_loss,
+)
+
 RULES: Mapping[Any, Callable[..., Any]] = {
+    **{loss: _in_float32(loss) for loss in _LOSSES},
     torch.bilinear: _bilinear,
     F.one_hot: _one_hot,
     torch.adaptive_avg_pool1d: _contiguously(torch.adaptive_avg_pool1d),
     torch._C._nn.adaptive_avg_pool2d: _contiguously(torch._C._nn.adaptive_avg_pool2d),
+    F.linear: _linear,
     torch.lstm: _recurrent(_lstm_layer, 2, torch.lstm),
     torch.gru: _recurrent(_gru_layer, 1, torch.gru),
     torch.rnn_tanh: _recurrent(_rnn_layer(torch.tanh), 1, torch.rnn_tanh),

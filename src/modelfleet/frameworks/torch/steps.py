@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from modelfleet.frameworks.torch.random import DrawFromStreams, Streams
@@ -87,9 +87,10 @@ class Steps:
         if task.clip:
             gradients = _clipped(gradients, coefficients["clip_norm"])
 
-        for name, parameter in state["params"].items():
+        for name, gradient in gradients.items():
+            parameter = state["params"][name]
             slots = {slot: tensors[name] for slot, tensors in state["slots"].items()}
-            updated, new_slots = task.optimizer.apply(parameter, gradients[name], slots, coefficients)
+            updated, new_slots = task.optimizer.apply(parameter, gradient, slots, coefficients)
             _keep(keep, parameter, updated)
             for slot, tensor in slots.items():
                 _keep(keep, tensor, new_slots[slot])
@@ -123,7 +124,7 @@ class Steps:
             return self._call({**params, **frozen, **shared}, buffers, self.task.run, data, mask)[1]
 
         args = (state["params"], state["frozen"], state["buffers"], data, weights)
-        with self._streams(state["member"], fused):
+        with torch.no_grad(), self._streams(state["member"], fused):
             return _mapped(sums_of, args, (0, 0, 0, None if shared_data else 0, 0), fused=fused)
 
     def predict(
@@ -136,7 +137,7 @@ class Steps:
             return self._call({**params, **frozen, **shared}, buffers, lambda m, x: logits(call(m, x)), data)
 
         args = (state["params"], state["frozen"], state["buffers"], data)
-        with self._streams(state["member"], fused):
+        with torch.no_grad(), self._streams(state["member"], fused):
             return _mapped(output_of, args, (0, 0, 0, None if shared_data else 0), fused=fused)
 
     def _call(self, own: Any, buffers: Any, run: Callable[..., Any], *args: Any) -> Any:
@@ -162,25 +163,23 @@ class Steps:
 
 
 def _gradients(loss_of: Callable[..., Any], args: Any, axes: Any, *, fused: bool) -> Any:
-    if fused:
-        return _vmapped(grad(loss_of, has_aux=True), args, axes)
-    params, *rest = (_row(arg, axis) for arg, axis in zip(args, axes, strict=True))
+    """Every member's own gradients, of those parameters that take part in its loss; and what else `loss_of` gives.
+
+    The members' losses are summed, never averaged: so the gradient of the sum is, member by member, that of its own.
+    """
+    params, *rest = args
     with torch.enable_grad():
         leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
-        loss, aux = loss_of(leaves, *rest)
-        found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    gradients = {
-        name: torch.zeros_like(p) if g is None else g
-        for (name, p), g in zip(leaves.items(), found, strict=True)
-    }
-    return map_tree(lambda t: t.detach().unsqueeze(0), (gradients, aux))
+        losses, aux = _mapped(loss_of, (leaves, *rest), axes, fused=fused)
+        found = torch.autograd.grad(losses.sum(), list(leaves.values()), allow_unused=True)
+    gradients = {name: g for name, g in zip(leaves, found, strict=True) if g is not None}
+    return gradients, map_tree(lambda t: t.detach(), aux)
 
 
 def _mapped(function: Callable[..., Any], args: Any, axes: Any, *, fused: bool) -> Any:
     if fused:
         return _vmapped(function, args, axes)
-    with torch.no_grad():
-        result = function(*(_row(arg, axis) for arg, axis in zip(args, axes, strict=True)))
+    result = function(*(_row(arg, axis) for arg, axis in zip(args, axes, strict=True)))
     return map_tree(lambda t: t.unsqueeze(0), result)
 
 

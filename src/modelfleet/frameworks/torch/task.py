@@ -38,7 +38,8 @@ class Task:
         """The task in a line, for checkpoints: what must be the same for a run to go on."""
         flags = [name for name, on in self.optimizer.flags.items() if on]
         loss = "its own loss" if self.loss is None else self.loss.name
-        return ", ".join([self.optimizer.name, *sorted(flags), loss, *(m.name for m in self.metrics), self.precision])
+        metrics = [metric.name for metric in self.metrics]
+        return ", ".join([self.optimizer.name, *sorted(flags), loss, *metrics, self.precision])
 
     def run(self, model: nn.Module, batch: Any, weights: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
         """One member's loss on a batch, and the batch's sums for the epoch's metrics.
@@ -52,8 +53,8 @@ class Task:
         elif self.loss is not None:
             if not isinstance(batch, tuple) or len(batch) != 2:
                 raise InputError(
-                    f"the loss {self.loss.name!r} needs (x, y), but the data hold {_form(batch)}. Give (x, y), or "
-                    f"compile with an objective, which takes any batch."
+                    f"the loss {self.loss.name!r} needs (x, y), but the data hold {_form(batch)}. "
+                    f"Give (x, y), or compile with an objective, which takes any batch."
                 )
             x, target = batch
             output = logits(call(model, x))
@@ -141,7 +142,7 @@ def _scalar(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise InputError(f"the loss is a {type(loss).__name__}; expected a tensor of one number.")
     if loss.numel() != 1:
-        raise InputError(f"the loss is {tuple(loss.shape)}; expected one number for the batch, such as its mean.")
+        raise InputError(f"the loss is {tuple(loss.shape)}; expected one number, such as the batch's mean.")
     return loss.reshape(()) if loss.dim() else loss
 
 

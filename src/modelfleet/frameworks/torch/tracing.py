@@ -69,7 +69,7 @@ class Program:
     def __call__(self, inputs: Sequence[Tensor]) -> Any:
         """Run one step on the tensors of its arguments, in their order; gives what the step gives."""
         values = self.run(*inputs)
-        return rebuild(self._step.outputs, values)  # plain Python tells the form of its outputs only as it runs
+        return rebuild(self._step.outputs, values)  # plain Python tells their form only as it runs
 
 
 class _Flat:
