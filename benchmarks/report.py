@@ -49,9 +49,7 @@ class Report:
         """What modelfleet itself could not do."""
         own = [(row.title, result) for row, results in self.rows for result in results]
         own += [(f"growth, {members:,} members", result) for members, result in self.growth.items()]
-        told = [
-            f"{title}: {result.problem}" for title, result in own if result.peer == FLEET and result.problem
-        ]
+        told = [f"{title}: {result.problem}" for title, result in own if result.peer == FLEET and result.problem]
         return told + [
             f"{COLD.title}: {cold.problem}" for cold in self.cold if cold.peer == FLEET and cold.problem
         ]
@@ -129,9 +127,7 @@ def _cold_table(results: list[ColdResult]) -> Table:
             table.add_row(cold.peer, "–", "", cold.problem)
             continue
         compared = cold_ratio(results) if cold.peer == TORCH else None
-        table.add_row(
-            cold.peer, f"{min(cold.seconds):.2f}", f"{min(cold.with_imports):.2f}", *_cells(compared)
-        )
+        table.add_row(cold.peer, f"{min(cold.seconds):.2f}", f"{min(cold.with_imports):.2f}", *_cells(compared))
     return table
 
 

@@ -19,9 +19,7 @@ def main() -> None:
     x = (x - x.mean(0)) / x.std(0)
 
     train, validation = {}, {}
-    for number, (rows, held_out) in enumerate(
-        StratifiedKFold(FOLDS, shuffle=True, random_state=0).split(x, y)
-    ):
+    for number, (rows, held_out) in enumerate(StratifiedKFold(FOLDS, shuffle=True, random_state=0).split(x, y)):
         train[f"fold-{number}"] = (x[rows], y[rows])
         validation[f"fold-{number}"] = (x[held_out], y[held_out])
 

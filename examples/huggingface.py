@@ -33,9 +33,7 @@ def main() -> None:
 
     print(f"fused: {fleet.plan(batch).lanes[0].fused}")
     for name, rate in zip(fleet, rates, strict=True):
-        print(
-            f"lr {rate:g}: loss {history[name]['loss'][-1]:.3f}, accuracy {history[name]['accuracy'][-1]:.2f}"
-        )
+        print(f"lr {rate:g}: loss {history[name]['loss'][-1]:.3f}, accuracy {history[name]['accuracy'][-1]:.2f}")
 
 
 if __name__ == "__main__":

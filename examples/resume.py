@@ -46,15 +46,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = mf.Checkpoint(Path(folder) / "run")
         try:
-            make_fleet().fit(
-                data, epochs=EPOCHS, callbacks=[checkpoint, PowerCut(comes=True)], progress=False
-            )
+            make_fleet().fit(data, epochs=EPOCHS, callbacks=[checkpoint, PowerCut(comes=True)], progress=False)
         except KeyboardInterrupt:
             print("cut short in its fourth epoch")
         fleet = make_fleet()  # as a new process would make it
-        history = fleet.fit(
-            data, epochs=EPOCHS, callbacks=[checkpoint, PowerCut(comes=False)], progress=False
-        )
+        history = fleet.fit(data, epochs=EPOCHS, callbacks=[checkpoint, PowerCut(comes=False)], progress=False)
         print(f"went on to epoch {history.epochs}")
 
     same = all(

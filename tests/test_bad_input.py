@@ -102,9 +102,7 @@ def test_a_trained_parameter_may_not_be_shared() -> None:
 def test_nothing_to_train_is_told() -> None:
     fleet = mf.Fleet({"a": mlp().requires_grad_(False)})
     fleet.compile("sgd", "cross_entropy")
-    refused(
-        lambda: fit(fleet, (X, Y)), "member 'a' has no parameter that takes a gradient", "requires_grad=True"
-    )
+    refused(lambda: fit(fleet, (X, Y)), "member 'a' has no parameter that takes a gradient", "requires_grad=True")
 
 
 def test_factories_must_be_functions_that_make_models() -> None:
@@ -120,9 +118,7 @@ def test_factories_must_be_functions_that_make_models() -> None:
 
 
 def test_a_model_of_unknown_shape_is_told_to_be_called_once() -> None:
-    refused(
-        lambda: mf.Fleet({"a": nn.LazyLinear(3)}), "member 'a'", "'weight' is uninitialized", "Call the model"
-    )
+    refused(lambda: mf.Fleet({"a": nn.LazyLinear(3)}), "member 'a'", "'weight' is uninitialized", "Call the model")
     with torch.device("meta"):
         empty = mlp()
     refused(lambda: mf.Fleet({"a": empty}), "member 'a'", "meta device", "Load its weights")
@@ -196,9 +192,7 @@ def test_a_member_that_joined_later_needs_a_value() -> None:
         ({"optimizer": None}, ("optimizer", "None")),
     ],
 )
-def test_what_compile_does_not_know_is_told_the_nearest(
-    arguments: dict[str, Any], parts: tuple[str, ...]
-) -> None:
+def test_what_compile_does_not_know_is_told_the_nearest(arguments: dict[str, Any], parts: tuple[str, ...]) -> None:
     fleet = fleet_of(["a", "b"], momentum=0.9)
     fit(fleet, (X, Y))
     whole: dict[str, Any] = {"optimizer": "adam", "loss": "cross_entropy", **arguments}
@@ -262,9 +256,7 @@ def test_bad_data_of_one_member_are_told_with_its_name() -> None:
     fleet = fleet_of(["a", "b"])
     refused(lambda: fit(fleet, mf.each({"a": (X, Y), "b": (X, Y[:5])})), "member 'b'", "5 rows")
     refused(lambda: fit(fleet, mf.each({"a": (X, Y), "b": (X, Y + 3)})), "member 'b'", "3 classes")
-    refused(
-        lambda: fit(fleet, mf.each({"a": (X, Y), "b": (X[:, :2], Y)})), "member 'b'", "(2,), expected (4,)"
-    )
+    refused(lambda: fit(fleet, mf.each({"a": (X, Y), "b": (X[:, :2], Y)})), "member 'b'", "(2,), expected (4,)")
     refused(lambda: fit(fleet, mf.each({"a": (X, Y), "b": [(X, Y)]})), "member 'b' is a loader", "same kind")
     refused(lambda: fit(fleet, mf.each({"a": (X, Y), "b": None})), "data of member 'b' is of type NoneType")
 
@@ -329,6 +321,4 @@ def test_mistakes_in_ones_own_functions_name_the_member() -> None:
 
 def test_early_stopping_on_what_is_not_recorded_is_told() -> None:
     fleet = fleet_of(["a", "b"])
-    refused(
-        lambda: fit(fleet, (X, Y), callbacks=[mf.EarlyStopping("val_loss")]), "'val_loss'", "validation data"
-    )
+    refused(lambda: fit(fleet, (X, Y), callbacks=[mf.EarlyStopping("val_loss")]), "'val_loss'", "validation data")

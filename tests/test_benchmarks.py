@@ -103,9 +103,7 @@ def test_torch_and_jax_peers_train_alike(name: str) -> None:
         state = epoch(state, jnp.asarray(row.rates()), jnp.asarray(x), jnp.asarray(y), jnp.asarray(order))
         losses, accuracies = zip(*[one.train_epoch(row.batch) for one in members], strict=True)
         np.testing.assert_allclose(np.asarray(state.loss) / row.examples, losses, rtol=2e-4)
-        np.testing.assert_allclose(
-            np.asarray(state.correct) / row.examples, accuracies, atol=1.5 / row.examples
-        )
+        np.testing.assert_allclose(np.asarray(state.correct) / row.examples, accuracies, atol=1.5 / row.examples)
 
 
 def test_members_of_a_row_differ_where_it_says_so() -> None:
@@ -131,9 +129,7 @@ def test_a_ratio_compares_the_same_work() -> None:
 
 def test_growth_tells_a_dearer_member_from_a_cheaper_one() -> None:
     def result(members: int, seconds_per_member: float) -> Result:
-        return Result(
-            FLEET, seconds=(seconds_per_member * members,), member_steps=members, memory=1e6 * members
-        )
+        return Result(FLEET, seconds=(seconds_per_member * members,), member_steps=members, memory=1e6 * members)
 
     cheap, same, dear = growth_lines({16: result(16, 1.0), 64: result(64, 1.0), 256: result(256, 1.5)})
     assert "reached" not in cheap

@@ -174,9 +174,7 @@ def test_a_second_fit_starts_afresh() -> None:
 
 @pytest.mark.parametrize("broken_after", [1, 2, 3, 4])
 @pytest.mark.parametrize("restored_first", [True, False])
-def test_a_resumed_run_stops_and_restores_as_the_unbroken_one(
-    broken_after: int, restored_first: bool
-) -> None:
+def test_a_resumed_run_stops_and_restores_as_the_unbroken_one(broken_after: int, restored_first: bool) -> None:
     series = {"a": [3, 2, 4, 4, 4, 4], "b": [1, NAN, 2, 2, 2, 2], "c": [math.inf, 5, 4, 3, 2, 1]}
 
     def make() -> EarlyStopping:
@@ -213,9 +211,7 @@ def test_a_resumed_run_stops_and_restores_as_the_unbroken_one(
         ({"metric": "depth"}, 'mode="min" or mode="max"'),
     ],
 )
-def test_bad_arguments_of_early_stopping_are_refused_at_once(
-    arguments: dict[str, object], message: str
-) -> None:
+def test_bad_arguments_of_early_stopping_are_refused_at_once(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
         EarlyStopping(**arguments)  # pyrefly: ignore[bad-argument-type]
 

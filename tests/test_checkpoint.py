@@ -218,9 +218,7 @@ def test_a_checkpoint_of_other_settings_is_refused(
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     fleet = fleet_of(**{"members": 2, **recipe})
     weights = all_weights(fleet)
-    with pytest.raises(
-        mf.StoreError, match=rf"checkpoint of another run: its {what} are .*Give another folder"
-    ):
+    with pytest.raises(mf.StoreError, match=rf"checkpoint of another run: its {what} are .*Give another folder"):
         fit(fleet, (X, Y), **{"epochs": 2, **options}, callbacks=[mf.Checkpoint(tmp_path)])
     assert equal(all_weights(fleet), weights)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -43,9 +43,7 @@ def test_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_module_runs_as_a_command_without_importing_a_framework() -> None:
     script = "import sys, modelfleet.cli; print('torch' in sys.modules, 'rich.console' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.startswith("False")
     done = subprocess.run(
         [sys.executable, "-m", "modelfleet", "inspect", "nowhere"],

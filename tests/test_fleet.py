@@ -292,9 +292,7 @@ def test_an_objective_brings_its_own_loss_and_metrics() -> None:
     fleet.compile("sgd", objective=denoise, lr=0.1)
     start = copy.deepcopy(fleet["1"])
     history = fit(fleet, X, validation=X, epochs=2, batch_size=8)
-    expected = testing.alone(
-        start, "1", X, optimizer="sgd", objective=denoise, lr=0.1, epochs=2, batch_size=8
-    )
+    expected = testing.alone(start, "1", X, optimizer="sgd", objective=denoise, lr=0.1, epochs=2, batch_size=8)
     assert testing.largest_difference(fleet["1"], expected)[0] < 1e-5
     assert history.metrics == ("loss", "bias", "val_loss", "val_bias")
     with torch.no_grad():

@@ -71,9 +71,7 @@ class Attention(nn.Module):
 class Encoder(nn.Module):
     def __init__(self, causal: bool, norm_first: bool = False) -> None:
         super().__init__()
-        self.layer = nn.TransformerEncoderLayer(
-            8, 2, 16, dropout=0.2, batch_first=True, norm_first=norm_first
-        )
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True, norm_first=norm_first)
         self.head = nn.Linear(8, 3)
         self.causal = causal
 
@@ -277,9 +275,7 @@ CASES: dict[str, Case] = {
     "alpha dropout": Case(alpha, normal(6)),
     "embedding": layers(tokens(5), lambda: nn.Embedding(11, 6, padding_idx=0)),
     "attention": Case(lambda: Attention(0.0, False), tokens(5), ignored=("attention.in_proj_bias",)),
-    "attention with dropout": Case(
-        lambda: Attention(0.3, True), tokens(5), ignored=("attention.in_proj_bias",)
-    ),
+    "attention with dropout": Case(lambda: Attention(0.3, True), tokens(5), ignored=("attention.in_proj_bias",)),
     "scaled dot product": Case(ScaledDotProduct, normal(5, 8), ignored=("qkv.bias",)),
     "encoder layer": Case(lambda: Encoder(False), normal(5, 8), ignored=("layer.self_attn.in_proj_bias",)),
     "encoder layer, causal": Case(
@@ -295,9 +291,7 @@ CASES: dict[str, Case] = {
     "rnn, relu": Case(lambda: Recurrent(nn.RNN, nonlinearity="relu"), normal(3, 4)),
     "lstm cell": Case(lambda: CellLoop(nn.LSTMCell), normal(3, 4)),
     "gru cell": Case(lambda: CellLoop(nn.GRUCell), normal(3, 4)),
-    "prelu": layers(
-        normal(6), lambda: nn.Linear(6, 8), lambda: nn.PReLU(8), lambda: nn.Linear(8, 8), nn.PReLU
-    ),
+    "prelu": layers(normal(6), lambda: nn.Linear(6, 8), lambda: nn.PReLU(8), lambda: nn.Linear(8, 8), nn.PReLU),
     "tied weights": Case(Tied, tokens(5, 3)),
     "frozen part": Case(frozen, normal(6)),
     "noise in forward": Case(Noisy, normal(6)),
@@ -359,9 +353,7 @@ def map_floats(x: Any, dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize("kind", CASES)
 def test_layers_with_sgd(kind: str) -> None:
-    assert_same_as_alone(
-        CASES[kind], "sgd", {"momentum": 0.9, "weight_decay": 1e-3}, lr=0.02, batch_size=UNEVEN
-    )
+    assert_same_as_alone(CASES[kind], "sgd", {"momentum": 0.9, "weight_decay": 1e-3}, lr=0.02, batch_size=UNEVEN)
 
 
 # A short batch is a second program to trace, which is what takes the time here; so not for all.

@@ -111,9 +111,7 @@ def test_best_goes_by_the_epoch_whose_weights_were_given_back() -> None:
 
 
 def test_best_prefers_the_validation_loss_if_there_is_one() -> None:
-    assert (
-        made({"a": {"loss": [1.0], "val_loss": [3.0]}, "b": {"loss": [2.0], "val_loss": [2.0]}}).best() == "b"
-    )
+    assert made({"a": {"loss": [1.0], "val_loss": [3.0]}, "b": {"loss": [2.0], "val_loss": [2.0]}}).best() == "b"
 
 
 def test_best_takes_the_first_of_equals() -> None:
@@ -133,9 +131,7 @@ def test_best_leaves_out_the_failed_and_nan() -> None:
 
 def test_best_of_an_unrecorded_metric_names_the_recorded_ones() -> None:
     history = made({"a": {"loss": [1.0], "val_accuracy": [0.5]}})
-    with pytest.raises(
-        InputError, match=r"'val_acuracy'. Did you mean 'val_accuracy'.*Known: loss, val_accuracy"
-    ):
+    with pytest.raises(InputError, match=r"'val_acuracy'. Did you mean 'val_accuracy'.*Known: loss, val_accuracy"):
         history.best("val_acuracy", mode="max")
     with pytest.raises(InputError, match="no epoch has been recorded"):
         History(["a"]).best()
@@ -161,9 +157,7 @@ def test_a_missing_package_is_named_with_its_pip_line(monkeypatch: pytest.Monkey
 
 
 def test_plot_draws_every_curve_and_marks_the_best_and_the_failed(tmp_path: Path) -> None:
-    history = made(
-        {r"$\a$": {"loss": [2.0, 1.0]}, "b": {"loss": [2.0, 1.5]}, "c": {"loss": [3.0, 1e30, NAN]}}
-    )
+    history = made({r"$\a$": {"loss": [2.0, 1.0]}, "b": {"loss": [2.0, 1.5]}, "c": {"loss": [3.0, 1e30, NAN]}})
     history.fail("c", Failure(3, 30, "loss is NaN"))
     figure = history.plot(path=tmp_path / "curves.png")
     (axes,) = figure.axes
@@ -222,9 +216,7 @@ def test_a_history_survives_strict_json(series: dict[str, dict[str, list[float]]
     stored = json.loads(json.dumps(history.to_dict(), allow_nan=False))
     again = History.from_dict(stored)
     assert {name: again[name] for name in again} == {
-        name: {
-            metric: pytest.approx(numbers, rel=0, abs=0, nan_ok=True) for metric, numbers in values.items()
-        }
+        name: {metric: pytest.approx(numbers, rel=0, abs=0, nan_ok=True) for metric, numbers in values.items()}
         for name, values in series.items()
     }
     assert (again.failed, again.stopped, again.kept) == (history.failed, history.stopped, history.kept)
@@ -241,9 +233,7 @@ def test_extend_appends_a_second_fit() -> None:
     first.fail("b", Failure(2, 9, "loss is NaN"))
     first.stopped["c"] = 2
     first.kept["c"] = 1
-    second = made(
-        {"a": {"loss": [1.0], "val_loss": [1.5]}, "b": {}, "c": {"loss": [2.5]}, "d": {"loss": [9.0]}}
-    )
+    second = made({"a": {"loss": [1.0], "val_loss": [1.5]}, "b": {}, "c": {"loss": [2.5]}, "d": {"loss": [9.0]}})
     second.fail("a", Failure(1, 4, "gradient is infinite"))
     second.stopped["d"] = 1
     first.extend(second)

@@ -49,9 +49,7 @@ def imported(path: Path, root: Path) -> Iterator[tuple[int, str]]:
             if module != "modelfleet":
                 yield node.lineno, module
                 continue
-            for (
-                alias
-            ) in node.names:  # `from modelfleet import errors` is the module; `import Fleet` the package
+            for alias in node.names:  # `from modelfleet import errors` is the module; `import Fleet` the package
                 is_module = (root / f"{alias.name}.py").exists() or (root / alias.name).is_dir()
                 yield node.lineno, f"modelfleet.{alias.name}" if is_module else "modelfleet"
 

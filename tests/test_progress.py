@@ -74,9 +74,7 @@ def report(
             show.step(step, epoch, note)
         for name in names:
             if name not in history.failed:
-                history.record(
-                    name, {"loss": losses[name][epoch - 1], "acc": 1 / (1 + losses[name][epoch - 1])}
-                )
+                history.record(name, {"loss": losses[name][epoch - 1], "acc": 1 / (1 + losses[name][epoch - 1])})
                 if math.isnan(losses[name][epoch - 1]):
                     history.fail(name, Failure(epoch, epoch * steps, "loss is NaN"))
         active = [name for name in names if name not in history.failed]
@@ -113,13 +111,9 @@ def test_another_progress_is_refused(progress: str) -> None:
 
 def test_a_line_tells_speed_median_best_and_failures() -> None:
     screen, clock = Screen(terminal=False), Clock()
-    report(
-        reporter(console=screen.console, clock=clock), clock, {"a": [3.0], "b": [1.0], "c": [2.0], "d": [NAN]}
-    )
+    report(reporter(console=screen.console, clock=clock), clock, {"a": [3.0], "b": [1.0], "c": [2.0], "d": [NAN]})
     line, done, failed = screen.text.splitlines()
-    assert line == (
-        "epoch 1/1  30 member-steps/s  loss 2 (best 1: 'b')  acc 0.3333 (best 0.5: 'b')  1 failed"
-    )
+    assert line == ("epoch 1/1  30 member-steps/s  loss 2 (best 1: 'b')  acc 0.3333 (best 0.5: 'b')  1 failed")
     assert done == "done in 1.0 s  4 members  1 epoch  1 failed"
     assert failed == "'d' failed in epoch 1, step 10: loss is NaN"
 
@@ -267,9 +261,7 @@ def test_odd_names_are_shown_on_one_line_each(terminal: bool, names: list[str]) 
     odd = ["[/red]", "[bold]x", "\x1b[2J", "new\nline", ":smile:", "\ud800", *names]
     screen, clock = Screen(terminal=terminal), Clock()
     show = reporter(console=screen.console, clock=clock)
-    report(
-        show, clock, {name: [float(i), NAN] for i, name in enumerate(dict.fromkeys(odd))}, note="[/odd]\nnote"
-    )
+    report(show, clock, {name: [float(i), NAN] for i, name in enumerate(dict.fromkeys(odd))}, note="[/odd]\nnote")
     assert "'[/red]'" in screen.text
     assert "'[bold]x' failed in epoch 2" in screen.text
     assert "'\\x1b[2J' failed" in screen.text

@@ -72,9 +72,7 @@ def test_the_others_are_bit_for_bit_what_they_would_have_been(rows: dict[str, in
             data |= dict.fromkeys(sick, with_nan())
         history = fit(fleet, mf.each(data), validation=(X, Y), epochs=3, batch_size=4, callbacks=[Watch()])
         assert set(history.failed) == (sick if trouble else set())
-        results.append(
-            ({name: weights(fleet[name]) for name in well}, {name: history[name] for name in well})
-        )
+        results.append(({name: weights(fleet[name]) for name in well}, {name: history[name] for name in well}))
     (broken, broken_history), (whole, whole_history) = results
     assert equal(broken, whole)
     assert broken_history == whole_history

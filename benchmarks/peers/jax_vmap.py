@@ -93,9 +93,7 @@ def prepare(row: Row) -> Callable[[], Round]:
 
     def train_round() -> Round:
         nonlocal state
-        for _ in range(
-            row.epochs
-        ):  # dispatch is asynchronous: the next shuffle is made while this epoch runs
+        for _ in range(row.epochs):  # dispatch is asynchronous: the next shuffle is made while this epoch runs
             state = epoch(state, rates, x, y, shuffled())
         loss = float(state.loss.mean()) / row.examples
         return Round(row.members * row.steps * row.epochs, loss)

@@ -104,7 +104,7 @@ def _named(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _by_member(arrays: dict[str, Any]) -> dict[str, Any]:
-    """`part/parameter/member` back to {member: {part: {parameter: tensor}}}; only member names may hold slashes."""
+    """`part/parameter/member` back to {member: {part: {parameter: tensor}}}; a member's name may hold slashes."""
     snapshots: dict[str, Any] = {}
     for path, tensor in arrays.items():
         part, parameter, name = path.split("/", 2)

@@ -121,9 +121,7 @@ def digits(datasets: Any) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarr
     return (x[held_out:], y[held_out:]), (x[:held_out], y[:held_out])
 
 
-def train_fleet(
-    variants: list[Variant], train: Any, validation: Any, epochs: int
-) -> tuple[mf.Fleet, History]:
+def train_fleet(variants: list[Variant], train: Any, validation: Any, epochs: int) -> tuple[mf.Fleet, History]:
     """All variants as one fleet."""
     from modelfleet.frameworks.torch.demo import network
 

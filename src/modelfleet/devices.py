@@ -51,9 +51,7 @@ def _texts(devices: str | Sequence[str]) -> list[str]:
         return [text.strip() for text in devices.split(",") if text.strip()]
     if isinstance(devices, list | tuple) and all(isinstance(text, str) for text in devices):
         return [text.strip() for text in devices]
-    raise InputError(
-        f'devices={devices!r} names no devices. Give "auto", a name as "cuda:0", or a list of names.'
-    )
+    raise InputError(f'devices={devices!r} names no devices. Give "auto", a name as "cuda:0", or a list of names.')
 
 
 def _parse(text: str) -> Device:

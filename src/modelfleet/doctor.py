@@ -43,9 +43,7 @@ def describe() -> "RenderableType":
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(
-        title=f"modelfleet {__version__} on Python {platform.python_version()}", title_justify="left"
-    )
+    table = Table(title=f"modelfleet {__version__} on Python {platform.python_version()}", title_justify="left")
     for column in ("what", "here", "for", "to get it"):
         table.add_column(column, overflow="fold")
     for part in PARTS:

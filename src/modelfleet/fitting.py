@@ -71,9 +71,7 @@ class Fit:
         self._reporter = reporter
         self._framework = framework
         self._places = {
-            name: (shift, position)
-            for shift in self.shifts
-            for position, name in enumerate(shift.lane.names)
+            name: (shift, position) for shift in self.shifts for position, name in enumerate(shift.lane.names)
         }
         self._stopping: dict[str, str] = {}
         self._saving: list[Path] = []

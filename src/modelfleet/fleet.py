@@ -59,7 +59,9 @@ class Fleet:
         self._turns = False  # whether the lanes at hand hold one member each because the strategy said so
         self._recipe: Recipe | None = None
         self._lanes: list[Lane] | None = None
-        self._carried: dict[str, tuple[Lane, int]] = {}  # where a member's optimizer state is, between two sets of lanes
+        self._carried: dict[
+            str, tuple[Lane, int]
+        ] = {}  # where a member's optimizer state is, between two sets of lanes
         self._handed: set[str] = set()  # members whose models somebody else may hold, and change
         self._origins: dict[str, dict[str, Any]] = {}  # how members were built, for `save`
         for name, model in pairs:
@@ -197,7 +199,7 @@ class Fleet:
             return self._described(self._ready(), None)
         lanes = self._settled("auto", data, batch_size, shuffle=True)
         longest = spread(epochs, self.names, "epochs")
-        steps = {}
+        steps: dict[int, int | None] = {}
         for lane, feed in lanes:
             own = [longest[self.names.index(name)] for name in lane.names]
             steps[id(lane)] = None if feed.steps is None else int((feed.steps * np.array(own)).max())
@@ -410,7 +412,7 @@ class Fleet:
         twin = next((m.name for m in self._members.values() if m.model is model), None)
         if twin is not None:
             raise InputError(
-                f"members {twin!r} and {text!r} are the very same model object; each would undo the other's steps. "
+                f"members {twin!r} and {text!r} are the very same object; each would undo the other's steps. "
                 f"Give a copy (copy.deepcopy), or use clone."
             )
         self._members[text] = Member(text, model, member_seed(self.seed, text))
@@ -450,7 +452,7 @@ def _check_strategy(strategy: str) -> None:
         raise unknown("strategy", strategy, STRATEGIES)
     if strategy in ("threads", "processes"):
         raise StrategyError(
-            f'strategy={strategy!r} is not built yet. Use "auto", "fused", or "interleaved", in which members take turns.'
+            f'strategy={strategy!r} is not built yet. Use "auto", "fused", or "interleaved", which takes turns.'
         )
 
 

@@ -201,9 +201,7 @@ class History:
                 columns[metric] += values.get(metric, [math.nan] * epochs)
         return pandas.DataFrame(columns)
 
-    def plot(
-        self, metric: str | None = None, path: str | Path | None = None, *, mode: Mode = "auto"
-    ) -> "Figure":
+    def plot(self, metric: str | None = None, path: str | Path | None = None, *, mode: Mode = "auto") -> "Figure":
         """Draw every member's learning curve, the best one highlighted, and save the picture to `path`.
 
         Failed members end with a cross. Where neither the metric's name nor `mode` says what is better,
@@ -240,16 +238,12 @@ class History:
         try:
             history = cls(stored["metrics"])
             for name, values in stored["metrics"].items():
-                history[name].update(
-                    (metric, [float(v) for v in series]) for metric, series in values.items()
-                )
+                history[name].update((metric, [float(v) for v in series]) for metric, series in values.items())
             history.failed = {name: Failure(**failure) for name, failure in stored["failed"].items()}
             history.stopped = {name: int(epoch) for name, epoch in stored["stopped"].items()}
             history.kept = {name: int(epoch) for name, epoch in stored["kept"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise StoreError(
-                f"the stored history can't be read ({type(error).__name__}: {error})."
-            ) from error
+            raise StoreError(f"the stored history can't be read ({type(error).__name__}: {error}).") from error
         return history
 
     def _metric(self, metric: str | None) -> str:

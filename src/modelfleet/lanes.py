@@ -14,7 +14,7 @@ from modelfleet.members import Member
 class Lane:
     """The members of one group, stepping together on one device.
 
-    `engine` is the framework's side of it: it stacks the members' state and runs the programs. A lane decides which
+    `engine` is the framework's side of it: it stacks the members' state and runs programs. A lane decides which
     members take part in a step and how padded rows are kept out of it, and frees the slots of those that are done.
 
     Slots are the rows of the stacked state. Members that stop taking part are masked; when half of the slots or
@@ -95,7 +95,12 @@ class Lane:
         for rows, data, weights in self._pieces(batch, live):
             if rows is None:
                 self.engine.train(
-                    hyper, self._mask(live), data, weights, shared=batch.shared, pace=(steps_left, self._seconds)
+                    hyper,
+                    self._mask(live),
+                    data,
+                    weights,
+                    shared=batch.shared,
+                    pace=(steps_left, self._seconds),
                 )
             else:
                 self.engine.train_some(rows, hyper, data, shared=batch.shared, pace=(steps_left, None))
@@ -159,7 +164,7 @@ class Lane:
         self.narrow(slots)
         self._failed = failed
         self._on = ~failed
-        return [feed.select(np.flatnonzero(kept)) for feed in feeds]
+        return [feed.select(np.flatnonzero(kept).tolist()) for feed in feeds]
 
     def narrow(self, members: np.ndarray) -> None:
         """Give slots to these members only."""

@@ -15,7 +15,11 @@ _ENTRY = ("name", "seed", "file", "row", "class", "factory", "arguments")  # wha
 
 
 def save(
-    folder: Path, members: Mapping[str, Member], origins: Mapping[str, Mapping[str, Any]], seed: int, framework: Any
+    folder: Path,
+    members: Mapping[str, Member],
+    origins: Mapping[str, Mapping[str, Any]],
+    seed: int,
+    framework: Any,
 ) -> None:
     """Write every member's weights; members of one structure share a file, a row each."""
     groups: dict[Any, list[Member]] = {}
@@ -40,7 +44,11 @@ def save(
 
 
 def read(
-    folder: Path, factory: Callable[..., Any] | None, allow_import: bool, members: Sequence[str] | None, framework: Any
+    folder: Path,
+    factory: Callable[..., Any] | None,
+    allow_import: bool,
+    members: Sequence[str] | None,
+    framework: Any,
 ) -> tuple[dict[str, Any], int, dict[str, dict[str, Any]]]:
     """The models of a saved fleet by name, its seed, and how they were built; only some members if named."""
     manifest = read_manifest(folder, kind=KIND)
@@ -68,7 +76,8 @@ def read(
             )
         models[name] = model
     origins = {
-        name: {"factory": entries[name]["factory"], "arguments": entries[name]["arguments"] or {}} for name in models
+        name: {"factory": entries[name]["factory"], "arguments": entries[name]["arguments"] or {}}
+        for name in models
     }
     return models, seed, origins
 
@@ -108,7 +117,9 @@ def _imported(folder: Path, entry: Mapping[str, Any], allow_import: bool) -> Cal
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise StoreError(f"the factory {path!r} of {folder} can't be imported: {error}. Give load a factory.") from error
+        raise StoreError(
+            f"the factory {path!r} of {folder} can't be imported: {error}. Give load a factory."
+        ) from error
     return found
 
 

@@ -278,9 +278,7 @@ def test_selected_members_keep_their_loaders_and_failures() -> None:
 
 
 def test_arrays_and_loaders_do_not_mix() -> None:
-    with pytest.raises(
-        InputError, match=r"^data of member 'm1' is a loader, but data of member 'm0' is arrays"
-    ):
+    with pytest.raises(InputError, match=r"^data of member 'm1' is a loader, but data of member 'm0' is arrays"):
         feed_of(each([(np.ones(2), np.ones(2)), loader_of(4)]), 2)
 
 

@@ -76,9 +76,7 @@ def test_unknown_columns(kind: str, arguments: dict[str, Any], near: str) -> Non
 @pytest.mark.parametrize("column", ["price", "sold"])
 def test_missing_values_are_named(kind: str, column: str, missing: Any) -> None:
     values = [1.0, 2.0, 3.0, missing, 5.0, 6.0]
-    with pytest.raises(
-        InputError, match=rf"column '{column}' has a missing value in row 3, where 'store' is 'c'"
-    ):
+    with pytest.raises(InputError, match=rf"column '{column}' has a missing value in row 3, where 'store' is 'c'"):
         by(table_of(kind, {**SALES, column: values}), key="store", x=["price", "day"], y="sold")
 
 

@@ -25,9 +25,7 @@ OLD = {"w": torch.arange(12.0).reshape(3, 4), "b": torch.tensor([1, 2, 3])}
 NEW = {"w": torch.ones(3, 4), "b": torch.tensor([7, 8, 9])}
 
 
-def save(
-    folder: Path, tensors: Mapping[str, torch.Tensor] = OLD, writer: Any = files, **manifest: object
-) -> None:
+def save(folder: Path, tensors: Mapping[str, torch.Tensor] = OLD, writer: Any = files, **manifest: object) -> None:
     write_folder(folder, {"group-0": tensors}, manifest, kind="fleet", writer=writer)
 
 
@@ -306,9 +304,7 @@ def test_a_first_save_that_fails_leaves_an_empty_folder_to_save_to(tmp_path: Pat
     assert same(load(tmp_path / "a" / "fleet"), OLD)
 
 
-def test_ctrl_c_right_after_the_change_keeps_the_new_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_right_after_the_change_keeps_the_new_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path)
     replace = os.replace
 
@@ -338,9 +334,7 @@ def test_two_saves_at_once_do_not_spoil_each_other(tmp_path: Path) -> None:
 
 def test_a_save_is_never_mixed_into_something_else(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(
-        StoreError, match=r"is not empty and was not saved by modelfleet: it holds 'notes\.txt'"
-    ):
+    with pytest.raises(StoreError, match=r"is not empty and was not saved by modelfleet: it holds 'notes\.txt'"):
         save(tmp_path)
     (tmp_path / "manifest.json").write_text('{"name": "a web page"}')
     with pytest.raises(StoreError, match=r"not written by modelfleet\. Nothing was written"):
@@ -469,9 +463,7 @@ def test_a_manifest_that_is_not_ours(tmp_path: Path, text: bytes) -> None:
         read_manifest(tmp_path, kind="fleet")
 
 
-@pytest.mark.parametrize(
-    "file", ["../outside.safetensors", "/outside", "..", "", "a\0b", "manifest.json", None]
-)
+@pytest.mark.parametrize("file", ["../outside.safetensors", "/outside", "..", "", "a\0b", "manifest.json", None])
 def test_a_manifest_never_leads_out_of_the_folder(tmp_path: Path, file: str | None) -> None:
     save(tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())

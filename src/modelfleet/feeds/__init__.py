@@ -65,9 +65,7 @@ def make_feed(
             f"{what} is a loader, which decides the size of its batches itself. "
             f"Leave batch_size out, or set it in the loader."
         )
-    return LoaderFeed(
-        values if own else values[:1], wheres=wheres, shared=not own, device=device, arrays=arrays
-    )
+    return LoaderFeed(values if own else values[:1], wheres=wheres, shared=not own, device=device, arrays=arrays)
 
 
 def is_loader(data: Any, arrays: Arrays, where: str) -> bool:
@@ -75,11 +73,7 @@ def is_loader(data: Any, arrays: Arrays, where: str) -> bool:
     if arrays.is_array(data) or isinstance(data, tuple | Mapping):
         return False
     if isinstance(data, list):
-        return (
-            bool(data)
-            and not is_number_list(data)
-            and all(isinstance(x, list | tuple | Mapping) for x in data)
-        )
+        return bool(data) and not is_number_list(data) and all(isinstance(x, list | tuple | Mapping) for x in data)
     if isinstance(data, Iterator):
         raise InputError(
             f"{where} is of type {type(data).__name__}, which can be read only once. "

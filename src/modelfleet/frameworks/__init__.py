@@ -1,4 +1,4 @@
-"""Frameworks: each adapter is a package with the same module names, and the only place that knows its framework."""
+"""Frameworks: each adapter is a package of the same module names, the only place that knows its framework."""
 
 from importlib import import_module
 from types import ModuleType

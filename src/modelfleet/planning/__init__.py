@@ -1,0 +1,1 @@
+"""Deciding what runs where: groups, lanes, and the plan that tells."""

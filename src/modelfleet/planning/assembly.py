@@ -86,20 +86,17 @@ class Assembly:
         reason: str | None,
     ) -> Lane:
         device = self.framework.torch_device(self.device)
-        programs = next(
-            (p for s, t, f, p in self.programs if f == fused and s == signature and t == task), None
-        )
+        programs = next((p for s, t, f, p in self.programs if f == fused and s == signature and t == task), None)
         engine = self.framework.Engine(members, task, columns, device, fused=fused, programs=programs)
         if programs is None:
             self.programs.append((signature, task, fused, engine.programs))
-        lane = Lane(members, engine, signature, columns, schedules, reason)
-        return lane
+        return Lane(members, engine, signature, columns, schedules, reason)
 
 
 def settle(
     assembly: Assembly, lanes: Sequence[tuple[Lane, Feed]], kind: str, strategy: str
 ) -> list[tuple[Lane, Feed]]:
-    """Make sure that every lane can take its steps: trace them, and part the members of one that can't be fused."""
+    """Make sure that every lane can take its steps: trace them, and part members that can't be fused."""
     if strategy == "fused":
         for lane, _ in lanes:
             if lane.reason is not None:

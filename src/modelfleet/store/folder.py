@@ -263,9 +263,7 @@ def _data_file(folder: Path, manifest: Mapping[str, Any], name: str) -> Path:
 
 
 def _refusal(folder: Path, error: OSError) -> str:
-    advice = (
-        "Free some space, or save to another disk" if error.errno in _NO_SPACE else "Save to another folder"
-    )
+    advice = "Free some space, or save to another disk" if error.errno in _NO_SPACE else "Save to another folder"
     return (
         f"{folder} could not be written: {error.strerror or error}. "
         f"What was saved there before is untouched. {advice}."

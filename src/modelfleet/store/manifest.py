@@ -51,9 +51,7 @@ def decode(text: bytes) -> dict[str, Any]:
     if type(version) is not int or version < 1:
         raise ValueError(f"its format version is {version!r}")
     if version > VERSION:
-        raise ValueError(
-            f"its format version is {version}, newer than {VERSION}: upgrade modelfleet to read it"
-        )
+        raise ValueError(f"its format version is {version}, newer than {VERSION}: upgrade modelfleet to read it")
     if not isinstance(manifest.get("kind"), str):
         raise ValueError("it does not say what kind of folder this is")
     files = manifest.get("files")

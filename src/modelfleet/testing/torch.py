@@ -120,9 +120,7 @@ def alone(
     return model
 
 
-def largest_difference(
-    model: nn.Module, other: nn.Module, *, ignoring: Collection[str] = ()
-) -> tuple[float, str]:
+def largest_difference(model: nn.Module, other: nn.Module, *, ignoring: Collection[str] = ()) -> tuple[float, str]:
     """The largest relative difference and where it is; see `modelfleet.testing.largest_difference`."""
     first, second = _weights(model), _weights(other)
     if first.keys() != second.keys():

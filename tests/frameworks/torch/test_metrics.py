@@ -102,9 +102,7 @@ def test_regression_metrics(shape: tuple[int, ...]) -> None:
     difference = (output - target).double()
     assert over_batches(one("mse"), output, target, SIZES) == pytest.approx((difference**2).mean())
     assert over_batches(one("mae"), output, target, SIZES) == pytest.approx(difference.abs().mean())
-    assert over_batches(one("r2"), output, target, SIZES) == pytest.approx(
-        r2_score(array(target), array(output))
-    )
+    assert over_batches(one("r2"), output, target, SIZES) == pytest.approx(r2_score(array(target), array(output)))
 
 
 def test_r2_is_accurate_far_from_zero() -> None:

@@ -97,9 +97,7 @@ def run(
         step = torch.full((len(hyper["lr"]),), index + 1, dtype=torch.float64)
         coefficients = optimizer.coefficients(hyper, step)
         assert all(value.dtype == torch.float64 for value in coefficients.values())
-        after = {
-            name: optimizer.apply(params[name], grad[name], slots[name], coefficients) for name in params
-        }
+        after = {name: optimizer.apply(params[name], grad[name], slots[name], coefficients) for name in params}
         params = {name: param for name, (param, _) in after.items()}
         slots = {name: slot for name, (_, slot) in after.items()}
     return params, slots
@@ -141,9 +139,7 @@ def dtype(request: pytest.FixtureRequest) -> Any:
 def test_each_member_steps_as_in_torch(name: str, given: dict[str, Any], dtype: torch.dtype) -> None:
     given = {"lr": LR, **given}
     optimizer, hyper = resolve(name, given)
-    params, slots = run(
-        optimizer, tensors(hyper, NAMES), start(len(NAMES), dtype), gradients(len(NAMES), dtype)
-    )
+    params, slots = run(optimizer, tensors(hyper, NAMES), start(len(NAMES), dtype), gradients(len(NAMES), dtype))
     most = 1e-12 if dtype == torch.float64 else 2e-6
     for row in range(len(NAMES)):
         expected, state = run_torch(name, given, row, dtype)
@@ -152,9 +148,7 @@ def test_each_member_steps_as_in_torch(name: str, given: dict[str, Any], dtype: 
             assert difference(params[key][row], expected[key]) < most
             assert set(slots[key]) == set(optimizer.slots)
             # torch keeps no buffer for a member without momentum
-            for slot in (
-                slot for slot in optimizer.slots if slot in state[key] and state[key][slot] is not None
-            ):
+            for slot in (slot for slot in optimizer.slots if slot in state[key] and state[key][slot] is not None):
                 assert difference(slots[key][slot][row], state[key][slot]) < 10 * most
 
 
@@ -180,9 +174,7 @@ def test_lion_steps_as_in_its_paper() -> None:
     [*TABLE, ("lion", {"weight_decay": DECAY})],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_members_numbers_are_the_same_bits_whoever_its_neighbours_are(
-    name: str, given: dict[str, Any]
-) -> None:
+def test_a_members_numbers_are_the_same_bits_whoever_its_neighbours_are(name: str, given: dict[str, Any]) -> None:
     given = {"lr": LR, **given}
     optimizer, hyper = resolve(name, given)
     grads = gradients(len(NAMES), torch.float32)
@@ -321,15 +313,11 @@ def test_a_bad_value_is_named_with_its_member(name: str, value: object, told: st
 def test_bad_names_are_named_with_the_nearest_right_one() -> None:
     with pytest.raises(InputError, match="Did you mean 'adam'"):
         resolve("adaam", {})
-    with pytest.raises(
-        InputError, match=r"hyperparameter of adam 'weight_decy'. Did you mean 'weight_decay'"
-    ):
+    with pytest.raises(InputError, match=r"hyperparameter of adam 'weight_decy'. Did you mean 'weight_decay'"):
         resolve("adam", {"weight_decy": 0.1})
     with pytest.raises(InputError, match="hyperparameter of adam 'momentum'"):
         resolve("adam", {"momentum": 0.9})
-    with pytest.raises(
-        InputError, match=r"ASGD can't be run on stacked members. Give one of adadelta, adagrad"
-    ):
+    with pytest.raises(InputError, match=r"ASGD can't be run on stacked members. Give one of adadelta, adagrad"):
         resolve(torch.optim.ASGD, {})
     with pytest.raises(InputError, match="amsgrad of adam is 'yes', expected True or False"):
         resolve("adam", {"amsgrad": "yes"})

@@ -83,40 +83,28 @@ def test_step_falls_after_each_third_of_the_epochs_unless_told_otherwise() -> No
 @pytest.mark.parametrize("row", range(3))
 def test_onecycle_is_torchs_onecycle(row: int, options: dict[str, Any]) -> None:
     def make(optimizer: torch.optim.Optimizer) -> torch_schedulers.LRScheduler:
-        return torch_schedulers.OneCycleLR(
-            optimizer, RATES[row], int(TOTAL[row]), cycle_momentum=False, **options
-        )
+        return torch_schedulers.OneCycleLR(optimizer, RATES[row], int(TOTAL[row]), cycle_momentum=False, **options)
 
-    np.testing.assert_allclose(
-        rates(Schedule("onecycle", **options), row), torch_rates(make, row), rtol=1e-12
-    )
+    np.testing.assert_allclose(rates(Schedule("onecycle", **options), row), torch_rates(make, row), rtol=1e-12)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
 def test_onecycle_is_finite_however_short(steps: int) -> None:
     optimizer, hyper = compiled()
-    halves = Schedule(
-        "onecycle", pct_start=0.5
-    )  # of two steps: the peak is at the very first, where torch fails
-    short = Schedules(
-        ["onecycle", halves, halves], hyper, optimizer, np.full(3, steps), np.ones(3, dtype=int)
-    )
+    halves = Schedule("onecycle", pct_start=0.5)  # of two steps: the peak is at the very first, where torch fails
+    short = Schedules(["onecycle", halves, halves], hyper, optimizer, np.full(3, steps), np.ones(3, dtype=int))
     for step in range(steps + 2):
         lr = short.at(np.full(3, step))["lr"]
         assert np.all((lr > 0) & (lr <= RATES))
 
 
 @pytest.mark.parametrize(("warmup", "steps"), [(6, 6), (0.25, 6), (0.0, 0)])
-def test_warm_up_rises_from_zero_and_the_rest_is_stretched_over_what_remains(
-    warmup: float, steps: int
-) -> None:
+def test_warm_up_rises_from_zero_and_the_rest_is_stretched_over_what_remains(warmup: float, steps: int) -> None:
     expected = [
         step / steps if step < steps else 0.5 + 0.5 * math.cos(math.pi * (step - steps) / (24 - steps))
         for step in range(24)
     ]
-    np.testing.assert_allclose(
-        rates(Schedule("cosine", warmup=warmup), 0), 0.1 * np.array(expected), rtol=1e-12
-    )
+    np.testing.assert_allclose(rates(Schedule("cosine", warmup=warmup), 0), 0.1 * np.array(expected), rtol=1e-12)
 
 
 def test_a_constant_schedule_warms_up_too() -> None:
@@ -162,9 +150,7 @@ LOSSES = [1.0, 0.9, 0.95, 0.95, 0.95, 0.5, 0.6, 0.6, 0.6, 0.6]
 
 def chained(optimizer: torch.optim.Optimizer) -> torch_schedulers.LRScheduler:
     warm = torch_schedulers.LinearLR(optimizer, 0.1, 1.0, total_iters=3)
-    return torch_schedulers.SequentialLR(
-        optimizer, [warm, torch_schedulers.ExponentialLR(optimizer, 0.7)], [3]
-    )
+    return torch_schedulers.SequentialLR(optimizer, [warm, torch_schedulers.ExponentialLR(optimizer, 0.7)], [3])
 
 
 FACTORIES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -277,9 +263,7 @@ def test_bad_schedules_are_named() -> None:
         Schedule("linear", warmup=-1)
     with pytest.raises(InputError, match="expected a name"):
         schedules(3)
-    with pytest.raises(
-        InputError, match=r"member 'a': no scheduler could be made by .*StepLR.*functools.partial"
-    ):
+    with pytest.raises(InputError, match=r"member 'a': no scheduler could be made by .*StepLR.*functools.partial"):
         schedules(torch_schedulers.StepLR)
     with pytest.raises(InputError, match=r"member 'a': .* returned None, expected a scheduler"):
         schedules(lambda optimizer: None)

@@ -310,9 +310,7 @@ def test_a_module_in_a_plain_list_counts_with_its_weights() -> None:
 
 
 def test_what_cannot_be_compared_makes_a_member_unlike_any_other() -> None:
-    assert (
-        told(Net(x=threading.Lock()), Net(x=threading.Lock())) == "attribute x of type lock can't be compared"
-    )
+    assert told(Net(x=threading.Lock()), Net(x=threading.Lock())) == "attribute x of type lock can't be compared"
     assert told(Net(x=[torch.Generator()]), Net(x=[torch.Generator()])) == (
         "attribute x[0] of type Generator can't be compared"
     )

@@ -221,7 +221,7 @@ def _unknown_width(fakes: FakeTensorMode, hint: int) -> Any:
 
 
 def _marker(program: Program) -> Path:
-    """A file that is there if this very program has been compiled on this machine before; it says in which form."""
+    """A file that is there if this very program has been compiled here before; it says in which form."""
     assert program.graph is not None
     source = Source.of(program.graph, program.inputs, ONE_WIDTH)
     text = f"{torch.__version__} {source.text} {[describe(spec) for spec in program.inputs]}"

@@ -100,7 +100,14 @@ class Engine:
         self.programs.program(kind, (readable(self.state), self.shared, *data), shared)
 
     def evaluate(
-        self, slots: np.ndarray | None, data: Any, weights: Tensor | None, counts: np.ndarray, size: int, *, shared: bool
+        self,
+        slots: np.ndarray | None,
+        data: Any,
+        weights: Tensor | None,
+        counts: np.ndarray,
+        size: int,
+        *,
+        shared: bool,
     ) -> dict[str, Tensor]:
         """The sums `(slot,)` of the loss and the metrics over a batch, zero for members without rows in it."""
         if slots is None:
@@ -127,8 +134,14 @@ class Engine:
 
     def rows(self, outputs: Any, slot: int, count: int) -> Any:
         """One member's real rows of a batch of outputs, on the host."""
-        return map_tree(lambda t: t[slot, :count].float().cpu().numpy() if t.dtype == torch.bfloat16
-                        else t[slot, :count].cpu().numpy(), outputs)
+        return map_tree(
+            lambda t: (
+                t[slot, :count].float().cpu().numpy()
+                if t.dtype == torch.bfloat16
+                else t[slot, :count].cpu().numpy()
+            ),
+            outputs,
+        )
 
     def concatenate(self, parts: Sequence[Any]) -> Any:
         """Batches of rows as one array."""
@@ -166,7 +179,8 @@ class Engine:
             except Exception:  # a model that needs whole batches feels padding
                 return False
         return all(
-            p.shape[1] == leaves(x)[0].shape[0] and torch.allclose(p[:, :real], a, rtol=1e-4, atol=1e-5, equal_nan=True)
+            p.shape[1] == leaves(x)[0].shape[0]
+            and torch.allclose(p[:, :real], a, rtol=1e-4, atol=1e-5, equal_nan=True)
             for p, a in zip(leaves(padded), leaves(alone), strict=True)
         )
 
@@ -365,7 +379,9 @@ class Engine:
         for part, find in parts.items():
             found = [find(model) for model in models]
             state[part] = {
-                name: states.stack([tensors[name] for tensors in found], self.device, transpose=name in self.layout)
+                name: states.stack(
+                    [tensors[name] for tensors in found], self.device, transpose=name in self.layout
+                )
                 for name in found[0]
                 if name not in self.shared
             }

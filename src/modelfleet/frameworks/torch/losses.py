@@ -42,9 +42,7 @@ def resolve(loss: str | Callable[[Any, Any], Any]) -> Loss:
     if isinstance(loss, type):
         raise InputError(f"the loss is the class {loss.__name__}. Pass an instance: {loss.__name__}().")
     if not callable(loss):
-        raise InputError(
-            f"the loss is a {type(loss).__name__}. Pass a name or a function of output and target."
-        )
+        raise InputError(f"the loss is a {type(loss).__name__}. Pass a name or a function of output and target.")
     for stock, function, module in _STOCK:
         if loss is function or (type(loss) is module and signature(loss) == signature(module())):
             return stock

@@ -70,16 +70,13 @@ def _named(name: str) -> Metric:
 def _from_function(function: Function, name: str) -> Metric:
     if not callable(function):
         raise InputError(
-            f"the metric {name!r} is a {type(function).__name__}. "
-            f"Pass a name or a function of output and target."
+            f"the metric {name!r} is a {type(function).__name__}. Pass a name or a function of output and target."
         )
 
     def sums(output: Any, target: Any, weights: Tensor) -> dict[str, Tensor]:
         value = torch.as_tensor(function(output, target), device=weights.device)
         if value.numel() != 1:
-            raise InputError(
-                f"the metric {name!r} gave {tuple(value.shape)}; expected one number for the batch."
-            )
+            raise InputError(f"the metric {name!r} gave {tuple(value.shape)}; expected one number for the batch.")
         rows = _wide(weights).sum()
         return {"total": _wide(value.detach()).reshape(()) * rows, "count": rows}
 
@@ -178,9 +175,7 @@ def _r2_sums(output: Tensor, target: Tensor, weights: Tensor) -> dict[str, Tenso
     predicted, true = (_wide(tensor).unsqueeze(-1).flatten(1) for tensor in (output, target))
     moments = {"residual": (true - predicted) ** 2, "true": true, "square": true**2}
     columns = {name: (weight * moment).sum(0).unbind() for name, moment in moments.items()}
-    sums = {
-        f"{name}_{index}": value for name, values in columns.items() for index, value in enumerate(values)
-    }
+    sums = {f"{name}_{index}": value for name, values in columns.items() for index, value in enumerate(values)}
     return {**sums, "count": weight.sum()}
 
 
@@ -193,9 +188,7 @@ def _r2(sums: Mapping[str, Any]) -> float:
     for name in sums:
         if name.startswith("residual_"):
             index = name.removeprefix("residual_")
-            residual, total, square = (
-                float(sums[f"{key}_{index}"]) for key in ("residual", "true", "square")
-            )
+            residual, total, square = (float(sums[f"{key}_{index}"]) for key in ("residual", "true", "square"))
             spread = square - total**2 / count
             if spread <= square * 1e-14:  # nothing but rounding is left
                 values.append(1.0 if residual == 0 else 0.0)

@@ -298,9 +298,7 @@ def _keeps(*always: str, **when: str) -> Callable[[Optimizer], tuple[str, ...]]:
     """The slots `always` kept, and those kept `when` a flag is set or a hyperparameter is in use."""
 
     def slots(optimizer: Optimizer) -> tuple[str, ...]:
-        used = (
-            slot for name, slot in when.items() if optimizer.flags.get(name, name not in optimizer.unused)
-        )
+        used = (slot for name, slot in when.items() if optimizer.flags.get(name, name not in optimizer.unused))
         return (*always, *used)
 
     return slots

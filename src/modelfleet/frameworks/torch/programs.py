@@ -100,7 +100,12 @@ class Programs:
         """The program for arguments of these shapes; traced if there is none yet."""
         # What is left out, the weights and the numbers per member, follows from the structure and the width.
         data = _key(args[-2:] if kind == "train" else args[2:], 0 if shared_data else 1)
-        family = (kind, shared_data, tuple(args[1]), data)  # what is shared does not follow from the structure
+        family = (
+            kind,
+            shared_data,
+            tuple(args[1]),
+            data,
+        )  # what is shared does not follow from the structure
         width = len(args[0]["member"]["seed"])
         programs = self._programs.setdefault(family, {})
         if width not in programs:
@@ -123,7 +128,10 @@ class Programs:
         def at_width(width: int) -> Program:
             seeds = args[0]["member"]["seed"]
             rows = torch.arange(width, device=seeds.device) % len(seeds)
-            few = (map_tree(lambda t: t.index_select(0, rows), arg) if axis else arg for arg, axis in zip(args, stacked))
+            few = (
+                map_tree(lambda t: t.index_select(0, rows), arg) if axis else arg
+                for arg, axis in zip(args, stacked, strict=True)
+            )
             return trace(run, tuple(few), stacked)
 
         self.traces += 1
@@ -157,7 +165,12 @@ def mode(model: nn.Module, *, train: bool) -> Iterator[None]:
 def readable(state: State) -> State:
     """What a forward pass reads of a state."""
     member = {name: state["member"][name] for name in ("seed", "step")}
-    return {"params": state["params"], "frozen": state["frozen"], "buffers": state["buffers"], "member": member}
+    return {
+        "params": state["params"],
+        "frozen": state["frozen"],
+        "buffers": state["buffers"],
+        "member": member,
+    }
 
 
 def _key(args: Any, first: int) -> Key:

@@ -146,8 +146,8 @@ class DrawFromStreams(TorchDispatchMode):
         self._streams = streams
 
     def __torch_dispatch__(
-        self, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if is_random(operation):
-            return draw(self._streams, operation, args, kwargs or {})
-        return operation(*args, **(kwargs or {}))
+        if is_random(func):
+            return draw(self._streams, func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))

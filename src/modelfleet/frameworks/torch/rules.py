@@ -18,13 +18,13 @@ class Rules(TorchFunctionMode):
     """Within this context the operations of `RULES` are computed by their rules."""
 
     def __torch_function__(
-        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return RULES.get(function, function)(*args, **(kwargs or {}))
+        return RULES.get(func, func)(*args, **(kwargs or {}))
 
 
 class _LSTMScan(torch.autograd.Function):
-    """`(time, row, 4·hidden)` input projections, first states and recurrent weight to all hidden and cell states."""
+    """`(time, row, 4·hidden)` inputs, projected; first states; recurrent weight: to all hidden and cell states."""
 
     generate_vmap_rule = True
 
@@ -45,7 +45,8 @@ class _LSTMScan(torch.autograd.Function):
         ctx.save_for_backward(*output, inputs[3])
 
     @staticmethod
-    def backward(ctx: Any, d_hiddens: Tensor, d_cells: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, ...]:
+        d_hiddens, d_cells, _ = grad_outputs
         hiddens, cells, gates, weight = ctx.saved_tensors
         d_hidden, d_cell = d_hiddens[-1], d_cells[-1]
         d_gates = []
@@ -70,8 +71,13 @@ class _LSTMScan(torch.autograd.Function):
         return d_projected, d_hidden, d_cell, d_weight
 
 
+def _bias(weights: Sequence[Tensor]) -> Tensor | None:
+    # A layer has two biases, which only ever act as their sum.
+    return weights[2] + weights[3] if len(weights) >= 4 else None
+
+
 def _lstm_layer(x: Tensor, state: tuple[Tensor, ...], weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    projected = F.linear(x, weights[0], sum(weights[2:4]) if len(weights) >= 4 else None)
+    projected = F.linear(x, weights[0], _bias(weights))
     hiddens, cells, _ = _LSTMScan.apply(projected, *state, weights[1])
     return hiddens[1:], hiddens[-1], cells[-1]
 
@@ -93,7 +99,7 @@ def _gru_layer(x: Tensor, state: tuple[Tensor, ...], weights: Sequence[Tensor]) 
 
 def _rnn_layer(activation: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, ...]]:
     def layer(x: Tensor, state: tuple[Tensor, ...], weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        projected = F.linear(x, weights[0], sum(weights[2:4]) if len(weights) >= 4 else None)
+        projected = F.linear(x, weights[0], _bias(weights))
         (hidden,) = state
         hiddens = []
         for inputs in projected.unbind(0):
@@ -111,7 +117,9 @@ def _recurrent(layer: Callable[..., tuple[Tensor, ...]], states: int, plain: Any
     """
 
     def run(x: Tensor, state: Any, weights: Any, *options: Any) -> Any:
-        if isinstance(options[0], Tensor | list | tuple):  # packed sequences: (data, batch_sizes, state, weights, …)
+        if isinstance(
+            options[0], Tensor | list | tuple
+        ):  # packed sequences: (data, batch_sizes, state, weights, …)
             return plain(x, state, weights, *options)
         biases, layers, dropout, train, both, batch_first = options
         first = tuple(state) if states == 2 else (state,)

@@ -181,9 +181,7 @@ class Schedules:
 class _Course:
     """One kind of named schedule, for all the members that have it, each with its own options."""
 
-    def __init__(
-        self, schedules: Mapping[int, Schedule], steps_per_epoch: np.ndarray, epochs: np.ndarray
-    ) -> None:
+    def __init__(self, schedules: Mapping[int, Schedule], steps_per_epoch: np.ndarray, epochs: np.ndarray) -> None:
         own = list(schedules.values())
         self.rows = np.array(list(schedules))
         self.name = own[0].name
@@ -221,9 +219,7 @@ class _Course:
                 low = 1 / options["div_factor"]
                 top, end = options["pct_start"] * self.length - 1, self.length - 1
                 rise = _cosine(low, 1.0, after / np.where(top > 0, top, np.inf))
-                fall = _cosine(
-                    1.0, low / options["final_div_factor"], np.minimum((after - top) / (end - top), 1)
-                )
+                fall = _cosine(1.0, low / options["final_div_factor"], np.minimum((after - top) / (end - top), 1))
                 return np.where(after <= top, rise, fall)
         return 1.0
 

@@ -27,7 +27,9 @@ class Source:
     @classmethod
     def of(cls, graph: fx.GraphModule, inputs: Sequence[Spec], form: str) -> "Source":
         """The source of a traced graph."""
-        constants = {node.target: getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"}
+        constants = {
+            node.target: getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"
+        }
         return cls(form, graph.graph.python_code("self").src, constants, tuple(inputs))
 
     def function(self) -> Callable[..., Any]:

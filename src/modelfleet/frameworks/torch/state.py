@@ -33,7 +33,7 @@ REASONS = {
 def transposed(model: nn.Module) -> frozenset[str]:
     """The parameters that are stored transposed.
 
-    A stacked `x @ weight.T` runs two to three times as fast if the weights lie as `(member, in, out)`. So the weights
+    A stacked `x @ weight.T` runs two to three times as fast if the weights lie as `(member, in, out)`. So those
     of linear and recurrent layers and of attention's input projection are stored that way; the module gets a view.
     """
     names: set[str] = set()
@@ -96,10 +96,7 @@ def put(state: Any, rows: Tensor, part: Any) -> None:
 
 def join(first: State, second: State) -> State:
     """Two states of one structure as one."""
-    return {
-        part: _map2(first[part], second[part], lambda a, b: torch.cat([a, b]))
-        for part in first
-    }
+    return {part: _map2(first[part], second[part], lambda a, b: torch.cat([a, b])) for part in first}
 
 
 def tensors(state: Any) -> list[Tensor]:

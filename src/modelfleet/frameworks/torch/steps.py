@@ -81,7 +81,7 @@ class Steps:
 
         if scale is not None:
             gradients = {name: g / _like(scale, g) for name, g in gradients.items()}
-        finite = torch.isfinite(sum(_flat(g * 0).sum(1) for g in gradients.values()))
+        finite = torch.isfinite(torch.stack([_flat(g * 0).sum(1) for g in gradients.values()]).sum(0))
         good_loss = torch.isfinite(loss)
         keep = live & good_loss & finite
         if task.clip:
@@ -154,7 +154,7 @@ class Steps:
 
     @contextmanager
     def _streams(self, member: dict[str, Tensor], fused: bool) -> Iterator[None]:
-        # Attention's CPU kernels have no batching rule; its plain form has, and recurrent layers have rules of ours. The
+        # Attention's CPU kernels have no batching rule; its plain form has, and recurrent layers have ours. The
         # same forms are used unfused, so that a member's numbers and random draws do not depend on the strategy.
         seed, step = member["seed"], member["step"]
         streams = Streams(seed, step) if fused else Streams(seed[0], step[0])
@@ -165,7 +165,7 @@ class Steps:
 def _gradients(loss_of: Callable[..., Any], args: Any, axes: Any, *, fused: bool) -> Any:
     """Every member's own gradients, of those parameters that take part in its loss; and what else `loss_of` gives.
 
-    The members' losses are summed, never averaged: so the gradient of the sum is, member by member, that of its own.
+    The members' losses are summed, never averaged: so the gradient of the sum is each member's own.
     """
     params, *rest = args
     with torch.enable_grad():

@@ -179,9 +179,7 @@ def _hooks(module: nn.Module, freezer: Freezer) -> tuple[Hashable, ...]:
         if hooks:
             keyed = getattr(module, f"{table}_with_kwargs", {})
             always = getattr(module, f"{table}_always_called", {})
-            found += [
-                (table, freezer.freeze(hook), key in keyed, key in always) for key, hook in hooks.items()
-            ]
+            found += [(table, freezer.freeze(hook), key in keyed, key in always) for key, hook in hooks.items()]
     return tuple(found)
 
 
@@ -235,11 +233,7 @@ def _module_words(path: str, value: _Module, other: _Module) -> str:
         return f"forward of {name} is not the same function: {show(value.kind)} was changed in between"
     if value.training != other.training:
         subject = f"{path} is " if path else ""
-        return (
-            f"{subject}in eval mode, not training"
-            if other.training
-            else f"{subject}training, not in eval mode"
-        )
+        return f"{subject}in eval mode, not training" if other.training else f"{subject}training, not in eval mode"
     for ours, theirs in zip(value.hooks, other.hooks, strict=False):
         if ours != theirs:
             return f"hooks of {name} differ: {_hook_text(ours)}, not {_hook_text(theirs)}"

@@ -69,7 +69,7 @@ class Task:
             loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
             if loss is None:
                 raise InputError(
-                    f"{type(model).__name__} gives no .loss of its own. Pass a loss or an objective to compile, or "
+                    f"{type(model).__name__} gives no .loss of its own. Give compile a loss or an objective, or "
                     f"include the labels in the batch."
                 )
             sums = self._sums(logits(output), x["labels"], weights) if self.metrics else {}
@@ -90,7 +90,9 @@ class Task:
             for metric in self.metrics:
                 columns = named[metric.name]
                 rows = zip(*columns.values(), strict=True)
-                values[metric.name] = np.array([metric.value(dict(zip(columns, row, strict=True))) for row in rows])
+                values[metric.name] = np.array(
+                    [metric.value(dict(zip(columns, row, strict=True))) for row in rows]
+                )
         return values
 
     def _sums(self, output: Any, target: Any, weights: Tensor | None) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """From a step in Python to a program: a flat graph of tensor operations, traced once.
 
 A traced graph has no Python of the model left in it, no `vmap` and no autograd, so running it costs only its
-operations; it can be compiled as it is; and what can't be traced is known, with the reason, before training starts.
+operations; it can be compiled as it is; and what can't be traced is known, with the reason, before the first step.
 """
 
 import warnings
@@ -123,9 +123,9 @@ def plain(step: Callable[..., Any], args: tuple[Any, ...], stacked: Sequence[boo
 
 @contextmanager
 def _strictly() -> Iterator[None]:
-    # vmap's fallback for operations without a batching rule loops over the members, slowly and with a warning only.
+    # vmap's fallback for operations without a batching rule loops over the members, slowly, with only a warning.
     # Here that is a reason not to fuse, so it is made an error.
-    functorch = torch._C._functorch
+    functorch: Any = torch._C._functorch
     before = functorch._is_vmap_fallback_enabled(), torch.compiler._is_compiling_flag
     functorch._set_vmap_fallback_enabled(False)
     # What torch.export does for `torch.compiler.is_compiling()`: models that ask take the way that can be traced.

@@ -131,9 +131,7 @@ class Freezer:
             case type():
                 return value if _importable(value) else self._tree(*_parts_of_class(value))
             case types.FunctionType():
-                return (
-                    Leaf(kind, value) if _importable(value) else self._tree(kind, _parts_of_function(value))
-                )
+                return Leaf(kind, value) if _importable(value) else self._tree(kind, _parts_of_function(value))
         if isinstance(value, _COMPARABLE):
             return Leaf(kind, value)
         parts = _parts_of_builtin(value)

@@ -1,8 +1,8 @@
 """One graph for lanes of any width.
 
-A traced graph has the lane's width written into it, as the numbers in its views and sizes. Traced at two widths, the
-two graphs differ in just these numbers, and each is a multiple of the width. So the two are merged into one that
-works the numbers out from its first input; compiled once, it serves a lane that shrinks and grows.
+A traced graph has the lane's width written into it, as the numbers in its views and sizes. Traced at two widths,
+the two graphs differ in just these numbers, and each is a multiple of the width. So the two are merged into one
+that works the numbers out from its first input; compiled once, it serves a lane that shrinks and grows.
 """
 
 import operator
