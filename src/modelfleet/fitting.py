@@ -181,9 +181,10 @@ class Fit:
             self._set_aside(shift, self.epoch)
             rows: list[dict[str, float]] = [{} for _ in shift.lane.members]
             still = on & shift.lane.on()
-            for slot, position in enumerate(shift.lane.slots):
+            by_slot = zip(*(column.tolist() for column in values.values()), strict=True)
+            for position, numbers in zip(shift.lane.slots.tolist(), by_slot, strict=True):
                 if still[position]:
-                    rows[position] = {name: float(column[slot]) for name, column in values.items()}
+                    rows[position] = dict(zip(values, numbers, strict=True))
                     self.history.record(shift.lane.members[position].name, rows[position])
             shift.schedules.end_epoch(rows)
             shift.lane.epochs[still] += 1

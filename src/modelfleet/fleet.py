@@ -48,6 +48,7 @@ class Fleet:
             raise InputError("a fleet needs at least one member; got none.")
         self.seed = int(seed)
         self._members: dict[str, Member] = {}
+        self._by_model: dict[int, str] = {}  # the member of a model object, which must be of one only
         self._framework = frameworks.adapter_of(pairs[0][1], str(pairs[0][0]))
         chosen = self._framework.choose(parse_devices(devices))
         if len(chosen) > 1:
@@ -146,7 +147,7 @@ class Fleet:
         if len(self) == 1:
             raise InputError(f"{name!r} is the last member; a fleet needs at least one.")
         self._regroup()
-        del self._members[name]
+        del self._members[name], self._by_model[id(model)]
         self._handed.discard(name)
         self._origins.pop(name, None)
         self._carried.pop(name, None)
@@ -234,10 +235,10 @@ class Fleet:
         shown = reporter(progress)
         randomness = self._framework.randomness()  # as it is before any loader draws from it
         lanes = self._settled(strategy, data, batch_size, shuffle=shuffle)
+        checked = self._validation([lane for lane, _ in lanes], validation, batch_size)
         shifts = []
-        for lane, feed in lanes:
-            own = np.array([lengths[name] for name in lane.names])
-            shifts.append(self._shift(lane, feed, validation, batch_size, own))
+        for (lane, feed), check in zip(lanes, checked, strict=True):
+            shifts.append(self._shift(lane, feed, check, np.array([lengths[name] for name in lane.names])))
         run = Fit(self, shifts, callbacks, shown, self._framework, randomness)
         try:
             return run.run()
@@ -279,8 +280,7 @@ class Fleet:
         values = spread(data, self.names, "data")
         lanes = self._ready(strategy)
         fed = []
-        for lane in lanes:
-            feed = self._feed(lane, data, values, batch_size, shuffle=shuffle, what="data")
+        for lane, feed in self._feeds(lanes, data, values, batch_size, shuffle=shuffle, what="data"):
             if kind == "predict":
                 lane.engine.output_shape(feed.first(), lane.names[0])
             else:
@@ -330,23 +330,40 @@ class Fleet:
                     lane.adopt(row, *self._carried[name])
         self._carried = {}
 
+    def _feeds(
+        self, lanes: Sequence[Lane], data: Any, values: Sequence[Any], batch_size: Any, *, shuffle: bool, what: str
+    ) -> Iterator[tuple[Lane, Feed]]:
+        """Every lane with its feed. One loader for all is read once, by one feed that the lanes share."""
+        arrays = self._framework.arrays
+        if not isinstance(data, Each) and is_loader(data, arrays, what):
+            whole = self._feed(lanes, data, values, batch_size, shuffle=shuffle, what=what)
+            first = 0
+            for lane in lanes:
+                yield lane, whole.select(range(first, first + len(lane.members)))
+                first += len(lane.members)
+            return
+        for lane in lanes:
+            yield lane, self._feed([lane], data, values, batch_size, shuffle=shuffle, what=what)
+
     def _feed(
-        self, lane: Lane, data: Any, values: Sequence[Any], batch_size: Any, *, shuffle: bool, what: str
+        self, lanes: Sequence[Lane], data: Any, values: Sequence[Any], batch_size: Any, *, shuffle: bool, what: str
     ) -> Feed:
+        """One feed for all members of some lanes, in their order."""
+        members = [member for lane in lanes for member in lane.members]
         places = {name: place for place, name in enumerate(self._members)}
-        rows = [places[name] for name in lane.names]
+        rows = [places[member.name] for member in members]
         if isinstance(batch_size, Each):
             sizes = spread(batch_size, self.names, "batch_size")
             batch_size = Each([sizes[row] for row in rows])
         return make_feed(
             Each([values[row] for row in rows]) if isinstance(data, Each) else data,
-            names=lane.names,
-            seeds=[member.seed for member in lane.members],
+            names=[member.name for member in members],
+            seeds=[member.seed for member in members],
             batch_size=batch_size,
             shuffle=shuffle,
-            device=lane.engine.device,
+            device=lanes[0].engine.device,
             arrays=self._framework.arrays,
-            epochs_done=lane.epochs,
+            epochs_done=np.concatenate([lane.epochs for lane in lanes]),
             what=what,
         )
 
@@ -368,21 +385,26 @@ class Fleet:
                 first = feed.first()  # again, now checked
         return lane.engine.check(first, lane.names[0])
 
-    def _shift(self, lane: Lane, feed: Feed, validation: Any, batch_size: Any, epochs: np.ndarray) -> Shift:
-        checked: Feed | None = None
-        if validation is not None:
-            values = spread(validation, self.names, "validation")
-            # A loader has batches of its own size, whatever that of the training data is.
-            loads = is_loader(values[0], self._framework.arrays, "validation")
-            size = None if loads else batch_size
-            checked = self._feed(lane, validation, values, size, shuffle=False, what="validation")
-            self._check(lane, checked, validation, values)
+    def _validation(self, lanes: Sequence[Lane], validation: Any, batch_size: Any) -> list[Feed | None]:
+        """Every lane's feed of validation data, checked."""
+        if validation is None:
+            return [None for _ in lanes]
+        values = spread(validation, self.names, "validation")
+        # A loader has batches of its own size, whatever that of the training data is.
+        size = None if is_loader(values[0], self._framework.arrays, "validation") else batch_size
+        feeds: list[Feed | None] = []
+        for lane, feed in self._feeds(lanes, validation, values, size, shuffle=False, what="validation"):
+            self._check(lane, feed, validation, values)
+            feeds.append(feed)
+        return feeds
+
+    def _shift(self, lane: Lane, feed: Feed, validation: Feed | None, epochs: np.ndarray) -> Shift:
         per_epoch = np.ones(len(lane.members), dtype=np.int64) if feed.steps is None else feed.steps
         schedules = self._framework.Schedules(
             lane.schedules, lane.columns, lane.engine.task.optimizer, per_epoch, epochs, names=lane.names
         )
         lane.engine.forgive()
-        return Shift(lane, feed, checked, schedules, epochs, lane.steps.copy())
+        return Shift(lane, feed, validation, schedules, epochs, lane.steps.copy())
 
     def _described(self, lanes: Sequence[Lane], steps: Mapping[int, int | None] | None) -> Plan:
         return Plan(
@@ -409,13 +431,14 @@ class Fleet:
         if frameworks.adapter_of(model, text) is not self._framework:
             raise InputError(f"member {text!r} is of another framework than the others.")
         self._framework.check_model(model, text)
-        twin = next((m.name for m in self._members.values() if m.model is model), None)
+        twin = self._by_model.get(id(model))
         if twin is not None:
             raise InputError(
                 f"members {twin!r} and {text!r} are the very same object; each would undo the other's steps. "
                 f"Give a copy (copy.deepcopy), or use clone."
             )
         self._members[text] = Member(text, model, member_seed(self.seed, text))
+        self._by_model[id(model)] = text
         return text
 
     def _member(self, name: str) -> Member:

@@ -124,9 +124,10 @@ class History:
     def record(self, name: str, values: Mapping[str, float]) -> None:
         """Append one epoch of a member. A metric that is missing in one epoch is NaN there."""
         recorded = self[name]
-        epochs = _length(recorded)
-        for metric in values:
-            recorded.setdefault(metric, [math.nan] * epochs)
+        if recorded.keys() != values.keys():
+            epochs = _length(recorded)
+            for metric in values:
+                recorded.setdefault(metric, [math.nan] * epochs)
         for metric, series in recorded.items():
             series.append(float(values.get(metric, math.nan)))
         self.kept.pop(name, None)

@@ -20,7 +20,8 @@ T = TypeVar("T")
 class LoaderFeed:
     """Batches from one loader for all members (`shared`), or from one loader per member.
 
-    A loader is an iterable of batches that can be read again and again, or a function that returns one.
+    A loader is an iterable of batches that can be read again and again, or a function that returns one. Feeds that
+    `select` made of one shared feed and that step side by side read its loader once: they get the same batches.
     `check`, if there is one, is given every batch as it is read, and raises for one that can't be trained on.
     """
 
@@ -36,6 +37,7 @@ class LoaderFeed:
         self._sources = [_Source(loader, where) for loader, where in zip(loaders, wheres, strict=False)]
         self._device = device
         self._arrays = arrays
+        self._reading = _Reading()
 
     @property
     def steps(self) -> np.ndarray | None:
@@ -48,10 +50,12 @@ class LoaderFeed:
     def epoch(self, number: int, *, start: int = 0) -> Generator[Batch, None, None]:
         """The batches of one epoch, without the first `start` of them."""
         # Opened here and not in the thread: a DataLoader starts its processes best from the caller's, and it
-        # draws the seed of its shuffle with its first batch, which several lanes must do in a fixed order.
+        # draws the seed of its shuffle with its first batch, which must happen at a fixed moment.
         if self.shared:
-            self._sources[0].peek()
-            yield from ahead(self._shared(start))
+            with closing(self._reading.batches(number, lambda: self._open(start))) as batches:
+                for data, rows in batches:
+                    self._checked(data, self._sources[0].where)
+                    yield Batch(data, True, np.full(self._members, rows))
             return
         readers = {}
         for member, source in enumerate(self._sources):
@@ -71,7 +75,9 @@ class LoaderFeed:
     def first(self) -> Batch:
         """A batch shaped like those that will come. The coming epoch has it again."""
         if self.shared:
-            return self._shared_batch(self._sources[0].peek())
+            data, rows = self._placed(self._sources[0].peek())
+            self._checked(data, self._sources[0].where)
+            return Batch(data, True, np.full(self._members, rows))
         found, failures = {}, {}
         for member, source in enumerate(self._sources):
             if member not in self.failures:
@@ -99,17 +105,15 @@ class LoaderFeed:
             chosen._sources = [self._sources[member] for member in keep]
         return chosen
 
-    def _shared(self, start: int) -> Iterator[Batch]:
-        for step, raw in enumerate(self._sources[0].read()):
-            if step >= start:
-                yield self._shared_batch(raw)
+    def _open(self, start: int) -> Generator[tuple[Any, int], None, None]:
+        self._sources[0].peek()
+        return ahead(self._placed(raw) for step, raw in enumerate(self._sources[0].read()) if step >= start)
 
-    def _shared_batch(self, raw: Any) -> Batch:
+    def _placed(self, raw: Any) -> tuple[Any, int]:
+        """A shared batch on the device, and its number of rows."""
         tree, rows = settle(raw, self._arrays, self._sources[0].where)
         # A copy, for a loader may write its next batch where this one is.
-        data = map_tree(lambda leaf: self._arrays.place(leaf, self._device, copy=True), tree)
-        self._checked(data, self._sources[0].where)
-        return Batch(data, True, np.full(self._members, rows))
+        return map_tree(lambda leaf: self._arrays.place(leaf, self._device, copy=True), tree), rows
 
     def _own(
         self, readers: dict[int, Generator[Any, None, None]], start: int
@@ -177,6 +181,42 @@ class LoaderFeed:
         stacked = [self._arrays.place(self._arrays.stack(column), self._device) for column in columns]
         counts = np.array([found[member][1] if member in found else 0 for member in range(self._members)])
         return Batch(rebuild(found[stand_in][0], stacked), False, counts)
+
+
+class _Reading:
+    """One reading of a loader for all that step side by side: a batch is read once, and handed to each of them."""
+
+    def __init__(self) -> None:
+        self._batches: Generator[tuple[Any, int], None, None] | None = None
+        self._number = -1
+        self._index = -1
+        self._last: tuple[Any, int] | None = None
+
+    def batches(
+        self, number: int, start: Callable[[], Generator[tuple[Any, int], None, None]]
+    ) -> Generator[tuple[Any, int], None, None]:
+        """The batches of an epoch: of the reading that others of this epoch are at, or of a new one."""
+        index = 0
+        try:
+            while True:
+                if index == 0 and (self._number != number or self._index > 0):
+                    self._close()
+                    self._batches, self._number = start(), number
+                if index > self._index:
+                    assert self._batches is not None
+                    self._last, self._index = next(self._batches, None), index
+                if self._last is None:
+                    return
+                yield self._last
+                index += 1
+        except GeneratorExit:
+            self._close()
+            raise
+
+    def _close(self) -> None:
+        if self._batches is not None:
+            self._batches.close()
+        self._batches, self._number, self._index, self._last = None, -1, -1, None
 
 
 class _Source:

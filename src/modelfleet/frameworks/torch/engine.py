@@ -19,6 +19,7 @@ from modelfleet.frameworks.torch.task import Task
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree
 
+STEPS_AHEAD = 64  # for which the optimizer's numbers are worked out at a time
 FIRST_SCALE = 65536.0  # torch.amp.GradScaler's
 
 
@@ -48,6 +49,7 @@ class Engine:
         }
         self.state = self._stacked(members, columns)
         self._whole: tuple[State, Tensor] | None = None
+        self._ahead: tuple[tuple[Any, Tensor], Iterator[dict[str, Tensor]]] | None = None
         self._bears_padding: dict[tuple[int, int], bool] = {}
 
     @property
@@ -72,7 +74,7 @@ class Engine:
         self, hyper: Any, active: Tensor, data: Any, weights: Tensor | None, *, shared: bool, pace: Any
     ) -> None:
         """One step of the active members."""
-        rest = (self._coefficients(self.state, hyper), active, data, weights)
+        rest = (self._next_coefficients(hyper, active), active, data, weights)
         self.programs.train((self.state, self.shared), rest, shared_data=shared, pace=pace)
 
     def train_some(self, slots: np.ndarray, hyper: Any, data: Any, *, shared: bool, pace: Any) -> None:
@@ -81,7 +83,8 @@ class Engine:
         part = states.select(self.state, rows)
         some = {name: column.index_select(0, rows) for name, column in hyper.items()}
         active = torch.ones(len(slots), dtype=torch.bool, device=self.device)
-        rest = (self._coefficients(part, some), active, data, None)
+        self._ahead = None
+        rest = (self._coefficients(part, some, 1)[0], active, data, None)
         self.programs.train((part, self.shared), rest, shared_data=shared, pace=pace)
         states.put(self.state, rows, part)
 
@@ -92,7 +95,7 @@ class Engine:
                 f"member {self._first!r} has no parameter that takes a gradient. "
                 f"Set requires_grad=True on what is to be trained."
             )
-        args = (self.state, self.shared, self._coefficients(self.state, hyper), active, data, None)
+        args = (self.state, self.shared, self._coefficients(self.state, hyper, 1)[0], active, data, None)
         self.programs.program("train", args, shared)
 
     def ready(self, kind: str, *data: Any, shared: bool) -> None:
@@ -288,6 +291,7 @@ class Engine:
     def forgive(self) -> None:
         """Begin a fit with nobody in trouble."""
         self.state["member"]["trouble"].zero_()
+        self._ahead = None
 
     def _side(self, working: bool) -> State:
         return self.state if working or self._whole is None else self._whole[0]
@@ -348,13 +352,34 @@ class Engine:
         if self.task.loss is not None and output_shape is not None and isinstance(target, Tensor | np.ndarray):
             check_targets(self.task.loss, output_shape, target, name)
 
-    def _coefficients(self, state: State, hyper: dict[str, Tensor]) -> dict[str, Tensor]:
-        # Outside of the program: a compiler would work out these few numbers again for every element they scale.
-        found = self.task.optimizer.coefficients(hyper, state["member"]["step"] + 1)
+    def _next_coefficients(self, hyper: dict[str, Tensor], active: Tensor) -> dict[str, Tensor]:
+        # Worked out for many steps at a time, as long as the same members step with the same hyperparameters. With
+        # float16 a step may be skipped, so there each step must look.
+        if self._ahead is None or not all(a is b for a, b in zip(self._ahead[0], (hyper, active), strict=True)):
+            many = 1 if self.task.precision == "fp16" else STEPS_AHEAD
+            self._ahead = (hyper, active), iter(self._coefficients(self.state, hyper, many))
+        found = next(self._ahead[1], None)
+        if found is None:
+            self._ahead = None
+            return self._next_coefficients(hyper, active)
+        return found
+
+    def _coefficients(self, state: State, hyper: dict[str, Tensor], steps: int) -> list[dict[str, Tensor]]:
+        """The optimizer's numbers `(member,)` for the steps to come.
+
+        Outside of the program: a compiler would work out these few numbers again for every element they scale.
+        """
+        done = state["member"]["step"]
+        numbers = torch.arange(1, steps + 1, dtype=done.dtype, device=done.device).unsqueeze(1) + done
+        found = self.task.optimizer.coefficients(hyper, numbers)
         if self.task.clip:
             found["clip_norm"] = hyper["clip_norm"]
         dtype = next(iter(state["params"].values())).dtype
-        return {name: value.to(dtype) for name, value in found.items()}
+        columns = {name: value.to(dtype).expand(numbers.shape).contiguous() for name, value in found.items()}
+        return [
+            dict(zip(columns, row, strict=True))
+            for row in zip(*(c.unbind(0) for c in columns.values()), strict=True)
+        ]
 
     def label_check(self, output_shape: tuple[int, ...] | None) -> Callable[[Any], None] | None:
         """A function that refuses a batch with targets out of range; None where there is nothing to check."""
