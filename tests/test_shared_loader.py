@@ -1,12 +1,12 @@
-"""One loader for all members is read once, however many lanes there are, so that it shuffles the same for everyone."""
+"""One loader for all members is read once, however many lanes there are: it shuffles alike for everyone."""
 
 from collections.abc import Iterator
 
-import modelfleet as mf
 import torch
+from tests.helpers import equal, mlp, weights
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.helpers import equal, mlp, weights
+import modelfleet as mf
 
 
 def _loader() -> DataLoader[tuple[torch.Tensor, ...]]:

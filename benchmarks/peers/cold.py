@@ -13,7 +13,7 @@ START = time.perf_counter()
 
 # torch imports its compiler with the first optimizer that is made, or the first step that is traced: nearly two
 # seconds in either peer. It is an import like the others, so both have it before the clock starts.
-import torch._dynamo  # noqa: E402
+import torch._dynamo  # noqa: E402, F401
 
 
 def train_torch(quick: bool) -> float:

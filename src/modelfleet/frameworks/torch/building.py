@@ -56,7 +56,7 @@ def check_model(model: nn.Module, name: str) -> None:
 
 
 def _seed(seed: int) -> None:
-    # torch.manual_seed also notes the whole stack for devices that are not there yet: half of the time of a small model.
+    # torch.manual_seed also notes the call stack for devices that may come later: half the time of a small model.
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
     else:
