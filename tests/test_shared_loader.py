@@ -17,13 +17,13 @@ def _loader() -> DataLoader[tuple[torch.Tensor, ...]]:
     )
 
 
-def _trained(widths: dict[str, int], **options: object) -> mf.Fleet:
+def _trained(widths: dict[str, int]) -> mf.Fleet:
     torch.manual_seed(0)
     models = {name: mlp(width) for name, width in widths.items()}
     fleet = mf.Fleet(models)
     fleet.compile("sgd", "cross_entropy", lr=0.1)
     torch.manual_seed(1)
-    fleet.fit(_loader(), epochs=3, progress=False, **options)
+    fleet.fit(_loader(), epochs=3, progress=False)
     return fleet
 
 
