@@ -76,9 +76,9 @@ def test_models_must_be_models() -> None:
 
 def test_one_model_may_not_be_two_members() -> None:
     model = mlp()
-    refused(lambda: mf.Fleet([model, model]), "'0' and '1' are the very same model", "copy.deepcopy")
+    refused(lambda: mf.Fleet([model, model]), "'0' and '1' are one model object", "copy.deepcopy")
     fleet = mf.Fleet([model])
-    refused(lambda: fleet.add("b", model), "'0' and 'b' are the very same model")
+    refused(lambda: fleet.add("b", model), "'0' and 'b' are one model object")
 
 
 def test_a_trained_parameter_may_not_be_shared() -> None:
@@ -316,7 +316,7 @@ def test_mistakes_in_ones_own_functions_name_the_member() -> None:
     fleet.compile("sgd", "cross_entropy", metrics=[broken])
     refused(lambda: fit(fleet, (X, Y)), "member 'a'", "ZeroDivisionError: oops")
     fleet.compile("sgd")
-    refused(lambda: fit(fleet, (X, Y)), "member 'a'", "gives no .loss of its own", "Pass a loss")
+    refused(lambda: fit(fleet, (X, Y)), "member 'a'", "gives no .loss of its own", "Give compile a loss")
 
 
 def test_early_stopping_on_what_is_not_recorded_is_told() -> None:

@@ -288,3 +288,27 @@ def test_an_overflow_in_fp16_skips_that_members_step_only() -> None:
     assert a == c == 12
     assert 0 < loud < 12
     assert_all_as_alone(fleet, expected, 2e-3)  # float16 keeps 11 bits
+
+
+class _Idle(nn.Module):
+    """A model with a layer that its forward never uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+@pytest.mark.parametrize("strategy", ["fused", "interleaved"])
+def test_parameters_without_a_gradient_are_left_alone_as_torch_leaves_them(strategy: str) -> None:
+    fleet = mf.Fleet.build(_Idle, list("abc"), seed=SEED)
+    how: dict[str, Any] = {"epochs": 2, "batch_size": 8}
+    task: dict[str, Any] = {"optimizer": "adamw", "loss": "cross_entropy", "lr": 0.1, "weight_decay": 0.1}
+    before = fleet["a"].idle.weight.detach().clone()
+    expected = {name: testing.alone(fleet[name], name, rows(20), seed=SEED, **task, **how) for name in fleet.names}
+    fleet.compile(**task)
+    fleet.fit(rows(20), strategy=strategy, progress=False, **how)
+    assert_all_as_alone(fleet, expected, ROUNDING)
+    assert torch.equal(fleet["a"].idle.weight, before)

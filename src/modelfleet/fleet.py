@@ -434,7 +434,7 @@ class Fleet:
         twin = self._by_model.get(id(model))
         if twin is not None:
             raise InputError(
-                f"members {twin!r} and {text!r} are the very same object; each would undo the other's steps. "
+                f"members {twin!r} and {text!r} are one model object; each would undo the other's steps. "
                 f"Give a copy (copy.deepcopy), or use clone."
             )
         self._members[text] = Member(text, model, member_seed(self.seed, text))

@@ -1,7 +1,7 @@
 """The programs of a lane: its steps traced once for each shape of batch and width, and compiled where it pays."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -133,6 +133,11 @@ class Programs:
                 for arg, axis in zip(args, stacked, strict=True)
             )
             return trace(run, tuple(few), stacked)
+
+        if kind == "train" and self.fused:
+            state, shared, _, _, batch, weights = args
+            with suppress(Exception), mode(self.steps.model, train=True):  # tracing will tell what is wrong
+                self.steps.find_unused(state, shared, batch, weights, shared_data=shared_data)
 
         self.traces += 1
         try:

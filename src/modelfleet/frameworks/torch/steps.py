@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from modelfleet.frameworks.torch.random import DrawFromStreams, Streams
@@ -48,6 +48,22 @@ class Steps:
         self.model = model
         self.task = task
         self.layout = layout
+        self.unused: frozenset[str] = frozenset()  # parameters that take no part in the loss
+
+    def find_unused(
+        self, state: State, shared: dict[str, Tensor], data: Any, weights: Tensor | None, *, shared_data: bool
+    ) -> None:
+        """Find the parameters that take no part in the loss, by one backward pass of the first member alone."""
+        if not shared_data:
+            data = map_tree(lambda t: t[0], data)
+        weights = None if weights is None else weights[0]
+        one = {part: map_tree(lambda t: t[0].clone(), tensors) for part, tensors in state.items()}
+        with self._streams(state["member"], fused=False), torch.enable_grad():
+            params = {name: p.requires_grad_() for name, p in one["params"].items()}
+            own = {**params, **one["frozen"], **shared}
+            loss, _ = self._call(own, one["buffers"], self.task.run, data, weights)
+            found = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+        self.unused = frozenset(name for name, g in zip(params, found, strict=True) if g is None)
 
     def train(
         self,
@@ -78,6 +94,8 @@ class Steps:
         with self._streams(member, fused):
             args = (state["params"], state["frozen"], state["buffers"], data, weights, scale)
             gradients, (loss, sums, buffers) = _gradients(loss_of, args, (0, 0, 0, axis, 0, 0), fused=fused)
+        # As in torch, a parameter without a gradient is left alone, by weight decay and momentum too.
+        gradients = {name: g for name, g in gradients.items() if name not in self.unused}
 
         if scale is not None:
             gradients = {name: g / _like(scale, g) for name, g in gradients.items()}
@@ -163,17 +181,19 @@ class Steps:
 
 
 def _gradients(loss_of: Callable[..., Any], args: Any, axes: Any, *, fused: bool) -> Any:
-    """Every member's own gradients, of those parameters that take part in its loss; and what else `loss_of` gives.
+    """Every member's own gradients, and what else `loss_of` gives.
 
-    The members' losses are summed, never averaged: so the gradient of the sum is each member's own.
+    Unfused, they are of those parameters only that take part in the loss; fused, the others' are zero.
     """
-    params, *rest = args
+    if fused:
+        return _vmapped(grad(loss_of, has_aux=True), args, axes)
+    params, *rest = (_row(arg, axis) for arg, axis in zip(args, axes, strict=True))
     with torch.enable_grad():
         leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
-        losses, aux = _mapped(loss_of, (leaves, *rest), axes, fused=fused)
-        found = torch.autograd.grad(losses.sum(), list(leaves.values()), allow_unused=True)
+        loss, aux = loss_of(leaves, *rest)
+        found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     gradients = {name: g for name, g in zip(leaves, found, strict=True) if g is not None}
-    return gradients, map_tree(lambda t: t.detach(), aux)
+    return map_tree(lambda t: t.detach().unsqueeze(0), (gradients, aux))
 
 
 def _mapped(function: Callable[..., Any], args: Any, axes: Any, *, fused: bool) -> Any:
