@@ -252,3 +252,43 @@ def test_a_misspelt_mode_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         fit(fleet, (X, Y))
     assert equal(all_weights(fleet), before)
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.slow
+def test_a_lane_that_shrinks_and_grows_goes_on_with_the_same_compiled_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    epochs = mf.each([1, 1, 1, 1, 3, 3])  # after the first epoch two of six are left
+    results = {}
+    for mode in ("never", "now"):
+        monkeypatch.setenv("MODELFLEET_COMPILE", mode)
+        fleet = fleet_of(6, **RECIPE)
+        fit(fleet, (X, Y), epochs=1, batch_size=10)
+        made = compiled_so_far()
+        traces = programs(fleet).traces
+        fit(fleet, (X, Y), epochs=epochs, batch_size=10)
+        fleet.clone("5", as_="new")
+        fit(fleet, (X, Y), epochs=1, batch_size=10)
+        if mode == "now":
+            assert programs(fleet).traces == traces
+            assert compiled_so_far() == made
+        results[mode] = all_weights(fleet)
+    for name, expected in results["never"].items():
+        assert close(results["now"][name], expected), name
+
+
+@pytest.mark.slow
+def test_a_convolution_is_compiled_for_its_own_width_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cnn() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Conv1d(1, 2, 2), torch.nn.Flatten(), torch.nn.Linear(6, 3))
+
+    x = torch.from_numpy(X).unsqueeze(1)
+    results = {}
+    for mode in ("never", "now"):
+        monkeypatch.setenv("MODELFLEET_COMPILE", mode)
+        fleet = mf.Fleet.build(cnn, 4, seed=0)
+        fleet.compile("sgd", "cross_entropy", **RECIPE)
+        fit(fleet, (x, Y), epochs=mf.each([1, 1, 2, 2]), batch_size=10)
+        results[mode] = all_weights(fleet)
+    for name, expected in results["never"].items():
+        assert close(results["now"][name], expected), name

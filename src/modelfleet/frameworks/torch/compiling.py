@@ -28,7 +28,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from modelfleet.errors import FleetError, unknown
 from modelfleet.frameworks.torch.diagnosis import cache_folder
 from modelfleet.frameworks.torch.sources import ANY_WIDTH, ONE_WIDTH, Source, describe
-from modelfleet.frameworks.torch.tracing import Program
+from modelfleet.frameworks.torch.tracing import Program, Spec
 from modelfleet.frameworks.torch.widths import NotGeneralError, merge
 
 MODES = ("auto", "now", "never")
@@ -211,7 +211,19 @@ def _compile(source: Source) -> Any:
         compiled = compile_fx(graph, inputs)
     if general and (shapes.replacements or shapes.guards):
         raise NotGeneralError("an operation of it asks for the width")
+    if general:
+        _try_widths(compiled, source.inputs)
     return compiled
+
+
+def _try_widths(compiled: Any, inputs: Sequence[Spec]) -> None:
+    # What comes from torch's cache has no note of a width that an operation (a convolution, say) has built in.
+    for width in (2, 3):
+        try:
+            with torch.no_grad():
+                compiled(*(spec.empty(width).zero_() for spec in inputs))
+        except Exception as error:  # the compiled code checks its inputs' sizes
+            raise NotGeneralError("a width is built in") from error
 
 
 def _unknown_width(fakes: FakeTensorMode, hint: int) -> Any:
