@@ -113,9 +113,23 @@ def test_a_line_tells_speed_median_best_and_failures() -> None:
     screen, clock = Screen(terminal=False), Clock()
     report(reporter(console=screen.console, clock=clock), clock, {"a": [3.0], "b": [1.0], "c": [2.0], "d": [NAN]})
     line, done, failed = screen.text.splitlines()
-    assert line == ("epoch 1/1  30 member-steps/s  loss 2 (best 1: 'b')  acc 0.3333 (best 0.5: 'b')  1 failed")
+    assert line == ("epoch 1/1  40 member-steps/s  loss 2 (best 1: 'b')  acc 0.3333 (best 0.5: 'b')  1 failed")
     assert done == "done in 1.0 s  4 members  1 epoch  1 failed"
     assert failed == "'d' failed in epoch 1, step 10: loss is NaN"
+
+
+def test_the_last_epoch_has_the_speed_of_those_who_took_its_steps() -> None:
+    screen, clock = Screen(terminal=False), Clock()
+    show, history = reporter(console=screen.console, clock=clock), History(["a", "b"])
+    show.start(["a", "b"], 1, 10, None)
+    for step in range(1, 11):
+        clock.now += 0.1
+        show.step(step, 1)
+    for name in ("a", "b"):
+        history.record(name, {"loss": 1.0})
+    show.epoch(1, history, [], 1.0)  # all are done
+    show.end(history, 1.0)
+    assert "epoch 1/1  20 member-steps/s" in screen.text
 
 
 def test_lines_are_the_first_the_last_and_one_in_two_seconds() -> None:

@@ -96,7 +96,7 @@ class _Speaking:
         self, names: Sequence[str], epochs: int, steps_per_epoch: int | None, rows_per_epoch: int | None
     ) -> None:
         """Remember what there is to do."""
-        self._members = self._training = len(names)
+        self._members = self._training = self._stepping = len(names)
         self._epochs = epochs
         self._steps_per_epoch = steps_per_epoch
         self._rows_per_epoch = rows_per_epoch
@@ -111,6 +111,7 @@ class _Speaking:
     def step(self, done: int, epoch: int, note: str | None = None) -> None:
         """Remember it, and show it if it is time."""
         self._done = done
+        self._stepping = self._training
         self._finished = epoch - 1
         self._note = note
         now = self._clock()
@@ -127,7 +128,7 @@ class _Speaking:
             self._marks.clear()  # they counted without knowing an epoch's length
         self._finished, self._done = epoch, 0
         self._history = history
-        self._training = len(active)
+        self._stepping, self._training = self._training, len(active)  # the rate is of those who took the steps
 
     def _refresh(self) -> None:
         """Show the state between two epochs."""
@@ -168,9 +169,9 @@ class _Speaking:
         """Member-steps and rows per second, as far as they are known."""
         if self._speed is None:
             return []
-        rates = [f"{_number(self._speed * self._training)} member-steps/s"]
+        rates = [f"{_number(self._speed * self._stepping)} member-steps/s"]
         if self._rows_per_epoch and self._steps_per_epoch:
-            rows = self._rows_per_epoch / self._steps_per_epoch * self._training / self._members
+            rows = self._rows_per_epoch / self._steps_per_epoch * self._stepping / self._members
             rates.append(f"{_number(self._speed * rows)} rows/s")
         return rates
 
