@@ -17,7 +17,7 @@ LAYERS: list[set[str]] = [
     {"planning"},
     {"lanes", "feeds", "store", "history", "callbacks", "progress", "tasks"},
     {"frameworks"},
-    {"members", "each", "devices", "errors", "trees", "streams", "recipe"},
+    {"members", "each", "devices", "errors", "trees", "streams", "recipe", "words"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from modelfleet.errors import FleetError, InputError, MissingExtraError, StoreError, unknown
+from modelfleet.words import count
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -271,11 +272,6 @@ class History:
 def plain(value: float) -> float | str:
     """A number as strict JSON can hold it; `float` turns it back."""
     return value if math.isfinite(value) else str(value)
-
-
-def count(number: int, noun: str) -> str:
-    """A number with its noun: 1 member, 2 members."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 class _MissingPackageError(MissingExtraError):

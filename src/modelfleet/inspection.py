@@ -1,13 +1,14 @@
 """What a saved folder holds, as tables. Reads its manifest alone, so it is quick and needs no framework."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from modelfleet.errors import StoreError
-from modelfleet.history import History, count
+from modelfleet.history import History
 from modelfleet.store import read_manifest
+from modelfleet.words import count, size, some
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -38,7 +39,7 @@ def _fleet(folder: Path, manifest: Mapping[str, Any]) -> "RenderableType":
         own = [member for member in members if member["file"] == name]
         numbers = sum(prod(tensor["shape"][1:]) for tensor in entry["tensors"].values())
         kinds = dict.fromkeys(str(member["class"]).rpartition(":")[2] for member in own)
-        _add(groups, name, f"{len(own):,}", ", ".join(kinds), f"{numbers:,}", _size(entry["bytes"]))
+        _add(groups, name, f"{len(own):,}", ", ".join(kinds), f"{numbers:,}", size(entry["bytes"]))
 
     listed = _table("member", "group", "row", "built by", "with")
     for member in members[:_MOST]:
@@ -48,7 +49,7 @@ def _fleet(folder: Path, manifest: Mapping[str, Any]) -> "RenderableType":
     more = len(members) - _MOST
     total = sum(entry["bytes"] for entry in manifest["files"].values())
     title = (
-        f"{folder}: a fleet of {count(len(members), 'member')} ({manifest['framework']}), {_size(total)}, "
+        f"{folder}: a fleet of {count(len(members), 'member')} ({manifest['framework']}), {size(total)}, "
         f"seed {manifest['seed']}"
     )
     return Group(_text(title), groups, listed, *([_text(f"… and {more:,} more")] if more > 0 else []))
@@ -61,14 +62,14 @@ def _checkpoint(folder: Path, manifest: Mapping[str, Any]) -> "RenderableType":
     epochs = max(max(own) for own in manifest["run"]["epochs"])
     lanes = _table("lane", "members", "training", "failed", "size")
     for number, lane in enumerate(manifest["lanes"]):
-        size = manifest["files"][f"lane-{number}"]["bytes"]
+        taken = manifest["files"][f"lane-{number}"]["bytes"]
         failed = sum(name in history.failed for name in lane["members"])
-        _add(lanes, str(number), _names(lane["members"]), f"{sum(lane['on']):,}", f"{failed:,}", _size(size))
+        _add(lanes, str(number), some(lane["members"]), f"{sum(lane['on']):,}", f"{failed:,}", size(taken))
     within = f", {manifest['position']:,} steps into the next" if manifest["position"] else ""
     total = sum(entry["bytes"] for entry in manifest["files"].values())
     title = (
         f"{folder}: a checkpoint after epoch {manifest['epoch']:,} of {epochs:,}{within} "
-        f"(step {manifest['step']:,}), {_size(total)}"
+        f"(step {manifest['step']:,}), {size(total)}"
     )
     return Group(_text(title), lanes, _text(repr(history)))
 
@@ -94,16 +95,3 @@ def _text(text: str) -> "RenderableType":
 
 def _arguments(arguments: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in arguments.items()) or "–"
-
-
-def _names(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= 3 else f"{names[0]} … {names[-1]} ({len(names):,})"
-
-
-def _size(number: int) -> str:
-    size = float(number)
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} GB"

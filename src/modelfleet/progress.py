@@ -10,7 +10,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Protocol
 
 from modelfleet.errors import InputError
-from modelfleet.history import History, count, direction
+from modelfleet.history import History, direction
+from modelfleet.words import count
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -4,6 +4,8 @@ from dataclasses import asdict, dataclass
 from io import StringIO
 from typing import Any
 
+from modelfleet.words import count, size, some
+
 
 @dataclass(frozen=True)
 class LanePlan:
@@ -51,7 +53,7 @@ class Plan:
         from rich.table import Table
 
         members = sum(len(lane.members) for lane in self.lanes)
-        title = f"{_count(members, 'member')} in {_count(len(self.lanes), 'lane')}"
+        title = f"{count(members, 'member')} in {count(len(self.lanes), 'lane')}"
         if len(self.lanes) > 1:
             title += f", {self.sharing}"
         table = Table(title=title, title_justify="left", expand=False)
@@ -60,21 +62,15 @@ class Plan:
         for number, lane in enumerate(self.lanes):
             table.add_row(
                 str(number),
-                escape(_members(lane.members)),
+                escape(some(lane.members)),
                 lane.device,
                 f"{len(lane.members)} × {lane.parameters:,}",
-                _bytes(lane.state_bytes),
+                size(lane.state_bytes),
                 _steps(lane),
                 escape(lane.program),
                 escape(lane.reason),
             )
         return table
-
-
-def _members(names: tuple[str, ...]) -> str:
-    if len(names) <= 3:
-        return ", ".join(names)
-    return f"{names[0]} … {names[-1]} ({len(names):,})"
 
 
 def _steps(lane: LanePlan) -> str:
@@ -83,16 +79,3 @@ def _steps(lane: LanePlan) -> str:
     if lane.seconds_per_step is None:
         return f"{lane.steps:,}"
     return f"{lane.steps:,} of {1000 * lane.seconds_per_step:.3g} ms"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _bytes(number: int) -> str:
-    size = float(number)
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} GB"

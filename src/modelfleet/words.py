@@ -1,0 +1,22 @@
+"""Numbers and names as people read them."""
+
+from collections.abc import Sequence
+
+
+def count(number: int, noun: str) -> str:
+    """`1 member`, `2,000 members`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def size(number: float) -> str:
+    """Bytes in a unit that suits them: `14 MB`."""
+    for unit in ("B", "kB", "MB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} GB"
+
+
+def some(names: Sequence[str]) -> str:
+    """All names, or the first and the last of many and how many they are."""
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]} … {names[-1]} ({len(names):,})"
