@@ -94,11 +94,6 @@ def put(state: Any, rows: Tensor, part: Any) -> None:
         state.index_copy_(0, rows, part.to(state.device))
 
 
-def join(first: State, second: State) -> State:
-    """Two states of one structure as one."""
-    return {part: _map2(first[part], second[part], lambda a, b: torch.cat([a, b])) for part in first}
-
-
 def tensors(state: Any) -> list[Tensor]:
     """All tensors of a state, in a fixed order."""
     if isinstance(state, dict):
@@ -144,9 +139,3 @@ def _tensor(model: nn.Module, path: str, name: str) -> Tensor:
 
 def _map(tree: Any, fn: Any) -> Any:
     return {key: _map(value, fn) for key, value in tree.items()} if isinstance(tree, dict) else fn(tree)
-
-
-def _map2(first: Any, second: Any, fn: Any) -> Any:
-    if isinstance(first, dict):
-        return {key: _map2(first[key], second[key], fn) for key in first}
-    return fn(first, second)
