@@ -3,7 +3,7 @@ import torch
 
 from modelfleet.devices import Device, parse_devices
 from modelfleet.errors import InputError
-from modelfleet.frameworks.torch.devices import accelerators, check, choose, torch_device
+from modelfleet.frameworks.torch.devices import accelerators, check, choose, native
 
 
 @pytest.mark.parametrize(
@@ -63,19 +63,19 @@ def test_a_name_that_is_no_device_is_refused(devices: str, message: str) -> None
 def test_torch_has_logical_cpus_as_many_as_are_named() -> None:
     chosen = choose(parse_devices("cpu:0,cpu:7"))
     assert chosen == [Device("cpu", 0), Device("cpu", 7)]
-    assert [torch_device(device) for device in chosen] == [torch.device("cpu")] * 2
+    assert [native(device) for device in chosen] == [torch.device("cpu")] * 2
 
 
 def test_torch_takes_each_accelerator_by_its_index() -> None:
-    assert torch_device(Device("cuda", 1)) == torch.device("cuda", 1)
-    assert torch_device(Device("mps")) == torch.device("mps")
+    assert native(Device("cuda", 1)) == torch.device("cuda", 1)
+    assert native(Device("mps")) == torch.device("mps")
 
 
 def test_auto_is_what_torch_has_here() -> None:
     if torch.accelerator.is_available():
         chosen = choose(None)
         assert len(chosen) == torch.accelerator.device_count()
-        assert [torch.empty(1, device=torch_device(device)).device for device in chosen]
+        assert [torch.empty(1, device=native(device)).device for device in chosen]
     else:
         assert choose(None) == [Device("cpu")]
 

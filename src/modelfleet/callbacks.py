@@ -15,7 +15,7 @@ class Run(Protocol):
     fleet: Any
     history: History
     epoch: int
-    """Epochs finished."""
+    """Epochs finished: by all, or by the members of `active` if lanes do not wait for each other."""
     epochs: int
     """Epochs to do."""
     step: int
@@ -29,6 +29,14 @@ class Run(Protocol):
 
     def snapshot(self, name: str) -> Any:
         """A copy of the member's weights as they are now."""
+        ...
+
+    def sync(self, name: str) -> Any:
+        """The member's model, with its weights (of Keras: and its optimizer's state) as they are now."""
+        ...
+
+    def take(self, name: str) -> None:
+        """Take what the member's model holds now back into the training."""
         ...
 
     def restore(self, name: str, snapshot: Any) -> None:
@@ -52,6 +60,11 @@ class Callback:
                     if run.epoch == 1 and run.history[name]["loss"][-1] > 2:
                         run.stop(name, "a slow start")
     """
+
+    together = True
+    """Whether it looks at several members at once. Then a lane that has ended its epoch waits for the others, and
+    `on_epoch_end` is called once for all. If not, it is called when any lane has ended an epoch, for its members
+    (`run.active`), and nobody waits."""
 
     def on_fit_start(self, run: Run) -> None:
         """Called before the first step; `run.epoch` is above 0 in a resumed run."""
@@ -91,6 +104,8 @@ class EarlyStopping(Callback):
     Better is by more than `min_delta`, and NaN never is. `mode` is "min", "max", or "auto", which goes by the
     metric's name. With `restore_best` every member ends with the weights of its best epoch.
     """
+
+    together = False
 
     def __init__(
         self,

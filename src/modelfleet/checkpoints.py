@@ -17,34 +17,44 @@ def exists(folder: Path) -> bool:
     return folder.is_dir() and any(folder.iterdir())
 
 
-def save(folder: Path, run: Any, callbacks: Sequence[Callback], framework: Any) -> None:
+def save(folder: Path, run: Any, callbacks: Sequence[Callback]) -> None:
     """Keep the run as it is now; a checkpoint that was there before stays whole until this one is."""
-    files: dict[str, dict[str, Any]] = {"random": {"generator": run.randomness}}
+    files: dict[str, dict[str, Any]] = {}
+    writers: dict[str, Any] = {}
+    for framework in _frameworks(run).values():
+        if run.randomness.get(framework.NAME) is not None:
+            files[f"random-{framework.NAME}"] = {"generator": run.randomness[framework.NAME]}
+            writers[f"random-{framework.NAME}"] = framework.files
     for number, shift in enumerate(run.shifts):
         files[f"lane-{number}"] = shift.lane.engine.tensors()
+        writers[f"lane-{number}"] = shift.lane.members[0].framework.files
     for number, callback in enumerate(callbacks):
-        arrays = {
-            f"{path}/{name}": tensor
-            for name, snapshot in callback.arrays().items()
-            for path, tensor in _named(snapshot).items()
-        }
-        if arrays:
-            files[f"callback-{number}"] = arrays
+        for name, framework in _frameworks(run).items():
+            arrays = {
+                f"{path}/{member}": tensor
+                for member, snapshot in callback.arrays().items()
+                if run.framework(member) is framework
+                for path, tensor in _named(snapshot).items()
+            }
+            if arrays:
+                files[f"callback-{number}-{name}"] = arrays
+                writers[f"callback-{number}-{name}"] = framework.files
     manifest = {
         "run": _identity(run),
         "epoch": run.epoch,
         "step": run.step,
-        "position": run.position,
+        "epochs": [shift.epoch for shift in run.shifts],
+        "positions": [shift.position for shift in run.shifts],
         "history": run.history.to_dict(),
         "lanes": [shift.lane.standing() for shift in run.shifts],
         "schedules": [shift.schedules.state() for shift in run.shifts],
         "callbacks": [callback.state() for callback in callbacks],
     }
-    write_folder(folder, files, manifest, kind=KIND, writer=framework.files)
+    write_folder(folder, files, manifest, kind=KIND, writer=writers)
 
 
-def resume(folder: Path, run: Any, callbacks: Sequence[Callback], framework: Any) -> tuple[Any, ...] | None:
-    """Bring a run to where a checkpoint was taken: (epoch, step, position, history, randomness).
+def resume(folder: Path, run: Any, callbacks: Sequence[Callback]) -> tuple[Any, ...] | None:
+    """Bring a run to where a checkpoint was taken: (epoch, step, history, randomness).
 
     None if the checkpoint is of another fit of the same fleet: this one begins where that one ended. One of
     another fleet or with other settings raises `StoreError`, so that nothing of it is overwritten.
@@ -61,20 +71,40 @@ def resume(folder: Path, run: Any, callbacks: Sequence[Callback], framework: Any
             f"{_brief(now[what])}. Give another folder, or delete this one."
         )
     # All is read before anything is taken up: a file that can't be read must change nothing.
-    files = {name: read_file(folder, manifest, name, framework.files) for name in manifest["files"]}
+    known = _frameworks(run)
+    files: dict[str, Any] = {}
+    for name in manifest["files"]:
+        kind, _, rest = name.partition("-")
+        framework = (
+            run.shifts[int(rest)].lane.members[0].framework if kind == "lane" else known[rest.split("-")[-1]]
+        )
+        files[name] = read_file(folder, manifest, name, framework.files)
     for number, (shift, standing) in enumerate(zip(run.shifts, manifest["lanes"], strict=True)):
         shift.lane.engine.load(files[f"lane-{number}"])
         slots = shift.lane.take_up(standing)
         shift.schedules.restore(manifest["schedules"][number])
+        shift.epoch, shift.position = manifest["epochs"][number], manifest["positions"][number]
         if len(slots) < len(shift.lane.members):
             shift.feed = shift.feed.select(slots)
             shift.validation = shift.validation and shift.validation.select(slots)
     for number, (callback, state) in enumerate(zip(callbacks, manifest["callbacks"], strict=True)):
         callback.restore_state(state)
-        if f"callback-{number}" in files:
-            callback.restore_arrays(_by_member(files[f"callback-{number}"]))
+        arrays: dict[str, Any] = {}
+        for name in known:
+            arrays.update(_by_member(files.get(f"callback-{number}-{name}", {})))
+        if arrays:
+            callback.restore_arrays(arrays)
     history = History.from_dict(manifest["history"])
-    return manifest["epoch"], manifest["step"], manifest["position"], history, files["random"]["generator"]
+    randomness = {
+        name: files[f"random-{name}"]["generator"] if f"random-{name}" in files else None for name in known
+    }
+    return manifest["epoch"], manifest["step"], history, randomness
+
+
+def _frameworks(run: Any) -> dict[str, Any]:
+    """The frameworks of a run's members, by name."""
+    adapters = [shift.lane.members[0].framework for shift in run.shifts]
+    return {adapter.NAME: adapter for adapter in adapters}
 
 
 def _identity(run: Any) -> dict[str, Any]:
@@ -88,7 +118,7 @@ def _identity(run: Any) -> dict[str, Any]:
         ],
         "epochs": [shift.epochs.tolist() for shift in run.shifts],
         "rows": [None if shift.rows is None else shift.rows.tolist() for shift in run.shifts],
-        "steps per epoch": [None if s.steps_per_epoch is None else s.steps_per_epoch.tolist() for s in run.shifts],
+        "steps per epoch": [None if s.known_steps is None else s.known_steps.tolist() for s in run.shifts],
         "callbacks": [type(callback).__name__ for callback in run.callbacks],
         "started": [shift.started.tolist() for shift in run.shifts],
     }
@@ -108,8 +138,7 @@ def _by_member(arrays: dict[str, Any]) -> dict[str, Any]:
     snapshots: dict[str, Any] = {}
     for path, tensor in arrays.items():
         part, parameter, name = path.split("/", 2)
-        member = snapshots.setdefault(name, {"params": {}, "frozen": {}, "buffers": {}})
-        member[part][parameter] = tensor
+        snapshots.setdefault(name, {}).setdefault(part, {})[parameter] = tensor
     return snapshots
 
 

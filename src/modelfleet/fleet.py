@@ -1,6 +1,9 @@
 """A fleet: a named set of members, and the verbs people use on it."""
 
+import os
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -9,17 +12,25 @@ import numpy as np
 from modelfleet import frameworks, saving
 from modelfleet.callbacks import Callback
 from modelfleet.devices import parse_devices
-from modelfleet.each import Each, spread
+from modelfleet.each import spread
 from modelfleet.errors import InputError, StrategyError, unknown
-from modelfleet.feeds import Feed, LoaderFeed, is_loader, make_feed
-from modelfleet.fitting import Fit, Shift
+from modelfleet.feeds import Feed
+from modelfleet.fitting import Fit
 from modelfleet.history import History
 from modelfleet.lanes import Lane
 from modelfleet.members import Member, check_name, member_seed
-from modelfleet.planning.assembly import Assembly, settle
+from modelfleet.planning import supply
+from modelfleet.planning.assembly import Assembly, Part, refuse_unfused, settle
 from modelfleet.planning.plan import LanePlan, Plan
+from modelfleet.planning.supply import Job
 from modelfleet.progress import reporter
 from modelfleet.recipe import Recipe
+from modelfleet.sharing.crew import Order, Standing
+from modelfleet.sharing.interleaved import interleaved
+from modelfleet.sharing.processes import processes
+from modelfleet.sharing.shifts import Sharing, Shift
+from modelfleet.sharing.threads import threads
+from modelfleet.workers import CannotSendError
 
 STRATEGIES = ("auto", "fused", "interleaved", "threads", "processes")
 
@@ -49,20 +60,15 @@ class Fleet:
         self.seed = int(seed)
         self._members: dict[str, Member] = {}
         self._by_model: dict[int, str] = {}  # the member of a model object, which must be of one only
-        self._framework = frameworks.adapter_of(pairs[0][1], str(pairs[0][0]))
-        chosen = self._framework.choose(parse_devices(devices))
-        if len(chosen) > 1:
-            raise InputError(
-                f"a fleet runs on one device for now; got {', '.join(map(str, chosen))}. Give one of them."
-            )
-        self._device = chosen[0]
-        self._assembly = Assembly(self._framework, self._device)
-        self._turns = False  # whether the lanes at hand hold one member each because the strategy said so
-        self._recipe: Recipe | None = None
+        self._assembly = Assembly(parse_devices(devices))
+        self._token = secrets.token_hex(8)  # by which worker processes know the fleet again
+        self._recipes: dict[str, Recipe | None] = {}
+        self._recipe: Recipe | None = None  # for members to come
         self._lanes: list[Lane] | None = None
-        self._carried: dict[
-            str, tuple[Lane, int]
-        ] = {}  # where a member's optimizer state is, between two sets of lanes
+        self._asked: list[Part] = []  # what the lanes at hand were made for
+        self._kind = ""  # what they can do: "predict" only, or all
+        # Where a member's optimizer state is, between two sets of lanes.
+        self._carried: dict[str, tuple[Lane, int]] = {}
         self._handed: set[str] = set()  # members whose models somebody else may hold, and change
         self._origins: dict[str, dict[str, Any]] = {}  # how members were built, for `save`
         for name, model in pairs:
@@ -97,9 +103,8 @@ class Fleet:
             raise InputError("a fleet needs at least one member; members is below 1 or empty.")
         spreads = {key: spread(value, names, key) for key, value in kwargs.items()}
         arguments = [{key: values[row] for key, values in spreads.items()} for row in range(len(names))]
-        framework = frameworks.of_factory(factory)
         models = {
-            name: framework.build(factory, own, member_seed(seed, name), name)
+            name: frameworks.build(factory, own, member_seed(seed, name), name)
             for name, own in zip(names, arguments, strict=True)
         }
         fleet = cls(models, seed=seed, devices=devices)
@@ -134,7 +139,8 @@ class Fleet:
 
     def __repr__(self) -> str:
         kinds = {type(member.model).__name__ for member in self._members.values()}
-        return f"<Fleet of {len(self)}: {', '.join(sorted(kinds))} on {self._device}>"
+        devices = {str(self._assembly.device(member.framework)) for member in self._members.values()}
+        return f"<Fleet of {len(self)}: {', '.join(sorted(kinds))} on {', '.join(sorted(devices))}>"
 
     def add(self, name: str, model: Any) -> None:
         """Let a model join. Hyperparameters given by `each` must be compiled anew to have a value for it."""
@@ -147,7 +153,7 @@ class Fleet:
         if len(self) == 1:
             raise InputError(f"{name!r} is the last member; a fleet needs at least one.")
         self._regroup()
-        del self._members[name], self._by_model[id(model)]
+        del self._members[name], self._recipes[name], self._by_model[id(model)]
         self._handed.discard(name)
         self._origins.pop(name, None)
         self._carried.pop(name, None)
@@ -155,8 +161,9 @@ class Fleet:
 
     def clone(self, name: str, *, as_: str) -> None:
         """A new member with another's weights and optimizer state, and shuffles and dropout of its own."""
-        model = self._framework.copy_model(self._member(name).model)
-        clone = self._enlist(as_, model)
+        member = self._member(name)
+        clone = self._enlist(as_, member.framework.copy_model(member.model))
+        self._recipes[clone] = self._recipes[name]
         self._regroup()
         if name in self._carried:
             self._carried[clone] = self._carried[name]
@@ -175,11 +182,12 @@ class Fleet:
         clip_norm: Any = None,
         precision: str = "float32",
         schedule: Any = None,
+        members: Sequence[str] | None = None,
         **hyperparameters: Any,
     ) -> None:
         """Say how the members are trained. Every hyperparameter is one value for all, or `each(...)`.
 
-        optimizer: a name ("sgd", "adam", "adamw", …) or a class of `torch.optim`.
+        optimizer: a name ("sgd", "adam", "adamw", …), a class of `torch.optim`, or what Keras or Optax take.
         loss: a name ("cross_entropy", "mse", …) or `loss(output, target)`.
         objective: `objective(model, batch)` for everything else; returns a loss, or a loss and a dict of metrics.
             With neither, the output's own `.loss` is used.
@@ -187,22 +195,37 @@ class Fleet:
         clip_norm: the largest norm of a member's gradient.
         precision: "float32", "bf16" or "fp16".
         schedule: "cosine", "linear", "step", "onecycle", a `Schedule`, or what makes a scheduler of an optimizer.
+        members: only these; without it, all. Keras models that are compiled already need none of this.
         """
-        recipe = Recipe(optimizer, loss, objective, metrics, clip_norm, precision, schedule, hyperparameters)
-        self._framework.prepare(recipe, self.names)  # every error of it now, none later
-        self._recipe = recipe
+        chosen = self.names if members is None else [self._member(name).name for name in members]
+        given = Recipe(optimizer, loss, objective, metrics, clip_norm, precision, schedule, hyperparameters)
+        recipe = given.by_name(chosen)
+        for framework in {
+            id(self._members[name].framework): self._members[name].framework for name in chosen
+        }.values():
+            own = [self._members[name] for name in chosen if self._members[name].framework is framework]
+            framework.compile(recipe.only([member.name for member in own]), own)  # every error of it now
+        self._recipes.update(dict.fromkeys(chosen, recipe))
+        if members is None:
+            self._recipe = recipe
+            self._carried = {}
+        else:
+            self._regroup()
+            for name in chosen:
+                self._carried.pop(name, None)
         self._lanes = None
-        self._carried = {}
 
     def plan(self, data: Any = None, *, epochs: Any = 1, batch_size: Any = None) -> Plan:
         """What will run where, and why. With data it is known whether every group can be fused."""
         if data is None:
-            return self._described(self._ready(), None)
-        lanes = self._settled("auto", data, batch_size, shuffle=True)
-        longest = spread(epochs, self.names, "epochs")
+            compiled = all(recipe is not None for recipe in self._recipes.values())
+            return self._described(self._ready("auto", "train" if compiled else "predict"), None)
+        job = Job(tuple(self.names), data, epochs=epochs, batch_size=batch_size)
+        lanes = self._settled("auto", job, "train")
+        longest = dict(zip(self.names, spread(epochs, self.names, "epochs"), strict=True))
         steps: dict[int, int | None] = {}
         for lane, feed in lanes:
-            own = [longest[self.names.index(name)] for name in lane.names]
+            own = [longest[name] for name in lane.names]
             steps[id(lane)] = None if feed.steps is None else int((feed.steps * np.array(own)).max())
         return self._described([lane for lane, _ in lanes], steps)
 
@@ -218,38 +241,61 @@ class Fleet:
         strategy: str = "auto",
         progress: str | bool = "auto",
         exchange: Any = None,
+        share: Any = None,
+        steps_per_epoch: int | None = None,
+        class_weight: Any = None,
     ) -> History:
         """Train every member; gives the history. A second `fit` goes on from where the members are.
 
         data: `(x, y)` arrays, a loader, or a function that returns an iterator; one for all, or `each(...)`.
         epochs, batch_size: one value, or `each(...)`.
         shuffle: every member's rows in an order of its own, anew at every epoch.
-        strategy: "auto" fuses what can be; "fused" insists, "interleaved" has the members take turns.
+        strategy: "auto" measures; "fused" insists on fusing; "interleaved" has the members take turns, "threads"
+            and "processes" run them side by side.
         progress: a live table on a terminal and lines elsewhere; False for silence.
+        share: how many turns a member takes while another takes one; best `each(...)`.
+        steps_per_epoch: where an epoch ends, for data that go on and on.
+        class_weight: for Keras models, {label: weight}.
         """
         if exchange is not None:
             raise InputError("exchange is not built yet: members train independently. Leave it out.")
-        _check_strategy(strategy)
-        names = self.names
-        lengths = _epochs(epochs, names)
+        if strategy not in STRATEGIES:
+            raise unknown("strategy", strategy, STRATEGIES)
+        job = Job(
+            tuple(self.names),
+            data,
+            validation=validation,
+            epochs=epochs,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            share=share,
+            steps_per_epoch=steps_per_epoch,
+            class_weight=class_weight,
+        )
+        job.check()
         shown = reporter(progress)
-        randomness = self._framework.randomness()  # as it is before any loader draws from it
-        lanes = self._settled(strategy, data, batch_size, shuffle=shuffle)
-        checked = self._validation([lane for lane, _ in lanes], validation, batch_size)
-        shifts = []
-        for (lane, feed), check in zip(lanes, checked, strict=True):
-            shifts.append(self._shift(lane, feed, check, np.array([lengths[name] for name in lane.names])))
-        run = Fit(self, shifts, callbacks, shown, self._framework, randomness)
+        callbacks = self._wrapped(callbacks)
+        randomness = self._randomness()  # as it is before any loader draws from it
+        lanes = self._settled(strategy, job, "train")
+        shifts = supply.shifts(lanes, job)
+        side_by_side = supply.side_by_side([lane for lane, _ in lanes], job)
+        sharing = self._sharing(strategy, job, randomness)
+        run = Fit(self, shifts, sharing, callbacks, shown, randomness, side_by_side=side_by_side)
         try:
             return run.run()
+        except CannotSendError as error:
+            raise StrategyError(
+                f'strategy="processes" can\'t be had: {error} Or use "interleaved" or "threads".'
+            ) from error
         finally:
             for lane, _ in lanes:
                 lane.engine.write_back(lane.members)
 
     def evaluate(self, data: Any, *, batch_size: Any = None) -> dict[str, dict[str, float]]:
         """Every member's loss and metrics on data: {name: {metric: value}}."""
+        job = Job(tuple(self.names), data, batch_size=batch_size, shuffle=False)
         found: dict[str, dict[str, float]] = {}
-        for lane, feed in self._settled("auto", data, batch_size, shuffle=False, kind="evaluate"):
+        for lane, feed in self._settled("auto", job, "evaluate"):
             values = lane.evaluate(feed)
             lane.refuse_failures(feed)
             for row, name in enumerate(lane.names):
@@ -258,64 +304,106 @@ class Fleet:
 
     def predict(self, data: Any, *, batch_size: Any = None) -> dict[str, Any]:
         """Every member's outputs on data: {name: array}. `data` is x, or (x, y), whose y is left aside."""
+        job = Job(tuple(self.names), data, batch_size=batch_size, shuffle=False)
         found: dict[str, Any] = {}
-        for lane, feed in self._settled("auto", data, batch_size, shuffle=False, kind="predict"):
+        for lane, feed in self._settled("auto", job, "predict"):
             found.update(zip(lane.names, lane.predict(feed), strict=True))
         return {name: found[name] for name in self.names}
 
     def save(self, folder: str | Path) -> None:
         """Keep all members' weights in a folder: safetensors and a JSON manifest. A copy that was there stays
         whole until the new one is."""
-        saving.save(Path(folder), self._members, self._origins, self.seed, self._framework)
+        saving.save(Path(folder), self._members, self._origins, self.seed)
 
     # --- lanes ---------------------------------------------------------------------------------------------------
 
-    def _settled(
-        self, strategy: str, data: Any, batch_size: Any, *, shuffle: bool, kind: str = "train"
-    ) -> list[tuple[Lane, Feed]]:
+    def _settled(self, strategy: str, job: Job, kind: str) -> list[tuple[Lane, Feed]]:
         """The lanes with their feeds, checked against each other and ready for their steps."""
-        if self._recipe is None and kind != "predict":
-            verb = "evaluate" if kind == "evaluate" else "fit"
-            raise InputError(f"call compile before {verb}: it needs to know the loss and the optimizer.")
-        values = spread(data, self.names, "data")
-        lanes = self._ready(strategy)
-        fed = []
-        for lane, feed in self._feeds(lanes, data, values, batch_size, shuffle=shuffle, what="data"):
+        lanes = self._ready(strategy, kind)
+        fed = supply.feeds(lanes, job)
+        for lane, feed in fed:
             if kind == "predict":
                 lane.engine.output_shape(feed.first(), lane.names[0])
             else:
-                lane.engine.open_sums(self._check(lane, feed, data, values))
-            fed.append((lane, feed))
-        settled = settle(self._assembly, fed, kind, strategy)
+                supply.check(lane, feed, job)
+        settled = settle(self._studied, fed, kind, strategy)
         if [lane for lane, _ in settled] != lanes:
             self._regroup()
             self._lanes = [lane for lane, _ in settled]
             self._carry_over()
         return settled
 
-    def _ready(self, strategy: str = "auto") -> list[Lane]:
+    def _ready(self, strategy: str, kind: str) -> list[Lane]:
         """The lanes of the fleet as it is now, their weights as the members' models have them."""
-        turns = strategy == "interleaved"
-        parted = strategy == "fused" and not all(lane.engine.programs.fused for lane in self._lanes or ())
-        if self._lanes is None or turns != self._turns or parted or self._restructured(self._lanes):
+        lanes = self._lanes
+        if lanes is None or self._restructured(lanes) or (self._kind == "predict" and kind != "predict"):
+            self._studied = self._assembly.study(list(self._members.values()), self._recipes, kind)
+            self._kind = kind
+            lanes = None
+        if strategy == "fused":
+            refuse_unfused(self._studied.groups)
+        alone = strategy not in ("auto", "fused")
+        asked = self._studied.apart(f'strategy="{strategy}"') if alone else self._studied.groups
+        parted = lanes is not None and strategy == "fused" and not all(lane.engine.fused for lane in lanes)
+        if lanes is None or parted or [part.names for part in asked] != [part.names for part in self._asked]:
             self._regroup()
-            recipe = self._recipe or Recipe("sgd")
-            self._lanes = self._assembly.lanes(list(self._members.values()), recipe, fused=not turns)
-            self._turns = turns
+            self._asked = list(asked)
+            self._lanes = lanes = [self._assembly.lane(self._studied, part) for part in asked]
             self._carry_over()
         else:
-            for lane in self._lanes:
+            for lane in lanes:
                 lane.refresh(self._handed)
-        return self._lanes
+        return lanes
 
     def _restructured(self, lanes: Sequence[Lane]) -> bool:
         """Whether somebody who holds a model has changed its structure: frozen a layer, say."""
         return any(
-            self._framework.signature(member.model) != lane.signature
+            member.framework.signature(member.model) != lane.signature
             for lane in lanes
             for member in lane.members
             if member.name in self._handed
         ) or not all(lane.engine.still_shared(lane.members) for lane in lanes)
+
+    def _sharing(self, strategy: str, job: Job, randomness: Mapping[str, Any]) -> Sharing:
+        if strategy == "threads":
+            return threads
+        if strategy == "processes":
+            return partial(processes, partial(self._order, job, randomness), os.cpu_count() or 1)
+        return interleaved
+
+    def _order(self, job: Job, randomness: Mapping[str, Any], shifts: Sequence[Shift]) -> Order:
+        """What a worker process needs to take the steps of some lanes."""
+        members = [member for shift in shifts for member in shift.lane.members]
+        names = [member.name for member in members]
+        return Order(
+            fleet=self._token,
+            members=[(m.name, m.model, m.seed, m.framework.NAME) for m in members],
+            recipes={name: self._recipes[name] for name in names},
+            devices=self._assembly.devices,
+            parts=[Part(tuple(shift.names), shift.lane.engine.fused, shift.lane.part.reason) for shift in shifts],
+            job=job.only(names),
+            blocks=[shift.away.block.address for shift in shifts],
+            standings=[
+                Standing(shift.lane.standing(), shift.schedules.state(), shift.epoch, shift.position)
+                for shift in shifts
+            ],
+            randomness=randomness,
+        )
+
+    def _randomness(self) -> dict[str, Any]:
+        adapters = {member.framework.NAME: member.framework for member in self._members.values()}
+        return {name: adapter.randomness() for name, adapter in adapters.items()}
+
+    @staticmethod
+    def _wrapped(callbacks: Sequence[Any]) -> list[Callback]:
+        """The callbacks as modelfleet's own: those of a framework run per member."""
+        wrapped = []
+        for callback in callbacks:
+            if isinstance(callback, Callback):
+                wrapped.append(callback)
+            else:
+                wrapped.append(frameworks.wrapped(callback))
+        return wrapped
 
     def _regroup(self) -> None:
         """Give up the lanes, and remember where each member's optimizer state is."""
@@ -330,95 +418,19 @@ class Fleet:
                     lane.adopt(row, *self._carried[name])
         self._carried = {}
 
-    def _feeds(
-        self, lanes: Sequence[Lane], data: Any, values: Sequence[Any], batch_size: Any, *, shuffle: bool, what: str
-    ) -> Iterator[tuple[Lane, Feed]]:
-        """Every lane with its feed. One loader for all is read once, by one feed that the lanes share."""
-        arrays = self._framework.arrays
-        if not isinstance(data, Each) and is_loader(data, arrays, what):
-            whole = self._feed(lanes, data, values, batch_size, shuffle=shuffle, what=what)
-            first = 0
-            for lane in lanes:
-                yield lane, whole.select(range(first, first + len(lane.members)))
-                first += len(lane.members)
-            return
-        for lane in lanes:
-            yield lane, self._feed([lane], data, values, batch_size, shuffle=shuffle, what=what)
-
-    def _feed(
-        self, lanes: Sequence[Lane], data: Any, values: Sequence[Any], batch_size: Any, *, shuffle: bool, what: str
-    ) -> Feed:
-        """One feed for all members of some lanes, in their order."""
-        members = [member for lane in lanes for member in lane.members]
-        places = {name: place for place, name in enumerate(self._members)}
-        rows = [places[member.name] for member in members]
-        if isinstance(batch_size, Each):
-            sizes = spread(batch_size, self.names, "batch_size")
-            batch_size = Each([sizes[row] for row in rows])
-        return make_feed(
-            Each([values[row] for row in rows]) if isinstance(data, Each) else data,
-            names=[member.name for member in members],
-            seeds=[member.seed for member in members],
-            batch_size=batch_size,
-            shuffle=shuffle,
-            device=lanes[0].engine.device,
-            arrays=self._framework.arrays,
-            epochs_done=np.concatenate([lane.epochs for lane in lanes]),
-            what=what,
-        )
-
-    def _check(self, lane: Lane, feed: Feed, data: Any, values: Sequence[Any]) -> list[str]:
-        """Find all that can be wrong with data before the first step; gives the names of the sums it makes."""
-        first = feed.first()
-        own = isinstance(data, Each)
-        pairs = {
-            id(value): (name, value)
-            for name, value in zip(self.names, values, strict=True)
-            if name in lane.places and isinstance(value, tuple) and len(value) == 2
-        }
-        if pairs or isinstance(feed, LoaderFeed):
-            shape = lane.engine.output_shape(first, lane.names[0])
-            for name, (_, target) in pairs.values():
-                lane.engine.check_targets(shape, target, name if own else None)
-            if isinstance(feed, LoaderFeed):
-                feed.check = lane.engine.label_check(shape)
-                first = feed.first()  # again, now checked
-        return lane.engine.check(first, lane.names[0])
-
-    def _validation(self, lanes: Sequence[Lane], validation: Any, batch_size: Any) -> list[Feed | None]:
-        """Every lane's feed of validation data, checked."""
-        if validation is None:
-            return [None for _ in lanes]
-        values = spread(validation, self.names, "validation")
-        # A loader has batches of its own size, whatever that of the training data is.
-        size = None if is_loader(values[0], self._framework.arrays, "validation") else batch_size
-        feeds: list[Feed | None] = []
-        for lane, feed in self._feeds(lanes, validation, values, size, shuffle=False, what="validation"):
-            self._check(lane, feed, validation, values)
-            feeds.append(feed)
-        return feeds
-
-    def _shift(self, lane: Lane, feed: Feed, validation: Feed | None, epochs: np.ndarray) -> Shift:
-        per_epoch = np.ones(len(lane.members), dtype=np.int64) if feed.steps is None else feed.steps
-        schedules = self._framework.Schedules(
-            lane.schedules, lane.columns, lane.engine.task.optimizer, per_epoch, epochs, names=lane.names
-        )
-        lane.engine.forgive()
-        return Shift(lane, feed, validation, schedules, epochs, lane.steps.copy())
-
     def _described(self, lanes: Sequence[Lane], steps: Mapping[int, int | None] | None) -> Plan:
         return Plan(
             tuple(
                 LanePlan(
                     members=tuple(lane.names),
-                    device=str(self._device),
-                    fused=lane.engine.programs.fused,
+                    device=lane.device,
+                    fused=lane.engine.fused,
                     reason=_why(lane),
                     parameters=lane.engine.parameters,
                     state_bytes=lane.engine.bytes,
                     steps=None if steps is None else steps[id(lane)],
                     seconds_per_step=lane.seconds_per_step,
-                    program=lane.engine.programs.description,
+                    program=lane.engine.program,
                 )
                 for lane in lanes
             )
@@ -428,16 +440,17 @@ class Fleet:
 
     def _enlist(self, name: object, model: Any) -> str:
         text = check_name(name, self._members)
-        if frameworks.adapter_of(model, text) is not self._framework:
-            raise InputError(f"member {text!r} is of another framework than the others.")
-        self._framework.check_model(model, text)
+        framework = frameworks.adapter_of(model, text)
+        framework.check_model(model, text)
+        self._assembly.device(framework)
         twin = self._by_model.get(id(model))
         if twin is not None:
             raise InputError(
                 f"members {twin!r} and {text!r} are one model object; each would undo the other's steps. "
                 f"Give a copy (copy.deepcopy), or use clone."
             )
-        self._members[text] = Member(text, model, member_seed(self.seed, text))
+        self._members[text] = Member(text, model, member_seed(self.seed, text), framework)
+        self._recipes[text] = self._recipe
         self._by_model[id(model)] = text
         return text
 
@@ -448,9 +461,9 @@ class Fleet:
 
 
 def _why(lane: Lane) -> str:
-    programs = lane.engine.programs
-    together = f"{len(lane.members)} of one structure, fused" if programs.fused and len(lane.members) > 1 else ""
-    parts = [together, lane.reason, programs.untraced and f"every step runs its Python: {programs.untraced}"]
+    engine = lane.engine
+    together = f"{len(lane.members)} of one structure, fused" if engine.fused and len(lane.members) > 1 else ""
+    parts = [together, lane.part.reason, engine.untraced and f"every step runs its Python: {engine.untraced}"]
     return "; ".join(part for part in parts if part) or "on its own"
 
 
@@ -460,23 +473,6 @@ def _listed(models: Any) -> list[Any]:
             f"models is a {type(models).__name__}; give a mapping from name to model, or a sequence of models."
         )
     return list(models)
-
-
-def _epochs(epochs: Any, names: Sequence[str]) -> dict[str, int]:
-    lengths = dict(zip(names, spread(epochs, names, "epochs"), strict=True))
-    for name, value in lengths.items():
-        if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 0:
-            raise InputError(f"epochs of member {name!r} is {value!r}; expected a whole number, 0 or more.")
-    return {name: int(value) for name, value in lengths.items()}
-
-
-def _check_strategy(strategy: str) -> None:
-    if strategy not in STRATEGIES:
-        raise unknown("strategy", strategy, STRATEGIES)
-    if strategy in ("threads", "processes"):
-        raise StrategyError(
-            f'strategy={strategy!r} is not built yet. Use "auto", "fused", or "interleaved", which takes turns.'
-        )
 
 
 def load(
@@ -494,8 +490,7 @@ def load(
     allow_import: import the factory from where the folder says it was, if none is given. Code of the folder's
         choice then runs: only for folders you trust.
     """
-    framework = frameworks.adapter("torch")
-    models, seed, origins = saving.read(Path(folder), factory, allow_import, members, framework)
+    models, seed, origins = saving.read(Path(folder), factory, allow_import, members)
     fleet = Fleet(models, seed=seed, devices=devices)
     fleet._handed.clear()
     fleet._origins = origins

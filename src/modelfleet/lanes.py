@@ -28,14 +28,16 @@ class Lane:
         signature: Any,
         columns: Mapping[str, np.ndarray],
         schedules: Sequence[Any],
-        reason: str | None = None,
+        part: Any,
+        device: str,
     ) -> None:
         self.members = list(members)
         self.engine = engine
         self.signature = signature
         self.columns = dict(columns)  # the hyperparameters as compiled, (member,) each
         self.schedules = list(schedules)
-        self.reason = reason  # what keeps these members apart from others, if anything does
+        self.part = part  # what was asked for: a `planning.assembly.Part`
+        self.device = device
         self.steps = np.zeros(len(members), dtype=np.int64)  # steps taken, by member
         self.epochs = np.zeros(len(members), dtype=np.int64)  # epochs finished, by member
         self._slots = np.arange(len(members))  # the member in each slot
@@ -67,6 +69,11 @@ class Lane:
         """The recent time of a step, once a few have been taken."""
         return self._seconds
 
+    def paced(self, steps: int, seconds: float) -> None:
+        """Note how long the steps of an epoch took, with all that belongs to them."""
+        if steps:
+            self._seconds = seconds / steps
+
     def on(self) -> np.ndarray:
         """`(member,)`: who is taking part."""
         on = np.zeros(len(self.members), dtype=bool)
@@ -85,11 +92,12 @@ class Lane:
         self._on &= ~gone
 
     def train(self, batch: Batch, columns: dict[str, np.ndarray], steps_left: int) -> None:
-        """One step of every member that takes part and has rows in this batch.
+        """One step, or as many as the batch has, of every member that takes part and has rows in it.
 
         `columns` are the hyperparameters of this step, `(member,)` each.
         """
         begun = time.perf_counter()
+        steps = batch.steps or 1
         live = self._on & (batch.counts > 0)
         hyper = self._hyper_tensors(columns)
         for rows, data, weights in self._pieces(batch, live):
@@ -101,26 +109,22 @@ class Lane:
                     weights,
                     shared=batch.shared,
                     pace=(steps_left, self._seconds),
+                    steps=batch.steps,
                 )
             else:
                 self.engine.train_some(rows, hyper, data, shared=batch.shared, pace=(steps_left, None))
-        self.steps[self._slots[live]] += 1
-        self._clock(time.perf_counter() - begun)
+        self.steps[self._slots[live]] += steps
+        self._clock((time.perf_counter() - begun) / steps)
 
     def ready(self, batch: Batch, kind: str) -> None:
-        """Have the program for batches like this one; raises the framework's `CannotTraceError` if it can't be."""
-        if kind == "train":
-            hyper = self._hyper_tensors(self.columns)
-            self.engine.ready_to_train(hyper, self._mask(self._on), batch.data, shared=batch.shared)
-        elif kind == "evaluate":
-            weights = self.engine.row_weights(np.full(self.width, batch.size), batch.size)
-            self.engine.ready("evaluate", batch.data, weights, shared=batch.shared)
-        else:
-            self.engine.ready("predict", self.engine.inputs(batch.data), shared=batch.shared)
+        """Have the program for batches like this one; raises `CannotFuseError` if a fused lane can't have it."""
+        data = self.engine.inputs(batch.data) if kind == "predict" else batch.data
+        hyper = self._hyper_tensors(self.columns)
+        self.engine.ready(kind, hyper, self._mask(self._on), data, shared=batch.shared)
 
     def epoch_values(self) -> dict[str, np.ndarray]:
         """The loss and the metrics of the epoch so far `(slot,)`; the next epoch begins at nothing."""
-        return self.engine.task.values(self.engine.take_sums())
+        return self.engine.epoch_values()
 
     @property
     def slots(self) -> np.ndarray:
@@ -129,13 +133,13 @@ class Lane:
 
     def evaluate(self, feed: Feed) -> dict[str, np.ndarray]:
         """The loss and the metrics `(slot,)` over a whole feed."""
-        totals: dict[str, Any] = {}
+        totals = None
         for batch in feed.epoch(0):
             for rows, data, weights in self._pieces(batch, batch.counts > 0):
-                sums = self.engine.evaluate(rows, data, weights, batch.counts, batch.size, shared=batch.shared)
-                for name, value in sums.items():
-                    totals[name] = totals[name] + value if name in totals else value
-        return self.engine.task.values(self.engine.to_host(totals))
+                totals = self.engine.evaluate(
+                    totals, rows, data, weights, batch.counts, batch.size, shared=batch.shared
+                )
+        return {} if totals is None else self.engine.values(totals)
 
     def predict(self, feed: Feed) -> list[Any]:
         """Every member's outputs over a whole feed, as arrays of its own rows in their order."""
@@ -187,6 +191,18 @@ class Lane:
     def restore(self, position: int, snapshot: Any) -> None:
         """Give a member the weights of a snapshot, whether it has a slot now or not."""
         self.engine.restore(*self._where(position), snapshot)
+
+    def sync(self, position: int) -> Any:
+        """A member's model, with its state as it is now."""
+        row, working = self._where(position)
+        member = self.members[position]
+        self.engine.write_out(row, working, member)
+        return member.model
+
+    def take(self, position: int) -> None:
+        """Take in the state that a member's model holds now, whether it has a slot now or not."""
+        row, working = self._where(position)
+        self.engine.restack(np.array([row]), [self.members[position]], working=working)
 
     def standing(self) -> dict[str, Any]:
         """Where the lane is, in JSON's terms; its tensors are the engine's."""

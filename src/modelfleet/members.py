@@ -15,6 +15,8 @@ class Member:
     name: str
     model: Any
     seed: int
+    framework: Any
+    """The adapter of its framework (`modelfleet.frameworks.protocol.Adapter`)."""
 
 
 def member_seed(fleet_seed: int, name: str) -> int:

@@ -5,13 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from modelfleet import frameworks
 from modelfleet.errors import StoreError, unknown
 from modelfleet.members import Member
 from modelfleet.store import read_manifest, read_row, write_folder
 from modelfleet.store.manifest import plain
 
 KIND = "fleet"
-_ENTRY = ("name", "seed", "file", "row", "class", "factory", "arguments")  # what is kept of a member
+_ENTRY = ("name", "seed", "framework", "file", "row", "class", "factory", "arguments")  # what is kept of a member
 
 
 def save(
@@ -19,28 +20,31 @@ def save(
     members: Mapping[str, Member],
     origins: Mapping[str, Mapping[str, Any]],
     seed: int,
-    framework: Any,
 ) -> None:
     """Write every member's weights; members of one structure share a file, a row each."""
     groups: dict[Any, list[Member]] = {}
     for member in members.values():
-        groups.setdefault(framework.weights_key(member.model), []).append(member)
-    files, listed = {}, {}
+        key = member.framework.NAME, member.framework.weights_key(member.model)
+        groups.setdefault(key, []).append(member)
+    files, writers, listed = {}, {}, {}
     for number, together in enumerate(groups.values()):
+        framework = together[0].framework
         files[f"group-{number}"] = framework.stacked_weights([member.model for member in together])
+        writers[f"group-{number}"] = framework.files
         for row, member in enumerate(together):
             origin = origins.get(member.name, {})
             listed[member.name] = {
                 "name": member.name,
                 "seed": member.seed,
+                "framework": framework.NAME,
                 "file": f"group-{number}",
                 "row": row,
                 "class": f"{type(member.model).__module__}:{type(member.model).__qualname__}",
                 "factory": origin.get("factory"),
                 "arguments": _json(origin.get("arguments", {})),
             }
-    manifest = {"framework": framework.NAME, "seed": seed, "members": [listed[name] for name in members]}
-    write_folder(folder, files, manifest, kind=KIND, writer=framework.files)
+    manifest = {"seed": seed, "members": [listed[name] for name in members]}
+    write_folder(folder, files, manifest, kind=KIND, writer=writers)
 
 
 def read(
@@ -48,7 +52,6 @@ def read(
     factory: Callable[..., Any] | None,
     allow_import: bool,
     members: Sequence[str] | None,
-    framework: Any,
 ) -> tuple[dict[str, Any], int, dict[str, dict[str, Any]]]:
     """The models of a saved fleet by name, its seed, and how they were built; only some members if named."""
     manifest = read_manifest(folder, kind=KIND)
@@ -65,8 +68,16 @@ def read(
     models: dict[str, Any] = {}
     for name in entries if members is None else members:
         entry = entries[name]
+        if entry["framework"] not in frameworks.ADAPTERS:
+            raise StoreError(f"member {name!r} of {folder} is of {entry['framework']!r}, which is not known here.")
+        framework = frameworks.adapter(entry["framework"])
         make = _factory(folder, entry, factory, allow_import)
-        model = framework.build(make, entry["arguments"], entry["seed"], name)
+        model = frameworks.build(make, entry["arguments"], entry["seed"], name)
+        if not framework.is_model(model):
+            raise StoreError(
+                f"the factory made a {type(model).__name__} for member {name!r} of {folder}, which was of "
+                f"{framework.NAME}. Give the factory that the fleet was built with."
+            )
         tensors = read_row(folder, manifest, entry["file"], entry["row"], framework.files)
         difference = framework.fill(model, tensors)
         if difference:

@@ -1,6 +1,6 @@
 """What every feed speaks: batches, the feed itself, the arrays under it, and the checks of a user's data."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -13,19 +13,22 @@ from modelfleet.trees import leaves, paths, rebuild
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The rows of one step for every member of a lane."""
+    """The rows of one step for every member of a lane, or of several steps of one size."""
 
     data: Any
-    """A tree of tensors, each leaf `(member, row, …)`, or `(row, …)` if shared."""
+    """A tree of tensors, each leaf `(member, row, …)`, or `(row, …)` if shared; before these axes is the step, if
+    there are several."""
     shared: bool
     """Every member sees these very rows; the leaves have no member axis."""
     counts: np.ndarray
     """`(member,)`: how many of the rows are real for each member, before its padding. 0: it sits out."""
+    steps: int | None = None
+    """How many steps these are, if the leaves have a step axis."""
 
     @cached_property
     def size(self) -> int:
         """The number of rows of every leaf."""
-        return int(leaves(self.data)[0].shape[0 if self.shared else 1])
+        return int(leaves(self.data)[0].shape[(not self.shared) + (self.steps is not None)])
 
     @cached_property
     def full(self) -> bool:
@@ -51,8 +54,11 @@ class Feed(Protocol):
         """`(member,)`: steps per epoch, where known."""
         ...
 
-    def epoch(self, number: int, *, start: int = 0) -> Generator[Batch, None, None]:
-        """The batches of one epoch, without the first `start` of them. Close it to stop before the end."""
+    def epoch(self, number: int, *, start: int = 0, several: int = 1) -> Generator[Batch, None, None]:
+        """The batches of one epoch, without the first `start` of them. Close it to stop before the end.
+
+        Up to `several` steps come in one batch, where they are of one size and no row is padding.
+        """
         ...
 
     def first(self) -> Batch:
@@ -88,7 +94,7 @@ class Arrays(Protocol):
         ...
 
     def take(self, tensor: Any, index: Any, /) -> Any:
-        """The rows of `tensor` at an index of one or two axes: `(*index axes, …)`."""
+        """The rows of `tensor` at an index of one to three axes: `(*index axes, …)`."""
         ...
 
     def concatenate(self, tensors: Sequence[Any], /) -> Any:
@@ -98,6 +104,37 @@ class Arrays(Protocol):
     def stack(self, tensors: Sequence[Any], /) -> Any:
         """One tensor, joined along a new first axis."""
         ...
+
+
+def grouped(batches: Iterator[Batch], several: int, arrays: Arrays) -> Generator[Batch, None, None]:
+    """The same steps, up to `several` in a batch."""
+    held: list[Batch] = []
+    for batch in batches:
+        if held and not (batch.full and _alike(held[0], batch)):
+            yield _joined(held, arrays)
+            held = []
+        if not batch.full:
+            yield batch
+            continue
+        held.append(batch)
+        if len(held) == several:
+            yield _joined(held, arrays)
+            held = []
+    if held:
+        yield _joined(held, arrays)
+
+
+def _alike(a: Batch, b: Batch) -> bool:
+    return a.size == b.size and spec(a.data) == spec(b.data)
+
+
+def _joined(batches: Sequence[Batch], arrays: Arrays) -> Batch:
+    first = batches[0]
+    if len(batches) == 1:
+        return first
+    columns = zip(*(leaves(batch.data) for batch in batches), strict=True)
+    data = rebuild(first.data, [arrays.stack(column) for column in columns])
+    return Batch(data, first.shared, first.counts, len(batches))
 
 
 def settle(tree: Any, arrays: Arrays, where: str) -> tuple[Any, int]:

@@ -12,6 +12,7 @@ from modelfleet.streams import permutations
 from modelfleet.trees import leaves, map_tree, rebuild
 
 _MOST_INDICES = 1 << 22  # uploaded at once: 32 MB, many steps of most fleets
+_MOST_BYTES = 1 << 26  # of rows gathered at once, where several steps come in one batch
 
 
 class ArrayFeed:
@@ -81,13 +82,21 @@ class ArrayFeed:
         self._layout.append(len(self._offsets))
         self._offsets.append(offsets)
 
-    def epoch(self, number: int, *, start: int = 0) -> Generator[Batch, None, None]:
-        """The batches of one epoch, without the first `start` of them."""
-        return self._slices(start) if self.shared else self._gathered(self._order(number), start)
+    def epoch(self, number: int, *, start: int = 0, several: int = 1) -> Generator[Batch, None, None]:
+        """The batches of one epoch, without the first `start` of them; up to `several` steps in one."""
+        several = max(1, min(several, _MOST_BYTES // self._step_bytes()))
+        if self.shared:
+            return self._slices(start, several)
+        return self._gathered(self._order(number), start, several)
 
     def first(self) -> Batch:
         """A batch shaped like those that will come. Consumes nothing."""
-        return next(self._slices(0) if self.shared else self._gathered(None, 0, chunk=1))
+        return next(self._slices(0, 1) if self.shared else self._gathered(None, 0, 1, chunk=1))
+
+    def _step_bytes(self) -> int:
+        """What one step's rows take."""
+        rows = int(self._batch_sizes[:1].sum() if self.shared else self._batch_sizes.sum())
+        return rows * sum(max(1, leaf.nbytes // max(1, self._arrays.size(leaf))) for leaf in self._stored)
 
     def select(self, keep: Sequence[int]) -> "ArrayFeed":
         """A feed for the members at these positions, in this order, on the same stored arrays."""
@@ -101,20 +110,26 @@ class ArrayFeed:
         chosen._offsets = [offsets[members] for offsets in self._offsets]
         return chosen
 
-    def _slices(self, start: int) -> Generator[Batch, None, None]:
+    def _slices(self, start: int, several: int) -> Generator[Batch, None, None]:
         """Shared batches: views of the one data set in its own order."""
         rows, size = int(self.rows[0]), int(self._batch_sizes[0])
         begins = [int(offsets[0]) for offsets in self._offsets]
-        for low in range(start * size, rows, size):
-            high = min(low + size, rows)
+        low = start * size
+        while low < rows:
+            steps = min(several, (rows - low) // size)
+            high = low + steps * size if steps else rows
             parts = [
                 leaf[begins[which] + low : begins[which] + high]
                 for leaf, which in zip(self._stored, self._layout, strict=True)
             ]
-            yield Batch(rebuild(self._tree, parts), True, np.full(len(self.rows), high - low))
+            if steps > 1:
+                parts = [part.reshape(steps, size, *part.shape[1:]) for part in parts]
+            counts = np.full(len(self.rows), size if steps else rows - low)
+            yield Batch(rebuild(self._tree, parts), True, counts, steps if steps > 1 else None)
+            low = high
 
     def _gathered(
-        self, order: np.ndarray | None, start: int, chunk: int | None = None
+        self, order: np.ndarray | None, start: int, several: int, chunk: int | None = None
     ) -> Generator[Batch, None, None]:
         """Batches with a member axis. The indices of many steps are worked out and uploaded at once."""
         take, pairs = self._arrays.take, list(zip(self._stored, self._layout, strict=True))
@@ -133,10 +148,19 @@ class ArrayFeed:
             if order is not None:
                 local = order.take(local + begins)
             blocks = [self._arrays.index(local + offsets[:, None], self._device) for offsets in self._offsets]
-            for step, size in enumerate(counts.max(axis=1).tolist()):
+            step, full = 0, int((counts == width).all(axis=1).sum())  # the full ones come first
+            while step < len(steps):
+                most = min(several, full - step)
+                if most > 1:
+                    parts = [take(leaf, blocks[which][step : step + most]) for leaf, which in pairs]
+                    yield Batch(rebuild(self._tree, parts), False, counts[step], most)
+                    step += most
+                    continue
+                size = int(counts[step].max())
                 index = [block[step] if size == width else block[step, :, :size] for block in blocks]
                 parts = [take(leaf, index[which]) for leaf, which in pairs]
                 yield Batch(rebuild(self._tree, parts), False, counts[step])
+                step += 1
 
     def _order(self, epoch: int) -> np.ndarray | None:
         """Every member's rows in the order of this epoch, one member after the other; None: as they are."""

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from modelfleet.errors import InputError
-from modelfleet.feeds._base import Arrays, Batch, difference, settle, spec
+from modelfleet.feeds._base import Arrays, Batch, difference, grouped, settle, spec
 from modelfleet.trees import leaves, map_tree, rebuild
 
 T = TypeVar("T")
@@ -47,8 +47,18 @@ class LoaderFeed:
             return None
         return np.array(steps * self._members if self.shared else steps, dtype=np.int64)
 
-    def epoch(self, number: int, *, start: int = 0) -> Generator[Batch, None, None]:
-        """The batches of one epoch, without the first `start` of them."""
+    def epoch(self, number: int, *, start: int = 0, several: int = 1) -> Generator[Batch, None, None]:
+        """The batches of one epoch, without the first `start` of them; up to `several` steps in one."""
+        if several > 1:
+            return self._several(number, start, several)
+        return self._singly(number, start)
+
+    def _several(self, number: int, start: int, several: int) -> Generator[Batch, None, None]:
+        # A failure is known when its batch is: so what was read before it is handed on first.
+        with closing(self._singly(number, start)) as batches:
+            yield from grouped(batches, several, self._arrays)
+
+    def _singly(self, number: int, start: int) -> Generator[Batch, None, None]:
         # Opened here and not in the thread: a DataLoader starts its processes best from the caller's, and it
         # draws the seed of its shuffle with its first batch, which must happen at a fixed moment.
         if self.shared:

@@ -1,36 +1,122 @@
 """Frameworks: each adapter is a package of the same module names, the only place that knows its framework."""
 
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 from modelfleet.errors import InputError, MissingExtraError
 
-ADAPTERS = ("torch",)
+# In this order: a Keras model is a torch module, too, where torch is its backend, and a tf.Module elsewhere.
+ADAPTERS = ("keras", "jax", "torch", "tensorflow")
+
+_ROOTS = {"keras": "keras", "flax": "jax", "jax": "jax", "torch": "torch", "tensorflow": "tensorflow"}
+# What an adapter imports, and the extra that brings it.
+_EXTRAS = {
+    "torch": "torch",
+    "keras": "keras",
+    "jax": "jax",
+    "flax": "jax",
+    "optax": "jax",
+    "tensorflow": "tensorflow",
+}
 
 
-def adapter_of(model: Any, name: str) -> ModuleType:
+def adapter_of(model: Any, name: str) -> Any:
     """The adapter for a member's model, found by the framework its class comes from."""
-    roots = {cls.__module__.partition(".")[0] for cls in type(model).__mro__}
-    for framework in ADAPTERS:
-        if framework in roots:
-            return adapter(framework)
+    for framework in _frameworks(model):
+        found = adapter(framework)
+        if found.is_model(model):
+            return found
     raise InputError(
         f"member {name!r} is a {type(model).__module__}.{type(model).__qualname__}, which is not a model that "
-        f"modelfleet can train. Give a torch.nn.Module."
+        f"modelfleet can run. Give a torch.nn.Module, a keras.Model, a flax.nnx.Module, a (params, apply) pair "
+        f"of JAX, or, to predict only, a tf.Module, a tf.function or a loaded SavedModel."
     )
 
 
-def adapter(framework: str) -> ModuleType:
+def _frameworks(model: Any) -> list[str]:
+    """The frameworks that a model may be of, the likeliest first."""
+    if isinstance(model, tuple) and len(model) == 2 and callable(model[1]):
+        return ["jax"]
+    roots = {_ROOTS.get(cls.__module__.partition(".")[0]) for cls in type(model).__mro__}
+    return [framework for framework in ADAPTERS if framework in roots]
+
+
+def adapter(framework: str) -> Any:
     """The adapter of a framework by its name; imports the framework."""
     try:
         return import_module(f"modelfleet.frameworks.{framework}")
     except ModuleNotFoundError as error:
-        if error.name != framework:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
             raise
-        raise MissingExtraError(framework, framework, f"a fleet of {framework} models") from error
+        raise MissingExtraError(package, _EXTRAS[package], f"a fleet of {framework} models") from error
 
 
-def of_factory(factory: object) -> ModuleType:
-    """The adapter for what a factory makes. Only torch models can be built as yet."""
-    return adapter("torch")
+def build(factory: Callable[..., Any], arguments: Mapping[str, Any], seed: int, name: str) -> Any:
+    """A member's model. Its first weights depend on its seed alone; the caller's generators are left alone.
+
+    A factory that takes a `seed` or, for Flax, `rngs` is given them from the member's seed if nobody else did.
+    """
+    arguments = dict(arguments)
+    takes = _parameters(factory)
+    with ExitStack() as seeded:
+        for framework in ADAPTERS:
+            if framework in sys.modules:
+                seeded.enter_context(adapter(framework).seeding(seed))
+        if "seed" in takes and "seed" not in arguments:
+            arguments["seed"] = seed
+        if "rngs" in takes and "rngs" not in arguments:
+            arguments["rngs"] = adapter("jax").rngs(seed)
+        _check_keywords(factory, arguments, name)
+        model = factory(**arguments)
+    if not _frameworks(model):
+        raise InputError(
+            f"the factory returned a {type(model).__name__} for member {name!r}; expected a model. "
+            f"A factory takes the keywords given to Fleet.build and returns a new model at every call."
+        )
+    return model
+
+
+def _parameters(factory: Callable[..., Any]) -> Mapping[str, Any]:
+    try:
+        return inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # written in C: only calling it tells
+        return {}
+
+
+def _check_keywords(factory: Callable[..., Any], arguments: Mapping[str, Any], name: str) -> None:
+    try:
+        takes = inspect.signature(factory)
+    except (TypeError, ValueError):
+        return
+    try:
+        takes.bind(**arguments)
+    except TypeError as error:
+        keywords = ", ".join(f"{key}={value!r}" for key, value in arguments.items()) or "no keywords"
+        raise InputError(
+            f"member {name!r}: the factory can't be called with {keywords}: {error}. "
+            f"Give a factory that takes these, and needs no others."
+        ) from error
+
+
+def reduced(value: Any) -> Any:
+    """How to pickle a framework's tensor by its NumPy array; NotImplemented for all else."""
+    root = type(value).__module__.partition(".")[0]
+    if root == "torch" and "torch" in sys.modules:
+        return adapter("torch").arrays.reduced(value)
+    return NotImplemented
+
+
+def wrapped(callback: Any) -> Any:
+    """A framework's own callback as one of modelfleet's."""
+    roots = {cls.__module__.partition(".")[0] for cls in type(callback).__mro__}
+    if "keras" in roots:
+        return adapter("keras").wrap(callback)
+    raise InputError(
+        f"callbacks hold a {type(callback).__module__}.{type(callback).__qualname__}. Give subclasses of "
+        f"modelfleet.Callback, or callbacks of Keras."
+    )

@@ -1,122 +1,184 @@
-"""From members and a recipe to lanes: who is fused with whom, and who can't be."""
+"""From members and their recipes to lanes: who is fused with whom, and who can't be."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from modelfleet.devices import Device
 from modelfleet.errors import InputError, StrategyError
 from modelfleet.feeds import Feed
+from modelfleet.frameworks.protocol import CannotFuseError
 from modelfleet.lanes import Lane
 from modelfleet.members import Member
 from modelfleet.planning.groups import group
 from modelfleet.recipe import Recipe
 
 
+@dataclass(frozen=True)
+class Part:
+    """Members of one group that make a lane, and how they run in it."""
+
+    names: tuple[str, ...]
+    fused: bool
+    reason: str | None = None
+    """What keeps them apart from others, if anything does."""
+    wave: int = 0
+    """Lanes of a later wave begin when those of the earlier ones are done: for want of memory."""
+
+
 @dataclass
 class Assembly:
-    """The lanes of a fleet, as one recipe and one strategy make them.
+    """Makes the lanes of a fleet.
 
     `programs` remembers the programs of every structure and task met so far, so that another set of lanes of the
     same structure traces and compiles nothing anew.
     """
 
-    framework: Any
-    device: Any
+    devices: tuple[Device, ...] | None
     programs: list[tuple[Any, Any, bool, Any]] = field(default_factory=list)
 
-    def lanes(self, members: Sequence[Member], recipe: Recipe, *, fused: bool) -> list[Lane]:
-        """A lane for every group, or for every member where they are not to be fused."""
-        names = [member.name for member in members]
-        prepared = self.framework.prepare(recipe, names)
-        twice = self.framework.trained_twice([member.model for member in members])
-        if twice is not None:
-            first, second, parameter = twice
+    def device(self, framework: Any) -> Device:
+        """The device that a framework's members run on."""
+        chosen = framework.choose(self.devices)
+        if len(chosen) > 1:
             raise InputError(
-                f"members {names[first]!r} and {names[second]!r} share the trained parameter {parameter!r}: "
-                f"one would undo the other's steps. Freeze it (requires_grad=False), or give each its own copy."
+                f"a fleet runs on one device for now; got {', '.join(map(str, chosen))}. Give one of them."
             )
-        signatures = [self.framework.signature(member.model) for member in members]
-        lanes = []
-        for found in group(names, signatures, prepared.tasks, self.framework.difference):
-            signature, task = signatures[found.positions[0]], prepared.tasks[found.positions[0]]
-            parts = [found.positions] if fused else [(position,) for position in found.positions]
-            for positions in parts:
-                reason = found.reason or (None if fused else 'strategy="interleaved"')
-                lanes.append(self._lane(members, positions, signature, task, prepared, fused, reason))
-        return lanes
+        return chosen[0]
 
-    def singles(self, lane: Lane, reason: str) -> list[Lane]:
-        """The members of a lane that can't be fused, a lane each."""
-        singles = [self._again(lane, position, reason) for position in range(len(lane.members))]
-        for single in singles:
-            single.engine.open_sums(lane.engine.sums)
-        return singles
+    def study(self, members: Sequence[Member], recipes: Mapping[str, Recipe | None], kind: str) -> "Studied":
+        """What the members are and what they are to do; raises `InputError` for what can't be."""
+        return Studied(self, members, recipes, kind)
 
-    def _lane(
-        self,
-        members: Sequence[Member],
-        positions: Sequence[int],
-        signature: Any,
-        task: Any,
-        prepared: Any,
-        fused: bool,
-        reason: str | None,
-    ) -> Lane:
-        rows = np.array(positions)
-        columns = {name: column[rows] for name, column in prepared.columns.items()}
-        schedules = [prepared.schedules[position] for position in positions]
-        own = [members[position] for position in positions]
-        return self._make(own, signature, task, columns, schedules, fused, reason)
-
-    def _again(self, lane: Lane, position: int, reason: str) -> Lane:
-        columns = {name: column[[position]] for name, column in lane.columns.items()}
-        own, schedules = [lane.members[position]], [lane.schedules[position]]
-        return self._make(own, lane.signature, lane.engine.task, columns, schedules, False, reason)
-
-    def _make(
-        self,
-        members: Sequence[Member],
-        signature: Any,
-        task: Any,
-        columns: Mapping[str, np.ndarray],
-        schedules: Sequence[Any],
-        fused: bool,
-        reason: str | None,
-    ) -> Lane:
-        device = self.framework.torch_device(self.device)
-        programs = next((p for s, t, f, p in self.programs if f == fused and s == signature and t == task), None)
-        engine = self.framework.Engine(members, task, columns, device, fused=fused, programs=programs)
+    def lane(self, studied: "Studied", part: Part) -> Lane:
+        """The lane of a part."""
+        own = [studied.rows[name] for name in part.names]
+        framework = own[0].member.framework
+        columns = {key: np.array([row.columns[key] for row in own]) for key in own[0].columns}
+        signature, task = own[0].signature, own[0].task
+        programs = next(
+            (p for s, t, f, p in self.programs if f == part.fused and s == signature and t == task), None
+        )
+        members = [row.member for row in own]
+        native = framework.native(self.device(framework))
+        engine = framework.Engine(members, task, columns, native, fused=part.fused, programs=programs)
         if programs is None:
-            self.programs.append((signature, task, fused, engine.programs))
-        return Lane(members, engine, signature, columns, schedules, reason)
+            self.programs.append((signature, task, part.fused, engine.programs))
+        schedules = [row.schedule for row in own]
+        return Lane(members, engine, signature, columns, schedules, part, str(self.device(framework)))
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One member as studied."""
+
+    member: Member
+    signature: Any
+    task: Any
+    columns: dict[str, Any]
+    schedule: Any
+
+
+class Studied:
+    """The members of a fleet with their tasks, in groups."""
+
+    def __init__(
+        self, assembly: Assembly, members: Sequence[Member], recipes: Mapping[str, Recipe | None], kind: str
+    ) -> None:
+        self.assembly = assembly
+        self.rows: dict[str, _Row] = {}
+        self.groups: list[Part] = []
+        first = members[0].name
+        for framework, recipe, own in _by_recipe(members, recipes):
+            _refuse_shared_parameters(framework, [m for m in members if m.framework is framework])
+            names = [member.name for member in own]
+            prepared = framework.prepare(recipe and recipe.only(names), own, kind)
+            for position, member in enumerate(own):
+                columns = {key: column[position] for key, column in prepared.columns.items()}
+                self.rows[member.name] = _Row(
+                    member,
+                    framework.signature(member.model),
+                    prepared.tasks[position],
+                    columns,
+                    prepared.schedules[position],
+                )
+            signatures = [self.rows[name].signature for name in names]
+            for found in group(names, signatures, prepared.tasks, framework.difference):
+                reason = found.reason
+                if reason is None and self.groups:
+                    reason = self._unlike(names[found.positions[0]], first)
+                self.groups.append(Part(tuple(names[position] for position in found.positions), True, reason))
+
+    def _unlike(self, name: str, first: str) -> str:
+        own, other = self.rows[name], self.rows[first]
+        framework = own.member.framework
+        if framework is not other.member.framework:
+            return f"{name!r} is of {framework.NAME}, {first!r} of {other.member.framework.NAME}"
+        what = framework.difference(own.signature, other.signature)
+        return f"{name!r} is unlike {first!r}: {what or 'it was compiled otherwise'}"
+
+    def apart(self, reason: str) -> list[Part]:
+        """Every member in a lane of its own, taking turns, for a reason."""
+        return [Part((name,), False, found.reason or reason) for found in self.groups for name in found.names]
+
+
+def _by_recipe(
+    members: Sequence[Member], recipes: Mapping[str, Recipe | None]
+) -> Iterator[tuple[Any, Recipe | None, list[Member]]]:
+    """The members of one framework and one recipe together, in the order of their first members."""
+    found: dict[tuple[int, int], tuple[Any, Recipe | None, list[Member]]] = {}
+    for member in members:
+        recipe = recipes.get(member.name)
+        key = id(member.framework), id(recipe)
+        found.setdefault(key, (member.framework, recipe, []))[2].append(member)
+    yield from found.values()
+
+
+def _refuse_shared_parameters(framework: Any, members: Sequence[Member]) -> None:
+    twice = framework.trained_twice([member.model for member in members])
+    if twice is not None:
+        first, second, parameter = twice
+        raise InputError(
+            f"members {members[first].name!r} and {members[second].name!r} share the trained parameter "
+            f"{parameter!r}: one would undo the other's steps. Freeze it (requires_grad=False), or give each its "
+            f"own copy."
+        )
+
+
+def refuse_unfused(parts: Sequence[Part]) -> None:
+    """Raise `StrategyError` if the groups are not one: for those who insist on fusing."""
+    for part in parts:
+        if part.reason is not None:
+            raise StrategyError(
+                f"not all members can be fused: {part.reason}. "
+                f'Make them alike, or drop strategy="fused" and let them take turns.'
+            )
 
 
 def settle(
-    assembly: Assembly, lanes: Sequence[tuple[Lane, Feed]], kind: str, strategy: str
+    studied: Studied, lanes: Sequence[tuple[Lane, Feed]], kind: str, strategy: str
 ) -> list[tuple[Lane, Feed]]:
     """Make sure that every lane can take its steps: trace them, and part members that can't be fused."""
-    if strategy == "fused":
-        for lane, _ in lanes:
-            if lane.reason is not None:
-                raise StrategyError(
-                    f"not all members can be fused: {lane.reason}. "
-                    f'Make them alike, or drop strategy="fused" and let them take turns.'
-                )
     settled: list[tuple[Lane, Feed]] = []
     for lane, feed in lanes:
         try:
             lane.ready(feed.first(), kind)
             settled.append((lane, feed))
-        except assembly.framework.CannotTraceError as error:
+        except CannotFuseError as error:
             if strategy == "fused":
                 raise StrategyError(
                     f"member {lane.names[0]!r} and those like it can't be fused: {error}. "
                     f'Drop strategy="fused" and let them take turns.'
                 ) from error
-            for position, single in enumerate(assembly.singles(lane, f"not fused: {error}")):
-                settled.append((single, feed.select([position])))
-    for lane, feed in settled:
-        lane.ready(feed.first(), kind)
+            for position, name in enumerate(lane.names):
+                single = studied.assembly.lane(
+                    studied, Part((name,), False, f"not fused: {error}", lane.part.wave)
+                )
+                own = feed.select([position])
+                if kind != "predict":
+                    single.engine.check(own.first(), name)
+                single.ready(own.first(), kind)
+                settled.append((single, own))
     return settled

@@ -63,13 +63,14 @@ def write_folder(
     manifest: Mapping[str, Any],
     *,
     kind: str,
-    writer: Files,
+    writer: Files | Mapping[str, Files],
 ) -> None:
     """Save tensors and a manifest as the folder's new copy; where that fails, the old copy stays as it was.
 
     files: a name (lower case) for each data file, with its tensors by name.
     manifest: anything JSON can hold, NaN, infinities and NumPy's numbers too.
     kind: what the folder holds ("fleet", "checkpoint"); a folder of another kind is never overwritten.
+    writer: for all data files, or one for each by its name.
     """
     folder = Path(folder)
     _check_names(files, manifest)
@@ -188,14 +189,18 @@ def _check_ours(folder: Path, kind: str) -> None:
 
 
 def _write(
-    folder: Path, token: str, files: Mapping[str, Mapping[str, Any]], content: dict[str, Any], writer: Files
+    folder: Path,
+    token: str,
+    files: Mapping[str, Mapping[str, Any]],
+    content: dict[str, Any],
+    writer: Files | Mapping[str, Files],
 ) -> None:
     partial = folder / f"{token}.partial"
     partial.mkdir()
     listed: dict[str, dict[str, Any]] = {}
     for name, tensors in files.items():
         path = partial / f"{name}.{token}.safetensors"
-        writer.write(path, tensors)
+        (writer[name] if isinstance(writer, Mapping) else writer).write(path, tensors)
         _sync(path)
         header = read_header(path)
         assert header.keys() == tensors.keys(), "the writer did not write what it was given"

@@ -60,3 +60,23 @@ def _from_host(leaf: Any) -> Tensor:
     array = np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")
     tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
     return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
+
+
+def host(tensor: Tensor) -> np.ndarray:
+    """A tensor's numbers as a NumPy array; of bfloat16, which NumPy has not, the bits."""
+    tensor = tensor.detach().cpu()
+    return tensor.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+def from_host(array: np.ndarray, like: Tensor) -> Tensor:
+    """What `host` gave, as a tensor of the dtype of another."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.view(torch.bfloat16) if like.dtype == torch.bfloat16 else tensor
+
+
+def reduced(value: Any) -> Any:
+    """How to pickle a plain tensor of the CPU without copying its numbers; NotImplemented for all else."""
+    plain = type(value) is Tensor and value.device.type == "cpu" and value.layout == torch.strided
+    if not plain or value.requires_grad or value.dtype == torch.bfloat16 or value.is_conj() or value.is_neg():
+        return NotImplemented
+    return torch.from_numpy, (value.numpy(),)

@@ -1,8 +1,8 @@
 """Models from factories, each from its own seed; and the generator that loaders shuffle with."""
 
 import copy
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,33 +12,21 @@ from torch.nn.parameter import is_lazy
 from modelfleet.errors import InputError
 
 
-def build(factory: Callable[..., nn.Module], arguments: Mapping[str, Any], seed: int, name: str) -> nn.Module:
-    """A member's model. Its first weights depend on its seed alone; the caller's generator is left alone."""
-    _check_keywords(factory, arguments, name)
+@contextmanager
+def seeding(seed: int) -> Iterator[None]:
+    """Seed torch's generators for a while; then they are as they were."""
     with torch.random.fork_rng():
-        _seed(seed)
-        model = factory(**arguments)
-    if not isinstance(model, nn.Module):
-        raise InputError(
-            f"the factory returned a {type(model).__name__} for member {name!r}; expected a torch.nn.Module. "
-            f"A factory takes the keywords given to Fleet.build and returns a new model at every call."
-        )
-    return model
+        # torch.manual_seed notes the call stack for devices that may come later: half the time of a small model.
+        if torch.accelerator.is_available():
+            torch.manual_seed(seed)
+        else:
+            torch.default_generator.manual_seed(seed)
+        yield
 
 
-def _check_keywords(factory: Callable[..., nn.Module], arguments: Mapping[str, Any], name: str) -> None:
-    try:
-        takes = inspect.signature(factory)
-    except (TypeError, ValueError):  # written in C: only calling it tells
-        return
-    try:
-        takes.bind(**arguments)
-    except TypeError as error:
-        keywords = ", ".join(f"{key}={value!r}" for key, value in arguments.items()) or "no keywords"
-        raise InputError(
-            f"member {name!r}: the factory can't be called with {keywords}: {error}. "
-            f"Give a factory that takes these, and needs no others."
-        ) from error
+def is_model(value: object) -> bool:
+    """Whether it is a torch model."""
+    return isinstance(value, nn.Module)
 
 
 def check_model(model: nn.Module, name: str) -> None:
@@ -53,14 +41,6 @@ def check_model(model: nn.Module, name: str) -> None:
             raise InputError(
                 f"member {name!r}: its {path!r} is on the meta device, without values. Load its weights."
             )
-
-
-def _seed(seed: int) -> None:
-    # torch.manual_seed also notes the call stack for devices that may come later: half the time of a small model.
-    if torch.accelerator.is_available():
-        torch.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
 
 
 def copy_model(model: nn.Module) -> nn.Module:

@@ -8,12 +8,12 @@ from modelfleet.devices import Device
 from modelfleet.errors import InputError
 
 
-def choose(devices: tuple[Device, ...] | None) -> list[Device]:
+def choose(devices: tuple[Device, ...] | None) -> tuple[Device, ...]:
     """The devices to use: those asked for, if they are here; for None the first accelerator, or else the CPU."""
     if devices is None:
-        return accelerators()[:1] or [Device("cpu")]
+        return tuple(accelerators()[:1]) or (Device("cpu"),)
     check(devices)
-    return list(devices)
+    return devices
 
 
 def accelerators() -> list[Device]:
@@ -36,6 +36,6 @@ def check(devices: Iterable[Device]) -> None:
             )
 
 
-def torch_device(device: Device) -> torch.device:
+def native(device: Device) -> torch.device:
     """The device as torch knows it; every logical CPU is the one CPU."""
     return torch.device("cpu") if device.kind == "cpu" else torch.device(str(device))

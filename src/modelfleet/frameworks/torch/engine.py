@@ -1,7 +1,7 @@
 """A lane's engine: the stacked state of its members on a device, and the programs that step it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.errors import InputError
-from modelfleet.frameworks.torch import memory
+from modelfleet.frameworks.torch import arrays, memory
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.losses import check_range, check_targets
 from modelfleet.frameworks.torch.programs import Programs, mode, readable
@@ -50,6 +50,7 @@ class Engine:
         self.state = self._stacked(members, columns)
         self._whole: tuple[State, Tensor] | None = None
         self._ahead: tuple[tuple[Any, Tensor], Iterator[dict[str, Tensor]]] | None = None
+        self.several = 1
         self._bears_padding: dict[tuple[int, int], bool] = {}
 
     @property
@@ -68,12 +69,50 @@ class Engine:
         """What the members are to do."""
         return self.programs.task
 
+    @property
+    def fused(self) -> bool:
+        """Whether a step is one program for all members."""
+        return self.programs.fused
+
+    @property
+    def program(self) -> str:
+        """How the train steps run, in a word."""
+        return self.programs.description
+
+    @property
+    def untraced(self) -> str | None:
+        """Why every step runs its Python, if it does."""
+        return self.programs.untraced
+
+    @property
+    def compiling(self) -> bool:
+        """Whether a program is being compiled beside the training now."""
+        return self.programs.compiling
+
+    def stop(self) -> None:
+        """End every compiler that is still at work."""
+        self.programs.stop()
+
     # --- steps ---------------------------------------------------------------------------------------------------
 
     def train(
-        self, hyper: Any, active: Tensor, data: Any, weights: Tensor | None, *, shared: bool, pace: Any
+        self,
+        hyper: Any,
+        active: Tensor,
+        data: Any,
+        weights: Tensor | None,
+        *,
+        shared: bool,
+        pace: Any,
+        steps: int | None = None,
     ) -> None:
-        """One step of the active members."""
+        """One step of the active members, or several on data with a step axis."""
+        for step in range(steps or 0):
+            self.train(
+                hyper, active, map_tree(lambda t, step=step: t[step], data), weights, shared=shared, pace=pace
+            )
+        if steps is not None:
+            return
         rest = (self._next_coefficients(hyper, active), active, data, weights)
         self.programs.train((self.state, self.shared), rest, shared_data=shared, pace=pace)
 
@@ -88,21 +127,50 @@ class Engine:
         self.programs.train((part, self.shared), rest, shared_data=shared, pace=pace)
         states.put(self.state, rows, part)
 
-    def ready_to_train(self, hyper: Any, active: Tensor, data: Any, *, shared: bool) -> None:
-        """Trace the train step for batches like this one, if that has not been done."""
-        if not self.state["params"]:
-            raise InputError(
-                f"member {self._first!r} has no parameter that takes a gradient. "
-                f"Set requires_grad=True on what is to be trained."
-            )
-        args = (self.state, self.shared, self._coefficients(self.state, hyper, 1)[0], active, data, None)
-        self.programs.program("train", args, shared)
+    def ready(self, kind: str, hyper: Any, active: Tensor, data: Any, *, shared: bool) -> None:
+        """Trace a step for batches like this one, if that has not been done."""
+        if kind == "train":
+            if not self.state["params"]:
+                raise InputError(
+                    f"member {self._first!r} has no parameter that takes a gradient. "
+                    f"Set requires_grad=True on what is to be trained."
+                )
+            rest: tuple[Any, ...] = (self._coefficients(self.state, hyper, 1)[0], active, data, None)
+            self.programs.program("train", (self.state, self.shared, *rest), shared)
+            return
+        rest = (data,)
+        if kind == "evaluate":
+            size = leaves(data)[0].shape[0 if shared else 1]
+            rest = data, self.row_weights(np.full(len(active), size), size)
+        self.programs.program(kind, (readable(self.state), self.shared, *rest), shared)
 
-    def ready(self, kind: str, *data: Any, shared: bool) -> None:
-        """Trace another step for batches like this one, if that has not been done."""
-        self.programs.program(kind, (readable(self.state), self.shared, *data), shared)
+    def epoch_values(self) -> dict[str, np.ndarray]:
+        """The loss and the metrics `(slot,)` since the last call; the next epoch begins at zero."""
+        taken = self._to_host(self.state["sums"])
+        for total in self.state["sums"].values():
+            total.zero_()
+        return self.task.values(taken)
 
     def evaluate(
+        self,
+        totals: dict[str, Tensor] | None,
+        slots: np.ndarray | None,
+        data: Any,
+        weights: Tensor | None,
+        counts: np.ndarray,
+        size: int,
+        *,
+        shared: bool,
+    ) -> dict[str, Tensor]:
+        """The sums `(slot,)` of the loss and the metrics so far with those of a batch added."""
+        sums = self._sums(slots, data, weights, counts, size, shared=shared)
+        return sums if totals is None else {name: totals[name] + value for name, value in sums.items()}
+
+    def values(self, totals: dict[str, Tensor]) -> dict[str, np.ndarray]:
+        """The loss and the metrics `(slot,)` of what `evaluate` added up."""
+        return self.task.values(self._to_host(totals))
+
+    def _sums(
         self,
         slots: np.ndarray | None,
         data: Any,
@@ -112,7 +180,7 @@ class Engine:
         *,
         shared: bool,
     ) -> dict[str, Tensor]:
-        """The sums `(slot,)` of the loss and the metrics over a batch, zero for members without rows in it."""
+        """The sums of one batch, zero for members without rows in it."""
         if slots is None:
             if weights is None:
                 weights = self.row_weights(np.where(counts > 0, size, 0), size)
@@ -200,24 +268,12 @@ class Engine:
 
     # --- state ---------------------------------------------------------------------------------------------------
 
-    @property
-    def sums(self) -> list[str]:
-        """The names of the sums that there is room for."""
-        return list(self.state["sums"])
-
-    def open_sums(self, names: Sequence[str]) -> None:
+    def _open_sums(self, names: Sequence[str]) -> None:
         """Make room for an epoch's sums of these names."""
         width = len(self.state["member"]["seed"])
         dtype = states.exact(self.device)
         sums = {name: torch.zeros(width, dtype=dtype, device=self.device) for name in names}
         self.state = {**self.state, "sums": sums}  # a new state: programs list the tensors of one only once
-
-    def take_sums(self) -> dict[str, np.ndarray]:
-        """The sums so far, on the host; the device begins anew at zero."""
-        taken = self.to_host(self.state["sums"])
-        for total in self.state["sums"].values():
-            total.zero_()
-        return taken
 
     def trouble(self) -> np.ndarray:
         """`(slot,)`: what went wrong, by the codes of `state.REASONS`; 0 where nothing did."""
@@ -253,9 +309,15 @@ class Engine:
             return True
         return self.shared.keys() <= shared_parameters([member.model for member in members])
 
-    def restack(self, positions: np.ndarray, members: Sequence[Member]) -> None:
-        """Take the weights of the members at these positions from their models again."""
-        states.put(self._weights(self.state), self.tensor(positions), self._stacked(members, {}, slots=False))
+    def write_out(self, row: int, working: bool, member: Member) -> None:
+        """Copy one member's weights into its model."""
+        one = states.select(self._weights(self._side(working)), torch.tensor([row], device=self.device))
+        states.write_back([member.model], one, self.layout)
+
+    def restack(self, positions: np.ndarray, members: Sequence[Member], *, working: bool = False) -> None:
+        """Take the weights of the members at these rows from their models again."""
+        state = self._side(working)
+        states.put(self._weights(state), self.tensor(positions), self._stacked(members, {}, slots=False))
         own = {**dict(members[0].model.named_parameters()), **dict(members[0].model.named_buffers())}
         for name, tensor in self.shared.items():
             tensor.copy_(states.placed(own[name], self.device, transpose=name in self.layout))
@@ -281,8 +343,12 @@ class Engine:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take up the state that `tensors` gave."""
-        for name, tensor in states.named(self.state).items():
-            tensor.copy_(tensors[name])
+        for name, tensor in states.named(self._side(False)).items():
+            given = tensors[name]
+            tensor.copy_(arrays.from_host(given, tensor) if isinstance(given, np.ndarray) else given)
+        if self._whole is not None:
+            states.put(self.state, torch.arange(len(self._whole[1])), states.select(*self._whole))
+        self._ahead = None
 
     def steps_taken(self) -> np.ndarray:
         """`(slot,)`: the steps that changed each member's weights."""
@@ -300,7 +366,7 @@ class Engine:
         """A host array on the device."""
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
-    def to_host(self, tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    def _to_host(self, tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
         """Device tensors as host arrays, in one transfer."""
         if not tensors:
             return {}
@@ -309,15 +375,16 @@ class Engine:
 
     # --- checks --------------------------------------------------------------------------------------------------
 
-    def check(self, batch: Any, name: str) -> list[str]:
-        """Try one member on two rows, before anything is trained; gives the names of the sums it makes.
+    def check(self, batch: Any, name: str) -> None:
+        """Try one member on two rows, before anything is trained, and make room for the sums it makes.
 
         What does not fit raises `InputError`, with the shapes that came and what the model said of them.
         """
         with self._trying(batch, batch.data, name) as (one, few):
             weights = torch.ones(1, len(leaves(few)[0]), device=self.device)
             steps = self.programs.steps
-            return list(steps.evaluate(one, self.shared, few, weights, shared_data=True, fused=False))
+            sums = steps.evaluate(one, self.shared, few, weights, shared_data=True, fused=False)
+        self._open_sums(list(sums))
 
     def output_shape(self, batch: Any, name: str) -> tuple[int, ...] | None:
         """The shape `(row, …)` of a member's output for two rows of a batch; None if it is no single tensor.
@@ -392,6 +459,18 @@ class Engine:
                 check_range(loss, output_shape, batch[1])
 
         return check
+
+    def stream(self) -> AbstractContextManager[Any]:
+        """To step within, in a thread of the lane's own."""
+        return nullcontext() if self.device.type == "cpu" else torch.Stream(self.device)
+
+    def out_of_memory(self, error: BaseException) -> bool:
+        """Whether an error says that the device is out of memory."""
+        return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+    def working_bytes(self, batch: Any) -> int | None:
+        """What a train step takes beside the state, by the tensors that live at once in its program."""
+        return self.programs.working_bytes
 
     # --- helpers -------------------------------------------------------------------------------------------------
 

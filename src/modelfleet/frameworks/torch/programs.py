@@ -1,5 +1,6 @@
 """The programs of a lane: its steps traced once for each shape of batch and width, and compiled where it pays."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -7,15 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelfleet.frameworks.protocol import CannotFuseError
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.compiling import Compiler
 from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.steps import Steps
 from modelfleet.frameworks.torch.task import Task
-from modelfleet.frameworks.torch.tracing import CannotTraceError, Program, plain, trace
+from modelfleet.frameworks.torch.tracing import Program, plain, trace
 from modelfleet.trees import leaves, map_tree
 
 Key = tuple[Any, ...]
+_TRACING = threading.RLock()  # torch traces in one thread at a time
+
 ByWidth = dict[int, tuple[Program, Compiler]]
 
 
@@ -32,7 +36,7 @@ class Programs:
         self.traces = 0  # how often a step was traced: a test's proof that a second epoch traces nothing
         self.untraced: str | None = None  # why a lane of one runs its Python at every step, if it does
         self._programs: dict[Key, ByWidth] = {}  # by kind and batch, then by width
-        self._listed: tuple[tuple[Any, ...], list[Tensor]] | None = None
+        self._listed = threading.local()
 
     @property
     def task(self) -> Task:
@@ -59,6 +63,12 @@ class Programs:
             return "compiled"
         return "plain Python" if any(program.graph is None for program in programs) else "traced"
 
+    @property
+    def working_bytes(self) -> int | None:
+        """The most that a train step takes beside the state, of those traced so far."""
+        known = [program.working_bytes for program, _ in self._all("train")]
+        return max((size for size in known if size is not None), default=None)
+
     def train(
         self, lead: Sequence[Any], rest: Sequence[Any], *, shared_data: bool, pace: tuple[int, float | None]
     ) -> None:
@@ -81,10 +91,11 @@ class Programs:
         return self.program("predict", args, shared_data)[0](leaves(args))
 
     def _flat(self, lead: Sequence[Any]) -> list[Tensor]:
-        # A lane's state is the same tensors from step to step: they are listed once.
-        if self._listed is None or any(a is not b for a, b in zip(self._listed[0], lead, strict=True)):
-            self._listed = tuple(lead), leaves(lead)
-        return self._listed[1]
+        # A lane's state is the same tensors from step to step: they are listed once, by each thread for its own.
+        listed = getattr(self._listed, "last", None)
+        if listed is None or any(a is not b for a, b in zip(listed[0], lead, strict=True)):
+            listed = self._listed.last = tuple(lead), leaves(lead)
+        return listed[1]
 
     def _all(self, *kinds: str) -> Iterator[tuple[Program, Compiler]]:
         for (kind, *_), programs in self._programs.items():
@@ -109,7 +120,9 @@ class Programs:
         width = len(args[0]["member"]["seed"])
         programs = self._programs.setdefault(family, {})
         if width not in programs:
-            programs[width] = self._for_any(programs, width) or self._make(kind, args, shared_data)
+            with _TRACING:
+                if width not in programs:
+                    programs[width] = self._for_any(programs, width) or self._make(kind, args, shared_data)
         return programs[width]
 
     def _for_any(self, programs: ByWidth, width: int) -> tuple[Program, Compiler] | None:
@@ -142,7 +155,7 @@ class Programs:
         self.traces += 1
         try:
             program = trace(run, args, stacked)
-        except CannotTraceError as error:
+        except CannotFuseError as error:
             if self.fused:
                 raise
             self.untraced = str(error)

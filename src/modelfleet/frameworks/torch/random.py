@@ -104,11 +104,15 @@ DRAWS: Mapping[Any, Callable[..., Any]] = {
     aten.bernoulli_.Tensor: _inplace(_bernoulli),
     aten.native_dropout.default: _native_dropout,
     aten.rand.default: _rand,
+    aten.rand.generator: _rand,
     aten.rand_like.default: _like(_rand),
     aten.randn.default: _randn,
+    aten.randn.generator: _randn,
     aten.randn_like.default: _like(_randn),
+    aten.normal.float_float: lambda streams, mean, std, size, **o: mean + std * _randn(streams, size, **o),
     aten.randint.default: lambda streams, high, size, **o: _randint_low(streams, 0, high, size, **o),
     aten.randint.low: _randint_low,
+    aten.randint.low_generator: _randint_low,
     aten.uniform_.default: _inplace(
         lambda streams, x, low=0.0, high=1.0: low + (high - low) * streams.uniform(x.shape, x.dtype)
     ),

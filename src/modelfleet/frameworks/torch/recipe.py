@@ -9,6 +9,7 @@ from modelfleet.each import Each, spread
 from modelfleet.errors import InputError, unknown
 from modelfleet.frameworks.torch import losses, metrics, optimizers, schedules
 from modelfleet.frameworks.torch.task import PRECISIONS, Task
+from modelfleet.members import Member
 from modelfleet.recipe import Recipe
 
 
@@ -21,7 +22,24 @@ class Prepared:
     schedules: list[object]
 
 
-def prepare(recipe: Recipe, names: Sequence[str]) -> Prepared:
+def compile(recipe: Recipe, members: Sequence[Member]) -> None:
+    """Check a recipe for these members: every error of it now, none later."""
+    _prepare(recipe, [member.name for member in members])
+
+
+def prepare(recipe: Recipe | None, members: Sequence[Member], kind: str) -> Prepared:
+    """The tasks and hyperparameters of members; predicting needs no recipe."""
+    if recipe is None:
+        if kind != "predict":
+            verb = "evaluate" if kind == "evaluate" else "fit"
+            raise InputError(
+                f"call compile before {verb}: member {members[0].name!r} needs to know its loss and its optimizer."
+            )
+        recipe = Recipe("sgd")
+    return _prepare(recipe, [member.name for member in members])
+
+
+def _prepare(recipe: Recipe, names: Sequence[str]) -> Prepared:
     """Check a recipe and spread it over the members."""
     given = dict(recipe.hyperparameters or {})
     if recipe.loss is not None and recipe.objective is not None:

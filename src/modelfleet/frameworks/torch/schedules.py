@@ -228,6 +228,13 @@ def _cosine(start: np.ndarray | float, end: np.ndarray | float, progress: np.nda
     return end + (start - end) / 2 * (np.cos(np.pi * progress) + 1)
 
 
+def of_task(
+    schedules: Any, hyper: Any, task: Any, per_epoch: np.ndarray, epochs: np.ndarray, *, names: Sequence[str]
+) -> Schedules:
+    """The schedules of members that have a task."""
+    return Schedules(schedules, hyper, task.optimizer, per_epoch, epochs, names=names)
+
+
 class _Run:
     """A scheduler of torch at work for one member."""
 

@@ -21,14 +21,6 @@ from torch import Tensor, nn
 
 State = dict[str, dict[str, Any]]
 
-# Reasons a member was set aside, as kept in state["member"]["trouble"].
-FINE, LOSS, GRADIENT, SCALE = 0, 1, 2, 3
-REASONS = {
-    LOSS: "its loss became NaN or infinite",
-    GRADIENT: "its gradient became NaN or infinite",
-    SCALE: "its float16 gradients overflowed at every loss scale",
-}
-
 
 def transposed(model: nn.Module) -> frozenset[str]:
     """The parameters that are stored transposed.
@@ -89,7 +81,8 @@ def put(state: Any, rows: Tensor, part: Any) -> None:
     """Write the state of some members, as `select` gave it, back into the whole."""
     if isinstance(state, dict):
         for name, whole in state.items():  # by name: what was read from a file is in another order
-            put(whole, rows, part[name])
+            if not isinstance(whole, dict) or whole:  # and has nothing for what is empty
+                put(whole, rows, part[name])
     else:
         state.index_copy_(0, rows, part.to(state.device))
 

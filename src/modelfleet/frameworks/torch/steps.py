@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, SCALE
 from modelfleet.frameworks.torch.random import DrawFromStreams, Streams
 from modelfleet.frameworks.torch.rules import Rules
-from modelfleet.frameworks.torch.state import FINE, GRADIENT, LOSS, SCALE, State
+from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.task import PRECISIONS, Task, call, logits
 from modelfleet.trees import map_tree
 
@@ -109,19 +110,19 @@ class Steps:
             parameter = state["params"][name]
             slots = {slot: tensors[name] for slot, tensors in state["slots"].items()}
             updated, new_slots = task.optimizer.apply(parameter, gradient, slots, coefficients)
-            _keep(keep, parameter, updated)
+            keep_new(keep, parameter, updated)
             for slot, tensor in slots.items():
-                _keep(keep, tensor, new_slots[slot])
+                keep_new(keep, tensor, new_slots[slot])
         for name, buffer in state["buffers"].items():
-            _keep(keep, buffer, buffers[name])
+            keep_new(keep, buffer, buffers[name])
         for name, total in state["sums"].items():
-            _keep(keep, total, total + sums[name])
-        _keep(keep, member["step"], member["step"] + 1)
+            keep_new(keep, total, total + sums[name])
+        keep_new(keep, member["step"], member["step"] + 1)
 
         trouble = torch.where(good_loss, torch.where(finite, FINE, GRADIENT), LOSS)
         if scale is not None:
             trouble = torch.where(good_loss, _rescale(member, live & good_loss, finite), LOSS)
-        _keep(live, member["trouble"], trouble)
+        keep_new(live, member["trouble"], trouble)
         return loss
 
     def evaluate(
@@ -143,7 +144,7 @@ class Steps:
 
         args = (state["params"], state["frozen"], state["buffers"], data, weights)
         with torch.no_grad(), self._streams(state["member"], fused):
-            return _mapped(sums_of, args, (0, 0, 0, None if shared_data else 0, 0), fused=fused)
+            return mapped(sums_of, args, (0, 0, 0, None if shared_data else 0, 0), fused=fused)
 
     def predict(
         self, state: State, shared: dict[str, Tensor], data: Any, *, shared_data: bool, fused: bool
@@ -156,7 +157,7 @@ class Steps:
 
         args = (state["params"], state["frozen"], state["buffers"], data)
         with torch.no_grad(), self._streams(state["member"], fused):
-            return _mapped(output_of, args, (0, 0, 0, None if shared_data else 0), fused=fused)
+            return mapped(output_of, args, (0, 0, 0, None if shared_data else 0), fused=fused)
 
     def _call(self, own: Any, buffers: Any, run: Callable[..., Any], *args: Any) -> Any:
         own = {name: t.transpose(-1, -2) if name in self.layout else t for name, t in own.items()}
@@ -196,7 +197,8 @@ def _gradients(loss_of: Callable[..., Any], args: Any, axes: Any, *, fused: bool
     return map_tree(lambda t: t.detach().unsqueeze(0), (gradients, aux))
 
 
-def _mapped(function: Callable[..., Any], args: Any, axes: Any, *, fused: bool) -> Any:
+def mapped(function: Callable[..., Any], args: Any, axes: Any, *, fused: bool) -> Any:
+    """One member's function for all members at once, or of a lane of one as it is."""
     if fused:
         return _vmapped(function, args, axes)
     result = function(*(_row(arg, axis) for arg, axis in zip(args, axes, strict=True)))
@@ -222,7 +224,7 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1)
 
 
-def _keep(keep: Tensor, old: Tensor, new: Tensor) -> None:
+def keep_new(keep: Tensor, old: Tensor, new: Tensor) -> None:
     """Overwrite `old` by `new` for the members in `keep`, and leave the others' bits alone."""
     old.copy_(torch.where(keep.view(-1, *[1] * (old.dim() - 1)), new.to(old.dtype), old))
 
@@ -239,6 +241,6 @@ def _rescale(member: dict[str, Tensor], taking_part: Tensor, finite: Tensor) -> 
     good = torch.where(finite, member["good"] + 1, 0)
     grown = good >= GROWTH_STEPS
     scale = torch.where(finite, torch.where(grown, member["scale"] * 2.0, member["scale"]), member["scale"] * 0.5)
-    _keep(taking_part, member["scale"], scale)
-    _keep(taking_part, member["good"], torch.where(grown, 0, good))
+    keep_new(taking_part, member["scale"], scale)
+    keep_new(taking_part, member["good"], torch.where(grown, 0, good))
     return torch.where(scale < SMALLEST_SCALE, SCALE, FINE)

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,12 +16,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from modelfleet.errors import FleetError
+from modelfleet.frameworks.protocol import CannotFuseError
+from modelfleet.frameworks.torch.leaning import lean
 from modelfleet.trees import leaves, map_tree, rebuild
-
-
-class CannotTraceError(FleetError):
-    """A step can't be made into a program; the message says why."""
-
 
 Run = Callable[..., Any]
 
@@ -66,6 +64,11 @@ class Program:
         """How many members it was traced with."""
         return self.inputs[0].shape[0]
 
+    @cached_property
+    def working_bytes(self) -> int | None:
+        """The most that its results between live at once, without its inputs; None if it was not traced."""
+        return None if self.graph is None else _most_alive(self.graph.graph)
+
     def __call__(self, inputs: Sequence[Tensor]) -> Any:
         """Run one step on the tensors of its arguments, in their order; gives what the step gives."""
         values = self.run(*inputs)
@@ -96,7 +99,7 @@ class _Flat:
 def trace(step: Callable[..., Any], args: tuple[Any, ...], stacked: Sequence[bool]) -> Program:
     """Make `step(*args)` a program of the tensors in `args`, in the order in which they are found there.
 
-    `stacked` says of each argument whether its tensors have a member axis. Raises `CannotTraceError` if the step
+    `stacked` says of each argument whether its tensors have a member axis. Raises `CannotFuseError` if the step
     can't be traced.
     """
     flat = _Flat(step, args, stacked)
@@ -106,8 +109,8 @@ def trace(step: Callable[..., Any], args: tuple[Any, ...], stacked: Sequence[boo
     except FleetError:
         raise
     except Exception as error:  # whatever a model's forward may raise while it is traced
-        raise CannotTraceError(_reason(error)) from error
-    _lean(graph)
+        raise CannotFuseError(_reason(error)) from error
+    lean(graph)
     program = Program(flat, graph)
     flat.forget()
     return program
@@ -140,19 +143,30 @@ def _strictly() -> Iterator[None]:
         functorch._set_vmap_fallback_enabled(before[0])
 
 
-def _lean(graph: torch.fx.GraphModule) -> None:
-    # detach is an operation per use without autograd having any use for it here.
-    for node in list(graph.graph.nodes):
-        if node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            node.replace_all_uses_with(node.args[0])
-            graph.graph.erase_node(node)
-        elif node.target is torch.ops.aten.view.default:
-            # The strides of fake tensors are not always those of the real ones (softplus_backward's in torch
-            # 2.13), and then a view may be refused. reshape is that view wherever there can be one, and it is
-            # quicker to call.
-            node.target = torch.reshape
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
+def _most_alive(graph: torch.fx.Graph) -> int:
+    """The largest sum of bytes of the tensors that are alive after any one node, views not counted twice."""
+    last: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in graph.nodes:
+        for used in node.all_input_nodes:
+            last[used] = node
+    ends: dict[torch.fx.Node, list[torch.fx.Node]] = {}
+    for used, node in last.items():
+        ends.setdefault(node, []).append(used)
+    sizes: dict[torch.fx.Node, int] = {}
+    alive = most = 0
+    for node in graph.nodes:
+        if node.op == "call_function" and not _is_view(node):
+            values = node.meta.get("val")
+            sizes[node] = sum(value.nbytes for value in leaves(values) if isinstance(value, Tensor))
+            alive += sizes[node]
+            most = max(most, alive)
+        alive -= sum(sizes.get(used, 0) for used in ends.get(node, ()))
+    return most
+
+
+def _is_view(node: torch.fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(argument.alias_info is not None for argument in schema.arguments)
 
 
 def _reason(error: Exception) -> str:

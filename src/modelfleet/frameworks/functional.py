@@ -1,0 +1,696 @@
+"""The engine of lanes whose steps are pure functions: JAX models, and Keras models on JAX and on TensorFlow.
+
+A `Definition` says what one member does, as functions of its state; a `Backend` maps them over the members,
+compiles them and loops them over several steps. `FunctionalEngine` makes a lane of the two. Its state is
+
+    params    trained weights
+    buffers   all else that the model owns: frozen weights, running statistics, seeds
+    slots     the optimizer's state, with its count of steps and its learning rate
+    metrics   what the epoch's metrics have summed up so far
+    member    per-member scalars: step, trouble, and what else a definition needs (a seed)
+
+each a dict of tensors `(member, …)`. Tensors are never changed in place: a step gives a new state for the old.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import numpy as np
+
+from modelfleet.errors import InputError
+from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, CannotFuseError
+from modelfleet.members import Member
+from modelfleet.trees import leaves, map_tree
+
+State = dict[str, dict[str, Any]]
+Function = Callable[..., Any]
+
+PARTS = ("params", "buffers", "slots", "metrics")  # what a step may change of a member
+WEIGHTS = ("params", "buffers")
+SEVERAL = 16  # steps a call: few enough to hear Ctrl-C soon, and enough that calling costs nothing beside them
+
+
+class Definition(Protocol):
+    """What the members of a lane do: pure functions of one member's state, its tensors without a member axis.
+
+    The state has the parts named above; "member" is there to be read, and what is returned of it is ignored.
+    Inherit from this class: what is not abstract here has a meaning already.
+    """
+
+    task: Any
+    maskable: bool
+    """Whether `train` and `evaluate` honour row weights `(row,)`: a row of weight 0 leaves no trace in the loss
+    and the metrics. Whether it leaves one within the model, as with BatchNorm, is tried out."""
+
+    def state(self, member: Member) -> State:
+        """A member's params, buffers and slots as NumPy arrays, and perhaps "member" with scalars of its own."""
+        ...
+
+    def try_out(self, state: State, batch: Any) -> None:
+        """Try a member on a few rows, and raise what does not fit; `fresh_metrics` then knows what there is."""
+        ...
+
+    def fresh_metrics(self) -> dict[str, Any]:
+        """A member's accumulators at the beginning of an epoch, as NumPy arrays."""
+        ...
+
+    def train(self, state: State, hyper: Any, batch: Any, weights: Any) -> tuple[State, Any, Any]:
+        """The state after a step (its `PARTS`), and whether the loss and the gradient were finite, as scalars."""
+        ...
+
+    def evaluate(self, state: State, metrics: dict[str, Any], batch: Any, weights: Any) -> dict[str, Any]:
+        """The accumulators with a batch added; the state comes without slots and metrics."""
+        ...
+
+    def results(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """The loss and the metrics, scalars each, from their accumulators."""
+        ...
+
+    def predict(self, state: State, x: Any) -> Any:
+        """The outputs `(row, …)` on inputs; the state comes without slots and metrics."""
+        ...
+
+    def write_back(self, member: Member, state: State) -> None:
+        """Put a member's own arrays, of NumPy, into its model."""
+        ...
+
+    def inputs(self, data: Any) -> Any:
+        """The inputs of a batch: the x of (x, y), or the batch itself."""
+        return data[0] if isinstance(data, tuple) and 1 <= len(data) <= 2 else data
+
+    def check_targets(self, output_shape: tuple[int, ...], target: Any, name: str | None) -> None:
+        """Refuse targets that the loss can't take."""
+
+    def label_check(self, output_shape: tuple[int, ...]) -> Callable[[Any], None] | None:
+        """A function that refuses a batch with targets out of range; None where there is nothing to check."""
+        return None
+
+
+class Backend(Protocol):
+    """What the engine asks of a framework. Trees are nested dicts, lists and tuples; None holds no tensor.
+
+    Those marked * are used within programs, on what is being traced, as well as outside of them.
+    """
+
+    device: Any
+
+    @property
+    def name(self) -> str:
+        """How compiled programs are called: "jit", "tf.function"."""
+        ...
+
+    def tensor(self, array: np.ndarray) -> Any:
+        """An array as a tensor of its own on the device."""
+        ...
+
+    def host(self, tree: Any) -> Any:
+        """A tree of tensors as NumPy arrays; what NumPy does not have (bfloat16) as float32."""
+        ...
+
+    def map(self, function: Function, args: Sequence[Any], mapped: Sequence[bool]) -> Any:
+        """* `function` of every member: over the first axis of the arguments that are mapped, and with the others
+        as they are. What it gives has the member in front."""
+        ...
+
+    def where(self, chosen: Any, new: Any, old: Any) -> Any:
+        """* `new` for the members `(member,)` that are chosen, `old` for the others; tensors `(member, …)`."""
+        ...
+
+    def take(self, tree: Any, rows: Any) -> Any:
+        """* The rows `(n,)` of every tensor."""
+        ...
+
+    def put(self, tree: Any, rows: Any, part: Any) -> Any:
+        """* Every tensor with some of its rows replaced."""
+        ...
+
+    def lengthened(self, tree: Any, length: int) -> Any:
+        """Every tensor or NumPy array with a longer first axis; what is added is never read."""
+        ...
+
+    def loop(self, step: Callable[[Any, Any], Any], state: Any, xs: Any, count: Any) -> Any:
+        """* The state after `count` times `state = step(state, x)`, where x are the slices of `xs` in turn.
+
+        `count` may be less than there are slices, and is known only when the program runs.
+        """
+        ...
+
+    def compile(self, function: Function, *, donate: bool = False) -> Function:
+        """A program of a function of trees, made anew for every set of shapes; with `donate` it may write over its
+        first argument."""
+        ...
+
+    def trace(self, program: Function, args: Sequence[Any]) -> None:
+        """Find out whether what `compile` gave can be made into a program for these arguments; raise if not."""
+        ...
+
+    def shapes(self, function: Function, *args: Any) -> Any:
+        """What a function gives, as a tree of anything with a `shape` and a `dtype`, as cheaply as can be."""
+        ...
+
+    def working_bytes(self, program: Function, args: Sequence[Any]) -> int | None:
+        """What a program takes on the device beside what goes in and comes out; None if that can't be known."""
+        ...
+
+    def reason(self, error: Exception) -> str:
+        """Why a function could not be traced, in a line."""
+        ...
+
+    def out_of_memory(self, error: BaseException) -> bool:
+        """Whether an error says that the device is out of memory."""
+        ...
+
+
+class Programs:
+    """The steps for lanes of one structure and task, compiled as they are needed."""
+
+    def __init__(self, definition: Definition, backend: Backend, *, fused: bool) -> None:
+        self.definition = definition
+        self.backend = backend
+        self.fused = fused
+        self.untraced: str | None = None
+        self.bears_padding: dict[Any, bool] = {}
+        self._known: dict[tuple[str, bool], tuple[Function, Function]] = {}
+        self._plain: set[tuple[str, bool]] = set()
+        self.take = backend.compile(backend.take)
+        self.put = backend.compile(backend.put, donate=True)
+
+    def run(self, kind: str, shared: bool, *args: Any) -> Any:
+        """Run a step: "train", "several", "one", "evaluate", "evaluate_one", "predict" or "results"."""
+        compiled, plain = self._functions(kind, shared)
+        return (plain if (kind, shared) in self._plain else compiled)(*args)
+
+    def ready(self, kind: str, shared: bool, *args: Any) -> None:
+        """Make sure that a step can be run; raises `CannotFuseError` if the members can't be run as one."""
+        try:
+            self.backend.trace(self._functions(kind, shared)[0], args)
+        except Exception as error:  # whatever a model may do that can't be traced
+            reason = self.backend.reason(error)
+            if self.fused:
+                raise CannotFuseError(reason) from error
+            self.untraced = reason
+            self._plain |= {(name, both) for name in _TOGETHER[kind] for both in (True, False)}
+
+    def working_bytes(self, shared: bool, *args: Any) -> int | None:
+        """What a train step takes on the device beside the state."""
+        if ("train", shared) in self._plain:
+            return None
+        return self.backend.working_bytes(self._functions("train", shared)[0], args)
+
+    def _functions(self, kind: str, shared: bool) -> tuple[Function, Function]:
+        """A step as a program, and as it is."""
+        if (kind, shared) not in self._known:
+            step = getattr(self, f"_{kind}")
+
+            def function(*args: Any) -> Any:
+                return step(shared, *args)
+
+            compiled = self.backend.compile(function, donate=kind in ("train", "several", "one"))
+            plain = function if kind != "several" else self._several_plain(shared)
+            self._known[kind, shared] = compiled, plain
+        return self._known[kind, shared]
+
+    # --- the steps, as functions of the stacked state. `shared`: the data have no member axis.
+
+    def _train(self, shared: bool, state: State, hyper: Any, active: Any, data: Any, weights: Any) -> State:
+        where, member = self.backend.where, state["member"]
+        live = active & (member["trouble"] == FINE)
+        args, mapped = (state, hyper, data, weights), (True, True, not shared, True)
+        new, good_loss, good_gradient = self._mapped(self.definition.train, args, mapped)
+        keep = live & good_loss & good_gradient
+        kept = {part: _merged(lambda a, b: where(keep, a, b), new[part], state[part]) for part in PARTS}
+        trouble = where(good_loss, where(good_gradient, FINE, GRADIENT), LOSS)
+        kept["member"] = {
+            **member,
+            "step": where(keep, member["step"] + 1, member["step"]),
+            "trouble": where(live, trouble, member["trouble"]),
+        }
+        return kept
+
+    def _several(
+        self, shared: bool, state: State, hyper: Any, active: Any, data: Any, weights: Any, count: Any
+    ) -> State:
+        def step(state: State, xs: Any) -> State:
+            return self._train(shared, state, hyper, active, *xs)
+
+        return self.backend.loop(step, state, (data, weights), count)
+
+    def _several_plain(self, shared: bool) -> Function:
+        def run(state: State, hyper: Any, active: Any, data: Any, weights: Any, count: int) -> State:
+            for number in range(count):
+                xs = map_tree(lambda leaf, number=number: leaf[number], (data, weights))
+                state = self._train(shared, state, hyper, active, *xs)
+            return state
+
+        return run
+
+    def _one(self, _: bool, state: State, rows: Any, hyper: Any, active: Any, data: Any) -> State:
+        take = self.backend.take
+        part = self._train(True, take(state, rows), take(hyper, rows), active, data, None)
+        return self.backend.put(state, rows, part)
+
+    def _evaluate(self, shared: bool, state: State, totals: Any, there: Any, data: Any, weights: Any) -> Any:
+        args, mapped = (state, totals, data, weights), (True, True, not shared, True)
+        new = self._mapped(self.definition.evaluate, args, mapped)
+        return _merged(lambda a, b: self.backend.where(there, a, b), new, totals)
+
+    def _evaluate_one(self, _: bool, state: State, totals: Any, rows: Any, there: Any, data: Any) -> Any:
+        take = self.backend.take
+        part = self._evaluate(True, take(state, rows), take(totals, rows), there, data, None)
+        return self.backend.put(totals, rows, part)
+
+    def _predict(self, shared: bool, state: State, data: Any) -> Any:
+        return self._mapped(self.definition.predict, (state, data), (True, not shared))
+
+    def _results(self, _: bool, metrics: dict[str, Any]) -> dict[str, Any]:
+        return self._mapped(self.definition.results, (metrics,), (True,))
+
+    def _mapped(self, function: Function, args: Sequence[Any], mapped: Sequence[bool]) -> Any:
+        # A member on its own is not mapped: the plain operations are faster, and some models have no others.
+        if leaves(args[0])[0].shape[0] > 1:
+            return self.backend.map(function, args, mapped)
+        rows = [map_tree(lambda t: t[0], arg) if own else arg for arg, own in zip(args, mapped, strict=True)]
+        return map_tree(lambda t: t[None], function(*rows))
+
+
+_TOGETHER = {  # what can't be traced if one of them can't
+    "train": ("train", "several", "one"),
+    "evaluate": ("evaluate", "evaluate_one"),
+    "predict": ("predict",),
+}
+
+
+class FunctionalEngine:
+    """The side of a lane that its framework knows (`protocol.Engine`), of a definition and a backend.
+
+    `definition` is for these members; `programs` are those of another engine of the same structure and task.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        definition: Definition,
+        backend: Backend,
+        *,
+        fused: bool,
+        programs: Programs | None = None,
+    ) -> None:
+        assert fused or len(members) == 1
+        self.backend = backend
+        self.device = backend.device
+        self.fused = fused
+        self.programs = programs or Programs(definition, backend, fused=fused)
+        self.several = SEVERAL
+        self.state: State = {}
+        self._definition = definition
+        self._first = members[0]
+        self._width = len(members)
+        self._whole: tuple[State, np.ndarray] | None = None
+        self._one = self.tensor(np.ones(1, dtype=bool))
+        stacked = self._stacked(members)
+        self.parameters = sum(array[0].size for array in stacked["params"].values())
+        self._row_bytes = sum(array.nbytes for array in leaves(stacked)) // len(members)
+        self.state = map_tree(self.tensor, {**stacked, "metrics": {}})
+
+    @property
+    def task(self) -> Any:
+        """What the members are to do."""
+        return self._definition.task
+
+    @property
+    def bytes(self) -> int:
+        """What the state takes on the device."""
+        width = self._width if self._whole is None else self._width + len(_first(self._whole[0]))
+        return self._row_bytes * width
+
+    @property
+    def program(self) -> str:
+        """How the train steps run."""
+        if self.programs.untraced is not None:
+            return "Python"
+        return self.backend.name if self.several == 1 else f"{self.backend.name}, {self.several} steps a call"
+
+    @property
+    def untraced(self) -> str | None:
+        """Why every step runs its Python, if it does."""
+        return self.programs.untraced
+
+    @property
+    def compiling(self) -> bool:
+        """Nothing is compiled beside the training."""
+        return False
+
+    def stop(self) -> None:
+        """Nothing goes on beside the training."""
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        hyper: Any,
+        active: Any,
+        data: Any,
+        weights: Any,
+        *,
+        shared: bool,
+        pace: Any = None,
+        steps: int | None = None,
+    ) -> None:
+        """One step of the active members, or `steps` of them on data (and weights) with a step axis."""
+        if steps is None:
+            self.state = self.programs.run("train", shared, self.state, hyper, active, data, weights)
+            return
+        # A program for each power of two serves any number of steps: what is beyond their count is not run.
+        room = 1 << (steps - 1).bit_length()
+        if room > steps:
+            data, weights = self.backend.lengthened((data, weights), room)
+        self.state = self.programs.run("several", shared, self.state, hyper, active, data, weights, steps)
+
+    def train_some(self, slots: np.ndarray, hyper: Any, data: Any, *, shared: bool, pace: Any = None) -> None:
+        """One step of the members in some slots, on data cut for them.
+
+        One by one: a program for each number of rows is few enough, for each number of members too it is not.
+        """
+        for place, slot in enumerate(slots):
+            own = data if shared else map_tree(lambda leaf, place=place: leaf[place], data)
+            self.state = self.programs.run("one", True, self.state, self._rows([slot]), hyper, self._one, own)
+
+    def ready(self, kind: str, hyper: Any, active: Any, data: Any, *, shared: bool) -> None:
+        """Have the program for batches like this one."""
+        if kind == "predict":
+            self.programs.ready(kind, shared, self._readable(self.state), data)
+            return
+        if not self.state["metrics"]:
+            self._open(data, shared)
+        if kind == "train":
+            if not self.state["params"]:
+                raise InputError(
+                    f"member {self._first.name!r} has no weights that are trained. Give it some, or leave it out."
+                )
+            self.programs.ready(kind, shared, self.state, hyper, active, data, None)
+        else:
+            there = self.tensor(np.ones(self._width, dtype=bool))
+            state, totals = self._readable(self.state), self.state["metrics"]
+            self.programs.ready(kind, shared, state, totals, there, data, None)
+
+    def epoch_values(self) -> dict[str, np.ndarray]:
+        """The loss and the metrics `(slot,)` since the last call; the next epoch begins at nothing."""
+        values = self.values(self.state["metrics"])
+        self.state = {**self.state, "metrics": self._fresh()}
+        return values
+
+    def evaluate(
+        self, totals: Any, slots: Any, data: Any, weights: Any, counts: np.ndarray, size: int, *, shared: bool
+    ) -> Any:
+        """`totals` (None at first) with a batch added."""
+        totals = self._fresh() if totals is None else totals
+        state = self._readable(self.state)
+        if slots is None:
+            there = self.tensor(np.asarray(counts) > 0)
+            return self.programs.run("evaluate", shared, state, totals, there, data, weights)
+        for place, slot in enumerate(slots):
+            own = data if shared else map_tree(lambda leaf, place=place: leaf[place], data)
+            rows = self._rows([slot])
+            totals = self.programs.run("evaluate_one", True, state, totals, rows, self._one, own)
+        return totals
+
+    def values(self, totals: Any) -> dict[str, np.ndarray]:
+        """The loss and the metrics `(slot,)` of what `evaluate` added up."""
+        if totals is None:
+            totals = self._fresh()
+        found = self.backend.host(self.programs.run("results", True, totals))
+        return {name: np.asarray(column, dtype=np.float64) for name, column in found.items()}
+
+    def predict(self, data: Any, *, shared: bool) -> Any:
+        """The outputs `(slot, row, …)` on a batch of inputs, on the host."""
+        return self.backend.host(self.programs.run("predict", shared, self._readable(self.state), data))
+
+    def inputs(self, data: Any) -> Any:
+        """The inputs of a batch: the x of (x, y), or the batch itself."""
+        return self._definition.inputs(data)
+
+    def rows(self, outputs: Any, slot: int, count: int) -> Any:
+        """One member's real rows of a batch of outputs."""
+        return map_tree(lambda leaf: leaf[slot, :count], outputs)
+
+    def concatenate(self, parts: Sequence[Any]) -> Any:
+        """Batches of rows as one array, or tree of arrays."""
+        columns = [np.concatenate(column) for column in zip(*(leaves(part) for part in parts), strict=True)]
+        filled = iter(columns)
+        return map_tree(lambda _: next(filled), parts[0])
+
+    # --- which rows count ----------------------------------------------------------------------------------------
+
+    def maskable(self, batch: Any) -> bool:
+        """Whether padded rows can be weighted out without being felt, found by trying on one member.
+
+        BatchNorm, say, feels every row of a batch. So what a member's step on a padded batch makes of its running
+        statistics and of its metrics is compared with a step on its own rows alone.
+        """
+        if not self.programs.definition.maskable:
+            return False
+        real = int(batch.counts[batch.counts > 0].min())
+        key = (real, batch.size)
+        known = self.programs.bears_padding
+        if key not in known:
+            data = batch.data
+            if not batch.shared:
+                slot = int(np.flatnonzero(batch.counts == real)[0])
+                data = map_tree(lambda leaf: leaf[slot], data)
+            known[key] = self._same_step(data, real, batch.size)
+        return known[key]
+
+    def _same_step(self, data: Any, real: int, size: int) -> bool:
+        train = self.programs.definition.train
+
+        def outcome(state: State, data: Any, weights: Any) -> Any:
+            new, *_ = train(state, {}, data, weights)
+            return {part: new[part] for part in ("buffers", "metrics")}
+
+        one = map_tree(lambda t: t[0], self.state)
+        few = map_tree(lambda leaf: leaf[:real], data)
+        weights = self.tensor((np.arange(size) < real).astype(np.float32))
+        program = self.backend.compile(outcome)
+        try:
+            padded = self.backend.host(program(one, data, weights))
+            alone = self.backend.host(program(one, few, None))
+        except Exception:  # a model that needs whole batches feels padding
+            return False
+        return all(
+            np.allclose(p, a, rtol=1e-4, atol=1e-5, equal_nan=True)
+            for p, a in zip(leaves(padded), leaves(alone), strict=True)
+        )
+
+    def row_weights(self, counts: np.ndarray, size: int) -> Any:
+        """`(slot, row)`: 1 for a real row, 0 for padding."""
+        return self.tensor((np.arange(size) < np.asarray(counts)[:, None]).astype(np.float32))
+
+    def cut(self, data: Any, slots: np.ndarray, count: int, *, shared: bool) -> Any:
+        """The first `count` rows of the members in some slots."""
+        if shared:
+            return map_tree(lambda leaf: leaf[:count], data)
+        return map_tree(lambda leaf: leaf[:, :count], self.backend.take(data, self._rows(slots)))
+
+    # --- state ---------------------------------------------------------------------------------------------------
+
+    def tensor(self, array: np.ndarray) -> Any:
+        """A host array on the device."""
+        return self.backend.tensor(array)
+
+    def trouble(self) -> np.ndarray:
+        """`(slot,)`: what went wrong, by the codes of `protocol.REASONS`; 0 where nothing did."""
+        return np.asarray(self.backend.host(self.state["member"]["trouble"]))
+
+    def steps_taken(self) -> np.ndarray:
+        """`(slot,)`: the steps that changed each member's weights."""
+        return np.asarray(self.backend.host(self.state["member"]["step"]))
+
+    def forgive(self) -> None:
+        """Begin a fit with nobody in trouble."""
+        fine = self.tensor(np.zeros(self._width, dtype=np.int32))
+        self.state = {**self.state, "member": {**self.state["member"], "trouble": fine}}
+
+    def narrow(self, members: np.ndarray) -> None:
+        """Step only these members from now on, in a state of their own."""
+        assert self._whole is None
+        self._whole = self.state, np.asarray(members)
+        self.state = self.programs.take(self.state, self._rows(members))
+        self._width = len(members)
+
+    def widen(self) -> None:
+        """Undo `narrow`: put the members' new state back among the others'."""
+        if self._whole is not None:
+            whole, members = self._whole
+            self.state, self._whole = self.programs.put(whole, self._rows(members), self.state), None
+            self._width = len(_first(self.state))
+
+    def adopt(self, position: int, other: "FunctionalEngine", source: int) -> None:
+        """Take a member's optimizer state and step count over from another engine of the same optimizer.
+
+        What was frozen or given another shape meanwhile begins anew.
+        """
+        mine = {**self.state["slots"], "step": self.state["member"]["step"]}
+        theirs = {**other.state["slots"], "step": other.state["member"]["step"]}
+        same = [key for key in mine if key in theirs and theirs[key].shape[1:] == mine[key].shape[1:]]
+        part = self.programs.take({key: theirs[key] for key in same}, self._rows([source]))
+        taken = self.programs.put({key: mine[key] for key in same}, self._rows([position]), part)
+        step = taken.pop("step")
+        slots = {**self.state["slots"], **taken}
+        self.state = {**self.state, "slots": slots, "member": {**self.state["member"], "step": step}}
+
+    def still_shared(self, members: Sequence[Member]) -> bool:
+        """Nothing is shared between the members here: each has its own row of every tensor."""
+        return True
+
+    def restack(self, positions: np.ndarray, members: Sequence[Member]) -> None:
+        """Take the weights of the members at these positions from their models again."""
+        fresh = self._stacked(members)
+        self._put_weights(positions, {part: fresh[part] for part in WEIGHTS}, working=True)
+
+    def write_back(self, members: Sequence[Member]) -> None:
+        """Copy every member's state into its own model."""
+        arrays = self.backend.host(self.state)
+        for row, member in enumerate(members):
+            self._definition.write_back(member, map_tree(lambda array, row=row: array[row], arrays))
+
+    def snapshot(self, row: int, working: bool = True) -> State:
+        """A copy of one member's weights: of the working state, or of the one it was narrowed from."""
+        side = self._side(working)
+        return self.programs.take({part: side[part] for part in WEIGHTS}, self._rows([row]))
+
+    def restore(self, row: int, working: bool, snapshot: State) -> None:
+        """Give a member the weights of a snapshot."""
+        self._put_weights(np.array([row]), snapshot, working=working)
+
+    def tensors(self) -> dict[str, Any]:
+        """The state of all members, by path: `params/000.kernel` and so on."""
+        state = self.state
+        if self._whole is not None:
+            whole, members = self._whole
+            state = self.backend.put(whole, self._rows(members), self.state)
+        return {f"{part}/{name}": tensor for part, own in state.items() for name, tensor in own.items()}
+
+    def load(self, tensors: Mapping[str, Any]) -> None:
+        """Take up the state that `tensors` gave, or NumPy arrays of it."""
+        self.state = {
+            part: {name: self.tensor(np.asarray(tensors[f"{part}/{name}"])) for name in own}
+            for part, own in self.state.items()
+        }
+
+    def stream(self) -> AbstractContextManager[Any]:
+        """Nothing of its own to step within: every call orders itself after those before it."""
+        return nullcontext()
+
+    def out_of_memory(self, error: BaseException) -> bool:
+        """Whether an error that a step raised says that the device is out of memory."""
+        return self.backend.out_of_memory(error)
+
+    # --- checks and costs ----------------------------------------------------------------------------------------
+
+    def check(self, batch: Any, name: str) -> None:
+        """Try one member on two rows, before anything is trained, and make room for the metrics it makes."""
+        with self._trying(batch, batch.data, name):
+            self._open(batch.data, batch.shared)
+
+    def output_shape(self, batch: Any, name: str) -> tuple[int, ...] | None:
+        """The shape `(row, …)` of a member's output for two rows of a batch; None if it is no single tensor."""
+        with self._trying(batch, self.inputs(batch.data), name) as few:
+            state = map_tree(lambda t: t[0], self._readable(self.state))
+            output = self.backend.shapes(self.programs.definition.predict, state, few)
+        return tuple(output.shape) if hasattr(output, "shape") else None
+
+    def check_targets(self, output_shape: tuple[int, ...] | None, target: Any, name: str | None) -> None:
+        """Check all targets of a data set against the output, where the loss says what they must be."""
+        if output_shape is not None:
+            self._definition.check_targets(output_shape, target, name)
+
+    def label_check(self, output_shape: tuple[int, ...] | None) -> Callable[[Any], None] | None:
+        """A function that refuses a batch with targets out of range; None where there is nothing to check."""
+        return None if output_shape is None else self._definition.label_check(output_shape)
+
+    def working_bytes(self, batch: Any) -> int | None:
+        """What a train step on a batch like this takes on the device beside the state; None if not known."""
+        active = self.tensor(np.ones(self._width, dtype=bool))
+        return self.programs.working_bytes(batch.shared, self.state, {}, active, batch.data, None)
+
+    @contextmanager
+    def _trying(self, batch: Any, data: Any, name: str) -> Iterator[Any]:
+        """Two rows of one member's data to try it on, with a clear error for what does not fit."""
+        few = _few(data, batch.shared)
+        try:
+            yield few
+        except InputError as error:
+            raise InputError(f"member {name!r}: {error}") from error
+        except Exception as error:  # whatever a model, a loss or a metric may raise
+            said = f"{type(error).__name__}: {error}".rstrip(".")
+            kind = type(self._first.model).__name__
+            raise InputError(
+                f"member {name!r} can't take this batch: {_shapes(few)} into {kind} gave {said}. "
+                f"Check the shapes and dtypes of the data against what the model expects."
+            ) from error
+
+    # --- helpers -------------------------------------------------------------------------------------------------
+
+    def _open(self, data: Any, shared: bool) -> None:
+        """Find out what there is to sum up, and make room for it."""
+        one = map_tree(lambda t: t[0], self.state)
+        self.programs.definition.try_out(one, _few(data, shared))
+        if not self.state["metrics"]:
+            self.state = {**self.state, "metrics": self._fresh()}
+
+    def _fresh(self) -> dict[str, Any]:
+        """New accumulators for every slot."""
+        fresh = self.programs.definition.fresh_metrics()
+        return map_tree(lambda a: self.tensor(np.stack([np.asarray(a)] * self._width)), fresh)
+
+    def _stacked(self, members: Sequence[Member]) -> State:
+        """The members' state in NumPy's arrays, without the metrics."""
+        own = [self._definition.state(member) for member in members]
+        state: State = {
+            part: {name: np.stack([one[part][name] for one in own]) for name in own[0].get(part, {})}
+            for part in ("params", "buffers", "slots", "member")
+        }
+        state["member"] |= {name: np.zeros(len(members), dtype=np.int32) for name in ("step", "trouble")}
+        return state
+
+    def _put_weights(self, positions: Any, weights: State, *, working: bool) -> None:
+        side = self._side(working)
+        own = {part: side[part] for part in WEIGHTS}
+        # By name, and on the device: what was read from a file is neither in order nor there.
+        part = {part: {name: weights[part][name] for name in names} for part, names in own.items()}
+        new = {**side, **self.programs.put(own, self._rows(positions), part)}
+        if working or self._whole is None:
+            self.state = new
+        else:
+            self._whole = new, self._whole[1]
+
+    def _side(self, working: bool) -> State:
+        return self.state if working or self._whole is None else self._whole[0]
+
+    def _rows(self, positions: Any) -> Any:
+        return self.tensor(np.asarray(positions, dtype=np.int32))
+
+    @staticmethod
+    def _readable(state: State) -> State:
+        return {part: state[part] for part in (*WEIGHTS, "member")}
+
+
+def _merged(function: Callable[[Any, Any], Any], new: Any, old: Any) -> Any:
+    """`function(new, old)` of the tensors of two trees of dicts, in the order of the second."""
+    if isinstance(old, dict):
+        return {name: _merged(function, new[name], value) for name, value in old.items()}
+    return function(new, old)
+
+
+def _first(state: State) -> Any:
+    return state["member"]["step"]
+
+
+def _few(data: Any, shared: bool) -> Any:
+    """Two rows of one member's data."""
+    return map_tree(lambda leaf: leaf[:2] if shared else leaf[0, :2], data)
+
+
+def _shapes(data: Any) -> str:
+    return ", ".join(f"{tuple(leaf.shape)} {getattr(leaf.dtype, 'name', leaf.dtype)}" for leaf in leaves(data))

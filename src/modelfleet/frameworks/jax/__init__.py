@@ -1,0 +1,52 @@
+"""JAX models in fleets: Flax NNX modules and `(params, apply)` pairs. What the layers above use is named here."""
+
+import os
+
+from modelfleet.frameworks.jax import arrays, files
+from modelfleet.frameworks.jax.building import (
+    check_model,
+    copy_model,
+    fill,
+    is_model,
+    randomness,
+    restore_randomness,
+    rngs,
+    seeding,
+    stacked_weights,
+    weights_key,
+)
+from modelfleet.frameworks.jax.devices import choose, native
+from modelfleet.frameworks.jax.engine import engine as Engine
+from modelfleet.frameworks.jax.recipe import compile, prepare
+from modelfleet.frameworks.jax.schedules import Schedules
+from modelfleet.frameworks.jax.structure import difference, signature, trained_twice
+
+NAME = "jax"
+
+# JAX would take three quarters of a GPU's memory at its first use, and others may need it.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+__all__ = [
+    "NAME",
+    "Engine",
+    "Schedules",
+    "arrays",
+    "check_model",
+    "choose",
+    "compile",
+    "copy_model",
+    "difference",
+    "files",
+    "fill",
+    "is_model",
+    "native",
+    "prepare",
+    "randomness",
+    "restore_randomness",
+    "rngs",
+    "seeding",
+    "signature",
+    "stacked_weights",
+    "trained_twice",
+    "weights_key",
+]

@@ -1,0 +1,91 @@
+"""Arrays of any kind for JAX, and the few operations that feeds need of them.
+
+Where JAX computes on the CPU, data stay in NumPy's memory: gathering rows there costs least, and a program reads
+several steps of them in one call. For accelerators they are put on the device once.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from modelfleet.errors import InputError
+
+Array = Any  # of NumPy or JAX
+
+
+def is_array(value: Any) -> bool:
+    """Whether `place` can take it: arrays of NumPy, torch, JAX, TensorFlow, pandas and polars."""
+    return hasattr(value, "__array__") and not isinstance(value, type)
+
+
+def size(leaf: Any) -> int:
+    """The length of the first axis."""
+    return int(leaf.shape[0])
+
+
+def place(leaf: Any, device: jax.Device | None, *, copy: bool = False) -> Array:
+    """An array for a device; None: wherever it is now. It may share memory unless `copy`.
+
+    In the dtypes that JAX has: unless it was told to use 64 bits, float64 becomes float32 and int64 int32.
+    """
+    if not isinstance(leaf, jax.Array):
+        leaf = _canonical(np.asarray(leaf.detach().cpu() if hasattr(leaf, "detach") else leaf))
+    if device is None:
+        return leaf.copy() if copy else leaf
+    if device.platform == "cpu":
+        return np.array(leaf) if copy else np.asarray(leaf)
+    return jax.device_put(leaf, device)
+
+
+def index(positions: np.ndarray, device: jax.Device | None) -> Array:
+    """Row numbers for `take`, on a device."""
+    return positions if device is None or device.platform == "cpu" else jax.device_put(positions, device)
+
+
+def take(tensor: Array, index: Array) -> Array:
+    """The rows of an array at an index of one to three axes: `(*index axes, …)`."""
+    return tensor.take(index, axis=0)
+
+
+def concatenate(tensors: Sequence[Array]) -> Array:
+    """One array, joined along the first axis."""
+    return _library(tensors).concatenate(list(tensors))
+
+
+def stack(tensors: Sequence[Array]) -> Array:
+    """One array, joined along a new first axis."""
+    return _library(tensors).stack(list(tensors))
+
+
+def host(tensor: Array) -> np.ndarray:
+    """An array's numbers as a NumPy array; of bfloat16, which not every reader has, the bits."""
+    array = np.asarray(tensor)
+    return array.view(np.int16) if array.dtype.name == "bfloat16" else array
+
+
+def from_host(array: np.ndarray, like: Array) -> np.ndarray:
+    """What `host` gave, in the dtype of another."""
+    return array.view(like.dtype) if np.dtype(like.dtype).name == "bfloat16" else array
+
+
+def _library(tensors: Sequence[Array]) -> Any:
+    return np if all(isinstance(tensor, np.ndarray) for tensor in tensors) else jnp
+
+
+def _canonical(array: np.ndarray) -> np.ndarray:
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
+    if dtype == array.dtype:
+        return array
+    if array.dtype.kind in "iu" and array.size:
+        most = np.iinfo(dtype)
+        low, high = array.min(), array.max()
+        if low < most.min or high > most.max:
+            wrong = low if low < most.min else high
+            raise InputError(
+                f"the data hold {wrong}, which does not fit {dtype}. Have JAX use 64 bits "
+                f'(jax.config.update("jax_enable_x64", True)), or give smaller numbers.'
+            )
+    return array.astype(dtype)

@@ -1,0 +1,123 @@
+"""Models as the layers above handle them: checked, copied, and their weights for files."""
+
+from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from modelfleet.errors import InputError
+from modelfleet.frameworks.jax.models import is_module, is_pair, key_of, like, named_leaves, raw
+
+
+def is_model(value: object) -> bool:
+    """Whether it is a Flax NNX module, or a pair of params and a function."""
+    return is_module(value) or is_pair(value)
+
+
+@contextmanager
+def seeding(seed: int) -> Iterator[None]:
+    """JAX has no generators to seed: a factory that takes `rngs` or `seed` is given them."""
+    yield
+
+
+def rngs(seed: int) -> Any:
+    """Random streams of Flax for a factory."""
+    from flax import nnx
+
+    return nnx.Rngs(key_of(seed))
+
+
+def check_model(model: Any, name: str) -> None:
+    """Refuse a model whose weights are not there."""
+    for path, leaf in named_leaves(_tree(model)):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise InputError(f"member {name!r}: its {path!r} is abstract, without values. Load its weights.")
+
+
+def copy_model(model: Any) -> Any:
+    """A model of its own with the same weights."""
+    if is_module(model):
+        from flax import nnx
+
+        return nnx.clone(model)
+    params = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, model[0])
+    return type(model)(params, model[1]) if hasattr(model, "_fields") else (params, model[1])
+
+
+def randomness() -> None:
+    """JAX has no global generator."""
+
+
+def restore_randomness(state: Any) -> None:
+    """JAX has no global generator."""
+
+
+def weights_key(model: Any) -> tuple[Any, ...]:
+    """What models must have in common for their weights to be stacked in one file."""
+    return tuple((name, np.shape(leaf), str(leaf.dtype)) for name, leaf in _weights(model).items())
+
+
+def stacked_weights(models: Sequence[Any]) -> dict[str, np.ndarray]:
+    """The weights of models of one key, `(member, …)` each."""
+    own = [_weights(model) for model in models]
+    return {name: np.stack([np.asarray(weights[name]) for weights in own]) for name in own[0]}
+
+
+def fill(model: Any, tensors: Mapping[str, Any]) -> str | None:
+    """Copy weights into a model; gives the first thing that does not fit instead, if there is one."""
+    own = _weights(model)
+    for name in (*own, *tensors):
+        if name not in tensors:
+            return f"it has a {name!r} that the folder does not"
+        if name not in own:
+            return f"it has no {name!r}"
+        if own[name].shape != tensors[name].shape or own[name].dtype != tensors[name].dtype:
+            return f"its {name!r} is {_spec(own[name])}, the folder's is {_spec(tensors[name])}"
+    if is_module(model):
+        from flax import nnx
+
+        state = nnx.state(model)
+        leaves = [like(jnp.asarray(tensors[name]), leaf) for name, leaf in named_leaves(state)]
+        nnx.update(model, jax.tree.unflatten(jax.tree.structure(state), leaves))
+        return None
+    return _fill_containers(model[0], "", tensors)
+
+
+def _fill_containers(node: Any, path: str, tensors: Mapping[str, Any]) -> str | None:
+    """Put arrays into a tree of dicts and lists, in place: the pair that holds it can't be changed."""
+    if isinstance(node, MutableMapping):
+        items = list(node.items())
+    elif isinstance(node, MutableSequence):
+        items = list(enumerate(node))
+    else:
+        return (
+            f"its params are a {type(node).__name__}, which can't be filled. Have the factory make dicts or lists"
+        )
+    for key, value in items:
+        inner = f"{path}.{key}" if path else str(key)
+        if inner in tensors:
+            node[key] = jnp.asarray(tensors[inner])
+        elif jax.tree.leaves(value):
+            wrong = _fill_containers(value, inner, tensors)
+            if wrong:
+                return wrong
+    return None
+
+
+def _tree(model: Any) -> Any:
+    if not is_module(model):
+        return model[0]
+    from flax import nnx
+
+    return nnx.state(model)
+
+
+def _weights(model: Any) -> dict[str, Any]:
+    return {name: raw(leaf) for name, leaf in named_leaves(_tree(model))}
+
+
+def _spec(array: Any) -> str:
+    return f"{tuple(array.shape)} {array.dtype}"

@@ -1,0 +1,261 @@
+"""Losses by name, told row by row so that padded rows can be weighted out. They agree with torch's of their names.
+
+Classes are on the last axis of an output, `(row, …, class)`, as everywhere in JAX.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from modelfleet.errors import InputError, unknown
+
+IGNORED = -100  # the class index that is left out of cross_entropy and nll
+
+Kind = Literal["classes or probabilities", "classes", "values", "fractions", "signs", "any"]
+Array = Any  # of JAX or NumPy
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss of an output and a target.
+
+    `rows` gives the sum of the loss over each row's elements and how many they are, both `(row,)`. For a function
+    that tells only its mean it gives that mean, a scalar, and None. `kind` says what the targets are.
+    """
+
+    name: str
+    rows: Callable[[Any, Any], tuple[Array, Array | None]]
+    kind: Kind = "any"
+
+
+def resolve(loss: Any) -> Loss:
+    """The loss of a name, or of a function that takes an output and a target."""
+    if isinstance(loss, str):
+        name = _ALIASES.get(loss, loss)
+        if name not in LOSSES:
+            raise unknown("loss", loss, [*LOSSES, *_ALIASES])
+        return LOSSES[name]
+    if not callable(loss) or isinstance(loss, type):
+        shown = f"the class {loss.__name__}" if isinstance(loss, type) else f"a {type(loss).__name__}"
+        raise InputError(f"the loss is {shown}. Pass a name or a function of output and target.")
+    return _of_function(loss)
+
+
+def weighted(loss: Loss, output: Any, target: Any, weights: Array | None) -> Array:
+    """The mean of the loss over the rows' elements, where each row weighs `weights` `(row,)`; None: all alike.
+
+    With all weights 0 it is 0.
+    """
+    sums, counts = loss.rows(output, target)
+    if counts is None:
+        return sums
+    if weights is None:
+        return sums.sum() / counts.sum()
+    # Where every label is ignored it is 0 / 0, as in torch; but a member without rows has no loss.
+    size = jnp.where((weights != 0).any(), (weights * counts).sum(), 1)
+    return jnp.where(weights == 0, 0, weights * sums).sum() / size
+
+
+def check_targets(loss: Loss, output_shape: tuple[int, ...], target: Any, member: str | None = None) -> None:
+    """Refuse targets that the loss can't take: of a wrong shape or dtype, or with values out of range."""
+    if loss.kind == "any":
+        return
+    whose = "" if member is None else f"member {member!r}: "
+    found = np.asarray(target)
+    if found.dtype.kind not in "biufV":  # V: bfloat16
+        raise InputError(f"{whose}the target is of {found.dtype}; {loss.name} needs numbers.")
+    shape = (*found.shape[:1], *output_shape[1:])
+    try:
+        _check_fit(loss.name, loss.kind, shape, found)
+        check_range(loss, shape, found)
+    except InputError as error:
+        raise InputError(f"{whose}{error}") from None
+
+
+def check_range(loss: Loss, output_shape: tuple[int, ...], target: Any) -> None:
+    """Refuse targets with values that the loss can't take, such as labels without a class."""
+    target = np.asarray(target)
+    wrong, expected = _out_of_range(loss, output_shape, target)
+    if wrong.any():
+        place = tuple(int(axis) for axis in np.argwhere(wrong)[0])
+        raise InputError(f"the target in row {place[0]} is {target[place].item()}, but {expected}.")
+
+
+def matched(name: str, output: Any, target: Any) -> tuple[Array, Array]:
+    """An output and a target of its shape, both in one dtype."""
+    _check_fit(name, "values", shape_of(name, output), target)
+    dtype = jnp.promote_types(output.dtype, jnp.float32)
+    return output.astype(dtype), jnp.asarray(target, dtype)
+
+
+def shape_of(name: str, output: Any) -> tuple[int, ...]:
+    """The shape of an output, which must be one array."""
+    if not hasattr(output, "shape"):
+        raise InputError(
+            f"the model gives a {type(output).__name__}, but {name} needs an array. "
+            f"Pass a function of output and target in its place."
+        )
+    return tuple(output.shape)
+
+
+def is_float(array: Any) -> bool:
+    """Whether an array holds fractions."""
+    return jnp.issubdtype(array.dtype, jnp.floating)
+
+
+def _check_fit(name: str, kind: Kind, shape: tuple[int, ...], target: Any) -> None:
+    """Refuse a target whose shape and dtype do not fit an output of `shape`."""
+    got = tuple(target.shape)
+    if kind not in ("classes", "classes or probabilities"):
+        if got != shape:
+            alike = got[:1] == shape[:1] and np.prod(got) == np.prod(shape)
+            advice = f" Reshape the target to {_any_rows(shape)}." if alike else ""
+            raise InputError(
+                f"the output is {shape}, but the target is {got}; {name} needs both of one shape.{advice}"
+            )
+        return
+    if len(shape) < 2:
+        raise InputError(f"the output is {shape}, but {name} needs a score for every class: (row, …, class).")
+    if got == shape[:-1]:
+        if is_float(target):
+            raise InputError(f"the target holds class indices as {target.dtype}. Pass them as integers.")
+        return
+    if not (got == shape and is_float(target) and kind == "classes or probabilities"):
+        choice = ", or floating-point probabilities of the output's shape" if kind != "classes" else ""
+        raise InputError(
+            f"the output is {shape}, but the target is {got} of {target.dtype}; {name} needs class indices of "
+            f"shape {_any_rows(shape[:-1])}{choice}. The output's last axis is the class."
+        )
+
+
+def _any_rows(shape: tuple[int, ...]) -> str:
+    return "(row,)" if len(shape) == 1 else f"(row, {', '.join(map(str, shape[1:]))})"
+
+
+def _out_of_range(loss: Loss, shape: tuple[int, ...], target: np.ndarray) -> tuple[np.ndarray, str]:
+    """Which targets the loss can't take, and what it takes."""
+    if loss.kind == "fractions":
+        return ~((target >= 0) & (target <= 1)), f"{loss.name} takes 0 to 1"
+    if loss.kind == "signs":
+        return np.abs(target) != 1, f"{loss.name} takes -1 and 1"
+    if loss.kind in ("values", "any") or is_float(target):
+        return np.zeros(0, dtype=bool), ""
+    classes = shape[-1]
+    wrong = (target < 0) | (target >= classes)
+    if loss.name in ("cross_entropy", "nll"):
+        wrong &= target != IGNORED
+    return wrong, f"the model gives {classes} classes: labels go from 0 to {classes - 1}"
+
+
+def _of_function(function: Callable[[Any, Any], Any]) -> Loss:
+    """A loss of a person's own: one number for the batch, or one or more for every row."""
+    name = getattr(function, "__name__", type(function).__name__)
+
+    def rows(output: Any, target: Any) -> tuple[Array, Array | None]:
+        values = jnp.asarray(function(output, target))
+        if values.size == 1:
+            return values.reshape(()), None
+        if values.shape[:1] != jax.tree.leaves(target)[0].shape[:1]:
+            raise InputError(
+                f"the loss {name!r} gave {values.shape}; expected one number, such as the batch's mean, or one "
+                f"for every row."
+            )
+        return _per_row(values, jnp.ones(values.shape, bool))
+
+    return Loss(name, rows)
+
+
+def _per_row(values: Array, counted: Array) -> tuple[Array, Array]:
+    # In float32 at least: sums of halves are rough, and a half can't count beyond 2048.
+    dtype = jnp.promote_types(values.dtype, jnp.float32)
+    rows = len(values)
+    return values.astype(dtype).reshape(rows, -1).sum(1), counted.astype(dtype).reshape(rows, -1).sum(1)
+
+
+def _of_values(name: str, function: Callable[[Array, Array], Array], kind: Kind = "values") -> Loss:
+    """A loss between the elements of an output and of a target of its shape."""
+
+    def rows(output: Any, target: Any) -> tuple[Array, Array]:
+        values = function(*matched(name, output, target))
+        return _per_row(values, jnp.ones(values.shape, bool))
+
+    return Loss(name, rows, kind)
+
+
+def _of_classes(name: str, function: Callable[[Array, Array], Array], kind: Kind = "classes") -> Loss:
+    """A loss of scores `(row, …, class)` and class indices `(row, …)` or probabilities `(row, …, class)`."""
+
+    def rows(output: Any, target: Any) -> tuple[Array, Array]:
+        _check_fit(name, kind, shape_of(name, output), target)
+        output = output.astype(jnp.promote_types(output.dtype, jnp.float32))
+        if is_float(target):
+            values = -(target * jax.nn.log_softmax(output)).sum(-1)
+            return _per_row(values, jnp.ones(values.shape, bool))
+        counted = target != IGNORED
+        values = function(output, jnp.where(counted, target, 0))
+        return _per_row(jnp.where(counted, values, 0), counted)
+
+    return Loss(name, rows, kind)
+
+
+def _at(scores: Array, label: Array) -> Array:
+    return jnp.take_along_axis(scores, label[..., None], axis=-1)[..., 0]
+
+
+def _cross_entropy(output: Array, label: Array) -> Array:
+    return -_at(jax.nn.log_softmax(output), label)
+
+
+def _multi_margin(output: Array, label: Array) -> Array:
+    margins = jnp.maximum(1 - _at(output, label)[..., None] + output, 0)
+    others = jnp.arange(output.shape[-1]) != label[..., None]
+    return (margins * others).sum(-1) / output.shape[-1]
+
+
+def _huber(output: Array, target: Array) -> Array:
+    error = jnp.abs(output - target)
+    return jnp.where(error < 1, 0.5 * error**2, error - 0.5)
+
+
+def _bce(output: Array, target: Array) -> Array:
+    # As in torch, a logarithm is never below -100.
+    yes, no = jnp.maximum(jnp.log(output), -100), jnp.maximum(jnp.log1p(-output), -100)
+    return -(target * yes + (1 - target) * no)
+
+
+def _bce_with_logits(output: Array, target: Array) -> Array:
+    return jnp.maximum(output, 0) - output * target + jnp.log1p(jnp.exp(-jnp.abs(output)))
+
+
+LOSSES: dict[str, Loss] = {
+    loss.name: loss
+    for loss in (
+        _of_classes("cross_entropy", _cross_entropy, "classes or probabilities"),
+        _of_classes("nll", lambda output, label: -_at(output, label)),
+        _of_classes("multi_margin", _multi_margin),
+        _of_values("mse", lambda output, target: (output - target) ** 2),
+        _of_values("mae", lambda output, target: jnp.abs(output - target)),
+        _of_values("huber", _huber),
+        _of_values("smooth_l1", _huber),
+        _of_values("poisson_nll", lambda output, target: jnp.exp(output) - target * output),
+        _of_values("kl_div", lambda output, target: jax.scipy.special.xlogy(target, target) - target * output),
+        _of_values("bce", _bce, "fractions"),
+        _of_values("bce_with_logits", _bce_with_logits, "fractions"),
+        _of_values(
+            "hinge_embedding",
+            lambda output, target: jnp.where(target == 1, output, jnp.maximum(1 - output, 0)),
+            "signs",
+        ),
+        _of_values("soft_margin", lambda output, target: jax.nn.softplus(-target * output), "signs"),
+    )
+}
+
+_ALIASES = {
+    "l1": "mae",
+    "binary_cross_entropy": "bce",
+    "binary_cross_entropy_with_logits": "bce_with_logits",
+}

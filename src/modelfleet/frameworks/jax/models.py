@@ -1,0 +1,210 @@
+"""The two kinds of models of JAX, as parts that can be stacked: Flax NNX modules, and `(params, apply)` pairs.
+
+A pair's `apply` is called as `apply(params, x)`; where it also takes `train` or `rng` by name, it is given whether
+it is trained, and a key of the member's own for each step.
+"""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Parts = dict[str, Any]  # arrays by structural key
+Use = Callable[[Any], Any]
+
+
+def is_module(model: Any) -> bool:
+    """Whether it is a Flax NNX module. There are none before somebody has imported Flax."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(model, nnx.Module)
+
+
+def is_pair(model: Any) -> bool:
+    """Whether it is a pair of a tree of arrays and a function."""
+    if not (isinstance(model, tuple) and len(model) == 2 and callable(model[1])):
+        return False
+    leaves = jax.tree.leaves(model[0])
+    return bool(leaves) and all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves)
+
+
+def form_of(model: Any) -> "Module | Pair":
+    """How to take a model apart, call it by its parts, and put it together again."""
+    return Module(model) if is_module(model) else Pair(model)
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """Every leaf of a tree with its path, as in `layers.0.kernel`."""
+    found = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in found]
+
+
+def raw(leaf: Any) -> Any:
+    """An array in a dtype that NumPy has: of random keys, their data."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def like(value: Any, leaf: Any) -> Any:
+    """What `raw` gave, as it was: a key for a key."""
+    return jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else value
+
+
+def key_of(seed: int) -> jax.Array:
+    """A random key of a seed of 63 bits; JAX itself would take the lower 32."""
+    return jax.random.fold_in(jax.random.key(seed & 0xFFFFFFFF), seed >> 32)
+
+
+class Tree:
+    """A tree of arrays as a dict with structural keys, and back."""
+
+    def __init__(self, tree: Any) -> None:
+        named = named_leaves(tree)
+        self.keys = [f"{number:03}.{name}" for number, (name, _) in enumerate(named)]
+        self._leaves = [leaf for _, leaf in named]  # for what kind they are; never for their values
+        self._definition = jax.tree.structure(tree)
+
+    def parts(self, tree: Any) -> Parts:
+        """The arrays of a tree of this form, or of one that lacks some."""
+        leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)
+        return {key: raw(leaf) for key, leaf in zip(self.keys, leaves, strict=True) if leaf is not None}
+
+    def tree(self, parts: Mapping[str, Any]) -> Any:
+        """The tree of such arrays; None, which is no array, where there is none of a key."""
+        leaves = [
+            like(parts[key], leaf) if key in parts else None
+            for key, leaf in zip(self.keys, self._leaves, strict=True)
+        ]
+        return jax.tree.unflatten(self._definition, leaves)
+
+    @property
+    def trained(self) -> set[str]:
+        """The keys of what can have a gradient."""
+        pairs = zip(self.keys, self._leaves, strict=True)
+        return {key for key, leaf in pairs if jnp.issubdtype(leaf.dtype, jnp.inexact)}
+
+
+class Module:
+    """A Flax NNX module: its `nnx.Param`s are trained, and all other variables are buffers."""
+
+    def __init__(self, model: Any) -> None:
+        from flax import nnx
+
+        self._nnx = nnx
+        own = nnx.clone(model)  # modes are set on a copy: the model is somebody else's
+        own.train()
+        self._train = nnx.graphdef(own)
+        own.eval()
+        self._eval = nnx.graphdef(own)
+        params, others = nnx.split(own, nnx.Param, ...)[1:]
+        self._params, self._others = Tree(params), Tree(others)
+        self._trained = self._params.trained
+
+    def parts(self, model: Any) -> tuple[Parts, Parts]:
+        """The params and the buffers of a model."""
+        params, others = self._nnx.split(model, self._nnx.Param, ...)[1:]
+        found = self._params.parts(params)
+        trained = {key: value for key, value in found.items() if key in self._trained}
+        frozen = {f"param.{key}": value for key, value in found.items() if key not in self._trained}
+        return trained, {**frozen, **self._others.parts(others)}
+
+    def tree(self, params: Parts) -> Any:
+        """The params as the optimizer is to see them."""
+        return self._params.tree(params)
+
+    def flat(self, tree: Any) -> Parts:
+        """The params of what the optimizer gave."""
+        return self._params.parts(tree)
+
+    def run(self, params: Parts, buffers: Parts, key: Any, use: Use, *, train: bool) -> tuple[Any, Parts]:
+        """What `use` makes of the model with these parts, and its buffers afterwards."""
+        nnx = self._nnx
+        whole = {key: params[key] if key in params else buffers[f"param.{key}"] for key in self._params.keys}
+        graph = self._train if train else self._eval
+        model = nnx.merge(graph, self._params.tree(whole), self._others.tree(buffers))
+        result = use(model)
+        after = dict(named_leaves(nnx.state(model, nnx.Not(nnx.Param))))
+        # By name: a model may have sown variables that were not there before.
+        own = {key: raw(after[key.partition(".")[2]]) for key in self._others.keys}
+        return result, {**buffers, **own}
+
+    def write_back(self, model: Any, params: Parts, buffers: Parts) -> Any:
+        """The model itself, with these parts."""
+        whole = {key: params[key] if key in params else buffers[f"param.{key}"] for key in self._params.keys}
+        arrays = jax.tree.map(jnp.asarray, (self._params.tree(whole), self._others.tree(buffers)))
+        self._nnx.update(model, *arrays)
+        return model
+
+    @staticmethod
+    def call(model: Any, x: Any) -> Any:
+        """Call a module as its input is shaped: a dict as keywords, a tuple or list as arguments."""
+        if isinstance(x, Mapping):
+            return model(**x)
+        return model(*x) if isinstance(x, tuple | list) else model(x)
+
+
+class Pair:
+    """A `(params, apply)` pair, or a named tuple of the two: fractions are trained, whole numbers are buffers."""
+
+    def __init__(self, model: Any) -> None:
+        self._params = Tree(model[0])
+        self._trained = self._params.trained
+        self._apply = model[1]
+        self._takes = _keywords(model[1])
+
+    def parts(self, model: Any) -> tuple[Parts, Parts]:
+        """The params and the buffers of a model."""
+        found = self._params.parts(model[0])
+        trained = {key: value for key, value in found.items() if key in self._trained}
+        return trained, {key: value for key, value in found.items() if key not in self._trained}
+
+    def tree(self, params: Parts) -> Any:
+        """The params as the optimizer is to see them."""
+        return self._params.tree(params)
+
+    def flat(self, tree: Any) -> Parts:
+        """The params of what the optimizer gave."""
+        return self._params.parts(tree)
+
+    def run(self, params: Parts, buffers: Parts, key: Any, use: Use, *, train: bool) -> tuple[Any, Parts]:
+        """What `use` makes of the model with these parts, and its buffers, which stay as they are."""
+        given: dict[str, Any] = {}
+        if "train" in self._takes:
+            given["train"] = train
+        if "rng" in self._takes and (train or self._takes["rng"]):
+            given["rng"] = key
+        apply = functools.partial(self._apply, **given) if given else self._apply
+        return use((self._params.tree({**params, **buffers}), apply)), buffers
+
+    def write_back(self, model: Any, params: Parts, buffers: Parts) -> Any:
+        """A new pair with these parts: a tuple can't be changed."""
+        arrays = jax.tree.map(jnp.asarray, self._params.tree({**params, **buffers}))
+        return type(model)(arrays, model[1]) if hasattr(model, "_fields") else (arrays, model[1])
+
+    @staticmethod
+    def call(model: Any, x: Any) -> Any:
+        """Apply the function to the params and the input, of whatever shape."""
+        params, apply = model
+        return apply(params, x)
+
+
+def _keywords(function: Callable[..., Any]) -> dict[str, bool]:
+    """The arguments of a function that can be given by name, and whether they must be."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # written in C
+        return {}
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {p.name: p.default is p.empty for p in parameters if p.kind in named}
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def as_numpy(parts: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Arrays of any kind as NumPy's, in dtypes that JAX has."""
+    return {key: np.asarray(jnp.asarray(value)) for key, value in parts.items()}

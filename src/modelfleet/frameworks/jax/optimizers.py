@@ -1,0 +1,212 @@
+"""Optimizers of Optax: by name, as functions that make one, or made already.
+
+What may differ between fused members is in the optimizer's state, one value per member: the learning rate always,
+and every number that was given by `each`. All else is part of the program, and unlike values need unlike lanes.
+"""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from modelfleet.each import Each, spread
+from modelfleet.errors import InputError, MissingExtraError, unknown
+
+# With the learning rates of torch's optimizers where Optax has none.
+NAMES: Mapping[str, float] = {
+    "sgd": 1e-3,
+    "adam": 1e-3,
+    "adamw": 1e-3,
+    "amsgrad": 1e-3,
+    "nadam": 2e-3,
+    "nadamw": 2e-3,
+    "radam": 1e-3,
+    "adamax": 2e-3,
+    "adabelief": 1e-3,
+    "adadelta": 1.0,
+    "adagrad": 1e-2,
+    "rmsprop": 1e-2,
+    "lamb": 1e-3,
+    "lars": 1e-3,
+    "lion": 1e-4,
+    "novograd": 1e-3,
+    "yogi": 1e-3,
+}
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """A gradient transformation of Optax, or a function that makes one.
+
+    `fixed` are arguments for it; `own` names those whose values are each member's own, and are in the state.
+    """
+
+    name: str
+    make: Any
+    fixed: tuple[tuple[str, Hashable], ...] = ()
+    own: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def transformation(self) -> Any:
+        """The transformation; its own hyperparameters are to be set in its state."""
+        optax = _optax()
+        if isinstance(self.make, optax.GradientTransformation):
+            return optax.with_extra_args_support(self.make)
+        if not self.own:
+            return optax.with_extra_args_support(self.make(**dict(self.fixed)))
+        make = functools.partial(self.make, **dict(self.fixed))
+        named = _Named(make, self.own)
+        injected = optax.inject_hyperparams(named)(**dict.fromkeys(self.own, 0.0))
+        return optax.with_extra_args_support(injected)
+
+    @functools.cached_property
+    def initial(self) -> Callable[[Any], Any]:
+        """The state for a tree of params, as a program."""
+        return jax.jit(self.transformation.init)
+
+    def state(self, params: Any, values: Mapping[str, float]) -> Any:
+        """The state for a tree of params and a member's own hyperparameters."""
+        state = self.initial(params)
+        if not self.own:
+            return state
+        own = {name: jax.numpy.asarray(values[name], state.hyperparams[name].dtype) for name in self.own}
+        return state._replace(hyperparams={**state.hyperparams, **own})
+
+
+class _Named:
+    """A function of a few named arguments only, so that Optax keeps these in the state and no others."""
+
+    def __init__(self, make: Callable[..., Any], names: Sequence[str]) -> None:
+        kind = inspect.Parameter.KEYWORD_ONLY
+        self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+        self._make = make
+
+    def __call__(self, **values: Any) -> Any:
+        return self._make(**values)
+
+
+def resolve(
+    optimizer: Any, schedule: Any, given: Mapping[str, Any], names: Sequence[str]
+) -> tuple[list[Optimizer], list[dict[str, float]]]:
+    """Every member's optimizer, the same object for members that may be fused, and its own hyperparameters."""
+    chosen = spread(optimizer, names, "optimizer")
+    schedules = spread(schedule, names, "schedule")
+    settings = {key: spread(value, names, key) for key, value in given.items()}
+    varied = {key for key, value in given.items() if isinstance(value, Each)}
+    known: dict[Optimizer, Optimizer] = {}
+    optimizers: list[Optimizer] = []
+    values: list[dict[str, float]] = []
+    for row, name in enumerate(names):
+        own = {key: column[row] for key, column in settings.items()}
+        try:
+            found, numbers = _resolve(chosen[row], schedules[row], own, varied)
+            optimizers.append(known.setdefault(found, found))
+        except InputError as error:
+            raise InputError(f"member {name!r}: {error}") from None if isinstance(optimizer, Each) else error
+        except TypeError as error:  # a value that is part of the program, and can't be compared
+            raise InputError(
+                f"member {name!r}: the optimizer can't be had with {own}: {error}. "
+                f"Make the transformation yourself, and give it in place of the name."
+            ) from error
+        values.append(numbers)
+    return optimizers, values
+
+
+def _resolve(
+    optimizer: Any, schedule: Any, given: Mapping[str, Any], varied: set[str]
+) -> tuple[Optimizer, dict[str, float]]:
+    optax = _optax()
+    if schedule is not None and not callable(schedule):
+        raise InputError(
+            f"the schedule of a JAX model is {schedule!r}; expected a schedule of Optax, a function of the step, "
+            f"such as optax.cosine_decay_schedule(1e-3, 1000)."
+        )
+    if isinstance(optimizer, optax.GradientTransformation):
+        extra = [*given, *(["schedule"] if schedule is not None else [])]
+        if extra:
+            raise InputError(
+                f"compile got {extra[0]} beside an optimizer that is made already. Give it to the optimizer "
+                f"itself, or pass what makes the optimizer: optax.adam in place of optax.adam(1e-3)."
+            )
+        return Optimizer("an Optax transformation", optimizer), {}
+    name, make = _maker(optimizer)
+    takes = _arguments(make)
+    rate = "learning_rate" if "learning_rate" in takes else next(iter(takes), "lr") if "lr" not in takes else "lr"
+    settings = _settings(name, given, takes, rate)
+    if schedule is not None:
+        if rate in settings:
+            raise InputError("compile got both lr and a schedule of Optax, which gives the rate itself. Give one.")
+        settings[rate] = schedule
+    elif rate not in settings and name in NAMES:
+        settings[rate] = NAMES[name]
+    own, fixed = {}, {}
+    for key, value in settings.items():
+        asked = "lr" if key == rate else key
+        number = isinstance(value, int | float) or getattr(value, "shape", None) == ()
+        if number and not isinstance(value, bool) and (key == rate or _source(asked) in varied or asked in varied):
+            own[key] = _number(asked, value)
+        else:
+            fixed[key] = value
+    made = Optimizer(name, make, tuple(sorted(fixed.items())), tuple(sorted(own)))
+    hash(made)
+    return made, own
+
+
+def _maker(optimizer: Any) -> tuple[str, Callable[..., Any]]:
+    if isinstance(optimizer, str):
+        name = optimizer.lower().replace("-", "_")
+        if name not in NAMES:
+            raise unknown("optimizer", optimizer, NAMES)
+        return name, getattr(_optax(), name)
+    if not callable(optimizer):
+        raise InputError(
+            f"optimizer {optimizer!r} is none of Optax. Give a name ({', '.join(sorted(NAMES))}), a function that "
+            f"makes one, such as optax.adam, or what it makes: optax.adam(1e-3)."
+        )
+    return getattr(optimizer, "__name__", "a function of one's own"), optimizer
+
+
+def _arguments(make: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(make).parameters
+
+
+def _settings(name: str, given: Mapping[str, Any], takes: Mapping[str, Any], rate: str) -> dict[str, Any]:
+    """What was given, by the names that the optimizer has for it: `lr`, and torch's `betas`."""
+    settings: dict[str, Any] = {}
+    for key, value in given.items():
+        if key == "lr":
+            settings[rate] = value
+        elif key == "betas" and "betas" not in takes:
+            if not (isinstance(value, tuple | list) and len(value) == 2):
+                raise InputError(f"betas is {value!r}, expected two numbers, as in betas=(0.9, 0.99).")
+            settings["b1"], settings["b2"] = value
+        else:
+            settings[key] = value
+    if not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+        for key in settings:
+            if key not in takes:
+                raise unknown(f"hyperparameter of {name}", key, ["lr", *takes])
+    return settings
+
+
+def _source(key: str) -> str:
+    return "betas" if key in ("b1", "b2") else key
+
+
+def _number(name: str, value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number) or number < 0:
+        raise InputError(f"{name} is {value!r}, expected a finite number, 0 or more.")
+    return number
+
+
+def _optax() -> Any:
+    try:
+        import optax
+    except ImportError as error:
+        raise MissingExtraError("optax", "jax", "training JAX models") from error
+    return optax

@@ -1,0 +1,192 @@
+"""The structure of a JAX model: all that decides what it computes, except its weights.
+
+Models of equal signature run as one program with stacked weights. Where it can't be told whether two models
+compute alike, they count as unlike.
+"""
+
+import functools
+import types
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from modelfleet.frameworks.jax.models import is_module, named_leaves
+
+# What `Module.train` and `eval` set: a lane sets these itself, as the step asks for it.
+_MODES = frozenset({"deterministic", "use_running_average"})
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Signature:
+    """A model's structure as a value: equal for two models if and only if they may be fused."""
+
+    entries: tuple[tuple[str, Hashable], ...]
+    _hash: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash(self.entries))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Signature):
+            return NotImplemented
+        return self is other or (self._hash == other._hash and self.entries == other.entries)
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.shape} {self.dtype}" if self.kind == "array" else f"{self.kind} {self.shape} {self.dtype}"
+
+
+@dataclass(frozen=True)
+class _Again:
+    first: str
+
+    def __str__(self) -> str:
+        return f"the same as {self.first or 'the model'}"
+
+
+@dataclass(frozen=True, eq=False)
+class _Opaque:
+    """A value that can only be compared with itself."""
+
+    value: Any
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Opaque) and self.value is other.value
+
+    def __str__(self) -> str:
+        return f"a {type(self.value).__name__} of its own"
+
+
+def signature(model: Any) -> Signature:
+    """Tell the structure of a model."""
+    if is_module(model):
+        return Signature(tuple(_entries(model, "", {})))
+    params, apply = model
+    entries: list[tuple[str, Hashable]] = [("kind of model", type(model)), ("apply", freeze(apply))]
+    entries += [(f"params.{name}", _tensor("array", leaf)) for name, leaf in named_leaves(params)]
+    return Signature((*entries, ("form of params", jax.tree.structure(params))))
+
+
+def difference(a: Signature, b: Signature) -> str | None:
+    """Say where `a` first differs from `b`, as in "layers.0.kernel is (4, 8), not (4, 16)"; None if nowhere."""
+    if a == b:
+        return None
+    ours, theirs = dict(a.entries), dict(b.entries)
+    for path, value in a.entries:
+        if path not in theirs:
+            return f"has {path or 'the model'}, the other has none"
+        if value != theirs[path]:
+            return f"{path or 'the class'} is {_show(value)}, not {_show(theirs[path])}"
+    missing = next((path for path in theirs if path not in ours), None)
+    return "its parts are in another order" if missing is None else f"has no {missing}"
+
+
+def trained_twice(models: Sequence[Any]) -> tuple[int, int, str] | None:
+    """Two of `models` that would train the very same variable, by position, and its name in the second.
+
+    Arrays never change, so pairs share nothing that is trained; modules may share an `nnx.Param`.
+    """
+    owners: dict[int, int] = {}
+    for position, model in enumerate(models):
+        if not is_module(model):
+            continue
+        from flax import nnx
+
+        for path, node in nnx.iter_graph(model):
+            if isinstance(node, nnx.Param) and owners.setdefault(id(node), position) != position:
+                return owners[id(node)], position, ".".join(map(str, path))
+    return None
+
+
+def _entries(node: Any, path: str, seen: dict[int, str]) -> Iterator[tuple[str, Hashable]]:
+    """Every part of a module with its path, parents first."""
+    from flax import nnx
+
+    if isinstance(node, nnx.Variable | nnx.Pytree | dict | list | tuple | jax.Array | np.ndarray):
+        first = seen.setdefault(id(node), path)
+        if first != path:
+            yield path, _Again(first)
+            return
+    if isinstance(node, nnx.Variable):
+        yield path, _tensor(type(node).__name__, node.get_value())
+        # An axis name, a sharding: what else a layer may read of a variable.
+        for name, value in sorted(node.get_metadata().items()):
+            yield f"{path}.{name}", freeze(value)
+    elif isinstance(node, jax.Array | np.ndarray):
+        yield path, _tensor("array", node)
+    elif isinstance(node, nnx.Pytree):
+        yield path, type(node)
+        stock = type(node).__module__.startswith("flax.")
+        for name, value in sorted(vars(node).items()):
+            # Of Flax's own layers, what was for making their weights alone.
+            if not name.startswith("_pytree__") and name not in _MODES and not (stock and name.endswith("_init")):
+                yield from _entries(value, f"{path}.{name}" if path else name, seen)
+    elif isinstance(node, Mapping):
+        yield path, type(node)
+        for name, value in node.items():
+            yield from _entries(value, f"{path}.{name}", seen)
+    elif isinstance(node, list | tuple):
+        yield path, (type(node), len(node))
+        for number, value in enumerate(node):
+            yield from _entries(value, f"{path}.{number}", seen)
+    else:
+        yield path, freeze(node)
+
+
+def freeze(value: Any) -> Hashable:
+    """A plain value as one that can be compared: functions by their code and what they close over."""
+    if isinstance(value, types.FunctionType):
+        cells = tuple(freeze(cell.cell_contents) for cell in value.__closure__ or ())
+        defaults = (*(value.__defaults__ or ()), *sorted((value.__kwdefaults__ or {}).items()))
+        return ("function", value.__code__, id(value.__globals__), cells, tuple(map(freeze, defaults)))
+    if isinstance(value, types.MethodType):
+        return ("method", freeze(value.__func__), freeze(value.__self__))
+    if isinstance(value, functools.partial):
+        keywords = tuple((key, freeze(own)) for key, own in sorted(value.keywords.items()))
+        return ("partial", freeze(value.func), tuple(map(freeze, value.args)), keywords)
+    if isinstance(value, jax.Array | np.ndarray):
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            return _Opaque(value)
+        if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+            value = jax.random.key_data(value)
+        array = np.asarray(value)
+        return ("array", array.shape, str(array.dtype), array.tobytes())
+    if isinstance(value, dict):
+        return (dict, tuple((freeze(key), freeze(own)) for key, own in value.items()))
+    if isinstance(value, list | tuple):
+        return (type(value), *map(freeze, value))
+    if isinstance(value, float | int | complex):
+        return (type(value), repr(value))  # 1, 1.0 and True are unlike; NaN is like NaN
+    try:
+        hash(value)
+    except TypeError:
+        return _Opaque(value)
+    return value
+
+
+def _tensor(kind: str, leaf: Any) -> _Tensor:
+    return _Tensor(kind, tuple(np.shape(leaf)), str(getattr(leaf, "dtype", type(leaf).__name__)))
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, tuple) and len(value) == 2 and value[0] in (float, int, bool, complex):
+        return value[1]
+    if isinstance(value, tuple) and value and value[0] in ("function", "method", "partial"):
+        code = value[1] if value[0] == "function" else None
+        return f"the function {code.co_qualname}" if code is not None else f"another {value[0]}"
+    return value.__qualname__ if isinstance(value, type) else str(value)

@@ -1,0 +1,61 @@
+"""Keras models in fleets, on the backend that Keras has in this process. What the layers above use is named here."""
+
+from importlib import import_module
+
+import keras
+
+from modelfleet.frameworks.keras.building import (
+    check_model,
+    copy_model,
+    fill,
+    is_model,
+    randomness,
+    restore_randomness,
+    seeding,
+    stacked_weights,
+    weights_key,
+)
+from modelfleet.frameworks.keras.callbacks import wrap
+from modelfleet.frameworks.keras.classes import weighted
+from modelfleet.frameworks.keras.recipe import compile, prepare
+from modelfleet.frameworks.keras.schedules import Schedules
+from modelfleet.frameworks.keras.structure import difference, signature, trained_twice
+
+NAME = "keras"
+
+_PARTS = {  # where the engine, the arrays, the devices and the files of each backend are
+    "jax": ("keras.jax", "jax.arrays", "jax.devices", "keras.files"),
+    "tensorflow": ("keras.tensorflow", "keras.arrays", "keras.devices", "keras.files"),
+    "torch": ("keras.torch", "torch.arrays", "torch.devices", "torch.files"),
+}
+_engine, arrays, _devices, files = (
+    import_module(f"modelfleet.frameworks.{part}") for part in _PARTS[keras.backend.backend()]
+)
+Engine = _engine.Engine
+choose, native = _devices.choose, _devices.native
+
+__all__ = [
+    "NAME",
+    "Engine",
+    "Schedules",
+    "arrays",
+    "check_model",
+    "choose",
+    "compile",
+    "copy_model",
+    "difference",
+    "files",
+    "fill",
+    "is_model",
+    "native",
+    "prepare",
+    "randomness",
+    "restore_randomness",
+    "seeding",
+    "signature",
+    "stacked_weights",
+    "trained_twice",
+    "weighted",
+    "weights_key",
+    "wrap",
+]

@@ -1,0 +1,120 @@
+"""Models as the layers above handle them: seeded, checked, copied, and their weights for files."""
+
+import copy
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+from keras.src.backend.common import global_state
+
+from modelfleet.errors import InputError
+from modelfleet.frameworks.keras.steps import built, structural_keys
+
+_GENERATOR = "global_seed_generator"  # what keras.random draws from if it is given no seed
+
+
+def is_model(value: object) -> bool:
+    """Whether it is a Keras model."""
+    return isinstance(value, keras.Model)
+
+
+@contextmanager
+def seeding(seed: int) -> Iterator[None]:
+    """Seed what Keras draws its initial weights and the seeds of its layers from; then it is as it was."""
+    python, numpy = random.getstate(), np.random.get_state()
+    generator = global_state.get_global_attribute(_GENERATOR)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    global_state.set_global_attribute(_GENERATOR, None)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        global_state.set_global_attribute(_GENERATOR, generator)
+
+
+def check_model(model: keras.Model, name: str) -> None:
+    """Refuse a model whose weights are not there yet."""
+    unbuilt = [layer for layer in model._flatten_layers() if not layer.built]
+    if unbuilt:
+        which = "it" if unbuilt[0] is model else f"its layer {unbuilt[0].name!r}"
+        raise InputError(
+            f"member {name!r} has no weights yet: {which} is not built. "
+            f"Give the model an Input, call model.build(input_shape), or call it once on a batch."
+        )
+
+
+def copy_model(model: keras.Model) -> keras.Model:
+    """A model of its own with the same weights, compiled alike, and with its optimizer where that is."""
+    if model.compiled and model.optimizer is not None:
+        built(model)  # a copy, which goes through Keras's file format, has them anyway
+    try:
+        copied = copy.deepcopy(model)
+    except Exception as error:  # whatever a class of one's own may not be able to tell about itself
+        raise InputError(
+            f"a {type(model).__name__} can't be copied: {error}. Give its class a get_config, or build another "
+            f"model and copy the weights."
+        ) from error
+    for variable, own in zip(copied.variables, model.variables, strict=True):
+        variable.assign(own.value)
+    if model.compiled and model.optimizer is not None:
+        for variable, own in zip(copied.optimizer.variables, model.optimizer.variables, strict=True):
+            variable.assign(own.value)
+    return copied
+
+
+def weights_key(model: keras.Model) -> tuple[Any, ...]:
+    """What models must have in common for their weights to be stacked in one file."""
+    return tuple((name, tuple(v.shape), str(v.dtype)) for name, v in _weights(model).items())
+
+
+def stacked_weights(models: Sequence[keras.Model]) -> dict[str, Any]:
+    """The weights of models of one key, `(member, …)` each; seeds are among them."""
+    own = [_weights(model) for model in models]
+    stacked = {name: np.stack([ops.convert_to_numpy(weights[name].value) for weights in own]) for name in own[0]}
+    if keras.backend.backend() != "torch":
+        return stacked
+    return {name: ops.convert_to_tensor(array) for name, array in stacked.items()}
+
+
+def fill(model: keras.Model, tensors: Mapping[str, Any]) -> str | None:
+    """Copy weights into a model; gives the first thing that does not fit instead, if there is one."""
+    own = _weights(model)
+    for name in (*own, *tensors):
+        if name not in tensors:
+            return f"it has a {name!r} that the folder does not"
+        if name not in own:
+            return f"it has no {name!r}"
+        theirs = tuple(tensors[name].shape), keras.backend.standardize_dtype(tensors[name].dtype)
+        mine = tuple(own[name].shape), keras.backend.standardize_dtype(own[name].dtype)
+        if mine != theirs:
+            return f"its {name!r} is {mine[0]} {mine[1]}, the folder's is {theirs[0]} {theirs[1]}"
+    for name, variable in own.items():
+        variable.assign(tensors[name])
+    return None
+
+
+def randomness() -> Any:
+    """The state of the generator that torch's loaders shuffle with, where torch is the backend."""
+    if keras.backend.backend() != "torch":
+        return None
+    from modelfleet.frameworks.torch import building
+
+    return building.randomness()
+
+
+def restore_randomness(state: Any) -> None:
+    """Put that generator back into a state."""
+    if keras.backend.backend() == "torch":
+        from modelfleet.frameworks.torch import building
+
+        building.restore_randomness(state)
+
+
+def _weights(model: keras.Model) -> dict[str, Any]:
+    return dict(zip(structural_keys(model.variables), model.variables, strict=True))

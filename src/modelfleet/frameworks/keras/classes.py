@@ -1,0 +1,58 @@
+"""Class weights: sample weights by label, as Keras's own `fit` makes them of `class_weight`."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from modelfleet.errors import InputError
+from modelfleet.trees import leaves
+
+
+def weighted(data: Any, class_weight: Mapping[int, float], loader: bool) -> Any:
+    """The same data, arrays or a loader of batches, with the weights of their classes as third."""
+    if not isinstance(class_weight, Mapping):
+        raise InputError(
+            f"class_weight is a {type(class_weight).__name__}. Give a weight for each class: {{0: 1.0, 1: 5.0}}."
+        )
+    return _Loader(data, class_weight) if loader else _with_weights(data, class_weight)
+
+
+def class_weights(y: Any, class_weight: Mapping[int, float]) -> np.ndarray:
+    """`(row,)`: the weight of each row's class. Labels are whole numbers `(row,)` or `(row, 1)`, or one-hot."""
+    labels = np.asarray(y.detach().cpu() if hasattr(y, "detach") else y)
+    if labels.ndim > 1:
+        labels = labels.argmax(axis=-1) if labels.shape[-1] > 1 else labels[..., 0]
+    if labels.ndim != 1:
+        raise InputError(
+            f"class_weight needs one label per row, and the targets are {np.shape(y)}. Give sample weights instead."
+        )
+    found = np.ones(len(labels), dtype=np.float32)
+    for label, weight in class_weight.items():
+        found[np.round(labels).astype(np.int64) == label] = weight
+    return found
+
+
+def _with_weights(batch: Any, class_weight: Mapping[int, float]) -> Any:
+    parts = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+    if len(parts) == 3 and parts[2] is not None:
+        raise InputError("fit got class_weight, and data with sample weights. Give one of the two.")
+    if len(parts) < 2 or len(leaves(parts[1])) != 1:
+        raise InputError("class_weight is for data of (x, y), with one output to train. Give sample weights instead.")
+    return parts[0], parts[1], class_weights(leaves(parts[1])[0], class_weight)
+
+
+class _Loader:
+    """A loader whose batches are given the weights of their classes."""
+
+    def __init__(self, loader: Any, class_weight: Mapping[int, float]) -> None:
+        self._loader = loader
+        self._class_weight = class_weight
+
+    def __iter__(self) -> Iterator[Any]:
+        read: Callable[[], Any] = self._loader if callable(self._loader) else self._loader.__iter__
+        for batch in read():
+            yield _with_weights(batch, self._class_weight)
+
+    def __len__(self) -> int:
+        return len(self._loader)

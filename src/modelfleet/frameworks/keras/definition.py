@@ -1,0 +1,101 @@
+"""What a Keras member does, as pure functions, for the engines of lanes on JAX and on TensorFlow."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+
+from modelfleet.frameworks.functional import Definition, FunctionalEngine, State
+from modelfleet.frameworks.keras.steps import Steps
+from modelfleet.members import Member
+
+Loss = Callable[[dict[str, Any]], tuple[Any, Any]]
+
+
+class KerasDefinition(Definition):
+    """The steps of the members of one lane (see `functional.Definition`); a backend adds how it differentiates."""
+
+    def __init__(self, model: keras.Model, task: Any) -> None:
+        self.steps = Steps(model)
+        self.task = task
+
+    def differentiate(self, loss: Loss, params: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """What `loss` gives beside the number to differentiate, and the gradients of that by the key of `params`."""
+        raise NotImplementedError
+
+    @property
+    def maskable(self) -> bool:  # type: ignore[override]
+        """Whether row weights are honoured; known once the metrics are."""
+        return self.steps.maskable
+
+    def state(self, member: Member) -> State:
+        """A member's weights, seeds and optimizer's variables."""
+        own = self.steps.state(member.model)
+        return {
+            part: {key: np.asarray(ops.convert_to_numpy(value)) for key, value in own[part].items()}
+            for part in ("params", "buffers", "slots")
+        }
+
+    def try_out(self, state: State, batch: Any) -> None:
+        """Make the metrics for batches like this one."""
+        self.steps.build(batch)
+
+    def fresh_metrics(self) -> dict[str, Any]:
+        """A member's metrics before its first batch."""
+        return {key: np.asarray(ops.convert_to_numpy(value)) for key, value in self.steps.fresh_metrics().items()}
+
+    def train(self, state: State, hyper: Any, batch: Any, weights: Any) -> tuple[State, Any, Any]:
+        """One step by the model's own loss and optimizer."""
+        steps, slots = self.steps, state["slots"]
+
+        def loss(params: dict[str, Any]) -> tuple[Any, Any]:
+            return steps.loss(params, state["buffers"], state["metrics"], slots, batch, weights)
+
+        (value, buffers, metrics), gradients = self.differentiate(loss, state["params"])
+        params, slots = steps.apply(state["params"], slots, gradients)
+        good_loss = ops.isfinite(value)
+        # An optimizer that scales the loss passes over gradients that are not finite, and tries a smaller scale.
+        good_gradient = ops.full_like(good_loss, True) if steps.scales_loss else _finite(gradients)
+        return {"params": params, "buffers": buffers, "slots": slots, "metrics": metrics}, good_loss, good_gradient
+
+    def evaluate(self, state: State, metrics: dict[str, Any], batch: Any, weights: Any) -> dict[str, Any]:
+        """The metrics with a batch added."""
+        return self.steps.evaluate(state["params"], state["buffers"], metrics, batch, weights)
+
+    def results(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """The loss and the metrics, by the names of Keras's logs."""
+        return self.steps.results(metrics)
+
+    def predict(self, state: State, x: Any) -> Any:
+        """The model's outputs."""
+        return self.steps.predict(state["params"], state["buffers"], x)
+
+    def write_back(self, member: Member, state: State) -> None:
+        """Put a member's weights, seeds and optimizer's variables into its model."""
+        self.steps.write_back(member.model, state)
+
+    def inputs(self, data: Any) -> Any:
+        """The inputs of a batch: the x of (x,), (x, y) or (x, y, sample_weight), or the batch itself."""
+        return data[0] if isinstance(data, tuple) and 1 <= len(data) <= 3 else data
+
+
+class KerasEngine(FunctionalEngine):
+    """A functional engine whose members' optimizers live in their models, too."""
+
+    def restack(self, positions: np.ndarray, members: Sequence[Member], *, working: bool = False) -> None:
+        """Take the weights and the optimizer's variables of these members from their models again."""
+        fresh, side = self._stacked(members), self._side(working)
+        own = {part: side[part] for part in ("params", "buffers", "slots")}
+        part = {name: {key: self.tensor(fresh[name][key]) for key in keys} for name, keys in own.items()}
+        new = {**side, **self.programs.put(own, self._rows(positions), part)}
+        if side is self.state:
+            self.state = new
+        else:
+            assert self._whole is not None
+            self._whole = new, self._whole[1]
+
+
+def _finite(gradients: dict[str, Any]) -> Any:
+    return ops.all(ops.stack([ops.all(ops.isfinite(g)) for g in gradients.values() if g is not None]))

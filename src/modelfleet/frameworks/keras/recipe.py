@@ -1,0 +1,232 @@
+"""From what `compile` was told, by a fleet or by each model itself, to every member's task."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+
+from modelfleet.each import Each, spread
+from modelfleet.errors import InputError, unknown
+from modelfleet.frameworks.keras.values import freeze, show
+from modelfleet.members import Member
+from modelfleet.recipe import Recipe
+
+OPTIMIZERS = {
+    cls.__name__.lower(): cls
+    for cls in vars(keras.optimizers).values()
+    if isinstance(cls, type) and cls not in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer)
+}
+# The names that modelfleet has for a loss, where Keras has another; the model's output is logits.
+LOSSES = {
+    "cross_entropy": lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    "bce_with_logits": lambda: keras.losses.BinaryCrossentropy(from_logits=True),
+    "binary_cross_entropy_with_logits": lambda: keras.losses.BinaryCrossentropy(from_logits=True),
+    "bce": keras.losses.BinaryCrossentropy,
+    "binary_cross_entropy": keras.losses.BinaryCrossentropy,
+    "l1": keras.losses.MeanAbsoluteError,
+    "huber": keras.losses.Huber,
+    "smooth_l1": keras.losses.Huber,
+}
+METRICS = {
+    "r2": lambda: keras.metrics.R2Score(name="r2"),
+    "rmse": lambda: keras.metrics.RootMeanSquaredError(name="rmse"),
+    "top_5": lambda: keras.metrics.SparseTopKCategoricalAccuracy(5, name="top_5"),
+}
+# Hyperparameters that Keras calls otherwise.
+ALIASES = {"lr": "learning_rate", "eps": "epsilon"}
+COMPILE = ("loss_weights", "weighted_metrics")  # for model.compile, not for the optimizer
+
+_tasks: dict[Hashable, "Task"] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """What members have in common: how their models were compiled. One object for all that may be fused."""
+
+    summary: str
+    key: Hashable = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The task of every member. Learning rates are among the optimizer's variables, one for each."""
+
+    tasks: list[Task]
+    columns: dict[str, np.ndarray]
+    schedules: list[None]
+
+
+def compile(recipe: Recipe, members: Sequence[Member]) -> None:
+    """Compile every member's model, each with an optimizer of its own; nothing is changed if one can't be."""
+    names = [member.name for member in members]
+    if recipe.objective is not None:
+        raise InputError(
+            "compile got an objective, which Keras models do not take. "
+            "Override compute_loss in the model's class, or give a loss."
+        )
+    if recipe.precision != "float32":
+        raise InputError(
+            f"compile got precision={recipe.precision!r}. A Keras model has its precision from the day it is made: "
+            f'call keras.config.set_dtype_policy("mixed_bfloat16") before the models are, and leave precision out.'
+        )
+    given = {ALIASES.get(key, key): value for key, value in (recipe.hyperparameters or {}).items()}
+    told = {
+        "optimizer": recipe.optimizer,
+        "loss": recipe.loss,
+        "metrics": recipe.metrics,
+        "clip_norm": recipe.clip_norm,
+        "schedule": recipe.schedule,
+        **given,
+    }
+    columns = {key: spread(value, names, key) for key, value in told.items()}
+    arguments = [
+        _arguments({key: values[row] for key, values in columns.items()}, name) for row, name in enumerate(names)
+    ]
+    for member, own in zip(members, arguments, strict=True):
+        member.model.compile(**own)
+
+
+def prepare(recipe: Recipe | None, members: Sequence[Member], kind: str) -> Prepared:
+    """The tasks of members, from how their models are compiled now. Predicting needs no compile."""
+    tasks = []
+    for member in members:
+        if kind != "predict":
+            _check_compiled(member, kind)
+        tasks.append(_task(member.model))
+    return Prepared(tasks, {}, [None] * len(tasks))
+
+
+def _check_compiled(member: Member, kind: str) -> None:
+    model, name = member.model, member.name
+    if not model.compiled or (kind == "train" and model.optimizer is None):
+        missing = "optimizer" if model.compiled else "optimizer and its loss"
+        raise InputError(
+            f"member {name!r} is not compiled: it needs to know its {missing}. "
+            f"Call model.compile(...) on it, or fleet.compile(...) for all members."
+        )
+    step = "train_step" if kind == "train" else "test_step"
+    if getattr(type(model), step) is not getattr(keras.Model, step):
+        raise InputError(
+            f"member {name!r}: {type(model).__name__} overrides {step}, which can't be run for several members. "
+            f"Override compute_loss and compute_metrics instead; both are used."
+        )
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    for option in ("use_ema", "gradient_accumulation_steps") if kind == "train" else ():
+        if getattr(optimizer, option, None) and (option == "use_ema" or keras.backend.backend() != "jax"):
+            raise InputError(
+                f"member {name!r}: its optimizer has {option}={getattr(optimizer, option)!r}, which a fleet does not "
+                f"take on {keras.backend.backend()}. Leave it out."
+            )
+
+
+def _task(model: keras.Model) -> Task:
+    """The one task of all models that are compiled like this one."""
+    if not model.compiled:
+        return _known(("predict",), "predict")
+    told = dict(model._compile_config.config)
+    parts = {key: freeze(told[key]) for key in ("loss", "loss_weights", "metrics", "weighted_metrics")}
+    parts["optimizer"] = _optimizer_key(model)
+    summary = ", ".join(f"{key} {show(value)}" for key, value in parts.items() if value != freeze(None))
+    return _known(tuple(parts.items()), summary)
+
+
+def _known(key: Hashable, summary: str) -> Task:
+    return _tasks.setdefault(key, Task(summary, key))
+
+
+def _optimizer_key(model: keras.Model) -> Hashable:
+    """An optimizer without its learning rate, unless that is a schedule: then it goes by the optimizer's steps."""
+    optimizer = model.optimizer
+    if optimizer is None:
+        return freeze(None)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    config = {key: value for key, value in inner.get_config().items() if key not in ("name", "learning_rate")}
+    if not isinstance(inner._learning_rate, keras.Variable):
+        config["learning_rate"] = inner._learning_rate
+    excluded = getattr(inner, "_exclude_from_weight_decay", None) or set()
+    spared = [index for index, v in enumerate(model.trainable_variables) if inner._var_key(v) in excluded]
+    pattern = getattr(inner, "_exclude_from_weight_decay_pattern", None)
+    config["spared from weight decay"] = [spared, pattern and pattern.pattern]
+    if inner is not optimizer:
+        config["growth steps of the loss scale"] = optimizer.dynamic_growth_steps
+    return type(inner), freeze(config)
+
+
+def _arguments(told: dict[str, Any], name: str) -> dict[str, Any]:
+    """What one member's `model.compile` is called with."""
+    found = {key: told.pop(key) for key in COMPILE if key in told}
+    chosen, loss, metrics = told.pop("optimizer"), told.pop("loss"), told.pop("metrics")
+    clip_norm, schedule = told.pop("clip_norm"), told.pop("schedule")
+    if clip_norm is not None:
+        told["global_clipnorm"] = clip_norm
+    if schedule is not None:
+        if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+            raise InputError(
+                f"member {name!r}: schedule is {schedule!r}. Give a keras.optimizers.schedules.LearningRateSchedule, "
+                f"or keras.callbacks.LearningRateScheduler among the callbacks of fit."
+            )
+        if "learning_rate" in told:
+            raise InputError(f"member {name!r} got both a schedule and lr. Give the rate to the schedule.")
+        told["learning_rate"] = schedule
+    found["optimizer"] = _optimizer(chosen, told, name)
+    found["loss"] = _named(loss, LOSSES)
+    found["metrics"] = _metrics(metrics, loss) or None
+    if found.get("weighted_metrics"):
+        found["weighted_metrics"] = _metrics(found["weighted_metrics"], loss)
+    return found
+
+
+def _optimizer(chosen: Any, told: dict[str, Any], name: str) -> Any:
+    if "betas" in told:
+        told["beta_1"], told["beta_2"] = told.pop("betas")
+    rate = told.get("learning_rate")
+    if isinstance(rate, int | float | np.number) and not isinstance(rate, bool):
+        told["learning_rate"] = float(rate)
+        if not 0 <= told["learning_rate"] < float("inf"):
+            raise InputError(f"lr of member {name!r} is {rate!r}; expected a number of at least 0.")
+    config: Mapping[str, Any] = {}
+    if isinstance(chosen, keras.optimizers.Optimizer):
+        kind, config = type(chosen), chosen.get_config()
+        if not isinstance(chosen._learning_rate, keras.Variable):
+            config = {**config, "learning_rate": chosen._learning_rate}  # a schedule, as it is
+        config.pop("name", None)
+    elif isinstance(chosen, type) and issubclass(chosen, keras.optimizers.Optimizer):
+        kind = chosen
+    elif isinstance(chosen, str) and chosen.lower().replace("_", "") in OPTIMIZERS:
+        kind = OPTIMIZERS[chosen.lower().replace("_", "")]
+    elif isinstance(chosen, str):
+        raise unknown("optimizer", chosen, OPTIMIZERS)
+    else:
+        raise InputError(
+            f"the optimizer of member {name!r} is {chosen!r}. Give a name, as in 'adam', or an optimizer of Keras."
+        )
+    try:
+        return kind(**{**config, **told})
+    except (TypeError, ValueError) as error:
+        settings = ", ".join(f"{key}={value!r}" for key, value in told.items())
+        raise InputError(f"member {name!r}: {kind.__name__}({settings}) gave {error}") from error
+
+
+def _named(loss: Any, known: Mapping[str, Any]) -> Any:
+    """A loss, or a nest of them for several outputs, with modelfleet's names as Keras's objects."""
+    if isinstance(loss, Mapping):
+        return {key: _named(value, known) for key, value in loss.items()}
+    if isinstance(loss, list | tuple):
+        return [_named(value, known) for value in loss]
+    return known[loss]() if isinstance(loss, str) and loss in known else loss
+
+
+def _metrics(metrics: Any, loss: Any) -> Any:
+    """Metrics of a member's own: objects hold what they have counted."""
+    if isinstance(metrics, Mapping):
+        return {key: _metrics(value, loss) for key, value in metrics.items()}
+    if isinstance(metrics, list | tuple):
+        return [_metrics(value, loss) for value in metrics]
+    logits = loss in ("bce_with_logits", "binary_cross_entropy_with_logits") if isinstance(loss, str) else False
+    if metrics == "accuracy" and logits:
+        return keras.metrics.BinaryAccuracy(name="accuracy", threshold=0.0)
+    if isinstance(metrics, keras.metrics.Metric):
+        return type(metrics).from_config(metrics.get_config())
+    return _named(metrics, METRICS)

@@ -1,0 +1,238 @@
+"""A Keras model's steps as pure functions of one member, for whichever backend this process has.
+
+The values of all variables go in and come out; the model's own variables are not touched. The numbers are those of
+Keras's own `train_step` and `test_step`, and the metrics have the names of its logs.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+from keras import ops, tree
+
+from modelfleet.errors import InputError
+from modelfleet.frameworks.keras.optimizers import Update
+
+Values = dict[str, Any]
+
+
+class Steps:
+    """The steps of one built model, and of every model of its structure and compile.
+
+    To train or evaluate, the model must be compiled, and `build` be called with a batch first: metrics have no
+    variables before. `weights` are None, or `(row,)` numbers: 0 keeps a padded row out of everything, if `maskable`.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self.model = model
+        self.trained = list(model.trainable_variables)
+        self.kept = list(model.non_trainable_variables)
+        self.maskable = False
+        self.update: Update | None = None
+        if model.compiled and model.optimizer is not None:
+            built(model)
+            self.update = Update(model.optimizer)
+        self.keys = {
+            "params": structural_keys(self.trained),
+            "buffers": structural_keys(self.kept),
+            "slots": _slot_keys(self.update.variables, self.trained) if self.update else [],
+        }
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the optimizer scales the loss, and by itself passes over gradients that are not finite."""
+        return self.update is not None and self.update.scaling is not None
+
+    # --- state ---------------------------------------------------------------------------------------------------
+
+    def state(self, model: keras.Model) -> dict[str, Values]:
+        """The values that a model of this structure has now; its metrics begin at nothing."""
+        values = {
+            part: {key: variable.value for key, variable in found.items()}
+            for part, found in self._variables(model).items()
+        }
+        return {**values, "metrics": self.fresh_metrics()}
+
+    def write_back(self, model: keras.Model, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Give a model the values of a state: its weights, its seeds and its optimizer's variables."""
+        for part, found in self._variables(model).items():
+            for key, variable in found.items():
+                variable.assign(state[part][key])
+
+    def build(self, batch: Any) -> None:
+        """Make the variables of the metrics, as a batch like this one asks for them."""
+        if not self.model.compiled:
+            return
+        self.model._symbolic_build(data_batch=tuple(batch) if isinstance(batch, list) else batch)
+        shapes = {name: tuple(value.shape) for name, value in self.results(self.fresh_metrics()).items()}
+        for name, shape in shapes.items():
+            if shape:
+                raise InputError(
+                    f"the metric {name!r} gives an array {shape}; a history holds single numbers. "
+                    f"Let the metric give one, such as F1Score(average='macro')."
+                )
+        self.maskable = _maskable(self.model)
+
+    def fresh_metrics(self) -> Values:
+        """The metrics of one member before its first batch."""
+        metrics = self.model.metrics_variables
+        with keras.StatelessScope() as scope:
+            self.model.reset_metrics()
+        found = [scope.get_current_value(variable) for variable in metrics]
+        return {
+            key: variable.value if value is None else value
+            for key, variable, value in zip(structural_keys(metrics), metrics, found, strict=True)
+        }
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def loss(
+        self, params: Values, buffers: Values, metrics: Values, slots: Values, batch: Any, weights: Any = None
+    ) -> tuple[Any, tuple[Any, Values, Values]]:
+        """The loss to differentiate, and (the loss itself, new buffers, new metrics) of a train step."""
+        mapping = [*self._mapping(params, buffers, metrics), *self._pairs("slots", self._slots, slots)]
+        with keras.StatelessScope(mapping, collect_losses=True) as scope:
+            loss = self._forward(batch, weights, training=True)
+            scaled = loss if self.model.optimizer is None else self.model.optimizer.scale_loss(loss)
+        return scaled, (loss, _found(scope, self.keys["buffers"], self.kept), self._metrics(scope))
+
+    def apply(self, params: Values, slots: Values, gradients: Mapping[str, Any]) -> tuple[Values, Values]:
+        """One update by the optimizer. A gradient may be None, or missing."""
+        assert self.update is not None
+        names, slot_names = self.keys["params"], self.keys["slots"]
+        own = [gradients.get(key) for key in names]
+        values = [params[key] for key in names]
+        new, new_slots = self.update([slots[key] for key in slot_names], own, self.trained, values)
+        return dict(zip(names, new, strict=True)), dict(zip(slot_names, new_slots, strict=True))
+
+    def evaluate(self, params: Values, buffers: Values, metrics: Values, batch: Any, weights: Any = None) -> Values:
+        """The metrics with a batch added."""
+        with keras.StatelessScope(self._mapping(params, buffers, metrics), collect_losses=True) as scope:
+            self._forward(batch, weights, training=False)
+        return self._metrics(scope)
+
+    def results(self, metrics: Values) -> dict[str, Any]:
+        """The loss and the metrics, by the names of Keras's logs."""
+        with keras.StatelessScope(self._metrics_pairs(metrics)):
+            return dict(self.model.get_metrics_result())
+
+    def predict(self, params: Values, buffers: Values, x: Any) -> Any:
+        """The model's outputs."""
+        with keras.StatelessScope(self._mapping(params, buffers, {})):
+            return self._call(x, training=False)
+
+    # --- helpers -------------------------------------------------------------------------------------------------
+
+    def _call(self, x: Any, *, training: bool) -> Any:
+        return self.model(x, training=training) if self.model._call_has_training_arg else self.model(x)
+
+    def _forward(self, batch: Any, weights: Any, *, training: bool) -> Any:
+        """The loss of a batch; what it does to the metrics and buffers is left in the scope."""
+        model = self.model
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        rows = next(leaf for leaf in tree.flatten(x) if leaf is not None).shape[0]
+        y_pred = self._call(x, training=training)
+        if weights is None:
+            loss = model._compute_loss(x, y, y_pred, sample_weight, training=training)
+            model._loss_tracker.update_state(loss, sample_weight=rows)
+            model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+            return loss
+        weights = ops.cast(weights, "float32")
+        real = ops.sum(weights)
+        # The loss is a mean over all rows, padded ones too.
+        share = weights * (rows / ops.maximum(real, 1.0))
+        own = None if sample_weight is None else ops.cast(tree.flatten(sample_weight)[0], "float32")
+        loss = model._compute_loss(x, y, y_pred, share if own is None else _times(share, own), training=training)
+        model._loss_tracker.update_state(loss, sample_weight=real)
+        target, output = tree.flatten(y)[0], tree.flatten(y_pred)[0]
+        for metric in _flat(model, "_flat_metrics"):
+            metric.update_state(target, output, sample_weight=weights)
+        for metric in _flat(model, "_flat_weighted_metrics"):
+            metric.update_state(target, output, sample_weight=weights if own is None else _times(weights, own))
+        return loss
+
+    def _variables(self, model: keras.Model) -> dict[str, dict[str, Any]]:
+        """A model's variables by the structural keys of a state."""
+        if self.update is not None:
+            built(model)
+        found = {
+            "params": model.trainable_variables,
+            "buffers": model.non_trainable_variables,
+            "slots": model.optimizer.variables if self.update is not None else [],
+        }
+        return {part: dict(zip(self.keys[part], own, strict=True)) for part, own in found.items()}
+
+    @property
+    def _slots(self) -> list[Any]:
+        return [] if self.update is None else self.update.variables
+
+    def _mapping(self, params: Values, buffers: Values, metrics: Values) -> list[tuple[Any, Any]]:
+        own = [*self._pairs("params", self.trained, params), *self._pairs("buffers", self.kept, buffers)]
+        return own + self._metrics_pairs(metrics) if metrics else own
+
+    def _pairs(self, part: str, variables: Sequence[Any], values: Values) -> list[tuple[Any, Any]]:
+        # By key: what went through JAX comes back with its keys in another order.
+        return [(variable, values[key]) for key, variable in zip(self.keys[part], variables, strict=True)]
+
+    def _metrics_pairs(self, metrics: Values) -> list[tuple[Any, Any]]:
+        variables = self.model.metrics_variables
+        return [(variable, metrics[key]) for key, variable in zip(structural_keys(variables), variables, strict=True)]
+
+    def _metrics(self, scope: keras.StatelessScope) -> Values:
+        variables = self.model.metrics_variables
+        return _found(scope, structural_keys(variables), variables)
+
+
+def built(model: keras.Model) -> None:
+    """Make the variables of a model's optimizer, as its first `fit` would."""
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+
+
+def _maskable(model: keras.Model) -> bool:
+    """Whether row weights can keep padded rows out of the loss and all metrics, to the last bit of sense."""
+    kind = type(model)
+    own = any(getattr(kind, name) is not getattr(keras.Model, name) for name in ("compute_loss", "compute_metrics"))
+    loss = model._compile_loss
+    if own or loss is None or len(loss._flat_losses or ()) != 1:
+        return False
+    function = loss._flat_losses[0].loss
+    by_rows = isinstance(function, keras.losses.Loss) and function.reduction == "sum_over_batch_size"
+    layers = model._flatten_layers()
+    felt = any(layer.activity_regularizer is not None or getattr(layer, "mask_zero", False) for layer in layers)
+    felt = felt or any(isinstance(layer, keras.layers.Masking) for layer in layers)
+    outputs = tree.flatten(model.outputs) if getattr(model, "outputs", None) else []
+    flat = len(outputs) == 1 and len(outputs[0].shape) == 2
+    known = all(type(m).__module__.startswith("keras.src.metrics.") for m in model.metrics[1:])
+    own_metrics = [m for m in model.metrics[1:] if m is not model._compile_metrics]
+    return by_rows and flat and known and not felt and not own_metrics
+
+
+def _flat(model: keras.Model, which: str) -> list[Any]:
+    lists = [] if model._compile_metrics is None else getattr(model._compile_metrics, which)
+    return [metric for some in lists if some for metric in some.metrics]
+
+
+def _times(weights: Any, own: Any) -> Any:
+    """Row weights and sample weights, which may be `(row, 1)`."""
+    return weights * ops.reshape(own, weights.shape)
+
+
+def _found(scope: keras.StatelessScope, keys: Sequence[str], variables: Sequence[Any]) -> Values:
+    return {key: scope.get_current_value(variable) for key, variable in zip(keys, variables, strict=True)}
+
+
+def structural_keys(variables: Sequence[Any]) -> list[str]:
+    """Keys that are the same for all models of a structure, whatever numbers Keras put behind their names."""
+    return [f"{index:03}.{re.sub(r'_[0-9]+$', '', variable.name)}" for index, variable in enumerate(variables)]
+
+
+def _slot_keys(slots: Sequence[Any], trained: Sequence[Any]) -> list[str]:
+    # Keras names a slot after the path of its variable, with the layer's name in it.
+    prefixes = {f"{variable.path.replace('/', '_')}_": f"{index:03}_" for index, variable in enumerate(trained)}
+    names = []
+    for index, slot in enumerate(slots):
+        prefix = max((p for p in prefixes if slot.name.startswith(p)), key=len, default="")
+        names.append(f"{index:03}.{prefixes.get(prefix, '')}{slot.name[len(prefix) :]}")
+    return names

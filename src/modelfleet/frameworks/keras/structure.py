@@ -1,0 +1,227 @@
+"""The structure of a Keras model: all that decides what it computes, except its weights.
+
+Models of equal signature run as one program with stacked weights. What Keras numbers by itself (`dense_1`), how
+weights were initialized and where a seed began do not count. Where it can't be told whether two models compute
+alike, they count as unlike.
+"""
+
+import warnings
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import keras
+from keras import tree
+
+from modelfleet.frameworks.keras.values import NOTHING, Opaque, freeze, show
+
+_LAYER = frozenset(vars(keras.layers.Layer()))
+# What Keras keeps on a model for itself, some of it from the first `compile` or `fit` on.
+_MODEL = frozenset(vars(keras.Model())) | {
+    *("_compile_config", "_compiled_trainable_state", "_jax_state", "_eval_epoch_iterator", "history", "optimizer", "output_names"),
+    *("stop_training", "stop_evaluating", "stop_predicting", "_functional", "_inputs", "_inputs_struct"),
+    *("_outputs", "_outputs_struct", "_nodes", "_nodes_by_depth", "_operations", "_operations_by_depth"),
+}
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A model's structure as a value: equal for two models if and only if they may be fused."""
+
+    entries: tuple[tuple[str, Hashable], ...]
+
+    def __hash__(self) -> int:
+        return hash(self.entries)
+
+
+class _Weight(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: str
+    trained: bool
+
+
+class _Tensor(NamedTuple):
+    """An output of a layer, in a functional model."""
+
+    layer: int
+    call: int
+    output: int
+
+
+class _Again(NamedTuple):
+    """A layer that is in the model a second time."""
+
+    first: str
+
+
+def signature(model: keras.Model) -> Signature:
+    """Tell the structure of `model`: its layers, how they are connected, their settings and their weights."""
+    entries: list[tuple[str, Hashable]] = []
+    _walk(model, "", {}, entries)
+    trained = {id(variable) for variable in model.trainable_variables}
+    for index, variable in enumerate(model.variables):
+        weight = _Weight(tuple(variable.shape), str(variable.dtype), id(variable) in trained)
+        entries.append((f"weight {index}", weight))
+    return Signature(tuple(entries))
+
+
+def difference(a: Signature, b: Signature) -> str | None:
+    """Say where `a` first differs from `b`, as in "layers.2.units is 64, not 32"; None if nowhere."""
+    for (path, value), (other_path, other) in zip(a.entries, b.entries, strict=False):
+        if path != other_path:
+            ours, theirs = dict(a.entries), dict(b.entries)
+            if path not in theirs:
+                return f"has {path}, the other has none"
+            return f"has no {other_path}" if other_path not in ours else f"has {path} where the other has {other_path}"
+        if value != other:
+            return _words(path, value, other)
+    if len(a.entries) != len(b.entries):
+        longer = max(a.entries, b.entries, key=len)
+        path = longer[min(len(a.entries), len(b.entries))][0]
+        return f"has {path}, the other has none" if longer is a.entries else f"has no {path}"
+    return None
+
+
+def trained_twice(models: Sequence[keras.Model]) -> tuple[int, int, str] | None:
+    """Two of `models` that would train the very same variable, by position, and its name in the second."""
+    owners: dict[int, int] = {}
+    for position, model in enumerate(models):
+        for variable in model.trainable_variables:
+            if owners.setdefault(id(variable), position) != position:
+                return owners[id(variable)], position, variable.path
+    return None
+
+
+def _walk(layer: Any, path: str, seen: dict[int, str], entries: list[tuple[str, Hashable]]) -> None:
+    first = seen.setdefault(id(layer), path)
+    if first != path:
+        entries.append((path, _Again(first)))
+        return
+    dot = f"{path}." if path else ""
+    entries.append((path or "the model", type(layer)))
+    for key, value in _settings(layer):
+        entries.append((dot + key, freeze(value)))
+    if hasattr(layer, "_nodes_by_depth"):
+        entries += [(dot + key, value) for key, value in _connections(layer)]
+    for name, child in _children(layer):
+        _walk(child, dot + name, seen, entries)
+
+
+def _children(layer: Any) -> Iterator[tuple[str, Any]]:
+    """The layers (and operations) within a layer, by the names their owner has for them."""
+    if hasattr(layer, "_nodes_by_depth"):
+        found = layer.operations
+    elif isinstance(layer, keras.Sequential):
+        found = layer.layers
+    else:
+        found = getattr(layer, "_layers", [])
+        own = {**vars(layer), **getattr(layer, "_modules", {})}  # on torch, a module keeps its modules apart
+        names = {id(value): name for name, value in own.items() if isinstance(value, keras.layers.Layer)}
+        for index, child in enumerate(found):
+            if not isinstance(child, keras.metrics.Metric):
+                yield names.get(id(child), f"layers.{index}"), child
+        return
+    for index, child in enumerate(found):
+        yield f"layers.{index}", child
+
+
+def _settings(layer: Any) -> Iterator[tuple[str, Any]]:
+    """What a layer was told, and what it keeps as plain attributes."""
+    ours = type(layer).__module__.startswith("keras.src.")
+    config = {} if isinstance(layer, keras.Model) else _config(layer)
+    config["trainable"] = getattr(layer, "trainable", True)
+    config.pop("name", None)
+    if hasattr(layer, "_flatten_layers") and any(own._seed_generators for own in layer._flatten_layers()):
+        config.pop("seed", None)  # its seeds are among the variables
+    policy = getattr(layer, "dtype_policy", None)
+    if policy is not None:
+        config["dtype"] = policy.name
+    for key in sorted(config):
+        if not key.endswith("_initializer"):
+            yield key, _without_layers(config[key])
+    known = _MODEL if isinstance(layer, keras.Model) else _LAYER
+    for name, value in sorted(vars(layer).items()):
+        # Keras's own layers tell all in their config, except which function a name stands for.
+        if not ours and name not in known and name not in config and not name.startswith("_self_"):
+            yield name, value
+        elif ours and name in config and callable(value):
+            yield f"{name} function", value
+
+
+def _config(layer: Any) -> dict[str, Any]:
+    try:
+        with warnings.catch_warnings():  # of lambdas, which could not be loaded again
+            warnings.simplefilter("ignore")
+            return dict(layer.get_config())
+    except (NotImplementedError, TypeError):  # a class of one's own without a config: its attributes tell
+        return {}
+
+
+def _without_layers(value: Any) -> Any:
+    """A config without the layers in it, which are compared as such."""
+    if isinstance(value, dict):
+        if value.get("module") == "keras.layers":
+            return NOTHING
+        return {key: _without_layers(item) for key, item in value.items()}
+    return [_without_layers(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _connections(model: Any) -> Iterator[tuple[str, Hashable]]:
+    """How the layers of a functional model are called on each other's outputs."""
+    places = {id(operation): index for index, operation in enumerate(model.operations)}
+    own = {id(node) for nodes in model._nodes_by_depth.values() for node in nodes}
+    starts = {id(tensor): index for index, tensor in enumerate(model.inputs)}
+    calls = {
+        (id(operation), number): rank
+        for operation in model.operations
+        for rank, number in enumerate(n for n, node in enumerate(operation._inbound_nodes) if id(node) in own)
+    }
+
+    def refer(value: Any) -> Any:
+        if not isinstance(value, keras.KerasTensor):
+            return value
+        if id(value) in starts:
+            return "input", starts[id(value)]
+        operation, number, output = value._keras_history
+        return _Tensor(places[id(operation)], calls[id(operation), number], output)
+
+    for index, operation in enumerate(model.operations):
+        for node in operation._inbound_nodes:
+            if id(node) in own and not node.is_input:
+                arguments = (node.arguments.args, node.arguments.kwargs)
+                yield f"layers.{index}'s inputs", freeze(tree.map_structure(refer, arguments))
+    yield "inputs", freeze(tree.map_structure(refer, model.input))
+    yield "outputs", freeze(tree.map_structure(refer, model.output))
+    for what, tensors in (("input", model.inputs), ("output", model.outputs)):
+        if len(tensors) > 1:  # then data, losses and logs go by these names
+            yield f"{what} names", freeze(list(getattr(model, f"{what}_names", [])))
+
+
+def _words(path: str, value: Hashable, other: Hashable) -> str:
+    if isinstance(value, _Weight) and isinstance(other, _Weight):
+        if value.shape != other.shape:
+            return f"{path} is {value.shape}, not {other.shape}"
+        if value.dtype != other.dtype:
+            return f"{path} is {value.dtype}, not {other.dtype}"
+        return f"{path} is trained, not frozen" if value.trained else f"{path} is frozen, not trained"
+    if isinstance(value, type) and isinstance(other, type):
+        return f"{path} is a {value.__qualname__}, not a {other.__qualname__}" + (
+            " of that name" if value.__qualname__ == other.__qualname__ else ""
+        )
+    if isinstance(value, _Again) or isinstance(other, _Again):
+        return f"{path} is {_origin(value)}, not {_origin(other)}"
+    for side in (value, other):
+        if isinstance(side, Opaque):
+            return f"attribute {path} of type {type(side.value).__name__} can't be compared"
+    if NOTHING in (value, other):
+        return f"{path} is a layer or a weight in one of them"
+    if path.endswith((" inputs", ".inputs", ".outputs")) or path in ("inputs", "outputs"):
+        return f"{path} come from other layers"
+    text, other_text = show(value), show(other)
+    if path.endswith(" names"):
+        return f"{path} are {text}, not {other_text}"
+    return f"{path} is {text}, not {other_text}" if text != other_text else f"{path} is another {text}"
+
+
+def _origin(value: object) -> str:
+    return f"the layer {value.first or 'itself'} again" if isinstance(value, _Again) else "a layer of its own"

@@ -1,0 +1,88 @@
+"""Lanes of Keras models on TensorFlow."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from modelfleet.frameworks.functional import Programs, State
+from modelfleet.frameworks.keras.definition import KerasDefinition, KerasEngine, Loss
+from modelfleet.frameworks.tensorflow.backend import TensorFlowBackend
+from modelfleet.members import Member
+
+LONG = 6.0  # seconds left to train, from which on XLA's 1 to 5 seconds of compiling are won back
+
+
+class TensorFlowDefinition(KerasDefinition):
+    """The steps of one member, under TensorFlow's gradient tape."""
+
+    def differentiate(self, loss: Loss, params: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The gradients by `tf.GradientTape`."""
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(params)
+            value, rest = loss(params)
+        gradients = tape.gradient(value, params)
+        return rest, {key: _dense(gradient) for key, gradient in gradients.items()}
+
+    def try_out(self, state: State, batch: Any) -> None:
+        """Make the metrics for batches like this one, and see whether the model takes it."""
+        super().try_out(state, batch)
+        own = {part: state[part] for part in ("params", "buffers")}
+        self.evaluate(own, self.fresh_metrics(), batch, None)
+
+
+class Engine(KerasEngine):
+    """The engine of a lane (see `protocol.Engine`)."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        task: Any,
+        columns: Mapping[str, np.ndarray],
+        device: str,
+        *,
+        fused: bool,
+        programs: Programs | None = None,
+    ) -> None:
+        definition = programs.definition if programs else TensorFlowDefinition(members[0].model, task)
+        # Of the other engine, too: it knows how its programs run.
+        self._tensorflow = programs.backend if programs else TensorFlowBackend(device)
+        super().__init__(members, definition, self._tensorflow, fused=fused, programs=programs)
+
+    @property
+    def program(self) -> str:
+        """How the train steps run, and what in them runs for one member after the other."""
+        looped = sorted(self._tensorflow.looped)
+        return f"{super().program} ({', '.join(looped)} one by one)" if looped else super().program
+
+    @property
+    def compiling(self) -> bool:
+        """Whether XLA is at work beside the training."""
+        return any(graph.compiling for graph in self._tensorflow.graphs)
+
+    def stop(self) -> None:
+        """Wait for XLA: it can't be interrupted."""
+        for graph in self._tensorflow.graphs:
+            graph.wait()
+
+    def train(
+        self,
+        hyper: Any,
+        active: Any,
+        data: Any,
+        weights: Any,
+        *,
+        shared: bool,
+        pace: Any = None,
+        steps: int | None = None,
+    ) -> None:
+        """One step of the active members, or `steps` of them on data (and weights) with a step axis."""
+        left, seconds = pace or (0, None)
+        self._tensorflow.long_run = seconds is not None and left * seconds > LONG
+        super().train(hyper, active, data, weights, shared=shared, pace=pace, steps=steps)
+
+
+def _dense(gradient: Any) -> Any:
+    """A gradient as one tensor: that of an embedding comes as the rows that were looked up."""
+    return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient

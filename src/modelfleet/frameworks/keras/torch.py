@@ -1,0 +1,436 @@
+"""Keras on torch: a lane's engine on the torch adapter's machinery, with Keras's own pure functions in it.
+
+A Keras model on torch is stepped as any torch model is: its stacked variables go through one traced program, which
+is compiled where that pays. What is Keras's comes from `Steps`: the loss, the metrics and the optimizer's update.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+from keras.src.backend.torch import random as keras_random
+from keras.src.random.seed_generator import draw_seed
+from torch import Tensor
+
+from modelfleet.errors import InputError
+from modelfleet.frameworks.keras.steps import Steps
+from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, CannotFuseError
+from modelfleet.frameworks.torch import engine, memory, programs, steps
+from modelfleet.frameworks.torch import state as states
+from modelfleet.frameworks.torch.state import State
+from modelfleet.members import Member
+from modelfleet.trees import leaves, map_tree
+
+PARTS = ("params", "buffers", "slots", "metrics")
+
+
+class LaneSteps(steps.Steps):
+    """The three steps of a lane, as `frameworks.torch.steps.Steps` has them, of a Keras model's pure functions."""
+
+    def __init__(self, model: Any, task: Any) -> None:
+        super().__init__(model, task, layout=frozenset())
+        self.own = Steps(model)
+
+    def find_unused(
+        self, state: State, shared: dict[str, Tensor], data: Any, weights: Tensor | None, *, shared_data: bool
+    ) -> None:
+        """Find the variables that take no part in the loss, by one backward pass of the first member alone."""
+        data = data if shared_data else map_tree(lambda t: t[0], data)
+        weights = None if weights is None else weights[0]
+        one = {part: map_tree(lambda t: t[0].clone(), state[part]) for part in PARTS}
+        with self._keras(state, fused=False):
+            found = self._gradients(one, data, weights, fused=False)[0]
+        self.unused = frozenset(one["params"].keys() - found.keys())
+
+    def train(
+        self,
+        state: State,
+        shared: dict[str, Tensor],
+        coefficients: dict[str, Tensor],
+        active: Tensor,
+        data: Any,
+        weights: Tensor | None,
+        *,
+        shared_data: bool,
+        fused: bool,
+    ) -> Tensor:
+        """One step of every active member, in place; gives the losses `(member,)`."""
+        member = state["member"]
+        live = active & (member["trouble"] == FINE)
+
+        def step(own: State, data: Any, weights: Any) -> Any:
+            gradients, (loss, buffers, metrics) = self._gradients(own, data, weights, fused=fused)
+            params, slots = self.own.apply(own["params"], own["slots"], gradients)
+            finite = torch.isfinite(torch.stack([(g * 0).sum() for g in gradients.values()]).sum())
+            if self.own.scales_loss:  # and by itself passes over gradients that are not finite
+                finite = torch.ones_like(finite)
+            return {"params": params, "buffers": buffers, "slots": slots, "metrics": metrics}, loss, finite
+
+        own = {part: state[part] for part in PARTS}
+        with self._keras(state, fused):
+            new, loss, finite = steps.mapped(step, (own, data, weights), _axes(shared_data), fused=fused)
+        good_loss = torch.isfinite(loss)
+        keep = live & good_loss & finite
+        # First all that is to be kept, and only then the writing: so equal results between can be shared.
+        kept = [
+            (tensor, torch.where(_like(keep, tensor), new[part][name].to(tensor.dtype), tensor))
+            for part, tensors in own.items()
+            for name, tensor in tensors.items()
+        ]
+        for tensor, value in kept:
+            tensor.copy_(value)
+        steps.keep_new(keep, member["step"], member["step"] + 1)
+        steps.keep_new(live, member["trouble"], torch.where(good_loss, torch.where(finite, FINE, GRADIENT), LOSS))
+        return loss
+
+    def evaluate(
+        self,
+        state: State,
+        shared: dict[str, Tensor],
+        data: Any,
+        weights: Tensor | None,
+        *,
+        shared_data: bool,
+        fused: bool,
+    ) -> dict[str, Tensor]:
+        """The metrics of a state `(member, …)` with a batch added."""
+
+        def add(own: State, data: Any, weights: Any) -> Any:
+            return self.own.evaluate(own["params"], own["buffers"], own["metrics"], data, weights)
+
+        own = {part: state[part] for part in ("params", "buffers", "metrics")}
+        with torch.no_grad(), self._keras(state, fused):
+            return steps.mapped(add, (own, data, weights), _axes(shared_data), fused=fused)
+
+    def predict(
+        self, state: State, shared: dict[str, Tensor], data: Any, *, shared_data: bool, fused: bool
+    ) -> Any:
+        """The outputs `(member, row, …)` on a batch of inputs."""
+
+        def output_of(own: State, data: Any) -> Any:
+            return self.own.predict(own["params"], own["buffers"], data)
+
+        own = {part: state[part] for part in ("params", "buffers")}
+        with torch.no_grad(), self._keras(state, fused):
+            return steps.mapped(output_of, (own, data), _axes(shared_data)[:2], fused=fused)
+
+    def results(self, metrics: dict[str, Tensor], *, fused: bool) -> dict[str, Tensor]:
+        """The loss and the metrics `(member,)` of what was added up."""
+        with torch.no_grad():
+            return steps.mapped(self.own.results, (metrics,), (0,), fused=fused)
+
+    def _gradients(self, own: State, data: Any, weights: Any, *, fused: bool) -> Any:
+        """One member's gradients, of the variables that have one; and its loss, buffers and metrics."""
+
+        def loss_of(params: Any) -> Any:
+            return self.own.loss(params, own["buffers"], own["metrics"], own["slots"], data, weights)
+
+        if fused:
+            gradients, aux = torch.func.grad(loss_of, has_aux=True)(own["params"])
+            gradients = {name: g for name, g in gradients.items() if name not in self.unused}
+        else:
+            with torch.enable_grad():
+                params = {name: p.detach().requires_grad_() for name, p in own["params"].items()}
+                loss, aux = loss_of(params)
+                found = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+            gradients = {name: g for name, g in zip(params, found, strict=True) if g is not None}
+        return map_tree(torch.Tensor.detach, (gradients, aux))
+
+    def bears_padding(self, one: State, data: Any, real: int) -> bool:
+        """Whether a member's step on `real` rows is the same with padded rows behind them that weigh 0."""
+        own = {part: map_tree(lambda t: t[0], one[part]) for part in PARTS}
+        weights = (torch.arange(len(leaves(data)[0]), device=one["member"]["seed"].device) < real).float()
+        try:
+            with self._keras(one, fused=False):
+                padded = self._gradients(own, data, weights, fused=False)
+            with self._keras(one, fused=False):
+                alone = self._gradients(own, map_tree(lambda t: t[:real], data), None, fused=False)
+        except Exception:  # a model that needs whole batches feels padding
+            return False
+        pairs = zip(leaves(padded), leaves(alone), strict=True)
+        return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True) for a, b in pairs)
+
+    @contextmanager
+    def _keras(self, state: State, fused: bool) -> Iterator[None]:
+        device = state["member"]["seed"].device
+        with keras.device(str(device)), _GENERATORS, self._streams(state["member"], fused):
+            yield
+
+
+class Engine(engine.Engine):
+    """The Keras-on-torch side of a lane (see `modelfleet.lanes.Lane`)."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        task: Any,
+        columns: Mapping[str, np.ndarray],
+        device: torch.device,
+        *,
+        fused: bool,
+        programs: Any = None,
+    ) -> None:
+        memory.keep_freed_pages(device)
+        self.device = device
+        self.several = 1
+        self.programs = programs or _programs(members[0].model, task, fused=fused)
+        self.shared: dict[str, Tensor] = {}  # every Keras model has variables of its own
+        self._first = members[0].name
+        self._whole: tuple[State, Tensor] | None = None
+        self._ahead = None
+        self._bears_padding: dict[tuple[int, int], bool] = {}
+        self.state = self._from_models(members)
+
+    @property
+    def _steps(self) -> LaneSteps:
+        found = self.programs.steps
+        assert isinstance(found, LaneSteps)
+        return found
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def ready(self, kind: str, hyper: Any, active: Tensor, data: Any, *, shared: bool) -> None:
+        """Trace a step for batches like this one, if that has not been done."""
+        if kind == "train" and not self.state["params"]:
+            raise InputError(
+                f"member {self._first!r} has no trainable variable. Set trainable=True on what is to be trained."
+            )
+        if kind != "predict":
+            self._try_results()
+        args = {
+            "train": (self.state, self.shared, {}, active, data, None),
+            "evaluate": (self._reading(self.state, self.state["metrics"]), self.shared, data, None),
+            "predict": (self._reading(self.state), self.shared, data),
+        }
+        self.programs.program(kind, args[kind], shared)
+
+    def epoch_values(self) -> dict[str, np.ndarray]:
+        """The loss and the metrics `(slot,)` since the last call; the next epoch begins at nothing."""
+        found = self.values(self.state["metrics"])
+        for name, fresh in self._steps.own.fresh_metrics().items():
+            self.state["metrics"][name].copy_(fresh.detach())
+        return found
+
+    def evaluate(
+        self,
+        totals: dict[str, Tensor] | None,
+        slots: np.ndarray | None,
+        data: Any,
+        weights: Tensor | None,
+        counts: np.ndarray,
+        size: int,
+        *,
+        shared: bool,
+    ) -> dict[str, Tensor]:
+        """The metrics `(slot, …)` so far with a batch added."""
+        if totals is None:
+            totals = self._fresh_metrics(len(counts))
+        there = self.tensor(np.flatnonzero(counts > 0) if slots is None else slots)
+        if slots is None:
+            added = self._added(self.state, totals, data, weights, shared=shared)
+            if len(there) == len(counts):
+                return added
+            added = map_tree(lambda t: t.index_select(0, there), added)
+        else:
+            some = map_tree(lambda t: t.index_select(0, there), totals)
+            added = self._added(states.select(self.state, there), some, data, None, shared=shared)
+        return {name: total.index_copy(0, there, added[name]) for name, total in totals.items()}
+
+    def values(self, totals: dict[str, Tensor]) -> dict[str, np.ndarray]:
+        """The loss and the metrics `(slot,)` of what `evaluate` added up, by the names of Keras's logs."""
+        return self._to_host(self._steps.results(totals, fused=self.fused))
+
+    def predict(self, data: Any, *, shared: bool) -> Any:
+        """The outputs `(slot, row, …)` on a batch of inputs."""
+        args = (self._reading(self.state), self.shared, data)
+        return self.programs.program("predict", args, shared)[0](leaves(args))
+
+    @staticmethod
+    def inputs(data: Any) -> Any:
+        """The x of (x,), (x, y) and (x, y, sample_weight), or the batch itself."""
+        return data[0] if isinstance(data, tuple) and 1 <= len(data) <= 3 else data
+
+    def maskable(self, batch: Any) -> bool:
+        """Whether padded rows can be weighted out without being felt, found by trying on one member."""
+        if not self._steps.own.maskable:
+            return False
+        real = int(batch.counts[batch.counts > 0].min())
+        key = (real, batch.size)
+        if key not in self._bears_padding:
+            slot = int(np.flatnonzero(batch.counts == real)[0])
+            data = batch.data if batch.shared else map_tree(lambda leaf: leaf[slot], batch.data)
+            one = states.select(self.state, self.tensor(np.array([slot])))
+            self._bears_padding[key] = self._steps.bears_padding(one, data, real)
+        return self._bears_padding[key]
+
+    # --- state ---------------------------------------------------------------------------------------------------
+
+    def restack(self, positions: np.ndarray, members: Sequence[Member], *, working: bool = False) -> None:
+        """Take the members at these rows from their models again: weights and the optimizer's variables."""
+        new = self._from_models(members)
+        states.put(self._kept(self._side(working)), self.tensor(positions), self._kept(new))
+
+    def write_out(self, row: int, working: bool, member: Member) -> None:
+        """Copy one member's state into its model and optimizer."""
+        own = map_tree(lambda tensor: tensor[row], self._kept(self._side(working)))
+        self._steps.own.write_back(member.model, own)
+
+    def write_back(self, members: Sequence[Member]) -> None:
+        """Copy every member's state into its own model and optimizer."""
+        for row, member in enumerate(members):
+            self.write_out(row, True, member)
+
+    # --- checks --------------------------------------------------------------------------------------------------
+
+    def check(self, batch: Any, name: str) -> None:
+        """Try one member on two rows, before anything is trained, and make room for its metrics.
+
+        What does not fit raises `InputError`, with the shapes that came and what the model said of them.
+        """
+        with self._trying(batch, batch.data, name) as (one, few):
+            self._steps.own.build(few)
+            one["metrics"] = self._fresh_metrics(1)
+            self._steps.evaluate(one, self.shared, few, None, shared_data=True, fused=False)
+        width = len(self.state["member"]["seed"])
+        self.state = {**self.state, "metrics": self._fresh_metrics(width)}
+
+    def check_targets(self, output_shape: tuple[int, ...] | None, target: Any, name: str | None) -> None:
+        """Check all labels of a data set, where the loss takes labels."""
+        check = self._label_check(output_shape, "" if name is None else f"member {name!r}: ")
+        if check is not None:
+            check(target)
+
+    def label_check(self, output_shape: tuple[int, ...] | None) -> Callable[[Any], None] | None:
+        """A function that refuses a batch with labels out of range; None where the loss takes none."""
+        check = self._label_check(output_shape, "")
+        if check is None:
+            return None
+        return lambda batch: check(batch[1]) if isinstance(batch, tuple) and len(batch) > 1 else None
+
+    # --- helpers -------------------------------------------------------------------------------------------------
+
+    def _label_check(self, output_shape: tuple[int, ...] | None, whose: str) -> Callable[[Any], None] | None:
+        loss = self._steps.model.loss if self._steps.model.compiled else None
+        sparse = loss == "sparse_categorical_crossentropy" or isinstance(
+            loss, keras.losses.SparseCategoricalCrossentropy
+        )
+        if not sparse or output_shape is None or getattr(loss, "ignore_class", None) is not None:
+            return None
+        classes = output_shape[-1]
+
+        def check(target: Any) -> None:
+            labels = np.asarray(target)
+            wrong = (labels < 0) | (labels >= classes)
+            if wrong.any():
+                place = tuple(np.argwhere(wrong)[0])
+                raise InputError(
+                    f"{whose}the target in row {place[0]} is {labels[place]}, but the model has {classes} "
+                    f"outputs, so that labels are 0 to {classes - 1}."
+                )
+
+        return check
+
+    def _try_results(self) -> None:
+        # Metrics are read once an epoch: what can't be read for all members at once must be known before.
+        try:
+            self.values(self.state["metrics"])
+        except Exception as error:  # whatever a metric may do
+            if self.fused:
+                raise CannotFuseError(f"a metric can't be computed for all members at once: {error}") from error
+            raise
+
+    def _added(
+        self, state: State, totals: dict[str, Tensor], data: Any, weights: Tensor | None, *, shared: bool
+    ) -> dict[str, Tensor]:
+        args = (self._reading(state, totals), self.shared, data, weights)
+        return self.programs.program("evaluate", args, shared)[0](leaves(args))
+
+    def _fresh_metrics(self, width: int) -> dict[str, Tensor]:
+        fresh = self._steps.own.fresh_metrics()
+        return {name: states.stack([value] * width, self.device) for name, value in fresh.items()}
+
+    def _next_coefficients(self, hyper: dict[str, Tensor], active: Tensor) -> dict[str, Tensor]:
+        return {}  # the optimizer's numbers are variables of its own
+
+    def _coefficients(self, state: State, hyper: dict[str, Tensor], steps: int) -> list[dict[str, Tensor]]:
+        return [{}] * steps
+
+    def _from_models(self, members: Sequence[Member]) -> State:
+        found = [self._steps.own.state(member.model) for member in members]
+        state: State = {
+            part: {name: states.stack([own[part][name] for own in found], self.device) for name in found[0][part]}
+            for part in PARTS
+        }
+        width = len(members)
+        state["member"] = {
+            "seed": torch.tensor([member.seed for member in members], device=self.device),
+            "step": torch.zeros(width, dtype=states.exact(self.device), device=self.device),
+            "trouble": torch.zeros(width, dtype=torch.int64, device=self.device),
+        }
+        return state
+
+    @staticmethod
+    def _kept(state: State) -> State:
+        """What a member's model and its optimizer hold of a state."""
+        return {part: state[part] for part in ("params", "buffers", "slots")}
+
+    @staticmethod
+    def _reading(state: State, metrics: dict[str, Tensor] | None = None) -> State:
+        """What a forward pass reads of a state; with metrics to add to, if they are given."""
+        member = {name: state["member"][name] for name in ("seed", "step")}
+        found = {"params": state["params"], "buffers": state["buffers"], "member": member}
+        return found if metrics is None else {**found, "metrics": metrics}
+
+    @staticmethod
+    def _weights(state: State) -> State:
+        return {part: state[part] for part in ("params", "buffers")}
+
+
+def _programs(model: Any, task: Any, *, fused: bool) -> programs.Programs:
+    made = programs.Programs(model, task, fused=fused)
+    made.steps = LaneSteps(model, task)
+    return made
+
+
+def _axes(shared_data: bool) -> tuple[int | None, ...]:
+    """The member axes of (state, data, weights)."""
+    return 0, None if shared_data else 0, 0
+
+
+def _like(per_member: Tensor, tensor: Tensor) -> Tensor:
+    return per_member.view(-1, *[1] * (tensor.dim() - 1))
+
+
+class _Substitute:
+    """Something in a module of Keras that is replaced as long as anybody is within its context."""
+
+    def __init__(self, module: Any, name: str, value: Any) -> None:
+        self._place = module, name
+        self._value = value
+        self._before = getattr(module, name)
+        self._users = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._users += 1
+            setattr(*self._place, self._value)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                setattr(*self._place, self._before)
+
+
+def _advance(seed: Any) -> None:
+    """Count a draw, as Keras does, without a generator: the draw is made from the member's own stream."""
+    draw_seed(seed)
+
+
+# Keras on torch makes a generator from the value of a seed at every draw, which no program can.
+_GENERATORS = _Substitute(keras_random, "torch_seed_generator", _advance)

@@ -1,0 +1,365 @@
+"""What the layers above ask of a framework's adapter, and of the engine that it gives a lane.
+
+An adapter is a package `modelfleet.frameworks.<name>` whose `__init__` exports the names of `Adapter`. An engine
+holds the stacked state of a lane's members on a device and runs the lane's steps. `modelfleet.testing.conformance`
+checks both.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+
+from modelfleet.devices import Device
+from modelfleet.errors import FleetError
+from modelfleet.members import Member
+from modelfleet.recipe import Recipe
+
+# Reasons a member was set aside, as an engine's `trouble` tells them.
+FINE, LOSS, GRADIENT, SCALE = 0, 1, 2, 3
+REASONS = {
+    LOSS: "its loss became NaN or infinite",
+    GRADIENT: "its gradient became NaN or infinite",
+    SCALE: "its float16 gradients overflowed at every loss scale",
+}
+
+
+class CannotFuseError(FleetError):
+    """A step can't be run for several members at once; says which operation is in the way."""
+
+
+class Task(Protocol):
+    """What the members of one lane have in common beside their structure. Equal tasks may be fused."""
+
+    @property
+    def summary(self) -> str:
+        """The task in a line, for checkpoints: what must be the same for a run to go on."""
+        ...
+
+
+class Prepared(Protocol):
+    """A recipe for the members of one framework, in their order."""
+
+    tasks: Sequence[Task]
+    """The task of each; the same object for members that may be fused."""
+    columns: Mapping[str, np.ndarray]
+    """Hyperparameters `(member,)` that are no part of the state; may be empty."""
+    schedules: Sequence[Any]
+    """What each member's schedule was compiled as; for `Adapter.Schedules`."""
+
+
+class Schedules(Protocol):
+    """The hyperparameters of a lane's members over the steps of a fit."""
+
+    def at(self, steps: np.ndarray) -> Mapping[str, np.ndarray]:
+        """The columns for members that have taken so many steps; the same object as long as nothing changes."""
+        ...
+
+    def end_epoch(self, values: Sequence[Mapping[str, float]]) -> None:
+        """Tell every member's metrics of an epoch, for schedules that go by them."""
+        ...
+
+    def state(self) -> Any:
+        """Where they are, in JSON's terms."""
+        ...
+
+    def restore(self, state: Any) -> None:
+        """Take up what `state` gave."""
+        ...
+
+
+class Adapter(Protocol):
+    """The names that a framework's package exports."""
+
+    NAME: str
+    arrays: Any
+    """A module of the form `modelfleet.feeds.Arrays`, and with `host(tensor)`, its numbers as a NumPy array."""
+    files: Any
+    """A module with `save(tensors, path)` and the reading functions of `frameworks.torch.files`."""
+    Engine: Callable[..., "Engine"]
+    """`Engine(members, task, columns, device, *, fused, programs=None)`; `device` is what `native` gave, and
+    `programs` the `.programs` of another engine of the same structure and task, to trace nothing anew."""
+    Schedules: Callable[..., Schedules]
+
+    def is_model(self, value: Any) -> bool:
+        """Whether this adapter takes it as a model. Called for values whose class is of the framework."""
+        ...
+
+    def seeding(self, seed: int) -> AbstractContextManager[None]:
+        """Seed the framework's global generators for a while, for a factory to run in; then they are as before."""
+        ...
+
+    def check_model(self, model: Any, name: str) -> None:
+        """Refuse a model that can't be a member, such as one whose weights are not there yet."""
+        ...
+
+    def copy_model(self, model: Any) -> Any:
+        """A model of its own with the same weights."""
+        ...
+
+    def compile(self, recipe: Recipe, members: Sequence[Member]) -> None:
+        """Check a recipe for these members, and do once what must be done once (Keras: `model.compile`)."""
+        ...
+
+    def prepare(self, recipe: Recipe | None, members: Sequence[Member], kind: str) -> Prepared:
+        """The tasks of members; `recipe` is None if `Fleet.compile` was not called for them. `kind` is "train",
+        "evaluate" or "predict": what is to be done. Raises `InputError` if that needs a recipe."""
+        ...
+
+    def signature(self, model: Any) -> Hashable:
+        """A model's structure: equal for models that may be fused."""
+        ...
+
+    def difference(self, a: Any, b: Any) -> str | None:
+        """Say where two signatures first differ, as in "features.3.stride is 2, not 1"."""
+        ...
+
+    def trained_twice(self, models: Sequence[Any]) -> tuple[int, int, str] | None:
+        """Two models that would train the very same variable, and its name; None if there are none."""
+        ...
+
+    def choose(self, wanted: tuple[Device, ...] | None) -> tuple[Device, ...]:
+        """The devices to use; None: choose."""
+        ...
+
+    def native(self, device: Device) -> Any:
+        """The framework's own device."""
+        ...
+
+    def randomness(self) -> Any:
+        """The state of the global generator that this framework's loaders shuffle with, as a tensor; or None."""
+        ...
+
+    def restore_randomness(self, state: Any) -> None:
+        """Put that generator back into a state."""
+        ...
+
+    def weights_key(self, model: Any) -> Hashable:
+        """What models must have in common for their weights to be stacked in one file."""
+        ...
+
+    def stacked_weights(self, models: Sequence[Any]) -> Mapping[str, Any]:
+        """The weights of models of one key, `(member, …)` each, for `files`."""
+        ...
+
+    def fill(self, model: Any, tensors: Mapping[str, Any]) -> str | None:
+        """Copy one member's weights into a model; gives the first thing that does not fit instead."""
+        ...
+
+
+class Engine(Protocol):
+    """A lane's framework side: the stacked state of its members, and the programs that step it.
+
+    Slots are the rows of the stacked state. "Tensors" are the framework's own. Batches come as the feed made them
+    from the adapter's `arrays`: trees whose leaves are `(slot, row, …)`, or `(row, …)` if `shared`; with `steps`
+    they have one more axis in front, `(step, …)`.
+    """
+
+    device: Any
+    programs: Any
+    """What was traced and compiled, to be handed to another engine of the same structure and task."""
+    task: Any
+    fused: bool
+    several: int
+    """How many steps a call of `train` best takes; 1 if there is nothing to win."""
+
+    @property
+    def parameters(self) -> int:
+        """Trained numbers per member."""
+        ...
+
+    @property
+    def bytes(self) -> int:
+        """What the state takes on the device."""
+        ...
+
+    @property
+    def program(self) -> str:
+        """How the train steps run, in a few words: "traced", "compiled", "jit, 16 steps a call", …"""
+        ...
+
+    @property
+    def untraced(self) -> str | None:
+        """Why every step runs its Python, if it does."""
+        ...
+
+    @property
+    def compiling(self) -> bool:
+        """Whether something is being compiled beside the training now."""
+        ...
+
+    def stop(self) -> None:
+        """End what goes on beside the training."""
+        ...
+
+    # --- steps
+
+    def train(
+        self,
+        hyper: Any,
+        active: Any,
+        data: Any,
+        weights: Any,
+        *,
+        shared: bool,
+        pace: tuple[int, float | None],
+        steps: int | None = None,
+    ) -> None:
+        """One step of the active members, or `steps` of them on data with a step axis.
+
+        `hyper` and `active` are tensors of the columns and of `(slot,)` bool. `weights` is None or what
+        `row_weights` gave. `pace` is the number of steps left and the seconds per step so far. A member whose loss
+        or gradient is not finite keeps its last good state, and its trouble is noted.
+        """
+        ...
+
+    def train_some(self, slots: np.ndarray, hyper: Any, data: Any, *, shared: bool, pace: Any) -> None:
+        """One step of the members in some slots, on data `cut` for them."""
+        ...
+
+    def ready(self, kind: str, hyper: Any, active: Any, data: Any, *, shared: bool) -> None:
+        """Have the program for batches like this one ("train", "evaluate", "predict"; for "predict" `data` are the
+        inputs). Raises `CannotFuseError` if a fused lane can't have it."""
+        ...
+
+    def epoch_values(self) -> dict[str, np.ndarray]:
+        """The loss and the metrics `(slot,)` since the last call; the next epoch begins at nothing."""
+        ...
+
+    def evaluate(
+        self, totals: Any, slots: Any, data: Any, weights: Any, counts: np.ndarray, size: int, *, shared: bool
+    ) -> Any:
+        """`totals` (None at first) with a batch added. `slots` is None for all, or those that `data` was cut for;
+        members whose count is 0 add nothing."""
+        ...
+
+    def values(self, totals: Any) -> dict[str, np.ndarray]:
+        """The loss and the metrics `(slot,)` of what `evaluate` added up."""
+        ...
+
+    def predict(self, data: Any, *, shared: bool) -> Any:
+        """The outputs `(slot, row, …)` on a batch of inputs."""
+        ...
+
+    def inputs(self, data: Any) -> Any:
+        """The inputs of a batch: the x of (x, y), or the batch itself."""
+        ...
+
+    def rows(self, outputs: Any, slot: int, count: int) -> Any:
+        """One member's real rows of a batch of outputs, on the host."""
+        ...
+
+    def concatenate(self, parts: Sequence[Any]) -> Any:
+        """Batches of rows as one array (or tree of arrays) of NumPy."""
+        ...
+
+    # --- which rows count
+
+    def maskable(self, batch: Any) -> bool:
+        """Whether padded rows can be weighted out of a batch without being felt."""
+        ...
+
+    def row_weights(self, counts: np.ndarray, size: int) -> Any:
+        """`(slot, row)`: 1 for a real row, 0 for padding."""
+        ...
+
+    def cut(self, data: Any, slots: np.ndarray, count: int, *, shared: bool) -> Any:
+        """The first `count` rows of the members in some slots."""
+        ...
+
+    # --- state
+
+    def tensor(self, array: np.ndarray) -> Any:
+        """A host array on the device."""
+        ...
+
+    def trouble(self) -> np.ndarray:
+        """`(slot,)`: what went wrong, by the codes of `REASONS`; 0 where nothing did."""
+        ...
+
+    def steps_taken(self) -> np.ndarray:
+        """`(slot,)`: the steps that changed each member's weights."""
+        ...
+
+    def forgive(self) -> None:
+        """Begin a fit with nobody in trouble."""
+        ...
+
+    def narrow(self, members: np.ndarray) -> None:
+        """Step only the members of these rows from now on, in a state of their own."""
+        ...
+
+    def widen(self) -> None:
+        """Undo `narrow`: put the members' new state back among the others'."""
+        ...
+
+    def adopt(self, position: int, other: Any, source: int) -> None:
+        """Take a member's optimizer state and step count over from another engine of the same optimizer."""
+        ...
+
+    def still_shared(self, members: Sequence[Member]) -> bool:
+        """Whether the tensors that all members shared are still the same in all of them."""
+        ...
+
+    def restack(self, positions: np.ndarray, members: Sequence[Member], *, working: bool = False) -> None:
+        """Take the weights (of Keras: and the optimizer's state) of the members at these rows from their models
+        again: into the working state, or into the one it was narrowed from, if it was."""
+        ...
+
+    def write_out(self, row: int, working: bool, member: Member) -> None:
+        """Copy one member's state into its model: of the working state, or of the one it was narrowed from."""
+        ...
+
+    def write_back(self, members: Sequence[Member]) -> None:
+        """Copy every member's state into its own model. Nothing is narrowed then."""
+        ...
+
+    def snapshot(self, row: int, working: bool = True) -> Any:
+        """A copy of one member's weights as a dict of dicts of tensors: of the working state, or of the one it was
+        narrowed from."""
+        ...
+
+    def restore(self, row: int, working: bool, snapshot: Any) -> None:
+        """Give a member the weights of a snapshot."""
+        ...
+
+    def tensors(self) -> dict[str, Any]:
+        """All of the state of all members, by path, `params/0.weight`: all that a run needs to go on."""
+        ...
+
+    def load(self, tensors: Mapping[str, Any]) -> None:
+        """Take up the state that `tensors` gave, or NumPy arrays of it."""
+        ...
+
+    def stream(self) -> AbstractContextManager[Any]:
+        """To step within, in a thread of the lane's own: on accelerators a stream of its own."""
+        ...
+
+    def out_of_memory(self, error: BaseException) -> bool:
+        """Whether an error that a step raised says that the device is out of memory."""
+        ...
+
+    # --- checks and costs
+
+    def check(self, batch: Any, name: str) -> None:
+        """Try one member on two rows, before anything is trained, and make room for the metrics it makes.
+
+        What does not fit raises `InputError`, with the shapes that came and what the model said of them."""
+        ...
+
+    def output_shape(self, batch: Any, name: str) -> tuple[int, ...] | None:
+        """The shape `(row, …)` of a member's output for two rows of a batch; None if it is no single tensor."""
+        ...
+
+    def check_targets(self, output_shape: tuple[int, ...] | None, target: Any, name: str | None) -> None:
+        """Check all targets of a data set against the output, where the loss says what they must be."""
+        ...
+
+    def label_check(self, output_shape: tuple[int, ...] | None) -> Callable[[Any], None] | None:
+        """A function that refuses a batch with targets out of range; None where there is nothing to check."""
+        ...
+
+    def working_bytes(self, batch: Any) -> int | None:
+        """What a train step on a batch like this takes on the device beside the state; None if not known."""
+        ...

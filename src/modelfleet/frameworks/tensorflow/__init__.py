@@ -1,0 +1,1 @@
+"""TensorFlow's own models in fleets."""

@@ -1,0 +1,167 @@
+"""What the functional engine asks of TensorFlow: to map over members, compile, and loop over steps."""
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from modelfleet.frameworks.tensorflow.programs import Graph, Program
+from modelfleet.trees import leaves, map_tree, rebuild
+
+Function = Callable[..., Any]
+
+_LOOPED = re.compile(r"Using a while_loop for converting (\w+)")
+_GLOBAL = re.compile(r"Random(Uniform(Int)?|StandardNormal|Gamma|PoissonV2|Shuffle)|TruncatedNormal|Multinomial")
+_MISSING = re.compile(r"No pfor vectorization defined for (\w+)")
+
+
+class TensorFlowBackend:
+    """TensorFlow on one device (see `functional.Backend`)."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.long_run = False
+        """Whether so much is left to do that XLA may win its time back."""
+        self.looped: set[str] = set()
+        """The operations that run for one member after the other in mapped steps, for want of a form for several."""
+        self._steps: list[Program] = []
+
+    @property
+    def name(self) -> str:
+        """How the steps run."""
+        compiled = any(graph.compiled for graph in self.graphs)
+        return "XLA" if compiled else "tf.function"
+
+    @property
+    def graphs(self) -> list[Graph]:
+        """The graphs of all train steps."""
+        return [graph for program in self._steps for graph in program.graphs]
+
+    def tensor(self, array: np.ndarray) -> tf.Tensor:
+        """An array as a tensor of its own on the device."""
+        with tf.device(self.device):
+            # Copied: on a CPU the tensor may otherwise read NumPy's memory in place.
+            return tf.identity(tf.constant(np.array(array)))
+
+    def host(self, tree: Any) -> Any:
+        """A tree of tensors as NumPy arrays; bfloat16 as float32."""
+        return map_tree(_host, tree)
+
+    def map(self, function: Function, args: Sequence[Any], mapped: Sequence[bool]) -> Any:
+        """`function` of every member."""
+        own = [arg for arg, yes in zip(args, mapped, strict=True) if yes]
+
+        def member(values: list[Any]) -> list[Any]:
+            parts = iter(rebuild(own, values))
+            structure = function(*(next(parts) if yes else arg for arg, yes in zip(args, mapped, strict=True)))
+            _refuse_global_draws()
+            trees.append(structure)
+            return leaves(structure)
+
+        trees: list[Any] = []
+        with _looped(self.looped):
+            found = tf.vectorized_map(member, leaves(own), fallback_to_while_loop=True)
+        return rebuild(trees[-1], found)
+
+    def where(self, chosen: Any, new: Any, old: Any) -> Any:
+        """`new` for the members that are chosen, `old` for the others."""
+        rank = len(old.shape) if tf.is_tensor(old) else 0
+        found = tf.where(tf.reshape(chosen, [-1, *[1] * (rank - 1)]), new, old)
+        if rank:
+            found.set_shape(old.shape)
+        return found
+
+    def take(self, tree: Any, rows: Any) -> Any:
+        """The rows of every tensor."""
+        return map_tree(lambda t: tf.gather(t, rows), tree)
+
+    def put(self, tree: Any, rows: Any, part: Any) -> Any:
+        """Every tensor with some of its rows replaced."""
+        places = tf.expand_dims(rows, 1)
+        return tf.nest.map_structure(lambda t, own: tf.tensor_scatter_nd_update(t, places, own), tree, part)
+
+    def lengthened(self, tree: Any, length: int) -> Any:
+        """Every array with a longer first axis."""
+        return map_tree(lambda leaf: _lengthened(leaf, length), tree)
+
+    def loop(self, step: Callable[[Any, Any], Any], state: Any, xs: Any, count: Any) -> Any:
+        """The state after `count` steps."""
+
+        def body(number: Any, state: Any) -> tuple[Any, Any]:
+            return number + 1, step(state, map_tree(lambda x: x[number], xs))
+
+        return tf.while_loop(lambda number, _: number < count, body, (tf.constant(0), state))[1]
+
+    def compile(self, function: Function, *, donate: bool = False) -> Program:
+        """The function as TensorFlow's graphs; those that replace the state are what runs long."""
+        program = Program(function, self.device, lambda: donate and self.long_run)
+        if donate:
+            self._steps.append(program)
+        return program
+
+    def trace(self, program: Program, args: Sequence[Any]) -> None:
+        """Trace a program; raises what the tracing raises."""
+        program.trace(args)
+
+    def shapes(self, function: Function, *args: Any) -> Any:
+        """What a function gives, without computing it."""
+        return Program(function, self.device, lambda: False).trace(args).structure
+
+    def working_bytes(self, program: Program, args: Sequence[Any]) -> int | None:
+        """Not known: TensorFlow tells what a graph takes only while it runs."""
+        return None
+
+    def reason(self, error: Exception) -> str:
+        """Why a function could not be traced, in a line."""
+        missing = _MISSING.search(str(error))
+        if missing is not None:
+            return f"{missing[1]} has no form for several members (tf.vectorized_map)"
+        line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        return f"{type(error).__name__}: {line}".rstrip(".: ")
+
+
+@contextmanager
+def _looped(found: set[str]) -> Iterator[None]:
+    """Note the operations that `vectorized_map` has no form for. It tells of them in its log only."""
+    logger = logging.getLogger("tensorflow")
+    level = logger.level
+
+    def heard(record: logging.LogRecord) -> bool:
+        match = _LOOPED.match(record.getMessage())
+        if match is not None:
+            found.add(match[1])
+        # What is logged of a failure is all in the exception, too.
+        return False
+
+    logger.addFilter(heard)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeFilter(heard)
+
+
+def _refuse_global_draws() -> None:
+    """Refuse to map what draws from TensorFlow's global generator: members would draw by who else is there."""
+    for operation in tf.compat.v1.get_default_graph().get_operations():
+        if _GLOBAL.fullmatch(operation.type):
+            raise NotImplementedError(
+                f"{operation.type} draws from TensorFlow's global generator; keras.random with a SeedGenerator "
+                f"of the layer's own can be fused"
+            )
+
+
+def _host(tensor: Any) -> np.ndarray:
+    array = np.asarray(tensor)
+    return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
+
+
+def _lengthened(leaf: Any, length: int) -> Any:
+    if isinstance(leaf, np.ndarray):
+        return np.concatenate([leaf, np.zeros((length - len(leaf), *leaf.shape[1:]), leaf.dtype)])
+    return tf.concat([leaf, tf.zeros([length - leaf.shape[0], *leaf.shape[1:]], leaf.dtype)], 0)

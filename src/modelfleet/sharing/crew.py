@@ -1,0 +1,140 @@
+"""The work of a worker process: some of a fleet's lanes, taking turns there."""
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from modelfleet import frameworks
+from modelfleet.devices import Device
+from modelfleet.members import Member
+from modelfleet.planning import supply
+from modelfleet.planning.assembly import Assembly, Part
+from modelfleet.recipe import Recipe
+from modelfleet.sharing.interleaved import interleaved
+from modelfleet.sharing.shifts import Ended, Report, Shift, Way
+from modelfleet.workers import Block
+from modelfleet.workers.process import interrupted
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a lane is in a fit, beside its tensors; in plain terms."""
+
+    lane: dict[str, Any]
+    schedules: Any
+    epoch: int
+    position: int
+
+
+@dataclass(frozen=True)
+class Order:
+    """All that a worker needs to take the steps of some lanes."""
+
+    fleet: str
+    """Orders of one fleet trace their programs once."""
+    members: list[tuple[str, Any, int, str]]
+    """Name, model, seed and framework."""
+    recipes: dict[str, Recipe | None]
+    devices: tuple[Device, ...] | None
+    parts: list[Part]
+    job: supply.Job
+    blocks: list[Any]
+    """The addresses of the blocks that hold the lanes' tensors."""
+    standings: list[Standing]
+    randomness: Mapping[str, Any]
+    together: bool = False
+    watched: bool = False
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a worker tells: a turn that was taken (no report), the end of an epoch, or that it has stopped."""
+
+    lanes: list[tuple[int, int, Standing, Report | None]]
+    """Of each lane its number, the half of its block that is whole, where it stands, and its report."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a worker is told before it goes on, by the lane's number."""
+
+    stopped: dict[int, list[str]]
+    changed: list[int]
+    """Lanes whose tensors were changed: to be read from the half that was told last."""
+
+
+_assemblies: dict[str, Assembly] = {}
+
+
+def work(order: Order) -> Generator[Told, Answer, None]:
+    """Run the lanes of an order; tells every epoch's end, and waits for an answer."""
+    crew = _Crew(order)
+    way = Way(order.together, order.watched, interrupted, supply.side_by_side(crew.lanes, order.job))
+    for shift in crew.shifts:
+        shift.begin()
+    for moment in interleaved(crew.shifts, way):
+        if isinstance(moment, Ended):
+            told = [crew.tell(shift, report) for shift, report in moment.reports]
+        elif order.watched:
+            told = [crew.tell(moment.shift, None)]
+        else:
+            continue
+        answer = yield Told(told)
+        crew.heed(answer, moment.reports if isinstance(moment, Ended) else [])
+    for shift in crew.shifts:
+        shift.close()
+        shift.lane.engine.stop()
+    yield Told([crew.tell(shift, None) for shift in crew.shifts])
+
+
+class _Crew:
+    def __init__(self, order: Order) -> None:
+        if order.fleet not in _assemblies:
+            _assemblies.clear()
+            _assemblies[order.fleet] = Assembly(order.devices)
+        assembly = _assemblies[order.fleet]
+        members = [Member(name, model, seed, frameworks.adapter(f)) for name, model, seed, f in order.members]
+        for framework in {id(m.framework): m.framework for m in members}.values():
+            state = order.randomness.get(framework.NAME)
+            if state is not None:
+                framework.restore_randomness(state)
+        studied = assembly.study(members, order.recipes, "train")
+        self.lanes = [assembly.lane(studied, part) for part in order.parts]
+        for lane, standing in zip(self.lanes, order.standings, strict=True):
+            lane.epochs = np.array(standing.lane["epochs"])  # what shuffles go by
+        fed = supply.feeds(self.lanes, order.job)
+        for lane, feed in fed:
+            supply.check(lane, feed, order.job)
+        self.shifts = supply.shifts(fed, order.job)
+        self._blocks = [Block(*address) for address in order.blocks]
+        self._halves = [0 for _ in self.shifts]
+        self._numbers = {id(shift): number for number, shift in enumerate(self.shifts)}
+        for number, (shift, standing) in enumerate(zip(self.shifts, order.standings, strict=True)):
+            self._load(number)
+            shift.lane.take_up(standing.lane)
+            shift.started = shift.lane.steps.copy()
+            shift.taken = shift.lane.engine.steps_taken().copy()
+            shift.schedules.restore(standing.schedules)
+            shift.epoch, shift.position = standing.epoch, standing.position
+            shift.several = 1 if order.watched else shift.lane.engine.several
+
+    def tell(self, shift: Shift, report: Report | None) -> tuple[int, int, Standing, Report | None]:
+        """Put a lane's tensors where the owner can read them, whatever becomes of this process."""
+        number = self._numbers[id(shift)]
+        half = self._halves[number] = 1 - self._halves[number]
+        host = shift.lane.members[0].framework.arrays.host
+        self._blocks[number].write(half, {k: host(t) for k, t in shift.lane.engine.tensors().items()})
+        standing = Standing(shift.lane.standing(), shift.schedules.state(), shift.epoch, shift.position)
+        return number, half, standing, report
+
+    def heed(self, answer: Answer, reports: list[tuple[Shift, Report]]) -> None:
+        """Do as answered."""
+        for number in answer.changed:
+            self._load(number)
+        for shift, _ in reports:
+            shift.leave(answer.stopped.get(self._numbers[id(shift)], []))
+
+    def _load(self, number: int) -> None:
+        self.shifts[number].lane.engine.load(self._blocks[number].read(self._halves[number]))

@@ -1,0 +1,25 @@
+"""Interleaved lanes: a turn of each after the other, in one thread."""
+
+from collections.abc import Iterator, Sequence
+
+from modelfleet.sharing.shifts import Ended, Moment, Report, Shift, Stepped, Way, next_wave
+
+
+def interleaved(shifts: Sequence[Shift], way: Way) -> Iterator[Moment]:
+    """Turn by turn, until everybody is done. A lane of share 3 takes three turns while another takes one."""
+    waiting: dict[int, tuple[Shift, Report]] = {}
+    while (working := next_wave(shifts)) and not way.stopped():
+        for shift in working:
+            for _ in range(1 if way.side_by_side else shift.share):
+                if id(shift) in waiting or not shift.working or way.stopped():
+                    break
+                steps = shift.turn()
+                if steps:
+                    yield Stepped(shift, steps)
+                elif way.together:
+                    waiting[id(shift)] = shift, shift.end_epoch()
+                else:
+                    yield Ended([(shift, shift.end_epoch())])
+        if waiting and all(id(shift) in waiting for shift in working):
+            yield Ended(list(waiting.values()))
+            waiting.clear()

@@ -1,0 +1,252 @@
+"""A shift: a lane at work in a fit."""
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from modelfleet.feeds import Batch, Feed
+from modelfleet.frameworks.protocol import REASONS
+from modelfleet.history import Failure
+from modelfleet.lanes import Lane
+from modelfleet.trees import map_tree
+
+
+@dataclass
+class Report:
+    """What a lane tells at the end of an epoch."""
+
+    epoch: int
+    """Epochs finished in this fit."""
+    values: dict[str, dict[str, float]]
+    """The loss and the metrics of the members that took part and have not failed."""
+    failures: dict[str, Failure]
+    """Who was set aside in this epoch, and why."""
+    steps: int
+    seconds: float
+
+
+@dataclass
+class Shift:
+    """A lane at work: what it is fed, for how long, and with which hyperparameters."""
+
+    lane: Lane
+    feed: Feed
+    validation: Feed | None
+    schedules: Any
+    epochs: np.ndarray
+    """`(member,)`: how many epochs each member trains in this fit."""
+    share: int = 1
+    """Turns that it takes while another takes one."""
+    several: int = 1
+    """Steps that a turn has at most."""
+    steps_per_epoch: int | None = None
+    """Where an epoch ends before its data do."""
+    epoch: int = 0
+    """Epochs finished in this fit."""
+    position: int = 0
+    """Steps done in the epoch at hand."""
+    seconds: float = 0.0
+    """Spent in steps, so far."""
+    away: Any = field(default=None, repr=False)
+    """Where its state is while its steps are taken in another process (`sharing.processes.Away`)."""
+    _batches: Generator[Batch, None, None] | None = field(default=None, repr=False)
+    _spent: float = 0.0
+    _first: int = 0
+
+    def __post_init__(self) -> None:
+        # As they are for all members; the feed itself narrows with the lane.
+        self.started = self.lane.steps.copy()
+        self.rows = self.feed.rows
+        self.known_steps = self._limited(self.feed.steps)
+        self.taken = self.lane.engine.steps_taken().copy()
+
+    @property
+    def names(self) -> list[str]:
+        """The members, in their order."""
+        return self.lane.names
+
+    @property
+    def working(self) -> bool:
+        """Whether anybody is still training."""
+        return bool(self.lane.on().any())
+
+    def training(self) -> list[str]:
+        """Who is still training."""
+        return [name for name, on in zip(self.lane.names, self.lane.on(), strict=True) if on]
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def next_batch(self) -> Batch | None:
+        """The batch of the next turn; None if the epoch is over."""
+        if self._batches is None:
+            several = self.several
+            self._batches = self.feed.epoch(self.epoch, start=self.position, several=several)
+            self._spent, self._first = 0.0, self.position
+        if self.steps_per_epoch is not None and self.position >= self.steps_per_epoch:
+            return None
+        return next(self._batches, None)
+
+    def step(self, batch: Batch) -> int:
+        """Train on a batch; gives how many steps that was."""
+        begun = time.perf_counter()
+        batch = self._cut_short(batch)
+        columns = self.schedules.at(self.lane.steps - self.started)
+        self.lane.train(batch, columns, self._steps_left())
+        self.position += batch.steps or 1
+        self._spent += time.perf_counter() - begun
+        return batch.steps or 1
+
+    def turn(self) -> int:
+        """The next steps; 0 if the epoch is over."""
+        batch = self.next_batch()
+        return 0 if batch is None else self.step(batch)
+
+    def end_epoch(self) -> Report:
+        """Close the epoch: its numbers, validation, and who is in trouble."""
+        begun = time.perf_counter()
+        self.close()
+        self.epoch += 1
+        on = self.lane.on()
+        values = self.lane.epoch_values()
+        self._spent += time.perf_counter() - begun  # here at the latest the device has done all of its steps
+        steps = self.position - self._first
+        self.seconds += self._spent
+        self.lane.paced(steps, self._spent)
+        if self.validation is not None:
+            for name, column in self.lane.evaluate(self.validation).items():
+                values[f"val_{name}"] = column
+        self.position = 0
+        failures = self.trouble(self.epoch)
+        still = on & self.lane.on()
+        rows: list[dict[str, float]] = [{} for _ in self.lane.members]
+        by_slot = zip(*(column.tolist() for column in values.values()), strict=True)
+        for place, numbers in zip(self.lane.slots.tolist(), by_slot, strict=True):
+            if still[place]:
+                rows[place] = dict(zip(values, numbers, strict=True))
+        self.schedules.end_epoch(rows)
+        self.lane.epochs[still] += 1
+        told = {self.lane.members[place].name: rows[place] for place in np.flatnonzero(still)}
+        return Report(self.epoch, told, failures, steps, self._spent)
+
+    def trouble(self, epoch: int) -> dict[str, Failure]:
+        """Take out whom this epoch has brought into trouble; who, and why."""
+        lane, found = self.lane, {}
+        codes = lane.engine.trouble()
+        for slot in np.flatnonzero(codes):
+            place = int(lane.slots[slot])
+            if lane.on()[place]:
+                step = int(lane.engine.steps_taken()[slot] - self.taken[place]) + 1
+                found[place] = Failure(epoch, step, REASONS[int(codes[slot])])
+        for what, feed in (("data", self.feed), ("validation data", self.validation)):
+            for slot, error in (feed.failures if feed is not None else {}).items():
+                place = int(lane.slots[slot])
+                if lane.on()[place] and place not in found:
+                    step = int(lane.steps[place] - self.started[place]) + (what == "data")
+                    reason = f"its {what} raised {type(error).__name__}: {error}"
+                    found[place] = Failure(epoch, step, reason)
+        lane.rest(list(found), failed=True)
+        return {lane.members[place].name: failure for place, failure in found.items()}
+
+    def begin(self) -> None:
+        """Take those out who have no epoch left."""
+        self.lane.rest(np.flatnonzero(self.epochs <= self.epoch))
+
+    def leave(self, stopped: Sequence[str]) -> None:
+        """Let members go that are done or were stopped, and free their slots."""
+        self.lane.rest([self.lane.places[name] for name in stopped])
+        self.begin()
+        if self.away is not None:
+            self.away.stopped += stopped
+            return
+        feeds = [self.feed] if self.validation is None else [self.feed, self.validation]
+        self.feed, *rest = self.lane.compact(feeds)
+        self.validation = rest[0] if rest else None
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
+
+    # --- where its state is --------------------------------------------------------------------------------------
+
+    def pull(self) -> None:
+        """Have the members' state here, wherever the steps are taken."""
+        if self.away is not None and not self.away.seen:
+            self.lane.engine.load(self.away.block.read(self.away.half))
+            self.away.seen = True
+
+    def push(self) -> None:
+        """Note that the members' state was changed here: where the steps are taken it must be read anew."""
+        if self.away is not None:
+            self.away.changed = True
+
+    # --- small parts ---------------------------------------------------------------------------------------------
+
+    def _steps_left(self) -> int:
+        """The steps from here to the end, as far as they are known."""
+        on = self.lane.on()
+        if not on.any():
+            return 0
+        known = self._limited(self.feed.steps)
+        per_epoch = self.position + 1 if known is None else int(known.max())
+        return max(0, (int(self.epochs[on].max()) - self.epoch) * per_epoch - self.position)
+
+    def _limited(self, steps: np.ndarray | None) -> np.ndarray | None:
+        if steps is None or self.steps_per_epoch is None:
+            return steps
+        return np.minimum(steps, self.steps_per_epoch)
+
+    def _cut_short(self, batch: Batch) -> Batch:
+        """Only as many steps of a batch as the epoch has left."""
+        if self.steps_per_epoch is None or batch.steps is None:
+            return batch
+        left = self.steps_per_epoch - self.position
+        if batch.steps <= left:
+            return batch
+        return Batch(map_tree(lambda leaf: leaf[:left], batch.data), batch.shared, batch.counts, left)
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """A turn was taken."""
+
+    shift: Shift
+    steps: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Epochs were ended: of one lane, or of all that are training if they go together."""
+
+    reports: list[tuple[Shift, Report]]
+
+
+Moment = Stepped | Ended
+Sharing = Callable[[Sequence[Shift], "Way"], Iterator[Moment]]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the lanes of a fit go."""
+
+    together: bool
+    """Whether a lane that has ended its epoch waits for the others."""
+    watched: bool
+    """Whether every step is told, one at a time."""
+    stopped: Callable[[], bool]
+    """Whether to stop after the steps at hand."""
+    side_by_side: bool
+    """Whether lanes read one loader together, and so must be fed in step."""
+
+
+def next_wave(shifts: Sequence[Shift]) -> list[Shift]:
+    """The lanes that may train now: those of the first wave that is not done."""
+    working = [shift for shift in shifts if shift.working]
+    if not working:
+        return []
+    wave = min(shift.lane.part.wave for shift in working)
+    return [shift for shift in working if shift.lane.part.wave == wave]

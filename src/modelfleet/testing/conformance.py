@@ -1,0 +1,436 @@
+"""What every framework's adapter must hold, as checks that its author can run.
+
+Describe the framework by a `Case`, and let pytest run every check on it:
+
+    @pytest.mark.parametrize("check", conformance.CHECKS)
+    def test_my_adapter(check):
+        check(case)
+
+The checks use fleets as people do, and nothing of an adapter's inside.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial, update_wrapper
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import modelfleet as mf
+
+KINDS = ("mlp", "dropout", "batchnorm", "unlike")
+STRATEGIES = ("fused", "interleaved", "threads", "processes")
+BATCH = 4
+RATES = {"a": 0.02, "b": 0.05, "c": 0.01, "d": 0.03}
+
+Data = tuple[Any, Any]
+Check = Callable[["Case"], None]
+
+
+def classes(seed: int, rows: int) -> Data:
+    """Rows of four numbers, and one of three classes for each that can be learnt from them."""
+    generator = np.random.default_rng(seed)
+    x = generator.normal(size=(rows, 4)).astype(np.float32)
+    return x, np.argmax(x[:, :3] + 0.1 * generator.normal(size=(rows, 3)), axis=1).astype(np.int32)
+
+
+def cross_entropy(outputs: np.ndarray, labels: np.ndarray) -> float:
+    """The mean cross-entropy of labels under logits."""
+    shifted = outputs.astype(np.float64) - outputs.max(1, keepdims=True)
+    logs = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    return float(-logs[np.arange(len(labels)), labels].mean())
+
+
+@dataclass(frozen=True)
+class Case:
+    """A framework, as the suite needs to know it.
+
+    `make`, `compile`, `alone`, `weights` and `outputs` are for the adapter's author to write; the rest fits models
+    that take four numbers and give three logits.
+    """
+
+    make: Callable[[str, int], Any]
+    """`make(kind, seed)`: a new model of one of `KINDS`, its weights given by the seed. "dropout" draws while it
+    trains, "batchnorm" has statistics of its batches, and "unlike" has another structure than "mlp"."""
+    compile: Callable[[mf.Fleet, Any], None]
+    """`compile(fleet, lr)`: compile a fleet for this learning rate, or `each(...)`, with an optimizer that keeps a
+    state (Adam, say)."""
+    alone: Callable[..., Any]
+    """`alone(model, name, data, *, lr, seed, epochs, batch_size, shuffle)`: a copy of the model, trained by the
+    framework's own means as the member `name` of a fleet of this seed is to be."""
+    weights: Callable[[Any], Mapping[str, Any]]
+    """`weights(model)`: all that training changes, by name; a copy, for the model may be trained on."""
+    outputs: Callable[[Any, Any], Any]
+    """`outputs(model, x)`: what the model gives outside of training."""
+    data: Callable[[int, int], Data] = classes
+    """`data(seed, rows)`: NumPy arrays to learn from."""
+    loss: Callable[[np.ndarray, np.ndarray], float] = cross_entropy
+    """`loss(outputs, y)`: what `evaluate` must call "loss"."""
+    tolerance: float = 1e-5
+    """How far weights may be apart, relative to the largest of a tensor (or to 1, if that is more)."""
+    in_place: bool = True
+    """Whether a member's model is the very object that was given; False where models can't be changed."""
+
+
+# --- in a fleet as alone -----------------------------------------------------------------------------------------
+
+
+def in_a_fleet_as_alone(case: Case, kind: str, rates: str) -> None:
+    """Three members of one structure are what each would have been alone."""
+    lr = {name: RATES["a"] if rates == "one" else RATES[name] for name in "abc"}
+    fleet = _fleet(case, dict.fromkeys("abc", kind), lr=lr if rates == "each" else RATES["a"])
+    data = case.data(0, 12)
+    expected = {name: _alone(case, fleet, name, data, lr=lr[name], epochs=2) for name in fleet.names}
+    before = {name: case.weights(fleet[name]) for name in fleet.names}
+    history = _fit(fleet, data, epochs=2)
+    for name, model in expected.items():
+        _same(case, fleet[name], model, f"member {name!r} of {kind}")
+        _finite(history[name]["loss"], 2)
+        moved = _distance(case.weights(fleet[name]), before[name])[0]
+        assert moved > 10 * case.tolerance, f"member {name!r} was not trained"
+
+
+def unlike_members_as_alone(case: Case) -> None:
+    """Members of unlike structure, each with its own data, are what each would have been alone."""
+    kinds = {"a": "mlp", "b": "unlike", "c": "batchnorm", "d": "mlp"}
+    fleet = _fleet(case, kinds, lr=RATES)
+    data = {name: case.data(row, 12) for row, name in enumerate(kinds)}
+    expected = {name: _alone(case, fleet, name, data[name], epochs=2) for name in kinds}
+    _fit(fleet, mf.each(data), epochs=2)
+    for name, model in expected.items():
+        _same(case, fleet[name], model, f"member {name!r}")
+
+
+def ragged_batches_as_alone(case: Case, kind: str) -> None:
+    """A last batch of fewer rows counts as it does alone."""
+    fleet = _fleet(case, dict.fromkeys("ab", kind), lr=RATES)
+    data = case.data(0, 2 * BATCH + 2)
+    expected = {name: _alone(case, fleet, name, data, epochs=2) for name in fleet.names}
+    _fit(fleet, data, epochs=2)
+    for name, model in expected.items():
+        _same(case, fleet[name], model, f"member {name!r} of {kind}")
+
+
+def own_data_as_alone(case: Case, kind: str) -> None:
+    """Members whose data sets have unlike lengths are what each would have been alone."""
+    fleet = _fleet(case, dict.fromkeys("abc", kind), lr=RATES)
+    data = {"a": case.data(1, 3 * BATCH), "b": case.data(2, BATCH + 2), "c": case.data(3, 2 * BATCH + 3)}
+    expected = {name: _alone(case, fleet, name, data[name], epochs=2) for name in data}
+    history = _fit(fleet, mf.each(data), epochs=2)
+    for name, model in expected.items():
+        _same(case, fleet[name], model, f"member {name!r} of {kind}")
+        _finite(history[name]["loss"], 2)
+
+
+def own_epochs_as_alone(case: Case) -> None:
+    """Members may train for unlike numbers of epochs."""
+    epochs = {"a": 1, "b": 4, "c": 2}
+    fleet = _fleet(case, dict.fromkeys("abc", "dropout"), lr=RATES)
+    data = case.data(0, 2 * BATCH)
+    expected = {name: _alone(case, fleet, name, data, epochs=epochs[name]) for name in epochs}
+    history = _fit(fleet, data, epochs=mf.each(epochs))
+    for name, model in expected.items():
+        _same(case, fleet[name], model, f"member {name!r} of {epochs[name]} epochs")
+        _finite(history[name]["loss"], epochs[name])
+
+
+def evaluate_and_predict_as_alone(case: Case) -> None:
+    """`predict` gives what a trained model gives by itself, and `evaluate` its loss; on ragged batches, too."""
+    fleet = _fleet(case, {"a": "dropout", "b": "dropout", "c": "batchnorm"}, lr=RATES)
+    x, y = case.data(0, 3 * BATCH - 1)
+    history = _fit(fleet, (x, y), validation=(x, y))
+    values = fleet.evaluate((x, y), batch_size=BATCH)
+    outputs = fleet.predict(x, batch_size=BATCH)
+    for name in fleet.names:
+        expected = np.asarray(case.outputs(fleet[name], x))
+        assert type(outputs[name]) is np.ndarray, f"predict gave {type(outputs[name]).__name__} for {name!r}"
+        _near(outputs[name], expected, case.tolerance, f"outputs of member {name!r}")
+        loss = case.loss(expected, y)
+        _near(values[name]["loss"], loss, case.tolerance, f"loss of member {name!r}")
+        _near(history[name]["val_loss"][-1], loss, case.tolerance, f"val_loss of member {name!r}")
+
+
+# --- independence ------------------------------------------------------------------------------------------------
+
+
+def position_and_company_do_not_matter(case: Case) -> None:
+    """A member's numbers are the same wherever it stands, and whoever else is there."""
+    data = case.data(0, 2 * BATCH + 1)
+    companies: Sequence[Mapping[str, str]] = (
+        {"b": "dropout"},
+        {"a": "dropout", "b": "dropout", "c": "dropout"},
+        {"c": "unlike", "d": "mlp", "b": "dropout"},
+    )
+    found = []
+    for kinds in companies:
+        fleet = _fleet(case, kinds, lr={name: RATES[name] for name in kinds})
+        _fit(fleet, data, epochs=2)
+        found.append(fleet["b"])
+    for kinds, model in zip(companies[1:], found[1:], strict=True):
+        _same(case, model, found[0], f"member 'b' among {', '.join(kinds)}")
+
+
+def strategies_agree(case: Case, strategy: str) -> None:
+    """Every strategy gives the numbers that the members have alone."""
+    kinds: dict[str, str] = dict.fromkeys("abc", "dropout")
+    if strategy != "fused":  # which would refuse members of unlike structure
+        kinds["d"] = "batchnorm"
+    fleet = _fleet(case, kinds, lr={name: RATES[name] for name in kinds})
+    data = {name: case.data(row, 2 * BATCH + row) for row, name in enumerate(kinds)}
+    expected = {name: _alone(case, fleet, name, data[name], epochs=2) for name in kinds}
+    history = _fit(fleet, mf.each(data), epochs=2, strategy=strategy)
+    assert not history.failed, history.failed
+    for name, model in expected.items():
+        _same(case, fleet[name], model, f"member {name!r} with strategy {strategy!r}")
+        _finite(history[name]["loss"], 2)
+
+
+def fitting_twice_is_fitting_longer(case: Case) -> None:
+    """A second `fit` goes on from where the members are: weights, optimizers, shuffles and dropout."""
+    data = case.data(0, 2 * BATCH + 2)
+    twice, once = (_fleet(case, {"a": "dropout", "b": "dropout", "c": "batchnorm"}, lr=RATES) for _ in range(2))
+    _fit(twice, data)
+    _fit(twice, data, epochs=2)
+    _fit(once, data, epochs=3)
+    for name in once.names:
+        _same(case, twice[name], once[name], f"member {name!r}")
+
+
+# --- trouble -----------------------------------------------------------------------------------------------------
+
+
+def a_sick_member_is_set_aside(case: Case) -> None:
+    """A member whose numbers become NaN is named and keeps its last good state; the others do not feel it."""
+    results = []
+    for sick in (True, False):
+        fleet = _fleet(case, dict.fromkeys("abc", "dropout"), lr=RATES)
+        data = {name: case.data(row, 3 * BATCH) for row, name in enumerate("abc")}
+        if sick:
+            data["b"][0][BATCH + 1] = np.nan  # within the second batch
+        history = _fit(fleet, mf.each(data), epochs=2, shuffle=False)
+        results.append((fleet, history))
+    (fleet, history), (whole, unbroken) = results
+    assert set(history.failed) == {"b"}, f"expected 'b' to be set aside alone, got {history.failed}"
+    assert "NaN" in history.failed["b"].reason, history.failed["b"].reason
+    assert (history.failed["b"].epoch, history.failed["b"].step) == (1, 2), history.failed["b"]
+    assert not unbroken.failed
+    for name in "ac":
+        _same(case, fleet[name], whole[name], f"member {name!r} beside a sick one")
+    x, y = case.data(1, 3 * BATCH)
+    fresh = _fleet(case, {"b": "dropout"}, lr={"b": RATES["b"]})
+    expected = _alone(case, fresh, "b", (x[:BATCH], y[:BATCH]), shuffle=False)
+    _same(case, fleet["b"], expected, "the member set aside, after its last good step")
+
+
+def failing_data_are_set_aside(case: Case) -> None:
+    """A member whose data raise is named and keeps what it has learnt; the others do not feel it."""
+
+    def batches(seed: int, fails: bool) -> Callable[[], Iterator[Data]]:
+        def read() -> Iterator[Data]:
+            x, y = case.data(seed, 3 * BATCH)
+            for start in range(0, len(x), BATCH):
+                if fails and start == BATCH:
+                    raise OSError("the disk is gone")
+                yield x[start : start + BATCH], y[start : start + BATCH]
+
+        return read
+
+    results = []
+    for fails in (True, False):
+        fleet = _fleet(case, dict.fromkeys("abc", "mlp"), lr=RATES)
+        data = {name: batches(row, fails and name == "b") for row, name in enumerate("abc")}
+        results.append((fleet, fleet.fit(mf.each(data), epochs=2, progress=False)))
+    (fleet, history), (whole, _) = results
+    assert set(history.failed) == {"b"}, f"expected 'b' to be set aside alone, got {history.failed}"
+    assert "the disk is gone" in history.failed["b"].reason, history.failed["b"].reason
+    for name in "ac":
+        _same(case, fleet[name], whole[name], f"member {name!r} beside one whose data failed")
+
+
+# --- models ------------------------------------------------------------------------------------------------------
+
+
+def plain_in_plain_out(case: Case) -> None:
+    """What comes out of a fleet is what went in, with new weights."""
+    models = {name: case.make(kind, row) for row, (name, kind) in enumerate({"a": "mlp", "b": "unlike"}.items())}
+    kinds = {name: type(model) for name, model in models.items()}
+    before = {name: case.weights(model) for name, model in models.items()}
+    fleet = mf.Fleet(models)
+    case.compile(fleet, RATES["a"])
+    _fit(fleet, case.data(0, BATCH))
+    for name, model in models.items():
+        assert type(fleet[name]) is kinds[name], f"{name!r} is a {type(fleet[name]).__name__} now"
+        if case.in_place:
+            assert fleet[name] is model, f"{name!r} is another object now"
+        after = case.weights(fleet[name])
+        assert after.keys() == before[name].keys(), f"{name!r} has other weights now: {', '.join(after)}"
+        assert _distance(after, before[name])[0] > 10 * case.tolerance, f"{name!r} has its old weights"
+
+
+def saved_and_loaded(case: Case) -> None:
+    """A saved fleet comes back with the very weights that it had."""
+    fleet = _fleet(case, {"a": "batchnorm", "b": "batchnorm"}, lr=RATES)
+    x, y = case.data(0, 2 * BATCH)
+    _fit(fleet, (x, y))
+    with tempfile.TemporaryDirectory() as folder:
+        fleet.save(Path(folder) / "fleet")
+        loaded = mf.load(Path(folder) / "fleet", factory=partial(case.make, "batchnorm", 99))
+    assert loaded.names == fleet.names
+    outputs, expected = loaded.predict(x), fleet.predict(x)
+    for name in fleet.names:
+        difference, where = _distance(_tensors(case, loaded[name]), _tensors(case, fleet[name]))
+        assert difference == 0, f"{where} of {name!r} came back changed by {difference:.1e}"
+        _near(outputs[name], expected[name], case.tolerance, f"outputs of member {name!r}")
+
+
+def members_come_and_go(case: Case) -> None:
+    """Members that are dropped, added and cloned between fits leave the others as they are."""
+    data = case.data(0, 2 * BATCH)
+    fleet, whole = (_fleet(case, dict.fromkeys("ab", "dropout"), lr=RATES["a"]) for _ in range(2))
+    _fit(fleet, data)
+    _fit(whole, data)
+    fleet.clone("a", as_="twin")
+    _same(case, fleet["twin"], fleet["a"], "a clone")
+    leaver = fleet.drop("b")
+    _same(case, leaver, whole["b"], "the member that left")
+    fleet.add("c", case.make("dropout", _seed("c")))
+    expected = _alone(case, fleet, "c", data, lr=RATES["a"])
+    assert fleet.names == ["a", "twin", "c"]
+    _fit(fleet, data)
+    _fit(whole, data)
+    _same(case, fleet["a"], whole["a"], "the member that stayed")
+    _same(case, fleet["c"], expected, "the member that came")
+    apart = _distance(case.weights(fleet["twin"]), case.weights(fleet["a"]))[0]
+    assert apart > 10 * case.tolerance, "a clone has shuffles and dropout of its own, but went the same way"
+
+
+# --- nothing lost ------------------------------------------------------------------------------------------------
+
+
+class _Killed(Exception):  # noqa: N818
+    """What breaks a run off."""
+
+
+class _Die(mf.Callback):
+    """Breaks a fit off after a step, as a fault of the machine would."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def on_step_end(self, run: Any) -> None:
+        """Raise after the step."""
+        if run.step == self.step:
+            raise _Killed
+
+
+def resumed_as_unbroken(case: Case) -> None:
+    """A run that is broken off and started again ends as the unbroken one."""
+    data = {"a": case.data(1, 3 * BATCH), "b": case.data(2, BATCH + 1), "c": case.data(3, 3 * BATCH)}
+    kinds = {"a": "dropout", "b": "dropout", "c": "batchnorm"}
+
+    def run(folder: Path, die: int | None = None) -> tuple[mf.Fleet, mf.History]:
+        fleet = _fleet(case, kinds, lr=RATES)
+        callbacks = [mf.Checkpoint(folder, every_steps=1), _Die(die)]
+        return fleet, _fit(fleet, mf.each(data), epochs=3, callbacks=callbacks)
+
+    with tempfile.TemporaryDirectory() as folder:
+        unbroken, history = run(Path(folder) / "unbroken")
+        with suppress(_Killed):
+            run(Path(folder) / "broken", die=5)
+            raise AssertionError("the run was to be broken off at its fifth step, but has fewer")
+        resumed, other = run(Path(folder) / "broken")
+    for name in kinds:
+        _same(case, resumed[name], unbroken[name], f"member {name!r} of the resumed run")
+        _near(other[name]["loss"], history[name]["loss"], case.tolerance, f"losses of member {name!r}")
+
+
+# --- helpers -----------------------------------------------------------------------------------------------------
+
+
+def _seed(name: str) -> int:
+    return ord(name)
+
+
+def _fleet(case: Case, kinds: Mapping[str, str], *, lr: Any) -> mf.Fleet:
+    """A compiled fleet of these members. A member's first weights depend on its name and kind alone."""
+    fleet = mf.Fleet({name: case.make(kind, _seed(name)) for name, kind in kinds.items()}, seed=3)
+    case.compile(fleet, mf.each({name: lr[name] for name in kinds}) if isinstance(lr, Mapping) else lr)
+    return fleet
+
+
+def _fit(fleet: mf.Fleet, data: Any, **options: Any) -> mf.History:
+    return fleet.fit(data, batch_size=BATCH, progress=False, **options)
+
+
+def _alone(case: Case, fleet: mf.Fleet, name: str, data: Data, **options: Any) -> Any:
+    """A trained copy of a member that has not been trained yet."""
+    given = {"lr": RATES[name], "epochs": 1, "batch_size": BATCH, "shuffle": True, **options}
+    return case.alone(fleet[name], name, data, seed=fleet.seed, **given)
+
+
+def _tensors(case: Case, model: Any) -> dict[str, np.ndarray]:
+    return {name: np.array(value) for name, value in case.weights(model).items()}
+
+
+def _distance(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[float, str]:
+    """How far two sets of weights are apart at most, and the name of the tensor."""
+    assert first.keys() == second.keys(), f"unlike weights: {', '.join(first)} and {', '.join(second)}"
+    worst = (0.0, "")
+    for name in first:
+        a, b = (np.asarray(value).astype(np.float64) for value in (first[name], second[name]))
+        assert a.shape == b.shape, f"{name} is {a.shape} and {b.shape}"
+        size = max(1.0, float(np.abs(b).max(initial=0.0)))
+        difference = float(np.abs(a - b).max(initial=0.0)) / size
+        worst = max(worst, (difference if np.isfinite(difference) else np.inf, name))
+    return worst
+
+
+def _same(case: Case, model: Any, expected: Any, who: str) -> None:
+    difference, where = _distance(case.weights(model), case.weights(expected))
+    assert difference <= case.tolerance, f"{who}: {where} is off by {difference:.1e}, allowed {case.tolerance:.0e}"
+
+
+def _near(value: Any, expected: Any, tolerance: float, what: str) -> None:
+    a, b = np.asarray(value, dtype=np.float64), np.asarray(expected, dtype=np.float64)
+    assert a.shape == b.shape, f"{what}: {a.shape}, expected {b.shape}"
+    difference = float(np.abs(a - b).max(initial=0.0)) / max(1.0, float(np.abs(b).max(initial=0.0)))
+    assert difference <= tolerance, f"{what}: off by {difference:.1e}, allowed {tolerance:.0e}"
+
+
+def _finite(values: Sequence[float], count: int) -> None:
+    assert len(values) == count, f"{len(values)} epochs in the history, expected {count}"
+    assert np.isfinite(values).all(), f"the history holds {values}"
+
+
+def _check(function: Callable[..., None], *choices: str) -> Check:
+    """A check, with its choices made and in its name, by which pytest calls it."""
+    made = update_wrapper(partial(function, **dict(zip(_choices(function), choices, strict=True))), function)
+    made.__name__ = "-".join([function.__name__, *choices])  # pyrefly: ignore
+    return made
+
+
+def _choices(function: Callable[..., None]) -> list[str]:
+    return [name for name in function.__annotations__ if name not in ("case", "return")]
+
+
+CHECKS: tuple[Check, ...] = (
+    *(_check(in_a_fleet_as_alone, kind, rates) for kind in KINDS for rates in ("one", "each")),
+    _check(unlike_members_as_alone),
+    *(_check(ragged_batches_as_alone, kind) for kind in ("mlp", "batchnorm")),
+    *(_check(own_data_as_alone, kind) for kind in ("dropout", "batchnorm")),
+    _check(own_epochs_as_alone),
+    _check(evaluate_and_predict_as_alone),
+    _check(position_and_company_do_not_matter),
+    *(_check(strategies_agree, strategy) for strategy in STRATEGIES),
+    _check(fitting_twice_is_fitting_longer),
+    _check(a_sick_member_is_set_aside),
+    _check(failing_data_are_set_aside),
+    _check(plain_in_plain_out),
+    _check(saved_and_loaded),
+    _check(members_come_and_go),
+    _check(resumed_as_unbroken),
+)
+"""All checks. Each has the name of what must hold."""
