@@ -1,6 +1,7 @@
 """Checkpoints of a fit under way: weights, optimizer state, positions, random state, history and callbacks."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,22 @@ from modelfleet.history import History
 from modelfleet.store import read_file, read_manifest, write_folder
 
 KIND = "checkpoint"
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The lanes of a run that was kept, and how they shared their device."""
+
+    parts: list[tuple[tuple[str, ...], bool]]
+    """The members of every lane, and whether it was fused."""
+    sharing: str
+
+
+def arrangement(folder: Path) -> Arrangement:
+    """How the run in a checkpoint was arranged: one that goes on from it must be arranged alike."""
+    manifest = read_manifest(folder, kind=KIND)
+    parts = [(tuple(lane["members"]), bool(lane["fused"])) for lane in manifest["lanes"]]
+    return Arrangement(parts, str(manifest["sharing"]))
 
 
 def exists(folder: Path) -> bool:
@@ -46,7 +63,8 @@ def save(folder: Path, run: Any, callbacks: Sequence[Callback]) -> None:
         "epochs": [shift.epoch for shift in run.shifts],
         "positions": [shift.position for shift in run.shifts],
         "history": run.history.to_dict(),
-        "lanes": [shift.lane.standing() for shift in run.shifts],
+        "lanes": [{**shift.lane.standing(), "fused": shift.lane.engine.fused} for shift in run.shifts],
+        "sharing": run.sharing_name,
         "schedules": [shift.schedules.state() for shift in run.shifts],
         "callbacks": [callback.state() for callback in callbacks],
     }

@@ -24,6 +24,7 @@ class Fit:
         fleet: Any,
         shifts: Sequence[Shift],
         sharing: Sharing,
+        sharing_name: str,
         callbacks: Sequence[Callback],
         reporter: Reporter,
         randomness: Mapping[str, Any],
@@ -40,6 +41,9 @@ class Fit:
         self.callbacks = list(callbacks)
         self.randomness = dict(randomness)
         """The state of the frameworks' generators when the epoch at hand began."""
+        self.sharing_name = sharing_name
+        self.epoch_seconds: float | None = None
+        """What an epoch of everything took, once the first was over."""
         self._sharing = sharing
         self._reporter = reporter
         self._places = {name: shift for shift in self.shifts for name in shift.names}
@@ -47,6 +51,7 @@ class Fit:
         self._saving: list[Path] = []
         self._interrupted = False
         self._shown = 0
+        self._first_shown: tuple[int, float] | None = None
         self._epoch_begun = time.monotonic()
         watched = any(callback.wants_steps for callback in self.callbacks)
         together = side_by_side or any(callback.together for callback in self.callbacks)
@@ -186,8 +191,14 @@ class Fit:
         if not working:
             done = max(shift.epoch for shift in self.shifts)
         if done > self._shown:
-            self._shown = done
             now = time.monotonic()
+            if self._first_shown is None:
+                self._first_shown = done, now
+                self.epoch_seconds = (now - self._epoch_begun) / (done - self._shown)
+            else:
+                first, then = self._first_shown
+                self.epoch_seconds = (now - then) / (done - first)
+            self._shown = done
             self._reporter.epoch(done, self.history, self.active, now - self._epoch_begun)
             self._epoch_begun = now
 

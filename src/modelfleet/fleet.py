@@ -9,8 +9,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from modelfleet import frameworks, saving
-from modelfleet.callbacks import Callback
+from modelfleet import checkpoints, frameworks, saving
+from modelfleet.callbacks import Callback, Checkpoint
+from modelfleet.checkpoints import Arrangement
 from modelfleet.devices import parse_devices
 from modelfleet.each import spread
 from modelfleet.errors import InputError, StrategyError, unknown
@@ -22,6 +23,7 @@ from modelfleet.members import Member, check_name, member_seed
 from modelfleet.planning import supply
 from modelfleet.planning.assembly import Assembly, Part, refuse_unfused, settle
 from modelfleet.planning.plan import LanePlan, Plan
+from modelfleet.planning.planner import Choice, Planner
 from modelfleet.planning.supply import Job
 from modelfleet.progress import reporter
 from modelfleet.recipe import Recipe
@@ -61,6 +63,8 @@ class Fleet:
         self._members: dict[str, Member] = {}
         self._by_model: dict[int, str] = {}  # the member of a model object, which must be of one only
         self._assembly = Assembly(parse_devices(devices))
+        self._planner = Planner()
+        self._choice = Choice([])  # how the lanes at hand run
         self._token = secrets.token_hex(8)  # by which worker processes know the fleet again
         self._recipes: dict[str, Recipe | None] = {}
         self._recipe: Recipe | None = None  # for members to come
@@ -153,7 +157,8 @@ class Fleet:
         if len(self) == 1:
             raise InputError(f"{name!r} is the last member; a fleet needs at least one.")
         self._regroup()
-        del self._members[name], self._recipes[name], self._by_model[id(model)]
+        del self._members[name], self._recipes[name]
+        self._by_model.pop(id(model), None)
         self._handed.discard(name)
         self._origins.pop(name, None)
         self._carried.pop(name, None)
@@ -276,13 +281,17 @@ class Fleet:
         shown = reporter(progress)
         callbacks = self._wrapped(callbacks)
         randomness = self._randomness()  # as it is before any loader draws from it
-        lanes = self._settled(strategy, job, "train")
+        lanes = self._settled(strategy, job, "train", _kept(callbacks))
         shifts = supply.shifts(lanes, job)
         side_by_side = supply.side_by_side([lane for lane, _ in lanes], job)
-        sharing = self._sharing(strategy, job, randomness)
-        run = Fit(self, shifts, sharing, callbacks, shown, randomness, side_by_side=side_by_side)
+        sharing = self._sharings(randomness)[self._choice.sharing](job)
+        name = self._choice.sharing
+        run = Fit(self, shifts, sharing, name, callbacks, shown, randomness, side_by_side=side_by_side)
         try:
-            return run.run()
+            history = run.run()
+            self._choice.epoch_took = run.epoch_seconds
+            self._planner.learn(self._studied, lanes, self._choice.sharing, run.epoch_seconds)
+            return history
         except CannotSendError as error:
             raise StrategyError(
                 f'strategy="processes" can\'t be had: {error} Or use "interleaved" or "threads".'
@@ -290,6 +299,7 @@ class Fleet:
         finally:
             for lane, _ in lanes:
                 lane.engine.write_back(lane.members)
+            self._by_model = {id(member.model): name for name, member in self._members.items()}
 
     def evaluate(self, data: Any, *, batch_size: Any = None) -> dict[str, dict[str, float]]:
         """Every member's loss and metrics on data: {name: {metric: value}}."""
@@ -317,9 +327,14 @@ class Fleet:
 
     # --- lanes ---------------------------------------------------------------------------------------------------
 
-    def _settled(self, strategy: str, job: Job, kind: str) -> list[tuple[Lane, Feed]]:
-        """The lanes with their feeds, checked against each other and ready for their steps."""
-        lanes = self._ready(strategy, kind)
+    def _settled(
+        self, strategy: str, job: Job, kind: str, kept: Arrangement | None = None
+    ) -> list[tuple[Lane, Feed]]:
+        """The lanes with their feeds, checked against each other and ready for their steps.
+
+        `kept` is the arrangement of a run that is to be resumed, if there is one.
+        """
+        lanes = self._ready(strategy, kind, kept)
         fed = supply.feeds(lanes, job)
         for lane, feed in fed:
             if kind == "predict":
@@ -327,13 +342,22 @@ class Fleet:
             else:
                 supply.check(lane, feed, job)
         settled = settle(self._studied, fed, kind, strategy)
+        if kind == "train":
+            self._choice = Choice(settled, strategy if strategy in ("threads", "processes") else "interleaved")
+            if kept is not None:
+                self._choice.sharing = kept.sharing
+            elif strategy == "auto":
+                sharings = self._sharings(self._randomness())
+                del sharings["interleaved"]
+                self._choice = self._planner.choose(self._studied, settled, job, sharings)
+                settled = self._choice.lanes
         if [lane for lane, _ in settled] != lanes:
             self._regroup()
             self._lanes = [lane for lane, _ in settled]
             self._carry_over()
         return settled
 
-    def _ready(self, strategy: str, kind: str) -> list[Lane]:
+    def _ready(self, strategy: str, kind: str, kept: Arrangement | None = None) -> list[Lane]:
         """The lanes of the fleet as it is now, their weights as the members' models have them."""
         lanes = self._lanes
         if lanes is None or self._restructured(lanes) or (self._kind == "predict" and kind != "predict"):
@@ -344,6 +368,8 @@ class Fleet:
             refuse_unfused(self._studied.groups)
         alone = strategy not in ("auto", "fused")
         asked = self._studied.apart(f'strategy="{strategy}"') if alone else self._studied.groups
+        if kept is not None:
+            asked = [Part(names, fused, "as in the checkpoint") for names, fused in kept.parts]
         parted = lanes is not None and strategy == "fused" and not all(lane.engine.fused for lane in lanes)
         if lanes is None or parted or [part.names for part in asked] != [part.names for part in self._asked]:
             self._regroup()
@@ -364,12 +390,13 @@ class Fleet:
             if member.name in self._handed
         ) or not all(lane.engine.still_shared(lane.members) for lane in lanes)
 
-    def _sharing(self, strategy: str, job: Job, randomness: Mapping[str, Any]) -> Sharing:
-        if strategy == "threads":
-            return threads
-        if strategy == "processes":
+    def _sharings(self, randomness: Mapping[str, Any]) -> dict[str, Callable[[Job], Sharing]]:
+        """The ways to share a device, for a job."""
+
+        def in_processes(job: Job) -> Sharing:
             return partial(processes, partial(self._order, job, randomness), os.cpu_count() or 1)
-        return interleaved
+
+        return {"interleaved": lambda _: interleaved, "threads": lambda _: threads, "processes": in_processes}
 
     def _order(self, job: Job, randomness: Mapping[str, Any], shifts: Sequence[Shift]) -> Order:
         """What a worker process needs to take the steps of some lanes."""
@@ -458,6 +485,14 @@ class Fleet:
         if name not in self._members:
             raise unknown("member", name, self._members)
         return self._members[name]
+
+
+def _kept(callbacks: Sequence[Callback]) -> Arrangement | None:
+    """The arrangement of the run that a checkpoint would resume."""
+    for callback in callbacks:
+        if isinstance(callback, Checkpoint) and callback.resume and checkpoints.exists(callback.folder):
+            return checkpoints.arrangement(callback.folder)
+    return None
 
 
 def _why(lane: Lane) -> str:

@@ -62,16 +62,17 @@ def build(factory: Callable[..., Any], arguments: Mapping[str, Any], seed: int, 
     A factory that takes a `seed` or, for Flax, `rngs` is given them from the member's seed if nobody else did.
     """
     arguments = dict(arguments)
-    takes = _parameters(factory)
+    takes = _signature(factory)
+    asked = () if takes is None else takes.parameters
     with ExitStack() as seeded:
         for framework in ADAPTERS:
             if framework in sys.modules:
                 seeded.enter_context(adapter(framework).seeding(seed))
-        if "seed" in takes and "seed" not in arguments:
+        if "seed" in asked and "seed" not in arguments:
             arguments["seed"] = seed
-        if "rngs" in takes and "rngs" not in arguments:
+        if "rngs" in asked and "rngs" not in arguments:
             arguments["rngs"] = adapter("jax").rngs(seed)
-        _check_keywords(factory, arguments, name)
+        _check_keywords(takes, arguments, name)
         model = factory(**arguments)
     if not _frameworks(model):
         raise InputError(
@@ -81,17 +82,20 @@ def build(factory: Callable[..., Any], arguments: Mapping[str, Any], seed: int, 
     return model
 
 
-def _parameters(factory: Callable[..., Any]) -> Mapping[str, Any]:
+def _signature(factory: Callable[..., Any]) -> inspect.Signature | None:
+    """What a factory takes; None if only calling it tells, as of one written in C."""
     try:
-        return inspect.signature(factory).parameters
-    except (TypeError, ValueError):  # written in C: only calling it tells
-        return {}
-
-
-def _check_keywords(factory: Callable[..., Any], arguments: Mapping[str, Any], name: str) -> None:
-    try:
-        takes = inspect.signature(factory)
+        if not isinstance(factory, type):
+            return inspect.signature(factory)
+        # Of a class, its __init__: a metaclass (Flax's) may take anything.
+        _, *parameters = inspect.signature(factory.__init__).parameters.values()
+        return inspect.Signature(parameters)
     except (TypeError, ValueError):
+        return None
+
+
+def _check_keywords(takes: inspect.Signature | None, arguments: Mapping[str, Any], name: str) -> None:
+    if takes is None:
         return
     try:
         takes.bind(**arguments)

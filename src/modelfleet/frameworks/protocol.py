@@ -127,6 +127,10 @@ class Adapter(Protocol):
         """The framework's own device."""
         ...
 
+    def free_memory(self, device: Any) -> int | None:
+        """The bytes that are free on one of the framework's devices; None if it does not tell."""
+        ...
+
     def randomness(self) -> Any:
         """The state of the global generator that this framework's loaders shuffle with, as a tensor; or None."""
         ...
@@ -163,6 +167,11 @@ class Engine(Protocol):
     fused: bool
     several: int
     """How many steps a call of `train` best takes; 1 if there is nothing to win."""
+
+    @property
+    def prospect(self) -> float:
+        """The part of a step's present time that it will take once all is compiled; 1 if nothing is to come."""
+        ...
 
     @property
     def parameters(self) -> int:

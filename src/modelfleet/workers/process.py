@@ -141,6 +141,11 @@ def hire(env: Mapping[str, str], last: object = None) -> Worker:
     return fitting[0]
 
 
+def idle() -> int:
+    """How many workers there are that have nothing to do."""
+    return sum(worker.alive for worker in _idle)
+
+
 def release(worker: Worker, *, most: int = 4) -> None:
     """Keep a worker that has nothing to do for whoever needs one next; starting one takes seconds."""
     if worker.alive and len(_idle) < most:

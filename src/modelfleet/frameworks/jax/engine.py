@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from modelfleet.frameworks.functional import Definition, FunctionalEngine, Programs, State
-from modelfleet.frameworks.jax.backend import JaxBackend
+from modelfleet.frameworks.jax.backend import JaxBackend, shapes
 from modelfleet.frameworks.jax.losses import check_range, check_targets
 from modelfleet.frameworks.jax.models import Parts, Tree, as_numpy, form_of, key_of
 from modelfleet.frameworks.jax.task import PRECISIONS, Task, widened
@@ -56,7 +56,7 @@ class JaxDefinition(Definition):
         """Run a member on a few rows without computing anything, and see what there is to sum up."""
         self.maskable = self._tells_rows(state, batch) and all(m.maskable for m in self.task.metrics)
         for train in (True, False):
-            _, found = jax.eval_shape(lambda s, b, train=train: self._losses(s, b, None, train)[0], state, batch)
+            _, found = shapes(lambda s, b, train=train: self._losses(s, b, None, train)[0], state, batch)
         self._fresh = {
             f"{name}/{key}": np.asarray(value)
             for name, parts in found.items()
@@ -103,7 +103,9 @@ class JaxDefinition(Definition):
 
     def results(self, metrics: Parts) -> Parts:
         """The loss and the metrics from their accumulators."""
-        return {name: self.task.metric(name).value(parts) for name, parts in _by_metric(metrics).items()}
+        found = _by_metric(metrics)
+        order = [name for name in ("loss", *(m.name for m in self.task.metrics)) if name in found]
+        return {name: self.task.metric(name).value(found[name]) for name in dict.fromkeys([*order, *found])}
 
     def predict(self, state: State, x: Any) -> Any:
         """The outputs on inputs."""
@@ -168,7 +170,7 @@ class JaxDefinition(Definition):
         def counted(state: State, batch: Any) -> Any:
             return loss.rows(self.predict(state, batch[0]), batch[1])[1]
 
-        return jax.eval_shape(counted, state, batch) is not None
+        return shapes(counted, state, batch) is not None
 
 
 def _by_metric(metrics: Parts) -> dict[str, Parts]:

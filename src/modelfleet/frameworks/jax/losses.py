@@ -221,10 +221,19 @@ def _huber(output: Array, target: Array) -> Array:
     return jnp.where(error < 1, 0.5 * error**2, error - 0.5)
 
 
+@jax.custom_jvp
 def _bce(output: Array, target: Array) -> Array:
-    # As in torch, a logarithm is never below -100.
+    # As in torch, a logarithm is never below -100, and neither is the slope infinite at 0 and 1.
     yes, no = jnp.maximum(jnp.log(output), -100), jnp.maximum(jnp.log1p(-output), -100)
     return -(target * yes + (1 - target) * no)
+
+
+@_bce.defjvp
+def _bce_slope(values: tuple[Array, Array], changes: tuple[Array, Array]) -> tuple[Array, Array]:
+    output, target = values
+    slope = (output - target) / jnp.maximum((1 - output) * output, 1e-12)
+    by_target = jnp.maximum(jnp.log1p(-output), -100) - jnp.maximum(jnp.log(output), -100)
+    return _bce(output, target), slope * changes[0] + by_target * changes[1]
 
 
 def _bce_with_logits(output: Array, target: Array) -> Array:

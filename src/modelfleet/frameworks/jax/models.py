@@ -69,7 +69,7 @@ class Tree:
 
     def parts(self, tree: Any) -> Parts:
         """The arrays of a tree of this form, or of one that lacks some."""
-        leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)
+        leaves = self._definition.flatten_up_to(tree)
         return {key: raw(leaf) for key, leaf in zip(self.keys, leaves, strict=True) if leaf is not None}
 
     def tree(self, parts: Mapping[str, Any]) -> Any:

@@ -1,4 +1,7 @@
-"""Keras models in fleets, on the backend that Keras has in this process. What the layers above use is named here."""
+"""Keras models in fleets, on the backend that Keras has in this process.
+
+What the layers above use of Keras is named here.
+"""
 
 from importlib import import_module
 

@@ -61,10 +61,10 @@ def copy_model(model: keras.Model) -> keras.Model:
             f"model and copy the weights."
         ) from error
     for variable, own in zip(copied.variables, model.variables, strict=True):
-        variable.assign(own.value)
+        variable.assign(own.numpy())  # not its value: on JAX, a fit of one would take it from the other
     if model.compiled and model.optimizer is not None:
         for variable, own in zip(copied.optimizer.variables, model.optimizer.variables, strict=True):
-            variable.assign(own.value)
+            variable.assign(own.numpy())
     return copied
 
 

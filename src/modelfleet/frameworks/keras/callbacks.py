@@ -24,7 +24,9 @@ _READERS = (callbacks.ModelCheckpoint,)  # they do not change it
 def wrap(callback: callbacks.Callback) -> "PerMember":
     """A callback of Keras as one of modelfleet's."""
     if isinstance(callback, callbacks.BackupAndRestore):
-        raise InputError("BackupAndRestore is of one model's fit. Use modelfleet.Checkpoint, which keeps all members.")
+        raise InputError(
+            "BackupAndRestore is of one model's fit. Use modelfleet.Checkpoint, which keeps all members."
+        )
     for hook in _UNCALLED:
         own = getattr(type(callback), hook) is not getattr(callbacks.Callback, hook) or hook in vars(callback)
         # Members whose numbers went bad are set aside anyway; a checkpoint per epoch has nothing to do per batch.
@@ -33,8 +35,8 @@ def wrap(callback: callbacks.Callback) -> "PerMember":
         )
         if own and not idle:
             raise InputError(
-                f"{type(callback).__name__} has a {hook}, which a fleet does not call: it takes many steps of many "
-                f"members at once. Use on_epoch_begin and on_epoch_end, or a modelfleet.Callback with on_step_end."
+                f"{type(callback).__name__} has a {hook}, which a fleet does not call: it takes many steps of "
+                f"many members at once. Use on_epoch_begin and on_epoch_end, or a modelfleet.Callback."
             )
     return PerMember(callback)
 

@@ -25,7 +25,8 @@ def class_weights(y: Any, class_weight: Mapping[int, float]) -> np.ndarray:
         labels = labels.argmax(axis=-1) if labels.shape[-1] > 1 else labels[..., 0]
     if labels.ndim != 1:
         raise InputError(
-            f"class_weight needs one label per row, and the targets are {np.shape(y)}. Give sample weights instead."
+            f"class_weight needs one label per row, and the targets are {np.shape(y)}. "
+            f"Give sample weights instead."
         )
     found = np.ones(len(labels), dtype=np.float32)
     for label, weight in class_weight.items():
@@ -38,7 +39,9 @@ def _with_weights(batch: Any, class_weight: Mapping[int, float]) -> Any:
     if len(parts) == 3 and parts[2] is not None:
         raise InputError("fit got class_weight, and data with sample weights. Give one of the two.")
     if len(parts) < 2 or len(leaves(parts[1])) != 1:
-        raise InputError("class_weight is for data of (x, y), with one output to train. Give sample weights instead.")
+        raise InputError(
+            "class_weight is for data of (x, y), with one output to train. Give sample weights instead."
+        )
     return parts[0], parts[1], class_weights(leaves(parts[1])[0], class_weight)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from keras import ops
 
 from modelfleet.frameworks.functional import Definition, FunctionalEngine, State
+from modelfleet.frameworks.keras.labels import label_check
 from modelfleet.frameworks.keras.steps import Steps
 from modelfleet.members import Member
 
@@ -22,7 +23,7 @@ class KerasDefinition(Definition):
         self.task = task
 
     def differentiate(self, loss: Loss, params: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """What `loss` gives beside the number to differentiate, and the gradients of that by the key of `params`."""
+        """What `loss` gives beside the number to differentiate, and that number's gradients, by key."""
         raise NotImplementedError
 
     @property
@@ -74,11 +75,27 @@ class KerasDefinition(Definition):
 
     def write_back(self, member: Member, state: State) -> None:
         """Put a member's weights, seeds and optimizer's variables into its model."""
-        self.steps.write_back(member.model, state)
+        # Copies: JAX may go on reading NumPy's memory in place, and this is the engine's own.
+        self.steps.write_back(
+            member.model, {part: _copied(state[part]) for part in ("params", "buffers", "slots")}
+        )
 
     def inputs(self, data: Any) -> Any:
         """The inputs of a batch: the x of (x,), (x, y) or (x, y, sample_weight), or the batch itself."""
         return data[0] if isinstance(data, tuple) and 1 <= len(data) <= 3 else data
+
+    def check_targets(self, output_shape: tuple[int, ...], target: Any, name: str | None) -> None:
+        """Refuse labels that the model has no output for."""
+        check = label_check(self.steps.model, output_shape, "" if name is None else f"member {name!r}: ")
+        if check is not None:
+            check(target)
+
+    def label_check(self, output_shape: tuple[int, ...]) -> Callable[[Any], None] | None:
+        """A function that refuses a batch with such labels."""
+        check = label_check(self.steps.model, output_shape)
+        if check is None:
+            return None
+        return lambda batch: check(batch[1]) if isinstance(batch, tuple) and len(batch) > 1 else None
 
 
 class KerasEngine(FunctionalEngine):
@@ -95,6 +112,10 @@ class KerasEngine(FunctionalEngine):
         else:
             assert self._whole is not None
             self._whole = new, self._whole[1]
+
+
+def _copied(arrays: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {key: np.array(array) for key, array in arrays.items()}
 
 
 def _finite(gradients: dict[str, Any]) -> Any:

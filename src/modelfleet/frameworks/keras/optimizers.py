@@ -67,7 +67,9 @@ def _plain(optimizer: Any) -> Any:
     vars(plain).update(vars(optimizer))
     # TensorFlow's optimizers know variables by names of its own.
     vars(plain)["_trainable_variables_indices"] = {id(variable): index for index, variable in enumerate(trained)}
-    keys = {id(variable) for variable in trained if optimizer._var_key(variable) in excluded} if excluded else set()
+    keys = (
+        {id(variable) for variable in trained if optimizer._var_key(variable) in excluded} if excluded else set()
+    )
     vars(plain)["_exclude_from_weight_decay"] = keys
     vars(plain)["_exclude_from_weight_decay_cache"] = {}
     return plain

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from modelfleet.each import Each, spread
+from modelfleet.each import spread
 from modelfleet.errors import InputError, unknown
 from modelfleet.frameworks.keras.values import freeze, show
 from modelfleet.members import Member
@@ -68,7 +68,7 @@ def compile(recipe: Recipe, members: Sequence[Member]) -> None:
         )
     if recipe.precision != "float32":
         raise InputError(
-            f"compile got precision={recipe.precision!r}. A Keras model has its precision from the day it is made: "
+            f"compile got precision={recipe.precision!r}. A Keras model has its precision from when it is made: "
             f'call keras.config.set_dtype_policy("mixed_bfloat16") before the models are, and leave precision out.'
         )
     given = {ALIASES.get(key, key): value for key, value in (recipe.hyperparameters or {}).items()}
@@ -116,8 +116,8 @@ def _check_compiled(member: Member, kind: str) -> None:
     for option in ("use_ema", "gradient_accumulation_steps") if kind == "train" else ():
         if getattr(optimizer, option, None) and (option == "use_ema" or keras.backend.backend() != "jax"):
             raise InputError(
-                f"member {name!r}: its optimizer has {option}={getattr(optimizer, option)!r}, which a fleet does not "
-                f"take on {keras.backend.backend()}. Leave it out."
+                f"member {name!r}: its optimizer has {option}={getattr(optimizer, option)!r}, which a fleet does "
+                f"not take on {keras.backend.backend()}. Leave it out."
             )
 
 
@@ -164,8 +164,8 @@ def _arguments(told: dict[str, Any], name: str) -> dict[str, Any]:
     if schedule is not None:
         if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
             raise InputError(
-                f"member {name!r}: schedule is {schedule!r}. Give a keras.optimizers.schedules.LearningRateSchedule, "
-                f"or keras.callbacks.LearningRateScheduler among the callbacks of fit."
+                f"member {name!r}: schedule is {schedule!r}. Give a LearningRateSchedule of "
+                f"keras.optimizers.schedules, or keras.callbacks.LearningRateScheduler among the callbacks of fit."
             )
         if "learning_rate" in told:
             raise InputError(f"member {name!r} got both a schedule and lr. Give the rate to the schedule.")

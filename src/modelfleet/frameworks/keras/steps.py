@@ -21,7 +21,7 @@ class Steps:
     """The steps of one built model, and of every model of its structure and compile.
 
     To train or evaluate, the model must be compiled, and `build` be called with a batch first: metrics have no
-    variables before. `weights` are None, or `(row,)` numbers: 0 keeps a padded row out of everything, if `maskable`.
+    variables before. `weights` are None, or `(row,)` numbers: 0 keeps a row out of everything, if `maskable`.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -29,10 +29,11 @@ class Steps:
         self.trained = list(model.trainable_variables)
         self.kept = list(model.non_trainable_variables)
         self.maskable = False
+        self.optimizer = model.optimizer if model.compiled else None  # this one, if the model is compiled anew
         self.update: Update | None = None
-        if model.compiled and model.optimizer is not None:
+        if self.optimizer is not None:
             built(model)
-            self.update = Update(model.optimizer)
+            self.update = Update(self.optimizer)
         self.keys = {
             "params": structural_keys(self.trained),
             "buffers": structural_keys(self.kept),
@@ -94,7 +95,7 @@ class Steps:
         mapping = [*self._mapping(params, buffers, metrics), *self._pairs("slots", self._slots, slots)]
         with keras.StatelessScope(mapping, collect_losses=True) as scope:
             loss = self._forward(batch, weights, training=True)
-            scaled = loss if self.model.optimizer is None else self.model.optimizer.scale_loss(loss)
+            scaled = loss if self.optimizer is None else self.optimizer.scale_loss(loss)
         return scaled, (loss, _found(scope, self.keys["buffers"], self.kept), self._metrics(scope))
 
     def apply(self, params: Values, slots: Values, gradients: Mapping[str, Any]) -> tuple[Values, Values]:
@@ -106,7 +107,9 @@ class Steps:
         new, new_slots = self.update([slots[key] for key in slot_names], own, self.trained, values)
         return dict(zip(names, new, strict=True)), dict(zip(slot_names, new_slots, strict=True))
 
-    def evaluate(self, params: Values, buffers: Values, metrics: Values, batch: Any, weights: Any = None) -> Values:
+    def evaluate(
+        self, params: Values, buffers: Values, metrics: Values, batch: Any, weights: Any = None
+    ) -> Values:
         """The metrics with a batch added."""
         with keras.StatelessScope(self._mapping(params, buffers, metrics), collect_losses=True) as scope:
             self._forward(batch, weights, training=False)
@@ -177,7 +180,9 @@ class Steps:
 
     def _metrics_pairs(self, metrics: Values) -> list[tuple[Any, Any]]:
         variables = self.model.metrics_variables
-        return [(variable, metrics[key]) for key, variable in zip(structural_keys(variables), variables, strict=True)]
+        return [
+            (variable, metrics[key]) for key, variable in zip(structural_keys(variables), variables, strict=True)
+        ]
 
     def _metrics(self, scope: keras.StatelessScope) -> Values:
         variables = self.model.metrics_variables
@@ -191,9 +196,11 @@ def built(model: keras.Model) -> None:
 
 
 def _maskable(model: keras.Model) -> bool:
-    """Whether row weights can keep padded rows out of the loss and all metrics, to the last bit of sense."""
+    """Whether row weights can keep padded rows out of the loss and all metrics, exactly."""
     kind = type(model)
-    own = any(getattr(kind, name) is not getattr(keras.Model, name) for name in ("compute_loss", "compute_metrics"))
+    own = any(
+        getattr(kind, name) is not getattr(keras.Model, name) for name in ("compute_loss", "compute_metrics")
+    )
     loss = model._compile_loss
     if own or loss is None or len(loss._flat_losses or ()) != 1:
         return False
@@ -202,11 +209,10 @@ def _maskable(model: keras.Model) -> bool:
     layers = model._flatten_layers()
     felt = any(layer.activity_regularizer is not None or getattr(layer, "mask_zero", False) for layer in layers)
     felt = felt or any(isinstance(layer, keras.layers.Masking) for layer in layers)
-    outputs = tree.flatten(model.outputs) if getattr(model, "outputs", None) else []
+    outputs = getattr(model, "outputs", None) or []
     flat = len(outputs) == 1 and len(outputs[0].shape) == 2
-    known = all(type(m).__module__.startswith("keras.src.metrics.") for m in model.metrics[1:])
-    own_metrics = [m for m in model.metrics[1:] if m is not model._compile_metrics]
-    return by_rows and flat and known and not felt and not own_metrics
+    others = [m for m in model.metrics if m is not model._loss_tracker and m is not model._compile_metrics]
+    return by_rows and flat and not felt and not others
 
 
 def _flat(model: keras.Model, which: str) -> list[Any]:

@@ -18,7 +18,15 @@ from modelfleet.frameworks.keras.values import NOTHING, Opaque, freeze, show
 _LAYER = frozenset(vars(keras.layers.Layer()))
 # What Keras keeps on a model for itself, some of it from the first `compile` or `fit` on.
 _MODEL = frozenset(vars(keras.Model())) | {
-    *("_compile_config", "_compiled_trainable_state", "_jax_state", "_eval_epoch_iterator", "history", "optimizer", "output_names"),
+    *(
+        "_compile_config",
+        "_compiled_trainable_state",
+        "_jax_state",
+        "_eval_epoch_iterator",
+        "history",
+        "optimizer",
+        "output_names",
+    ),
     *("stop_training", "stop_evaluating", "stop_predicting", "_functional", "_inputs", "_inputs_struct"),
     *("_outputs", "_outputs_struct", "_nodes", "_nodes_by_depth", "_operations", "_operations_by_depth"),
 }
@@ -72,7 +80,11 @@ def difference(a: Signature, b: Signature) -> str | None:
             ours, theirs = dict(a.entries), dict(b.entries)
             if path not in theirs:
                 return f"has {path}, the other has none"
-            return f"has no {other_path}" if other_path not in ours else f"has {path} where the other has {other_path}"
+            return (
+                f"has no {other_path}"
+                if other_path not in ours
+                else f"has {path} where the other has {other_path}"
+            )
         if value != other:
             return _words(path, value, other)
     if len(a.entries) != len(b.entries):

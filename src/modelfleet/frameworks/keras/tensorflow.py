@@ -47,14 +47,14 @@ class Engine(KerasEngine):
     ) -> None:
         definition = programs.definition if programs else TensorFlowDefinition(members[0].model, task)
         # Of the other engine, too: it knows how its programs run.
-        self._tensorflow = programs.backend if programs else TensorFlowBackend(device)
+        self._tensorflow: Any = programs.backend if programs else TensorFlowBackend(device)
         super().__init__(members, definition, self._tensorflow, fused=fused, programs=programs)
 
     @property
     def program(self) -> str:
         """How the train steps run, and what in them runs for one member after the other."""
-        looped = sorted(self._tensorflow.looped)
-        return f"{super().program} ({', '.join(looped)} one by one)" if looped else super().program
+        looped = sorted({"draws" if "Random" in kind else kind for kind in self._tensorflow.looped})
+        return f"{super().program}; {', '.join(looped)} one by one" if looped else super().program
 
     @property
     def compiling(self) -> bool:

@@ -17,10 +17,12 @@ from keras.src.random.seed_generator import draw_seed
 from torch import Tensor
 
 from modelfleet.errors import InputError
+from modelfleet.frameworks.keras.labels import label_check
 from modelfleet.frameworks.keras.steps import Steps
 from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, CannotFuseError
 from modelfleet.frameworks.torch import engine, memory, programs, steps
 from modelfleet.frameworks.torch import state as states
+from modelfleet.frameworks.torch.random import DrawFromStreams, Streams
 from modelfleet.frameworks.torch.state import State
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree
@@ -300,39 +302,19 @@ class Engine(engine.Engine):
 
     def check_targets(self, output_shape: tuple[int, ...] | None, target: Any, name: str | None) -> None:
         """Check all labels of a data set, where the loss takes labels."""
-        check = self._label_check(output_shape, "" if name is None else f"member {name!r}: ")
+        whose = "" if name is None else f"member {name!r}: "
+        check = None if output_shape is None else label_check(self._steps.model, output_shape, whose)
         if check is not None:
             check(target)
 
     def label_check(self, output_shape: tuple[int, ...] | None) -> Callable[[Any], None] | None:
         """A function that refuses a batch with labels out of range; None where the loss takes none."""
-        check = self._label_check(output_shape, "")
+        check = None if output_shape is None else label_check(self._steps.model, output_shape)
         if check is None:
             return None
         return lambda batch: check(batch[1]) if isinstance(batch, tuple) and len(batch) > 1 else None
 
     # --- helpers -------------------------------------------------------------------------------------------------
-
-    def _label_check(self, output_shape: tuple[int, ...] | None, whose: str) -> Callable[[Any], None] | None:
-        loss = self._steps.model.loss if self._steps.model.compiled else None
-        sparse = loss == "sparse_categorical_crossentropy" or isinstance(
-            loss, keras.losses.SparseCategoricalCrossentropy
-        )
-        if not sparse or output_shape is None or getattr(loss, "ignore_class", None) is not None:
-            return None
-        classes = output_shape[-1]
-
-        def check(target: Any) -> None:
-            labels = np.asarray(target)
-            wrong = (labels < 0) | (labels >= classes)
-            if wrong.any():
-                place = tuple(np.argwhere(wrong)[0])
-                raise InputError(
-                    f"{whose}the target in row {place[0]} is {labels[place]}, but the model has {classes} "
-                    f"outputs, so that labels are 0 to {classes - 1}."
-                )
-
-        return check
 
     def _try_results(self) -> None:
         # Metrics are read once an epoch: what can't be read for all members at once must be known before.
@@ -434,3 +416,10 @@ def _advance(seed: Any) -> None:
 
 # Keras on torch makes a generator from the value of a seed at every draw, which no program can.
 _GENERATORS = _Substitute(keras_random, "torch_seed_generator", _advance)
+
+
+@contextmanager
+def drawing(seed: int, step: int) -> Iterator[None]:
+    """Within this context a model that is stepped by itself draws what a lane would draw for that member."""
+    with _GENERATORS, DrawFromStreams(Streams(torch.tensor(seed), torch.tensor(step))):
+        yield

@@ -1,1 +1,48 @@
-"""TensorFlow's own models in fleets."""
+"""TensorFlow's own models in fleets, to predict. What the layers above use is named here.
+
+Keras models on TensorFlow are Keras's (`modelfleet.frameworks.keras`), which trains them through `backend` here.
+"""
+
+from modelfleet.frameworks.tensorflow import arrays, files
+from modelfleet.frameworks.tensorflow.devices import choose, free_memory, native
+from modelfleet.frameworks.tensorflow.engine import Engine
+from modelfleet.frameworks.tensorflow.models import (
+    check_model,
+    copy_model,
+    fill,
+    is_model,
+    randomness,
+    restore_randomness,
+    seeding,
+    stacked_weights,
+    weights_key,
+)
+from modelfleet.frameworks.tensorflow.recipe import Schedules, compile, prepare
+from modelfleet.frameworks.tensorflow.structure import difference, signature, trained_twice
+
+NAME = "tensorflow"
+
+__all__ = [
+    "NAME",
+    "Engine",
+    "Schedules",
+    "arrays",
+    "check_model",
+    "choose",
+    "compile",
+    "copy_model",
+    "difference",
+    "files",
+    "fill",
+    "free_memory",
+    "is_model",
+    "native",
+    "prepare",
+    "randomness",
+    "restore_randomness",
+    "seeding",
+    "signature",
+    "stacked_weights",
+    "trained_twice",
+    "weights_key",
+]

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from modelfleet.frameworks.tensorflow.programs import Graph, Program
+from modelfleet.frameworks.tensorflow import rules
+from modelfleet.frameworks.tensorflow.programs import Graph, Program, live_bytes
 from modelfleet.trees import leaves, map_tree, rebuild
 
 Function = Callable[..., Any]
@@ -17,6 +18,8 @@ Function = Callable[..., Any]
 _LOOPED = re.compile(r"Using a while_loop for converting (\w+)")
 _GLOBAL = re.compile(r"Random(Uniform(Int)?|StandardNormal|Gamma|PoissonV2|Shuffle)|TruncatedNormal|Multinomial")
 _MISSING = re.compile(r"No pfor vectorization defined for (\w+)")
+
+rules.register()
 
 
 class TensorFlowBackend:
@@ -27,7 +30,7 @@ class TensorFlowBackend:
         self.long_run = False
         """Whether so much is left to do that XLA may win its time back."""
         self.looped: set[str] = set()
-        """The operations that run for one member after the other in mapped steps, for want of a form for several."""
+        """The operations of mapped steps that run for one member after the other: they have no other form."""
         self._steps: list[Program] = []
 
     @property
@@ -103,7 +106,7 @@ class TensorFlowBackend:
             self._steps.append(program)
         return program
 
-    def trace(self, program: Program, args: Sequence[Any]) -> None:
+    def trace(self, program: Any, args: Sequence[Any]) -> None:
         """Trace a program; raises what the tracing raises."""
         program.trace(args)
 
@@ -111,9 +114,9 @@ class TensorFlowBackend:
         """What a function gives, without computing it."""
         return Program(function, self.device, lambda: False).trace(args).structure
 
-    def working_bytes(self, program: Program, args: Sequence[Any]) -> int | None:
-        """Not known: TensorFlow tells what a graph takes only while it runs."""
-        return None
+    def working_bytes(self, program: Any, args: Sequence[Any]) -> int | None:
+        """What a program takes on the device beside what goes in and comes out, by its graph."""
+        return live_bytes(program.trace(args).concrete)
 
     def reason(self, error: Exception) -> str:
         """Why a function could not be traced, in a line."""
@@ -122,6 +125,10 @@ class TensorFlowBackend:
             return f"{missing[1]} has no form for several members (tf.vectorized_map)"
         line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         return f"{type(error).__name__}: {line}".rstrip(".: ")
+
+    def out_of_memory(self, error: BaseException) -> bool:
+        """Whether an error says that the device is out of memory."""
+        return isinstance(error, tf.errors.ResourceExhaustedError | MemoryError)
 
 
 @contextmanager

@@ -180,6 +180,27 @@ def operations(concrete: Any) -> set[str]:
     return own | {node.op for function in definition.library.function for node in function.node_def}
 
 
+def live_bytes(concrete: Any) -> int:
+    """The most bytes that a graph's tensors take at once, if its operations run in the order they were traced in.
+
+    Without what goes in and comes out; what loops and calls take within themselves is not counted.
+    """
+    steps = concrete.graph.get_operations()
+    last = {id(tensor): number for number, step in enumerate(steps) for tensor in step.inputs}
+    kept = {id(tensor) for tensor in (*concrete.inputs, *concrete.outputs)}
+    ending: dict[int, int] = {}
+    now = most = 0
+    for number, step in enumerate(steps):
+        for tensor in step.outputs:
+            if id(tensor) in last and id(tensor) not in kept and tensor.shape.is_fully_defined():
+                size = tensor.shape.num_elements() * tensor.dtype.size
+                now += size
+                ending[last[id(tensor)]] = ending.get(last[id(tensor)], 0) + size
+        most = max(most, now)
+        now -= ending.pop(number, 0)
+    return most
+
+
 def _flatten(tree: Any, tensors: list[Any], parts: list[Any]) -> None:
     """Add a tree's tensors, and what tells it from trees of other structure or shapes."""
     if isinstance(tree, dict):

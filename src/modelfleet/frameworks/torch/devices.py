@@ -36,6 +36,13 @@ def check(devices: Iterable[Device]) -> None:
             )
 
 
+def free_memory(device: torch.device) -> int | None:
+    """The bytes that are free on an accelerator; None for the CPU, whose memory is the host's."""
+    if device.type == "cpu" or not hasattr(torch.accelerator, "get_memory_info"):
+        return None
+    return int(torch.accelerator.get_memory_info(device)[0])
+
+
 def native(device: Device) -> torch.device:
     """The device as torch knows it; every logical CPU is the one CPU."""
     return torch.device("cpu") if device.kind == "cpu" else torch.device(str(device))

@@ -89,6 +89,11 @@ class Engine:
         """Whether a program is being compiled beside the training now."""
         return self.programs.compiling
 
+    @property
+    def prospect(self) -> float:
+        """What compiling will leave of a step's time, if it is still to come."""
+        return self.programs.prospect
+
     def stop(self) -> None:
         """End every compiler that is still at work."""
         self.programs.stop()

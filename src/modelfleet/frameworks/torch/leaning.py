@@ -4,15 +4,23 @@ Models ask for the same small number again and again (an optimizer does, for eac
 operation costs a call of some microseconds, however small it is.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from modelfleet.frameworks.torch.random import is_random
+from modelfleet.trees import leaves
 
 aten = torch.ops.aten
+
+# They write the running statistics, without their schemas saying so.
+_WRITE_UNSAID = (
+    aten.native_batch_norm.default,
+    aten.cudnn_batch_norm.default,
+    aten.miopen_batch_norm.default,
+)
 
 
 def lean(module: fx.GraphModule) -> None:
@@ -26,8 +34,9 @@ def lean(module: fx.GraphModule) -> None:
             # 2.13), and then a view may be refused. reshape is that view wherever there can be one, and it is
             # quicker to call.
             node.target = torch.reshape
-    written = {_written(node) for node in module.graph.nodes if _writes(node)}
-    if all(node.op == "placeholder" or _fresh(node) for node in written):
+    written = {target for node in module.graph.nodes for target in _written(node)}
+    unsaid = any(node.target in _WRITE_UNSAID for node in module.graph.nodes)
+    if not unsaid and all(node.op == "placeholder" or _fresh(node) for node in written):
         _once(module, written)
     module.graph.eliminate_dead_code()
     module.recompile()
@@ -54,11 +63,20 @@ def _writes(node: fx.Node) -> bool:
     return schema is not None and schema.is_mutable
 
 
-def _written(node: fx.Node) -> fx.Node:
+def _written(node: fx.Node) -> Iterator[fx.Node]:
     """What a node writes to; the result of an earlier writing is what that wrote to."""
-    target = node.args[0]
-    assert isinstance(target, fx.Node)
-    return _written(target) if _writes(target) else target
+    if not _writes(node):
+        return
+    given = {**dict(zip(_arguments(node), node.args, strict=False)), **node.kwargs}
+    for name, argument in _arguments(node).items():
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for target in leaves(given.get(name)):
+                yield from _written(target) if _writes(target) else (target,)
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    schema: Any = getattr(node.target, "_schema", None)
+    return {argument.name: argument for argument in schema.arguments}
 
 
 def _fresh(node: fx.Node) -> bool:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from modelfleet.frameworks.protocol import CannotFuseError
 from modelfleet.frameworks.torch import state as states
-from modelfleet.frameworks.torch.compiling import Compiler
+from modelfleet.frameworks.torch.compiling import SAVING, Compiler
+from modelfleet.frameworks.torch.compiling import mode as mode_of_compiling
 from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.steps import Steps
 from modelfleet.frameworks.torch.task import Task
@@ -62,6 +63,11 @@ class Programs:
         if any(program.compiled for program in programs):
             return "compiled"
         return "plain Python" if any(program.graph is None for program in programs) else "traced"
+
+    @property
+    def prospect(self) -> float:
+        """What compiling will leave of a step's time, if it is still to come."""
+        return 1.0 if self.compiled or not self.fused or mode_of_compiling() == "never" else 1.0 - SAVING
 
     @property
     def working_bytes(self) -> int | None:

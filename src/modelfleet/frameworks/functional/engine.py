@@ -1,284 +1,18 @@
-"""The engine of lanes whose steps are pure functions: JAX models, and Keras models on JAX and on TensorFlow.
-
-A `Definition` says what one member does, as functions of its state; a `Backend` maps them over the members,
-compiles them and loops them over several steps. `FunctionalEngine` makes a lane of the two. Its state is
-
-    params    trained weights
-    buffers   all else that the model owns: frozen weights, running statistics, seeds
-    slots     the optimizer's state, with its count of steps and its learning rate
-    metrics   what the epoch's metrics have summed up so far
-    member    per-member scalars: step, trouble, and what else a definition needs (a seed)
-
-each a dict of tensors `(member, …)`. Tensors are never changed in place: a step gives a new state for the old.
-"""
+"""The engine of a lane whose steps are pure functions."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from modelfleet.errors import InputError
-from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, CannotFuseError
+from modelfleet.frameworks.functional.contract import WEIGHTS, Backend, Definition, State
+from modelfleet.frameworks.functional.programs import Programs
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree
 
-State = dict[str, dict[str, Any]]
-Function = Callable[..., Any]
-
-PARTS = ("params", "buffers", "slots", "metrics")  # what a step may change of a member
-WEIGHTS = ("params", "buffers")
 SEVERAL = 16  # steps a call: few enough to hear Ctrl-C soon, and enough that calling costs nothing beside them
-
-
-class Definition(Protocol):
-    """What the members of a lane do: pure functions of one member's state, its tensors without a member axis.
-
-    The state has the parts named above; "member" is there to be read, and what is returned of it is ignored.
-    Inherit from this class: what is not abstract here has a meaning already.
-    """
-
-    task: Any
-    maskable: bool
-    """Whether `train` and `evaluate` honour row weights `(row,)`: a row of weight 0 leaves no trace in the loss
-    and the metrics. Whether it leaves one within the model, as with BatchNorm, is tried out."""
-
-    def state(self, member: Member) -> State:
-        """A member's params, buffers and slots as NumPy arrays, and perhaps "member" with scalars of its own."""
-        ...
-
-    def try_out(self, state: State, batch: Any) -> None:
-        """Try a member on a few rows, and raise what does not fit; `fresh_metrics` then knows what there is."""
-        ...
-
-    def fresh_metrics(self) -> dict[str, Any]:
-        """A member's accumulators at the beginning of an epoch, as NumPy arrays."""
-        ...
-
-    def train(self, state: State, hyper: Any, batch: Any, weights: Any) -> tuple[State, Any, Any]:
-        """The state after a step (its `PARTS`), and whether the loss and the gradient were finite, as scalars."""
-        ...
-
-    def evaluate(self, state: State, metrics: dict[str, Any], batch: Any, weights: Any) -> dict[str, Any]:
-        """The accumulators with a batch added; the state comes without slots and metrics."""
-        ...
-
-    def results(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """The loss and the metrics, scalars each, from their accumulators."""
-        ...
-
-    def predict(self, state: State, x: Any) -> Any:
-        """The outputs `(row, …)` on inputs; the state comes without slots and metrics."""
-        ...
-
-    def write_back(self, member: Member, state: State) -> None:
-        """Put a member's own arrays, of NumPy, into its model."""
-        ...
-
-    def inputs(self, data: Any) -> Any:
-        """The inputs of a batch: the x of (x, y), or the batch itself."""
-        return data[0] if isinstance(data, tuple) and 1 <= len(data) <= 2 else data
-
-    def check_targets(self, output_shape: tuple[int, ...], target: Any, name: str | None) -> None:
-        """Refuse targets that the loss can't take."""
-
-    def label_check(self, output_shape: tuple[int, ...]) -> Callable[[Any], None] | None:
-        """A function that refuses a batch with targets out of range; None where there is nothing to check."""
-        return None
-
-
-class Backend(Protocol):
-    """What the engine asks of a framework. Trees are nested dicts, lists and tuples; None holds no tensor.
-
-    Those marked * are used within programs, on what is being traced, as well as outside of them.
-    """
-
-    device: Any
-
-    @property
-    def name(self) -> str:
-        """How compiled programs are called: "jit", "tf.function"."""
-        ...
-
-    def tensor(self, array: np.ndarray) -> Any:
-        """An array as a tensor of its own on the device."""
-        ...
-
-    def host(self, tree: Any) -> Any:
-        """A tree of tensors as NumPy arrays; what NumPy does not have (bfloat16) as float32."""
-        ...
-
-    def map(self, function: Function, args: Sequence[Any], mapped: Sequence[bool]) -> Any:
-        """* `function` of every member: over the first axis of the arguments that are mapped, and with the others
-        as they are. What it gives has the member in front."""
-        ...
-
-    def where(self, chosen: Any, new: Any, old: Any) -> Any:
-        """* `new` for the members `(member,)` that are chosen, `old` for the others; tensors `(member, …)`."""
-        ...
-
-    def take(self, tree: Any, rows: Any) -> Any:
-        """* The rows `(n,)` of every tensor."""
-        ...
-
-    def put(self, tree: Any, rows: Any, part: Any) -> Any:
-        """* Every tensor with some of its rows replaced."""
-        ...
-
-    def lengthened(self, tree: Any, length: int) -> Any:
-        """Every tensor or NumPy array with a longer first axis; what is added is never read."""
-        ...
-
-    def loop(self, step: Callable[[Any, Any], Any], state: Any, xs: Any, count: Any) -> Any:
-        """* The state after `count` times `state = step(state, x)`, where x are the slices of `xs` in turn.
-
-        `count` may be less than there are slices, and is known only when the program runs.
-        """
-        ...
-
-    def compile(self, function: Function, *, donate: bool = False) -> Function:
-        """A program of a function of trees, made anew for every set of shapes; with `donate` it may write over its
-        first argument."""
-        ...
-
-    def trace(self, program: Function, args: Sequence[Any]) -> None:
-        """Find out whether what `compile` gave can be made into a program for these arguments; raise if not."""
-        ...
-
-    def shapes(self, function: Function, *args: Any) -> Any:
-        """What a function gives, as a tree of anything with a `shape` and a `dtype`, as cheaply as can be."""
-        ...
-
-    def working_bytes(self, program: Function, args: Sequence[Any]) -> int | None:
-        """What a program takes on the device beside what goes in and comes out; None if that can't be known."""
-        ...
-
-    def reason(self, error: Exception) -> str:
-        """Why a function could not be traced, in a line."""
-        ...
-
-    def out_of_memory(self, error: BaseException) -> bool:
-        """Whether an error says that the device is out of memory."""
-        ...
-
-
-class Programs:
-    """The steps for lanes of one structure and task, compiled as they are needed."""
-
-    def __init__(self, definition: Definition, backend: Backend, *, fused: bool) -> None:
-        self.definition = definition
-        self.backend = backend
-        self.fused = fused
-        self.untraced: str | None = None
-        self.bears_padding: dict[Any, bool] = {}
-        self._known: dict[tuple[str, bool], tuple[Function, Function]] = {}
-        self._plain: set[tuple[str, bool]] = set()
-        self.take = backend.compile(backend.take)
-        self.put = backend.compile(backend.put, donate=True)
-
-    def run(self, kind: str, shared: bool, *args: Any) -> Any:
-        """Run a step: "train", "several", "one", "evaluate", "evaluate_one", "predict" or "results"."""
-        compiled, plain = self._functions(kind, shared)
-        return (plain if (kind, shared) in self._plain else compiled)(*args)
-
-    def ready(self, kind: str, shared: bool, *args: Any) -> None:
-        """Make sure that a step can be run; raises `CannotFuseError` if the members can't be run as one."""
-        try:
-            self.backend.trace(self._functions(kind, shared)[0], args)
-        except Exception as error:  # whatever a model may do that can't be traced
-            reason = self.backend.reason(error)
-            if self.fused:
-                raise CannotFuseError(reason) from error
-            self.untraced = reason
-            self._plain |= {(name, both) for name in _TOGETHER[kind] for both in (True, False)}
-
-    def working_bytes(self, shared: bool, *args: Any) -> int | None:
-        """What a train step takes on the device beside the state."""
-        if ("train", shared) in self._plain:
-            return None
-        return self.backend.working_bytes(self._functions("train", shared)[0], args)
-
-    def _functions(self, kind: str, shared: bool) -> tuple[Function, Function]:
-        """A step as a program, and as it is."""
-        if (kind, shared) not in self._known:
-            step = getattr(self, f"_{kind}")
-
-            def function(*args: Any) -> Any:
-                return step(shared, *args)
-
-            compiled = self.backend.compile(function, donate=kind in ("train", "several", "one"))
-            plain = function if kind != "several" else self._several_plain(shared)
-            self._known[kind, shared] = compiled, plain
-        return self._known[kind, shared]
-
-    # --- the steps, as functions of the stacked state. `shared`: the data have no member axis.
-
-    def _train(self, shared: bool, state: State, hyper: Any, active: Any, data: Any, weights: Any) -> State:
-        where, member = self.backend.where, state["member"]
-        live = active & (member["trouble"] == FINE)
-        args, mapped = (state, hyper, data, weights), (True, True, not shared, True)
-        new, good_loss, good_gradient = self._mapped(self.definition.train, args, mapped)
-        keep = live & good_loss & good_gradient
-        kept = {part: _merged(lambda a, b: where(keep, a, b), new[part], state[part]) for part in PARTS}
-        trouble = where(good_loss, where(good_gradient, FINE, GRADIENT), LOSS)
-        kept["member"] = {
-            **member,
-            "step": where(keep, member["step"] + 1, member["step"]),
-            "trouble": where(live, trouble, member["trouble"]),
-        }
-        return kept
-
-    def _several(
-        self, shared: bool, state: State, hyper: Any, active: Any, data: Any, weights: Any, count: Any
-    ) -> State:
-        def step(state: State, xs: Any) -> State:
-            return self._train(shared, state, hyper, active, *xs)
-
-        return self.backend.loop(step, state, (data, weights), count)
-
-    def _several_plain(self, shared: bool) -> Function:
-        def run(state: State, hyper: Any, active: Any, data: Any, weights: Any, count: int) -> State:
-            for number in range(count):
-                xs = map_tree(lambda leaf, number=number: leaf[number], (data, weights))
-                state = self._train(shared, state, hyper, active, *xs)
-            return state
-
-        return run
-
-    def _one(self, _: bool, state: State, rows: Any, hyper: Any, active: Any, data: Any) -> State:
-        take = self.backend.take
-        part = self._train(True, take(state, rows), take(hyper, rows), active, data, None)
-        return self.backend.put(state, rows, part)
-
-    def _evaluate(self, shared: bool, state: State, totals: Any, there: Any, data: Any, weights: Any) -> Any:
-        args, mapped = (state, totals, data, weights), (True, True, not shared, True)
-        new = self._mapped(self.definition.evaluate, args, mapped)
-        return _merged(lambda a, b: self.backend.where(there, a, b), new, totals)
-
-    def _evaluate_one(self, _: bool, state: State, totals: Any, rows: Any, there: Any, data: Any) -> Any:
-        take = self.backend.take
-        part = self._evaluate(True, take(state, rows), take(totals, rows), there, data, None)
-        return self.backend.put(totals, rows, part)
-
-    def _predict(self, shared: bool, state: State, data: Any) -> Any:
-        return self._mapped(self.definition.predict, (state, data), (True, not shared))
-
-    def _results(self, _: bool, metrics: dict[str, Any]) -> dict[str, Any]:
-        return self._mapped(self.definition.results, (metrics,), (True,))
-
-    def _mapped(self, function: Function, args: Sequence[Any], mapped: Sequence[bool]) -> Any:
-        # A member on its own is not mapped: the plain operations are faster, and some models have no others.
-        if leaves(args[0])[0].shape[0] > 1:
-            return self.backend.map(function, args, mapped)
-        rows = [map_tree(lambda t: t[0], arg) if own else arg for arg, own in zip(args, mapped, strict=True)]
-        return map_tree(lambda t: t[None], function(*rows))
-
-
-_TOGETHER = {  # what can't be traced if one of them can't
-    "train": ("train", "several", "one"),
-    "evaluate": ("evaluate", "evaluate_one"),
-    "predict": ("predict",),
-}
 
 
 class FunctionalEngine:
@@ -335,6 +69,11 @@ class FunctionalEngine:
     def untraced(self) -> str | None:
         """Why every step runs its Python, if it does."""
         return self.programs.untraced
+
+    @property
+    def prospect(self) -> float:
+        """What is measured is compiled already."""
+        return 1.0
 
     @property
     def compiling(self) -> bool:
@@ -420,7 +159,7 @@ class FunctionalEngine:
         if totals is None:
             totals = self._fresh()
         found = self.backend.host(self.programs.run("results", True, totals))
-        return {name: np.asarray(column, dtype=np.float64) for name, column in found.items()}
+        return {name: np.asarray(found[name], dtype=np.float64) for name in self.programs.names}
 
     def predict(self, data: Any, *, shared: bool) -> Any:
         """The outputs `(slot, row, …)` on a batch of inputs, on the host."""
@@ -469,6 +208,7 @@ class FunctionalEngine:
             return {part: new[part] for part in ("buffers", "metrics")}
 
         one = map_tree(lambda t: t[0], self.state)
+        one["params"] = map_tree(lambda t: self.tensor(_varied(self.backend.host(t))), one["params"])
         few = map_tree(lambda leaf: leaf[:real], data)
         weights = self.tensor((np.arange(size) < real).astype(np.float32))
         program = self.backend.compile(outcome)
@@ -676,15 +416,15 @@ class FunctionalEngine:
         return {part: state[part] for part in (*WEIGHTS, "member")}
 
 
-def _merged(function: Callable[[Any, Any], Any], new: Any, old: Any) -> Any:
-    """`function(new, old)` of the tensors of two trees of dicts, in the order of the second."""
-    if isinstance(old, dict):
-        return {name: _merged(function, new[name], value) for name, value in old.items()}
-    return function(new, old)
-
-
 def _first(state: State) -> Any:
     return state["member"]["step"]
+
+
+def _varied(array: np.ndarray) -> np.ndarray:
+    """Weights that are not all alike: a layer that begins at zero would hide what the layers before it do."""
+    if array.size and (array == array.flat[0]).all():
+        array = (array + 0.5 * np.random.default_rng(0).normal(size=array.shape)).astype(array.dtype)
+    return array
 
 
 def _few(data: Any, shared: bool) -> Any:

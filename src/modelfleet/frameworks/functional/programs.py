@@ -1,0 +1,140 @@
+"""The steps of a lane as functions of its stacked state, compiled as they are needed."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from modelfleet.frameworks.functional.contract import PARTS, Backend, Definition, Function, State
+from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, CannotFuseError
+from modelfleet.trees import leaves, map_tree
+
+
+class Programs:
+    """The steps for lanes of one structure and task, compiled as they are needed."""
+
+    def __init__(self, definition: Definition, backend: Backend, *, fused: bool) -> None:
+        self.definition = definition
+        self.backend = backend
+        self.fused = fused
+        self.untraced: str | None = None
+        self.names: list[str] = []  # of the loss and the metrics, in their order
+        self.bears_padding: dict[Any, bool] = {}
+        self._known: dict[tuple[str, bool], tuple[Function, Function]] = {}
+        self._plain: set[tuple[str, bool]] = set()
+        self.take = backend.compile(backend.take)
+        self.put = backend.compile(backend.put, donate=True)
+
+    def run(self, kind: str, shared: bool, *args: Any) -> Any:
+        """Run a step: "train", "several", "one", "evaluate", "evaluate_one", "predict" or "results"."""
+        compiled, plain = self._functions(kind, shared)
+        return (plain if (kind, shared) in self._plain else compiled)(*args)
+
+    def ready(self, kind: str, shared: bool, *args: Any) -> None:
+        """Make sure that a step can be run; raises `CannotFuseError` if the members can't be run as one."""
+        try:
+            self.backend.trace(self._functions(kind, shared)[0], args)
+        except Exception as error:  # whatever a model may do that can't be traced
+            reason = self.backend.reason(error)
+            if self.fused:
+                raise CannotFuseError(reason) from error
+            self.untraced = reason
+            self._plain |= {(name, both) for name in _TOGETHER[kind] for both in (True, False)}
+
+    def working_bytes(self, shared: bool, *args: Any) -> int | None:
+        """What a train step takes on the device beside the state."""
+        if ("train", shared) in self._plain:
+            return None
+        return self.backend.working_bytes(self._functions("train", shared)[0], args)
+
+    def _functions(self, kind: str, shared: bool) -> tuple[Function, Function]:
+        """A step as a program, and as it is."""
+        if (kind, shared) not in self._known:
+            step = getattr(self, f"_{kind}")
+
+            def function(*args: Any) -> Any:
+                return step(shared, *args)
+
+            compiled = self.backend.compile(function, donate=kind in ("train", "several", "one"))
+            plain = function if kind != "several" else self._several_plain(shared)
+            self._known[kind, shared] = compiled, plain
+        return self._known[kind, shared]
+
+    # --- the steps, as functions of the stacked state. `shared`: the data have no member axis.
+
+    def _train(self, shared: bool, state: State, hyper: Any, active: Any, data: Any, weights: Any) -> State:
+        where, member = self.backend.where, state["member"]
+        live = active & (member["trouble"] == FINE)
+        args, mapped = (state, hyper, data, weights), (True, True, not shared, True)
+        new, good_loss, good_gradient = self._mapped(self.definition.train, args, mapped)
+        keep = live & good_loss & good_gradient
+        kept = {part: _merged(lambda a, b: where(keep, a, b), new[part], state[part]) for part in PARTS}
+        trouble = where(good_loss, where(good_gradient, FINE, GRADIENT), LOSS)
+        kept["member"] = {
+            **member,
+            "step": where(keep, member["step"] + 1, member["step"]),
+            "trouble": where(live, trouble, member["trouble"]),
+        }
+        return kept
+
+    def _several(
+        self, shared: bool, state: State, hyper: Any, active: Any, data: Any, weights: Any, count: Any
+    ) -> State:
+        def step(state: State, xs: Any) -> State:
+            return self._train(shared, state, hyper, active, *xs)
+
+        return self.backend.loop(step, state, (data, weights), count)
+
+    def _several_plain(self, shared: bool) -> Function:
+        def run(state: State, hyper: Any, active: Any, data: Any, weights: Any, count: int) -> State:
+            for number in range(count):
+                xs = map_tree(lambda leaf, number=number: leaf[number], (data, weights))
+                state = self._train(shared, state, hyper, active, *xs)
+            return state
+
+        return run
+
+    def _one(self, _: bool, state: State, rows: Any, hyper: Any, active: Any, data: Any) -> State:
+        take = self.backend.take
+        part = self._train(True, take(state, rows), take(hyper, rows), active, data, None)
+        return self.backend.put(state, rows, part)
+
+    def _evaluate(self, shared: bool, state: State, totals: Any, there: Any, data: Any, weights: Any) -> Any:
+        args, mapped = (state, totals, data, weights), (True, True, not shared, True)
+        new = self._mapped(self.definition.evaluate, args, mapped)
+        return _merged(lambda a, b: self.backend.where(there, a, b), new, totals)
+
+    def _evaluate_one(self, _: bool, state: State, totals: Any, rows: Any, there: Any, data: Any) -> Any:
+        take = self.backend.take
+        part = self._evaluate(True, take(state, rows), take(totals, rows), there, data, None)
+        return self.backend.put(totals, rows, part)
+
+    def _predict(self, shared: bool, state: State, data: Any) -> Any:
+        return self._mapped(self.definition.predict, (state, data), (True, not shared))
+
+    def _results(self, _: bool, metrics: dict[str, Any]) -> dict[str, Any]:
+        def results(metrics: dict[str, Any]) -> dict[str, Any]:
+            found = self.definition.results(metrics)
+            self.names = list(found)  # programs give dicts in the order of their keys; people want the loss first
+            return found
+
+        return self._mapped(results, (metrics,), (True,))
+
+    def _mapped(self, function: Function, args: Sequence[Any], mapped: Sequence[bool]) -> Any:
+        # A member on its own is not mapped: the plain operations are faster, and some models have no others.
+        if leaves(args[0])[0].shape[0] > 1:
+            return self.backend.map(function, args, mapped)
+        rows = [map_tree(lambda t: t[0], arg) if own else arg for arg, own in zip(args, mapped, strict=True)]
+        return map_tree(lambda t: t[None], function(*rows))
+
+
+_TOGETHER = {  # what can't be traced if one of them can't: a model that branches when trained does so elsewhere
+    "train": ("train", "several", "one", "evaluate", "evaluate_one", "predict"),
+    "evaluate": ("evaluate", "evaluate_one"),
+    "predict": ("predict",),
+}
+
+
+def _merged(function: Callable[[Any, Any], Any], new: Any, old: Any) -> Any:
+    """`function(new, old)` of the tensors of two trees of dicts, in the order of the second."""
+    if isinstance(old, dict):
+        return {name: _merged(function, new[name], value) for name, value in old.items()}
+    return function(new, old)

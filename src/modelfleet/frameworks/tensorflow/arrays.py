@@ -1,0 +1,85 @@
+"""Arrays of any kind for TensorFlow, and the few operations that feeds need of them.
+
+Where TensorFlow computes on the CPU, data stay in NumPy's memory: gathering rows there costs least, and a program
+reads several steps of them in one call. For accelerators they are put on the device once.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+Array = Any  # of NumPy or TensorFlow
+
+
+def is_array(value: Any) -> bool:
+    """Whether `place` can take it: arrays of NumPy, torch, JAX, TensorFlow, pandas and polars."""
+    return hasattr(value, "__array__") and not isinstance(value, type)
+
+
+def size(leaf: Any) -> int:
+    """The length of the first axis."""
+    return int(leaf.shape[0])
+
+
+def place(leaf: Any, device: str | None, *, copy: bool = False) -> Array:
+    """An array for a device; None: wherever it is now. It may share memory unless `copy`.
+
+    TensorFlow's tensors keep their dtype. Of all other arrays float64 becomes float32, for NumPy makes float64
+    unasked and models are float32.
+    """
+    if tf.is_tensor(leaf):
+        if device is None:
+            return tf.identity(leaf) if copy else leaf
+        leaf = leaf.numpy()
+    else:
+        leaf = _single(np.asarray(leaf.detach().cpu() if hasattr(leaf, "detach") else leaf))
+    if _on_host(device):
+        return np.array(leaf) if copy else leaf
+    with tf.device(device):
+        return tf.convert_to_tensor(leaf)
+
+
+def index(positions: np.ndarray, device: str | None) -> Array:
+    """Row numbers for `take`, on a device."""
+    if _on_host(device):
+        return positions
+    with tf.device(device):
+        return tf.convert_to_tensor(positions)
+
+
+def take(tensor: Array, index: Array) -> Array:
+    """The rows of an array at an index of one to three axes: `(*index axes, …)`."""
+    return tf.gather(tensor, index) if tf.is_tensor(tensor) else tensor.take(index, axis=0)
+
+
+def concatenate(tensors: Sequence[Array]) -> Array:
+    """One array, joined along the first axis."""
+    return tf.concat(list(tensors), 0) if any(map(tf.is_tensor, tensors)) else np.concatenate(list(tensors))
+
+
+def stack(tensors: Sequence[Array]) -> Array:
+    """One array, joined along a new first axis."""
+    return tf.stack(list(tensors)) if any(map(tf.is_tensor, tensors)) else np.stack(list(tensors))
+
+
+def host(tensor: Array) -> np.ndarray:
+    """An array's numbers as a NumPy array; of bfloat16, which not every reader has, the bits."""
+    array = np.asarray(tensor)
+    return array.view(np.int16) if array.dtype.name == "bfloat16" else array
+
+
+def from_host(array: np.ndarray, like: Array) -> np.ndarray:
+    """What `host` gave, in the dtype of another."""
+    dtype = like.dtype.as_numpy_dtype if tf.is_tensor(like) else like.dtype
+    return array.view(dtype) if np.dtype(dtype).name == "bfloat16" else array
+
+
+def _on_host(device: str | None) -> bool:
+    return device is None or device.startswith("CPU")
+
+
+def _single(array: np.ndarray) -> np.ndarray:
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    return array.astype(np.float32) if array.dtype == np.float64 else array

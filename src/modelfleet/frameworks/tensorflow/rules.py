@@ -1,0 +1,18 @@
+"""Operations that `tf.vectorized_map` has no form for, though one is near at hand."""
+
+from contextlib import suppress
+from typing import Any
+
+import tensorflow as tf
+
+
+def register() -> None:
+    """Tell `vectorized_map` the forms it lacks. What can't be told runs for one member after the other."""
+    # TensorFlow 2.21 has no public way to add one; a later one may have them all, and refuse (KeyError).
+    with suppress(ImportError, AttributeError, KeyError):
+        from tensorflow.python.ops.parallel_for import pfor
+
+        def bitcast(given: Any) -> Any:
+            return pfor.wrap(tf.bitcast(given.stacked_input(0), given.get_attr("type")), True)
+
+        pfor.RegisterPFor("Bitcast")(bitcast)  # within Keras's argmax, and so in accuracies

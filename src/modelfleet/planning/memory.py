@@ -1,0 +1,69 @@
+"""How much fits: what lanes need of a device, and what it has."""
+
+import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from modelfleet.errors import InputError
+from modelfleet.feeds import Feed
+from modelfleet.lanes import Lane
+
+_PART = 0.9  # of the free memory may be planned for
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+
+
+def limit(lane: Lane) -> int | None:
+    """The bytes that lanes may take on a lane's device; None if that is not known.
+
+    `MODELFLEET_MEMORY`, as in "6GB", sets it. Else it is most of what is free now.
+    """
+    asked = os.environ.get("MODELFLEET_MEMORY")
+    if asked:
+        match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]?)i?b?\s*", asked.lower())
+        if match is None:
+            raise InputError(f"MODELFLEET_MEMORY is {asked!r}; expected a size such as 6GB or 500MB.")
+        return int(float(match[1]) * _UNITS[match[2]])
+    free = lane.members[0].framework.free_memory(lane.engine.device)
+    if free is None and lane.device.startswith("cpu"):
+        free = _free_on_host()
+    return None if free is None else int(free * _PART) + lane.engine.bytes
+
+
+def need(lane: Lane, feed: Feed) -> int:
+    """What a lane takes on its device while it steps: its state, and what a step works with."""
+    return lane.engine.bytes + (lane.engine.working_bytes(feed.first()) or 0)
+
+
+def widest(lane: Lane, feed: Feed) -> int:
+    """How many of a lane's members fit on the device at once; 1 at least, for less can't be tried."""
+    most = limit(lane)
+    if most is None:
+        return len(lane.members)
+    each = need(lane, feed) / len(lane.members)
+    return max(1, min(len(lane.members), int(most // max(each, 1))))
+
+
+def waves(width: int, names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Names in as few parts of at most so many as can be, as even as can be."""
+    parts = -(-len(names) // width)
+    size, more = divmod(len(names), parts)
+    found, start = [], 0
+    for number in range(parts):
+        end = start + size + (number < more)
+        found.append(tuple(names[start:end]))
+        start = end
+    return found
+
+
+def _free_on_host() -> int | None:
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    names: Any = getattr(os, "sysconf_names", {})
+    if "SC_AVPHYS_PAGES" in names and "SC_PAGE_SIZE" in names:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None

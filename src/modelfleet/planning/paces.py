@@ -1,0 +1,83 @@
+"""What was measured, kept on disk: the time of a lane's step, and of an epoch of lanes that share a device.
+
+A file of JSON in the user's cache (`MODELFLEET_CACHE` names another folder; an empty name keeps nothing). Only
+plans hang on it, never a result; it may be deleted at any time, and if it can't be read or written, so be it.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import re
+import tempfile
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+_MOST = 5000  # entries kept, the oldest forgotten first
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_VERSIONED = ("modelfleet", "torch", "jax", "keras", "tensorflow")
+
+
+def key(*parts: Any) -> str:
+    """A name for a measurement: of structures, shapes, the device, and the versions of everything under it."""
+    text = _ADDRESS.sub("", repr((parts, _machine())))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+class Paces:
+    """The measurements on disk, read once."""
+
+    def __init__(self) -> None:
+        self._path = _path()
+        self._known: dict[str, float] = {}
+        if self._path is not None:
+            with suppress(OSError, ValueError, TypeError):
+                read = json.loads(self._path.read_text(encoding="utf-8"))
+                self._known = {str(name): float(value) for name, value in read.items()}
+        self._fresh: dict[str, float] = {}
+
+    def get(self, name: str) -> float | None:
+        """What was measured under a name, if anything was."""
+        return self._known.get(name)
+
+    def put(self, name: str, value: float) -> None:
+        """Note a measurement; `save` keeps it."""
+        self._known.pop(name, None)
+        self._known[name] = self._fresh[name] = value
+
+    def save(self) -> None:
+        """Add what is new to the file."""
+        if self._path is None or not self._fresh:
+            return
+        with suppress(OSError, ValueError, TypeError):
+            kept: dict[str, Any] = {}
+            if self._path.exists():
+                kept = json.loads(self._path.read_text(encoding="utf-8"))
+            kept = {name: value for name, value in kept.items() if name not in self._fresh} | self._fresh
+            kept = dict(list(kept.items())[-_MOST:])
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(
+                "w", dir=self._path.parent, suffix=".partial", delete=False, encoding="utf-8"
+            ) as file:
+                json.dump(kept, file)
+            os.replace(file.name, self._path)
+            self._fresh = {}
+
+
+def _path() -> Path | None:
+    named = os.environ.get("MODELFLEET_CACHE")
+    if named is not None:
+        return Path(named) / "paces.json" if named else None
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "modelfleet" / "paces.json"
+
+
+def _machine() -> tuple[Any, ...]:
+    versions = []
+    for package in _VERSIONED:
+        with suppress(PackageNotFoundError):
+            versions.append((package, version(package)))
+    threads = os.environ.get("OMP_NUM_THREADS")
+    return platform.machine(), platform.processor(), os.cpu_count(), threads, tuple(versions)

@@ -1,0 +1,287 @@
+"""The planner: which lanes, and how they share the device, by what was measured.
+
+It begins with every group fused. If the run is long enough for it, it times a step of each group fused and apart,
+takes what is faster, and then times the lanes that are left taking turns, in threads, and in processes. Measuring
+may take a small part of the run; what was measured once is known from then on (`paces`).
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from modelfleet.each import spread
+from modelfleet.errors import FleetError
+from modelfleet.feeds import Feed
+from modelfleet.feeds._base import spec
+from modelfleet.frameworks.protocol import CannotFuseError
+from modelfleet.lanes import Lane
+from modelfleet.planning import memory, paces, trials
+from modelfleet.planning.assembly import Part, Studied
+from modelfleet.planning.supply import Job
+from modelfleet.sharing.shifts import Sharing
+from modelfleet.workers.process import idle
+
+PART_OF_RUN = 0.05  # that measuring may take
+SHORT = 300  # steps: a run of fewer is over before measuring has paid
+UNKNOWN = 1000  # steps of an epoch, where the data do not tell
+WORKER_START = 8.0  # seconds until a new worker process has taken its first step
+BETTER = 0.95  # an alternative must take at most this part of the time
+
+Fed = tuple[Lane, Feed]
+
+
+@dataclass
+class Choice:
+    """What was chosen, and what is known of it."""
+
+    lanes: list[Fed]
+    sharing: str = "interleaved"
+    predicted: dict[int, float] = field(default_factory=dict)
+    """Seconds per step by the id of a lane."""
+    epoch: float | None = None
+    """Seconds for an epoch of everything."""
+    measuring: float = 0.0
+    """Seconds that were spent on measuring."""
+    epoch_took: float | None = None
+    """What an epoch of everything took in the last run."""
+
+
+class Planner:
+    """Chooses for one fleet; remembers its measurements."""
+
+    def __init__(self) -> None:
+        self.paces = paces.Paces()
+
+    # --- choosing ------------------------------------------------------------------------------------------------
+
+    def choose(
+        self,
+        studied: Studied,
+        lanes: Sequence[Fed],
+        job: Job,
+        sharings: dict[str, Callable[[Job], Sharing]],
+    ) -> Choice:
+        """The fastest lanes that fit, of those that the fused ones can be cut into, and their sharing."""
+        begun = time.perf_counter()
+        length = max(self._steps(lane, feed, job) for lane, feed in lanes)
+        spent = _Budget(length)
+        chosen: list[Fed] = []
+        for lane, feed in lanes:
+            chosen += self._cut(studied, lane, feed, job, spent)
+        choice = Choice(chosen)
+        for lane, feed in chosen:
+            seconds = self.paces.get(self.lane_key(studied, lane.part, feed))
+            if seconds is not None:
+                choice.predicted[id(lane)] = seconds
+        self._share(studied, choice, job, sharings, spent)
+        choice.measuring = time.perf_counter() - begun
+        self.paces.save()
+        return choice
+
+    def _cut(self, studied: Studied, lane: Lane, feed: Feed, job: Job, spent: "_Budget") -> list[Fed]:
+        """A group's lane as it is, in waves if it is too wide, or its members apart, whatever is fastest."""
+        names = tuple(lane.names)
+        width = memory.widest(lane, feed)
+        remembered = self.paces.get(self._key(studied, lane.part, feed, "widest"))
+        if remembered is not None:
+            width = max(1, min(width, int(remembered)))
+        if len(names) == 1 or not lane.engine.fused:
+            self._pace(studied, lane.part, feed, spent)
+            return [(lane, feed)]
+        parts = [lane.part]
+        if width < len(names):
+            why = f"{len(names)} at once do not fit into memory"
+            parts = [
+                replace(lane.part, names=own, reason=_joined(lane.part.reason, why), wave=wave)
+                for wave, own in enumerate(memory.waves(width, names))
+            ]
+        best = self._apart_or(studied, lane, parts, feed, job, spent)
+        if best == [lane.part]:
+            return [(lane, feed)]
+        return [self._remade(studied, lane, feed, part) for part in best]
+
+    def _apart_or(
+        self, studied: Studied, lane: Lane, parts: list[Part], feed: Feed, job: Job, spent: "_Budget"
+    ) -> list[Part]:
+        """The parts, narrower ones, or every member apart: by the time of a step of all."""
+        places = lane.places
+
+        def pace(part: Part) -> float | None:
+            return self._pace(studied, part, feed.select([places[name] for name in part.names]), spent)
+
+        wide = pace(parts[0])
+        if wide is None:
+            return parts
+        spent.predict(wide * len(parts) * self._steps(lane, feed, job))
+        single = Part((lane.names[0],), False, "")
+        candidates: list[tuple[float, list[Part]]] = [(wide * lane.engine.prospect * len(parts), parts)]
+        quarter = len(parts[0].names) // 4
+        if quarter >= 2:
+            narrow = [replace(lane.part, names=own) for own in memory.waves(quarter, lane.names)]
+            seconds = pace(narrow[0])
+            if seconds is not None:
+                total = seconds * lane.engine.prospect * len(narrow)
+                why = f"lanes of {quarter} are faster than one of {len(lane.names)} ({_ms(total)} a step of all)"
+                reason = _joined(lane.part.reason, why)
+                candidates.append((total, [replace(part, reason=reason) for part in narrow]))
+        seconds = pace(single)
+        if seconds is not None:
+            total = seconds * len(lane.names)
+            why = f"apart is faster than fused: {_ms(total)} a step of all, not {_ms(candidates[0][0])}"
+            reason = _joined(lane.part.reason, why)
+            candidates.append((total, [Part((name,), False, reason) for name in lane.names]))
+        best = min(candidates, key=lambda candidate: candidate[0])
+        return best[1] if best[0] < BETTER * candidates[0][0] else parts
+
+    def _share(
+        self,
+        studied: Studied,
+        choice: Choice,
+        job: Job,
+        sharings: dict[str, Callable[[Job], Sharing]],
+        spent: "_Budget",
+    ) -> None:
+        """Choose how the lanes share the device, if there is more than one."""
+        per_epoch = [_per_epoch(feed, job) for _, feed in choice.lanes]
+        epochs = max(int(epoch) for epoch in spread(job.epochs, job.names, "epochs"))
+        known = [choice.predicted.get(id(lane)) for lane, _ in choice.lanes]
+        if any(seconds is None for seconds in known):
+            return
+        turns = sum(s * n for s, n in zip(known, per_epoch, strict=True) if s is not None)
+        choice.epoch = turns
+        if len(choice.lanes) == 1 or any(lane.part.wave for lane, _ in choice.lanes):
+            return
+        actual = self.paces.get(self.mix_key(studied, choice.lanes, "interleaved"))
+        best = choice.epoch = actual or turns
+        spent.predict(best * epochs)
+        for sharing, sharing_of in sharings.items():
+            start = WORKER_START if sharing == "processes" else 0.0
+            key = self.mix_key(studied, choice.lanes, sharing)
+            seconds = self.paces.get(key)
+            if seconds is None and spent.allows(start + 0.5):
+                begun = time.perf_counter()
+                scale = max(1.0, turns / (2 * trials.LEAST))  # as long as a few turns of each
+                steps = [max(1, min(64, round(count / scale))) for count in per_epoch]
+                try:
+                    took = trials.epoch_seconds(studied, choice.lanes, job, sharing_of, steps)
+                    alone = sum(s * n for s, n in zip(known, steps, strict=True) if s is not None)
+                    seconds = took * turns / max(alone, 1e-9)
+                    self.paces.put(key, seconds)
+                except FleetError:  # what can't be sent to a worker, say
+                    seconds = None
+                spent.spend(time.perf_counter() - begun)
+            if seconds is None:
+                continue
+            total = seconds * epochs + (start if not _workers_idle(sharing) else 0.0)
+            if total < BETTER * best * epochs:
+                best = choice.epoch = seconds
+                choice.sharing = sharing
+
+    # --- measuring -----------------------------------------------------------------------------------------------
+
+    def _pace(self, studied: Studied, part: Part, feed: Feed, spent: "_Budget") -> float | None:
+        """Seconds per step of a part; measured if it is not known and there is time for it."""
+        key = self.lane_key(studied, part, feed)
+        seconds = self.paces.get(key)
+        if seconds is None and spent.allows(0.2):
+            begun = time.perf_counter()
+            try:
+                seconds = trials.step_seconds(studied, part, feed.first(), spent.left())
+                self.paces.put(key, seconds)
+            except CannotFuseError:
+                seconds = None
+            spent.spend(time.perf_counter() - begun)
+        return seconds
+
+    def _remade(self, studied: Studied, lane: Lane, feed: Feed, part: Part) -> Fed:
+        own = feed.select([lane.places[name] for name in part.names])
+        made = studied.assembly.lane(studied, part)
+        made.engine.check(own.first(), part.names[0])
+        made.ready(own.first(), "train")
+        return made, own
+
+    def _steps(self, lane: Lane, feed: Feed, job: Job) -> int:
+        """The steps of the longest-training member of a lane."""
+        epochs = dict(zip(job.names, spread(job.epochs, job.names, "epochs"), strict=True))
+        return _per_epoch(feed, job) * max(int(epochs[name]) for name in lane.names)
+
+    # --- what measurements are known by --------------------------------------------------------------------------
+
+    def lane_key(self, studied: Studied, part: Part, feed: Feed) -> str:
+        """The name of a lane's pace."""
+        return self._key(studied, part, feed, "pace", len(part.names), part.fused)
+
+    def mix_key(self, studied: Studied, lanes: Sequence[Fed], sharing: str) -> str:
+        """The name of the time of an epoch of lanes that share a device in a way."""
+        own = [(self.lane_key(studied, lane.part, feed), _tuple(feed.steps)) for lane, feed in lanes]
+        return paces.key("mix", sorted(own), sharing)
+
+    def widest_key(self, studied: Studied, part: Part, feed: Feed) -> str:
+        """The name of the width that a group was once cut to, when memory ran out."""
+        return self._key(studied, part, feed, "widest")
+
+    def _key(self, studied: Studied, part: Part, feed: Feed, *what: Any) -> str:
+        row = studied.rows[part.names[0]]
+        batch = feed.first()
+        shape = spec(batch.data), batch.size, batch.shared
+        framework = row.member.framework
+        return paces.key(framework.NAME, row.signature, row.task.summary, shape, *what)
+
+    def learn(self, studied: Studied, lanes: Sequence[Fed], sharing: str, epoch: float | None) -> None:
+        """Keep what a run has shown: the pace of its lanes, if they took turns, and of all together."""
+        if sharing == "interleaved":
+            for lane, feed in lanes:
+                if lane.seconds_per_step is not None:
+                    self.paces.put(self.lane_key(studied, lane.part, feed), lane.seconds_per_step)
+        if len(lanes) > 1 and epoch is not None:
+            self.paces.put(self.mix_key(studied, lanes, sharing), epoch)
+        self.paces.save()
+
+
+class _Budget:
+    """The seconds that measuring may take: none for a short run, else a part of what the run is predicted to."""
+
+    def __init__(self, steps: int) -> None:
+        self._seconds = 0.0 if steps < SHORT else 1.0  # to time one step at all
+        self._spent = 0.0
+
+    def predict(self, seconds: float) -> None:
+        """The run, or a part of it, is now thought to take so long."""
+        self._seconds = max(self._seconds, PART_OF_RUN * seconds)
+
+    def left(self) -> float:
+        """Seconds that may still be spent."""
+        return max(0.0, self._seconds - self._spent)
+
+    def allows(self, seconds: float) -> bool:
+        """Whether so much may still be spent."""
+        return self.left() >= seconds
+
+    def spend(self, seconds: float) -> None:
+        """So much was spent."""
+        self._spent += seconds
+
+
+def _per_epoch(feed: Feed, job: Job) -> int:
+    steps = UNKNOWN if feed.steps is None else int(feed.steps.max())
+    return steps if job.steps_per_epoch is None else min(steps, job.steps_per_epoch)
+
+
+def _workers_idle(sharing: str) -> bool:
+    return sharing != "processes" or idle() >= min(2, os.cpu_count() or 1)
+
+
+def _joined(*reasons: str | None) -> str:
+    return "; ".join(reason for reason in reasons if reason)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms"
+
+
+def _tuple(steps: np.ndarray | None) -> tuple[int, ...]:
+    return () if steps is None else tuple(steps.tolist())

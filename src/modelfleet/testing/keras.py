@@ -1,0 +1,100 @@
+"""The plain way to train a Keras model: its own `train_on_batch`, for comparison."""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import keras
+import numpy as np
+
+from modelfleet.frameworks.keras import compile, copy_model
+from modelfleet.members import Member, member_seed
+from modelfleet.recipe import Recipe
+from modelfleet.streams import permutations
+from modelfleet.trees import leaves, map_tree
+
+
+def alone(
+    model: keras.Model,
+    name: str,
+    data: Any,
+    *,
+    optimizer: Any,
+    loss: Any,
+    objective: Callable[[Any, Any], Any] | None,
+    seed: int,
+    epochs: int,
+    batch_size: int,
+    shuffle: bool,
+    clip_norm: float | None,
+    precision: str,
+    schedule: Any,
+    schedule_per: str,
+    **hyperparameters: Any,
+) -> keras.Model:
+    """A trained copy of `model`; see `modelfleet.testing.alone`. With no optimizer it stays compiled as it is."""
+    model = copy_model(model)
+    if optimizer is not None:
+        recipe = Recipe(
+            optimizer,
+            loss,
+            objective=objective,
+            clip_norm=clip_norm,
+            precision=precision,
+            schedule=schedule,
+            hyperparameters=hyperparameters,
+        )
+        compile(recipe, [Member(name, model, 0, None)])
+    own_seed = member_seed(seed, name)
+    arrays = map_tree(np.asarray, data)
+    taken = 0
+    for epoch in range(epochs):
+        for batch in _batches(arrays, own_seed if shuffle else None, epoch, batch_size):
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+            with _streams(own_seed, taken):
+                model.train_on_batch(x, y, sample_weight)
+            taken += 1
+    return model
+
+
+def largest_difference(
+    model: keras.Model, other: keras.Model, *, ignoring: Collection[str] = ()
+) -> tuple[float, str]:
+    """The largest relative difference and where it is; see `modelfleet.testing.largest_difference`."""
+    first, second = _weights(model), _weights(other)
+    if first.keys() != second.keys():
+        raise ValueError(f"the models have different weights: {sorted(first.keys() ^ second.keys())}.")
+    strangers = set(ignoring) - first.keys()
+    if strangers:
+        raise ValueError(f"there is no {sorted(strangers)[0]!r} to ignore. Weights: {', '.join(first)}.")
+    worst = (0.0, "")
+    for name in first:
+        a, b = first[name].astype(np.float64), second[name].astype(np.float64)
+        if name in ignoring or not a.size:
+            continue
+        difference = float(np.abs(a - b).max()) / (float(np.abs(b).max()) or 1.0)
+        worst = max(worst, (difference if np.isfinite(difference) else np.inf, name))
+    return worst
+
+
+def _batches(data: Any, seed: int | None, epoch: int, size: int) -> Iterator[Any]:
+    rows = len(leaves(data)[0])
+    order = np.arange(rows)
+    if seed is not None:
+        order = permutations(np.array([seed]), epoch, np.array([rows]))[0]
+    for start in range(0, rows, size):
+        yield map_tree(lambda leaf, start=start: leaf[order[start : start + size]], data)
+
+
+def _streams(seed: int, step: int) -> AbstractContextManager[Any]:
+    """On torch, a member's dropout is drawn from modelfleet's streams; elsewhere from the model's own seeds."""
+    if keras.backend.backend() != "torch":
+        return nullcontext()
+    from modelfleet.frameworks.keras.torch import drawing
+
+    return drawing(seed, step)
+
+
+def _weights(model: keras.Model) -> dict[str, np.ndarray]:
+    """Weights by their place and name: Keras numbers the names of layers through the process."""
+    return {f"{place}.{v.name}": keras.ops.convert_to_numpy(v.value) for place, v in enumerate(model.weights)}

@@ -1,0 +1,141 @@
+"""What `fleet.compile` becomes for Keras models, and which models have one task."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import modelfleet as mf
+from modelfleet.errors import InputError
+from modelfleet.frameworks.keras.recipe import compile, prepare
+from modelfleet.members import Member
+from modelfleet.recipe import Recipe
+
+from tests.frameworks.keras import models
+
+
+def members(count: int = 2, **options: Any) -> list[Member]:
+    return [Member(str(index), models.mlp(**options), index, None) for index in range(count)]
+
+
+def tasks(own: list[Member], kind: str = "train") -> list[Any]:
+    return list(prepare(None, own, kind).tasks)
+
+
+def test_every_member_has_an_optimizer_of_its_own() -> None:
+    own = members()
+    rates = mf.each({"0": 0.1, "1": 0.2})
+    compile(Recipe("adam", "cross_entropy", metrics=["accuracy"], hyperparameters={"lr": rates}), own)
+    first, second = (member.model.optimizer for member in own)
+    assert isinstance(first, keras.optimizers.Adam) and first is not second
+    assert [float(o.learning_rate) for o in (first, second)] == pytest.approx([0.1, 0.2])
+    assert tasks(own)[0] is tasks(own)[1]  # rates are no part of a task
+
+
+def test_an_optimizer_of_keras_is_cloned() -> None:
+    given = keras.optimizers.SGD(0.3, momentum=0.5)
+    own = members()
+    compile(Recipe(given, "mse", hyperparameters={"nesterov": True}), own)
+    for member in own:
+        assert member.model.optimizer is not given
+        assert member.model.optimizer.momentum == 0.5 and member.model.optimizer.nesterov
+        assert float(member.model.optimizer.learning_rate) == pytest.approx(0.3)
+
+
+def test_options_become_kerass_own() -> None:
+    own = members(1)
+    options = {"lr": 1, "betas": (0.8, 0.9), "eps": 1e-3, "loss_weights": [2.0]}
+    compile(Recipe("adamw", "mse", clip_norm=0.5, hyperparameters=options), own)
+    optimizer = own[0].model.optimizer
+    assert (optimizer.beta_1, optimizer.beta_2, optimizer.epsilon) == (0.8, 0.9, 1e-3)
+    assert optimizer.global_clipnorm == 0.5
+
+
+def test_a_schedule_is_part_of_the_task() -> None:
+    def compiled(rate: float) -> list[Member]:
+        own = members(1)
+        compile(Recipe("sgd", "mse", schedule=keras.optimizers.schedules.ExponentialDecay(rate, 10, 0.9)), own)
+        return own
+
+    assert tasks(compiled(0.1))[0] is tasks(compiled(0.1))[0]
+    assert tasks(compiled(0.1))[0] is not tasks(compiled(0.2))[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"optimizer": "sgd"},
+        {"optimizer": keras.optimizers.Adam(beta_1=0.5)},
+        {"loss": "mae"},
+        {"loss": keras.losses.Huber()},
+        {"metrics": ["mae"]},
+        {"loss_weights": [3.0]},
+        {"weighted_metrics": ["mae"]},
+    ],
+)
+def test_models_compiled_otherwise_have_another_task(change: dict[str, Any]) -> None:
+    first, second, third = members(3)
+    first.model.compile(optimizer="adam", loss="mse")
+    second.model.compile(optimizer=keras.optimizers.Adam(0.5), loss="mse")
+    third.model.compile(**{"optimizer": "adam", "loss": "mse", **change})
+    found = tasks([first, second, third])
+    assert found[0] is found[1]
+    assert found[2] is not found[0]
+    assert found[2].summary != found[0].summary
+
+
+def test_metrics_given_as_objects_are_not_shared() -> None:
+    own = members()
+    compile(Recipe("sgd", "mse", metrics=[keras.metrics.MeanAbsoluteError(name="far")]), own)
+    told = [member.model._compile_metrics._user_metrics[0] for member in own]
+    assert told[0] is not told[1] and told[0].name == "far"
+
+
+def test_an_uncompiled_model_can_only_predict() -> None:
+    own = members(1)
+    assert tasks(own, "predict")
+    for kind in ("train", "evaluate"):
+        with pytest.raises(InputError, match=r"member '0' is not compiled.*model\.compile.*fleet\.compile"):
+            tasks(own, kind)
+
+
+def test_an_overridden_train_step_is_refused() -> None:
+    class Custom(keras.Sequential):
+        def train_step(self, *args: Any) -> Any:
+            return super().train_step(*args)
+
+    model = Custom([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(InputError, match=r"Custom overrides train_step.*compute_loss"):
+        tasks([Member("a", model, 0, None)])
+    assert tasks([Member("a", model, 0, None)], "predict")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (Recipe("adamm", "mse"), "unknown optimizer 'adamm'. Did you mean 'adam'"),
+        (Recipe("adam", "mse", precision="bf16"), "mixed_bfloat16"),
+        (Recipe("adam", objective=lambda model, batch: 0), "compute_loss"),
+        (Recipe("adam", "mse", schedule="cosine"), "LearningRateSchedule"),
+        (Recipe("adam", "mse", hyperparameters={"lr": -1.0}), "lr of member '0' is -1.0"),
+        (Recipe("adam", "mse", hyperparameters={"speed": 3}), "speed"),
+        (Recipe(3, "mse"), "Give a name"),
+        (Recipe("adam", "mse", hyperparameters={"lr": mf.each([1.0])}), "2 members"),
+    ],
+)
+def test_what_can_not_be_is_refused_and_changes_nothing(recipe: Recipe, message: str) -> None:
+    own = members()
+    with pytest.raises(InputError, match=message):
+        compile(recipe, own)
+    assert not any(member.model.compiled for member in own)
+
+
+def test_logits_are_right_on_their_side_of_0() -> None:
+    x, _ = models.data(12)
+    fleet = mf.Fleet([models.mlp(outputs=1)])
+    fleet.compile("sgd", "bce_with_logits", metrics=["accuracy"])
+    y = (x[:, :1] > 0).astype(np.float32)
+    expected = np.mean((fleet.predict(x)["0"] > 0) == (y > 0))
+    assert fleet.evaluate((x, y))["0"]["accuracy"] == pytest.approx(expected)

@@ -1,0 +1,107 @@
+"""Which Keras models have one structure, and how the difference is told."""
+
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import pytest
+
+from modelfleet.frameworks.keras.structure import difference, signature, trained_twice
+
+from tests.frameworks.keras import models
+
+layers = keras.layers
+
+
+def scaled(factor: float) -> Callable[[object], object]:
+    def activation(x: object) -> object:
+        return x * factor  # type: ignore[operator]
+
+    return activation
+
+
+def added(*, chained: bool) -> keras.Model:
+    x = keras.Input((4,))
+    a = layers.Dense(4)(x)
+    b = layers.Dense(4)(a if chained else x)
+    return keras.Model(x, layers.Add()([a, b]) * 2.0)
+
+
+def recurrent(seed: int) -> keras.Model:
+    cell = layers.LSTM(3, dropout=0.1, seed=seed)
+    return keras.Sequential([keras.Input((5, 4)), layers.Bidirectional(cell), layers.Dense(1)])
+
+
+def told(a: keras.Model, b: keras.Model) -> str | None:
+    first, second = signature(a), signature(b)
+    found = difference(first, second)
+    assert (found is None) == (first == second)
+    return found
+
+
+def test_names_seeds_and_initializers_do_not_count() -> None:
+    assert told(models.mlp(rate=0.1, seed=1), models.mlp(rate=0.1, seed=2)) is None
+    assert told(added(chained=True), added(chained=True)) is None
+    assert told(models.gained(), models.gained()) is None
+    assert told(recurrent(1), recurrent(2)) is None
+    assert told(models.mlp(activation=scaled(2.0)), models.mlp(activation=scaled(2.0))) is None
+
+
+def test_neither_compiling_nor_training_counts() -> None:
+    for make in (models.gained, models.mlp):
+        model = make()
+        model.compile("adam", "mse")
+        x, _ = models.data(4)
+        model.fit(x, x[:, :3], verbose=0)
+        assert told(model, make()) is None
+
+
+def test_the_first_difference_is_told() -> None:
+    assert told(models.mlp(units=8), models.mlp()) == "layers.0.units is 8, not 6"
+    assert told(models.mlp(rate=0.5), models.mlp(rate=0.2)) == "layers.1.rate is 0.5, not 0.2"
+    assert told(models.mlp(activation="relu"), models.mlp()) == "layers.0.activation is 'relu', not 'tanh'"
+    assert told(models.mlp(norm=True), models.mlp()) == "layers.1 is a BatchNormalization, not a Dense"
+    assert told(models.gained(gain=2.0), models.gained()) == "gain is 2.0, not 1.0"
+    assert told(models.gained(units=3), models.gained()) == "hidden.units is 3, not 5"
+    assert told(models.gained(), models.mlp()) == "the model is a Gained, not a Sequential"
+    assert told(added(chained=False), added(chained=True)) == "layers.2's inputs come from other layers"
+    assert told(models.two_outputs("up"), models.two_outputs()) == (
+        "output names are ['up', 'right'], not ['left', 'right']"
+    )
+
+
+def test_functions_count_by_what_they_do() -> None:
+    assert told(models.mlp(activation=scaled(2.0)), models.mlp(activation=scaled(3.0))) is not None
+
+
+def test_freezing_counts() -> None:
+    frozen = models.mlp()
+    frozen.layers[0].trainable = False
+    assert told(frozen, models.mlp()) == "layers.0.trainable is False, not True"
+
+
+def test_a_layer_used_twice_is_not_two_layers() -> None:
+    shared = layers.Dense(4)
+    twice = keras.Sequential([keras.Input((4,)), shared, shared])
+    two = keras.Sequential([keras.Input((4,)), layers.Dense(4), layers.Dense(4)])
+    assert told(twice, two) == "layers.1 is the layer layers.0 again, not a layer of its own"
+
+
+def test_the_shapes_of_weights_count() -> None:
+    wide = models.Gained()
+    wide(np.zeros((2, 7), dtype=np.float32))
+    found = told(wide, models.gained())
+    assert found is not None and "(7, 5), not (4, 5)" in found
+
+
+def test_variables_trained_twice_are_found() -> None:
+    first, second = models.mlp(), models.mlp()
+    assert trained_twice([first, second]) is None
+    third = keras.Sequential([keras.Input((4,)), first.layers[0]])
+    found = trained_twice([first, second, third])
+    assert found is not None and found[:2] == (0, 2)
+
+
+@pytest.mark.parametrize("count", [3])
+def test_signatures_are_hashable(count: int) -> None:
+    assert len({signature(models.mlp(rate=0.1)) for _ in range(count)}) == 1

@@ -1,0 +1,319 @@
+"""Lanes of Keras models on TensorFlow: mapped and not, many steps a call and one, and XLA's form of them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import modelfleet as mf
+from modelfleet import frameworks
+from modelfleet.feeds import Batch
+from modelfleet.frameworks.protocol import LOSS, CannotFuseError
+from modelfleet.members import Member
+
+if keras.backend.backend() != "tensorflow":
+    pytest.skip("for Keras on TensorFlow", allow_module_level=True)
+
+import tensorflow as tf
+
+from modelfleet.frameworks.keras.tensorflow import Engine
+from modelfleet.frameworks.tensorflow import programs
+
+layers = keras.layers
+STEPS, ROWS = 6, 8
+
+
+def mlp(*extra: Callable[[], keras.Layer], lr: float = 0.01) -> keras.Model:
+    between = [layer() for layer in extra]
+    return compiled(
+        keras.Sequential([keras.Input((4,)), layers.Dense(6, activation="tanh"), *between, layers.Dense(3)]), lr
+    )
+
+
+def cnn() -> keras.Model:
+    return compiled(
+        keras.Sequential(
+            [keras.Input((4,)), layers.Reshape((2, 2, 1)), layers.Conv2D(3, 2), layers.Flatten(), layers.Dense(3)]
+        )
+    )
+
+
+def words() -> keras.Model:
+    return compiled(keras.Sequential([keras.Input((4,)), layers.Embedding(9, 5), layers.LSTM(4), layers.Dense(3)]))
+
+
+def compiled(model: keras.Model, lr: float = 0.01) -> keras.Model:
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(lr), loss, metrics=["accuracy"])
+    return model
+
+
+KINDS: dict[str, Callable[[], keras.Model]] = {
+    "mlp": mlp,
+    "batchnorm": lambda: mlp(layers.BatchNormalization),
+    "dropout": lambda: mlp(lambda: layers.Dropout(0.4)),
+    "cnn": cnn,
+    "words": words,
+}
+
+
+def twin(model: keras.Model) -> keras.Model:
+    found = keras.models.clone_model(model)
+    for own, other in zip(found.variables, model.variables, strict=True):
+        own.assign(other)
+    return compiled(found, float(model.optimizer.learning_rate))
+
+
+def rows(count: int, steps: int = STEPS, size: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
+    """Data of so many members, `(step, member, row, …)`; whole numbers, so that an embedding takes them, too."""
+    generator = np.random.default_rng(7)
+    x = generator.integers(0, 9, size=(steps, count, size, 4)).astype(np.float32)
+    return x, generator.integers(0, 3, size=(steps, count, size))
+
+
+def engine(models: Sequence[keras.Model], programs: Any = None) -> Engine:
+    return Engine(members(models), None, {}, "CPU:0", fused=len(models) > 1, programs=programs)
+
+
+def members(models: Sequence[keras.Model]) -> list[Member]:
+    keras_adapter = frameworks.adapter("keras")
+    return [Member(f"m{number}", model, number, keras_adapter) for number, model in enumerate(models)]
+
+
+def opened(models: Sequence[keras.Model], x: np.ndarray, y: np.ndarray, **options: Any) -> tuple[Engine, Any]:
+    """An engine that is ready to train, and who is active."""
+    own = engine(models, **options)
+    own.check(Batch((x[0], y[0]), False, np.full(len(models), x.shape[2])), "m0")
+    active = own.tensor(np.ones(len(models), dtype=bool))
+    own.ready("train", {}, active, (x[0], y[0]), shared=False)
+    return own, active
+
+
+def train(own: Engine, active: Any, x: np.ndarray, y: np.ndarray, *, several: bool, pace: Any = (1, None)) -> None:
+    if several:
+        own.train({}, active, (x, y), None, shared=False, pace=pace, steps=len(x))
+        return
+    for step in range(len(x)):
+        own.train({}, active, (x[step], y[step]), None, shared=False, pace=pace)
+
+
+def largest_difference(a: keras.Model, b: keras.Model) -> float:
+    pairs = [*zip(a.weights, b.weights, strict=True), *zip(a.optimizer.variables, b.optimizer.variables, strict=True)]
+    return max(float(np.abs(np.asarray(p, np.float64) - np.asarray(q, np.float64)).max()) for p, q in pairs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("several", [True, False], ids=["several", "one"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_lane_does_what_fit_does(kind: str, several: bool, count: int) -> None:
+    models = [KINDS[kind]() for _ in range(count)]
+    alone = [twin(model) for model in models]
+    x, y = rows(count)
+    own, active = opened(models, x, y)
+    train(own, active, x, y, several=several)
+    values = own.epoch_values()
+    own.write_back(members(models))
+    for number, (model, other) in enumerate(zip(models, alone, strict=True)):
+        flat = x[:, number].reshape(-1, 4), y[:, number].reshape(-1)
+        history = other.fit(*flat, batch_size=ROWS, shuffle=False, verbose=0).history
+        assert largest_difference(model, other) < 2e-6
+        for name, column in values.items():
+            assert column[number] == pytest.approx(history[name][0], abs=1e-6)
+
+
+def test_members_keep_their_own_learning_rate_and_masks() -> None:
+    models = [mlp(lambda: layers.Dropout(0.4), lr=lr) for lr in (0.1, 0.001)]
+    alone = [twin(model) for model in models]
+    x, y = rows(2)
+    own, active = opened(models, x, y)
+    train(own, active, x, y, several=True)
+    own.write_back(members(models))
+    for number, other in enumerate(alone):
+        other.fit(x[:, number].reshape(-1, 4), y[:, number].reshape(-1), batch_size=ROWS, shuffle=False, verbose=0)
+        assert largest_difference(models[number], other) < 2e-6
+    assert [float(model.optimizer.learning_rate) for model in models] == pytest.approx([0.1, 0.001])
+
+
+def test_nothing_is_traced_twice() -> None:
+    traces: list[int] = []
+
+    class Counted(layers.Layer):
+        def call(self, x: Any) -> Any:
+            traces.append(1)
+            return x
+
+    models = [mlp(Counted) for _ in range(2)]
+    x, y = rows(2)
+    own, active = opened(models, x, y)
+    train(own, active, x, y, several=True)
+    train(own, active, x, y, several=False)
+    own.epoch_values()
+    seen = len(traces)
+    for _ in range(3):
+        train(own, active, x, y, several=True)
+        train(own, active, x[:5], y[:5], several=True)  # fewer steps run in the same program
+        train(own, active, x, y, several=False)
+        own.epoch_values()
+    another = engine([mlp(Counted) for _ in range(2)], programs=own.programs)
+    another.check(Batch((x[0], y[0]), False, np.full(2, ROWS)), "m0")
+    seen_by_check = len(traces)
+    train(another, active, x, y, several=True)
+    assert len(traces) == seen_by_check
+    assert seen_by_check - seen <= 6  # Keras looks at a batch itself before its metrics are made
+
+
+def test_nan_of_a_member_stays_its_own() -> None:
+    models = [mlp() for _ in range(3)]
+    alone = [twin(model) for model in models]
+    x, y = rows(3)
+    x[2, 1] = np.nan
+    own, active = opened(models, x, y)
+    train(own, active, x, y, several=True)
+    assert own.trouble().tolist() == [0, LOSS, 0]
+    assert own.steps_taken().tolist() == [STEPS, 2, STEPS]
+    own.write_back(members(models))
+    for number, steps in ((0, STEPS), (1, 2), (2, STEPS)):
+        flat = x[:steps, number].reshape(-1, 4), y[:steps, number].reshape(-1)
+        alone[number].fit(*flat, batch_size=ROWS, shuffle=False, verbose=0)
+        assert largest_difference(models[number], alone[number]) < 2e-6
+
+
+def test_narrowed_lane_goes_on_where_it_was() -> None:
+    models = [mlp(layers.BatchNormalization) for _ in range(3)]
+    alone = [twin(model) for model in models]
+    x, y = rows(3)
+    own, active = opened(models, x, y)
+    train(own, active, x, y, several=True)
+    own.narrow(np.array([0, 2]))
+    train(own, own.tensor(np.ones(2, dtype=bool)), x[:, [0, 2]], y[:, [0, 2]], several=True)
+    own.widen()
+    own.write_back(members(models))
+    for number, epochs in ((0, 2), (1, 1), (2, 2)):
+        flat = x[:, number].reshape(-1, 4), y[:, number].reshape(-1)
+        alone[number].fit(*flat, batch_size=ROWS, shuffle=False, epochs=epochs, verbose=0)
+        assert largest_difference(models[number], alone[number]) < 2e-6
+
+
+def test_xla_takes_over_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [mlp(layers.BatchNormalization) for _ in range(2)]
+    alone = [twin(model) for model in models]
+    x, y = rows(2)
+    own, active = opened(models, x, y)
+    epochs = 0
+
+    def epoch() -> None:
+        nonlocal epochs
+        epochs += 1
+        train(own, active, x, y, several=True, pace=(10**6, 1.0))
+
+    epoch()
+    own.stop()  # waits for XLA
+    assert not own.compiling
+    for graph in own.programs.backend.graphs:  # whichever is faster here
+        monkeypatch.setattr(graph._plain, "seconds", 0.0)
+    monkeypatch.setattr(programs, "TRIALS", 1)
+    epoch()
+    epoch()
+    assert own.program.startswith("XLA")
+    own.write_back(members(models))
+    for number, other in enumerate(alone):
+        flat = x[:, number].reshape(-1, 4), y[:, number].reshape(-1)
+        other.fit(*flat, batch_size=ROWS, shuffle=False, epochs=epochs, verbose=0)
+        assert largest_difference(models[number], other) < 1e-5
+
+
+def test_xla_is_not_tried_on_draws_nor_for_a_short_run() -> None:
+    x, y = rows(2)
+    own, active = opened([mlp(lambda: layers.Dropout(0.4)) for _ in range(2)], x, y)
+    train(own, active, x, y, several=True, pace=(10**6, 1.0))
+    assert not any(graph._thread for graph in own.programs.backend.graphs)
+    own, active = opened([mlp() for _ in range(2)], x, y)
+    train(own, active, x, y, several=True, pace=(100, 0.001))
+    assert not any(graph._thread for graph in own.programs.backend.graphs)
+
+
+def test_program_says_what_runs_one_by_one() -> None:
+    x, y = rows(2)
+    own, _ = opened([cnn() for _ in range(2)], x, y)
+    assert "Conv2D" in own.program and own.program.endswith("one by one")
+    own, _ = opened([mlp(lambda: layers.Dropout(0.4)) for _ in range(2)], x, y)
+    assert own.program.endswith("; draws one by one")
+    own, _ = opened([mlp() for _ in range(2)], x, y)
+    assert own.program == "tf.function, 16 steps a call"
+
+
+def test_draws_from_the_global_generator_are_not_fused() -> None:
+    class Noise(layers.Layer):
+        def call(self, x: Any) -> Any:
+            return x + tf.random.normal(tf.shape(x))
+
+    x, y = rows(2)
+    with pytest.raises(CannotFuseError, match="RandomStandardNormal draws from TensorFlow's global generator"):
+        opened([mlp(Noise) for _ in range(2)], x, y)
+
+
+def test_model_that_cant_be_traced_runs_its_python() -> None:
+    class Host(layers.Layer):
+        def call(self, x: Any) -> Any:
+            if isinstance(x, keras.KerasTensor):
+                return x
+            return x * float(x.numpy().shape[0])
+
+    model = mlp(Host)
+    x, y = rows(1)
+    own, active = opened([model], x, y)
+    train(own, active, x, y, several=True)
+    assert own.program == "Python" and "numpy" in (own.untraced or "")
+    assert own.steps_taken().tolist() == [STEPS]
+
+
+def test_working_bytes_grow_with_the_batch() -> None:
+    x, y = rows(2, size=64)
+    own, _ = opened([mlp() for _ in range(2)], x, y)
+    small, large = (
+        own.working_bytes(Batch((x[0, :, :size], y[0, :, :size]), False, np.full(2, size))) for size in (8, 64)
+    )
+    assert small is not None and large is not None and 0 < small < large
+
+
+def test_state_goes_round_by_tensors_and_load() -> None:
+    x, y = rows(2)
+    own, active = opened([mlp() for _ in range(2)], x, y)
+    train(own, active, x, y, several=True)
+    kept = {name: np.asarray(tensor) for name, tensor in own.tensors().items()}
+    train(own, active, x, y, several=True)
+    after = {name: np.asarray(tensor) for name, tensor in own.tensors().items()}
+    own.load(kept)
+    train(own, active, x, y, several=True)
+    for name, tensor in own.tensors().items():
+        np.testing.assert_array_equal(np.asarray(tensor), after[name], err_msg=name)
+
+
+@pytest.mark.parametrize("strategy", ["fused", "interleaved"])
+def test_fleet_does_what_fit_does(strategy: str) -> None:
+    models = {f"m{n}": mlp(layers.BatchNormalization, lambda: layers.Dropout(0.3)) for n in range(3)}
+    alone = {name: twin(model) for name, model in models.items()}
+    generator = np.random.default_rng(3)
+    # An odd number of rows: the last batch is short.
+    x, y = generator.normal(size=(43, 4)), generator.integers(0, 3, size=43)
+    fleet = mf.Fleet(models)
+    options = {"epochs": 3, "batch_size": 8, "shuffle": False}
+    history = fleet.fit((x, y), validation=(x[:20], y[:20]), strategy=strategy, progress=False, **options)
+    for name, other in alone.items():
+        expected = other.fit(x, y, validation_data=(x[:20], y[:20]), verbose=0, **options).history
+        assert largest_difference(fleet[name], other) < 5e-6
+        for metric, column in expected.items():
+            assert history[name][metric] == pytest.approx(column, abs=2e-6)
+
+
+def test_fleet_takes_a_dataset_of_tensorflow() -> None:
+    model = mlp()
+    other = twin(model)
+    generator = np.random.default_rng(3)
+    x, y = generator.normal(size=(40, 4)).astype("float32"), generator.integers(0, 3, size=40)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+    mf.Fleet({"m": model}).fit(dataset, epochs=2, progress=False)
+    other.fit(dataset, epochs=2, verbose=0)
+    assert largest_difference(model, other) < 2e-6

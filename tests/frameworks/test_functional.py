@@ -1,0 +1,379 @@
+"""The functional engine on the smallest member there is: a line through points, trained by hand-written SGD."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from modelfleet.errors import InputError
+from modelfleet.feeds import Batch
+from modelfleet.frameworks.functional import Definition, FunctionalEngine, State
+from modelfleet.frameworks.jax.backend import JaxBackend
+from modelfleet.frameworks.protocol import GRADIENT, LOSS, CannotFuseError
+from modelfleet.members import Member
+
+ROWS = 6
+
+
+@dataclass
+class Line:
+    """`slope * x`, and how often it was stepped."""
+
+    slope: float
+    seen: int = 0
+
+
+@dataclass
+class LineDefinition(Definition):
+    """Least squares with momentum; `centered` models feel every row of a batch."""
+
+    centered: bool = False
+    branches: bool = False
+    task: Any = None
+    maskable: bool = True
+    tried: list[Any] = field(default_factory=list)
+
+    def state(self, member: Member) -> State:
+        slope, seen = np.float32(member.model.slope), np.int32(member.model.seen)
+        rate = np.float32(0.1 * member.seed)
+        return {
+            "params": {"000.slope": slope},
+            "buffers": {"000.seen": seen},
+            "slots": {"000.speed": np.float32(0), "001.rate": rate},
+        }
+
+    def try_out(self, state: State, batch: Any) -> None:
+        self.tried.append(jax.tree.map(jnp.shape, batch))
+        self._loss(state["params"]["000.slope"], batch, None)
+
+    def fresh_metrics(self) -> dict[str, Any]:
+        return {"total": np.float32(0), "rows": np.float32(0)}
+
+    def _loss(self, slope: Any, batch: Any, weights: Any) -> tuple[Any, Any]:
+        x, y = batch
+        if self.centered:
+            x = x - x.mean()
+        if self.branches and x.sum() > 100:
+            x = x / 2
+        weights = jnp.ones(len(x)) if weights is None else weights
+        return (weights * (slope * x - y) ** 2).sum() / jnp.maximum(weights.sum(), 1), weights.sum()
+
+    def train(self, state: State, hyper: Any, batch: Any, weights: Any) -> tuple[State, Any, Any]:
+        slope, slots = state["params"]["000.slope"], state["slots"]
+        (loss, rows), gradient = jax.value_and_grad(self._loss, has_aux=True)(slope, batch, weights)
+        speed = 0.9 * slots["000.speed"] + gradient
+        new = {
+            "params": {"000.slope": slope - slots["001.rate"] * speed},
+            "buffers": {"000.seen": state["buffers"]["000.seen"] + 1},
+            "slots": {**slots, "000.speed": speed},
+            "metrics": self._added(state["metrics"], loss, rows),
+        }
+        return new, jnp.isfinite(loss), jnp.isfinite(gradient)
+
+    def evaluate(self, state: State, metrics: Any, batch: Any, weights: Any) -> dict[str, Any]:
+        return self._added(metrics, *self._loss(state["params"]["000.slope"], batch, weights))
+
+    def _added(self, metrics: Any, loss: Any, rows: Any) -> dict[str, Any]:
+        return {"total": metrics["total"] + loss * rows, "rows": metrics["rows"] + rows}
+
+    def results(self, metrics: Any) -> dict[str, Any]:
+        return {"loss": metrics["total"] / metrics["rows"], "a_rows": metrics["rows"]}
+
+    def predict(self, state: State, x: Any) -> Any:
+        return {"line": state["params"]["000.slope"] * x}
+
+    def write_back(self, member: Member, state: State) -> None:
+        member.model = Line(float(state["params"]["000.slope"]), int(state["buffers"]["000.seen"]))
+
+
+def members(width: int) -> list[Member]:
+    return [Member(str(number), Line(0.5 * number), number + 1, None) for number in range(width)]
+
+
+def engine(width: int = 3, own: list[Member] | None = None, **options: Any) -> FunctionalEngine:
+    backend = JaxBackend(jax.devices("cpu")[0])
+    own = members(width) if own is None else own
+    made = FunctionalEngine(own, LineDefinition(**options), backend, fused=len(own) > 1)
+    made.check(batch(len(own)), "0")
+    return made
+
+
+def data(width: int, rows: int = ROWS, steps: int | None = None, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    shape = (width, rows) if steps is None else (steps, width, rows)
+    x = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+    return x, 3 * x
+
+
+def batch(width: int, counts: list[int] | None = None, rows: int = ROWS) -> Batch:
+    return Batch(data(width, rows), False, np.array(counts or [rows] * width))
+
+
+def train(made: FunctionalEngine, values: Any, active: list[bool] | None = None, **options: Any) -> None:
+    on = made.tensor(np.array([True] * len(made.trouble()) if active is None else active))
+    made.train({}, on, values, None, shared=options.pop("shared", False), pace=(1, None), **options)
+
+
+def slopes(made: FunctionalEngine) -> np.ndarray:
+    return np.asarray(made.state["params"]["000.slope"])
+
+
+@pytest.fixture(scope="module")
+def trained() -> np.ndarray:
+    """The slopes of three members after five steps, one call a step."""
+    made = engine()
+    x, y = data(3, steps=5)
+    for step in range(5):
+        train(made, (x[step], y[step]))
+    assert made.steps_taken().tolist() == [5, 5, 5]
+    return slopes(made)
+
+
+def test_several_steps_a_call_are_the_steps_one_by_one(trained: np.ndarray) -> None:
+    made = engine()
+    train(made, data(3, steps=5), steps=5)  # by a program for eight
+    np.testing.assert_array_equal(slopes(made), trained)
+    assert made.steps_taken().tolist() == [5, 5, 5]
+    assert np.asarray(made.state["buffers"]["000.seen"]).tolist() == [5, 5, 5]
+
+
+def test_a_program_serves_other_numbers_of_steps(trained: np.ndarray) -> None:
+    made = engine()
+    x, y = data(3, steps=5)
+    train(made, (x[:3], y[:3]), steps=3)
+    compiled, _ = made.programs._functions("several", False)
+    train(made, (np.concatenate([x[3:], x[:2]]), np.concatenate([y[3:], y[:2]])), steps=4)
+    assert compiled._cache_size() == 1  # pyrefly: ignore[missing-attribute]  # of jax.jit
+    train(made, (x[2:], y[2:]), steps=3)
+    assert made.steps_taken().tolist() == [10, 10, 10]
+
+
+def test_a_member_alone_has_the_numbers_it_has_among_others(trained: np.ndarray) -> None:
+    x, y = data(3, steps=5)
+    for number, member in enumerate(members(3)):
+        made = engine(own=[member])
+        assert not made.fused
+        own = slice(number, number + 1)
+        train(made, (x[:, own], y[:, own]), steps=5)
+        np.testing.assert_allclose(slopes(made), trained[own], rtol=1e-6)
+
+
+def test_shared_data_have_no_member_axis(trained: np.ndarray) -> None:
+    made, other = engine(), engine()
+    x, y = data(1)
+    train(made, (x[0], y[0]), shared=True)
+    train(other, (np.repeat(x, 3, 0), np.repeat(y, 3, 0)))
+    np.testing.assert_allclose(slopes(made), slopes(other), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("value", "code"), [(np.nan, LOSS), (1e25, LOSS)])
+def test_trouble_stays_with_its_member(value: float, code: int) -> None:
+    made, sound = engine(), engine()
+    x, y = data(3, steps=4)
+    train(sound, (x, y), steps=4)
+    x = x.copy()
+    x[1, 1] = value
+    train(made, (x, y), steps=4)
+    assert made.trouble().tolist() == [0, code, 0]
+    assert made.steps_taken().tolist() == [4, 1, 4]
+    assert np.isfinite(slopes(made)).all()
+    np.testing.assert_array_equal(slopes(made)[[0, 2]], slopes(sound)[[0, 2]])
+    made.forgive()
+    assert made.trouble().tolist() == [0, 0, 0]
+
+
+def test_a_gradient_that_is_not_finite_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bad(self: LineDefinition, state: State, hyper: Any, batch: Any, weights: Any) -> Any:
+        new, good_loss, _ = original(self, state, hyper, batch, weights)
+        return new, good_loss, state["slots"]["001.rate"] < 0.25
+
+    original = LineDefinition.train
+    monkeypatch.setattr(LineDefinition, "train", bad)
+    made = engine()
+    train(made, data(3))
+    assert made.trouble().tolist() == [0, 0, GRADIENT]
+
+
+def test_members_that_are_not_active_stay_as_they_are(trained: np.ndarray) -> None:
+    made = engine()
+    train(made, data(3, steps=5), [True, False, True], steps=5)
+    assert slopes(made)[1] == 0.5
+    np.testing.assert_array_equal(slopes(made)[[0, 2]], trained[[0, 2]])
+    values = made.epoch_values()
+    assert list(values) == ["loss", "a_rows"]  # in the order of the definition
+    assert values["a_rows"].tolist() == [5 * ROWS, 0, 5 * ROWS]
+    assert np.isnan(values["loss"][1])
+    assert made.epoch_values()["a_rows"].tolist() == [0, 0, 0]
+
+
+def test_some_members_step_on_fewer_rows() -> None:
+    made, other = engine(), engine()
+    x, y = data(3)
+    cut = made.cut((x, y), np.array([0, 2]), 4, shared=False)
+    made.train_some(np.array([0, 2]), {}, cut, shared=False)
+    train(other, (x[:, :4], y[:, :4]), [True, False, True])
+    np.testing.assert_allclose(slopes(made), slopes(other), rtol=1e-6)
+    assert made.steps_taken().tolist() == [1, 0, 1]
+
+
+def test_padding_is_weighted_out() -> None:
+    made, other = engine(), engine()
+    x, y = data(3)
+    padded = batch(3, [6, 4, 6])
+    assert made.maskable(padded)
+    weights = made.row_weights(padded.counts, padded.size)
+    made.train({}, made.tensor(np.ones(3, bool)), (x, y), weights, shared=False, pace=(1, None))
+    other.train_some(np.array([1]), {}, (x[1:2, :4], y[1:2, :4]), shared=False)
+    np.testing.assert_allclose(slopes(made)[1], slopes(other)[1], rtol=1e-6)
+
+
+def test_a_model_that_feels_padding_is_found_out() -> None:
+    assert not engine(centered=True).maskable(batch(3, [6, 4, 6]))
+    assert not engine(maskable=False).maskable(batch(3, [6, 4, 6]))
+
+
+def test_evaluation_adds_up_batches() -> None:
+    made = engine()
+    x, y = data(3)
+    totals = made.evaluate(None, None, (x, y), None, np.array([6, 0, 6]), 6, shared=False)
+    totals = made.evaluate(
+        totals, np.array([1]), (x[1:2, :4], y[1:2, :4]), None, np.array([0, 4, 0]), 6, shared=False
+    )
+    values = made.values(totals)
+    expected = [
+        np.mean((slope * x[row, :rows] - y[row, :rows]) ** 2)
+        for row, (slope, rows) in enumerate(zip([0, 0.5, 1], [6, 4, 6], strict=True))
+    ]
+    np.testing.assert_allclose(values["loss"], expected, rtol=1e-6)
+    assert made.steps_taken().tolist() == [0, 0, 0]
+
+
+def test_predictions_come_as_rows_of_numpy() -> None:
+    made = engine()
+    x, _ = data(3)
+    assert made.inputs((x, x)) is x
+    outputs = made.predict(x, shared=False)
+    rows = made.rows(outputs, 2, 4)
+    np.testing.assert_array_equal(rows["line"], x[2, :4])
+    whole = made.concatenate([rows, rows])
+    assert whole["line"].shape == (8,)
+    assert isinstance(whole["line"], np.ndarray)
+
+
+def test_narrowed_members_go_on_and_come_back(trained: np.ndarray) -> None:
+    made = engine()
+    x, y = data(3, steps=5)
+    train(made, (x[:2], y[:2]), steps=2)
+    before = slopes(made).copy()
+    made.narrow(np.array([2, 0]))
+    train(made, (x[2:, [2, 0]], y[2:, [2, 0]]), steps=3)
+    assert made.snapshot(0)["params"]["000.slope"].shape == (1,)
+    all_of_it = made.tensors()["params/000.slope"]
+    made.widen()
+    np.testing.assert_array_equal(slopes(made), np.asarray(all_of_it))
+    np.testing.assert_allclose(slopes(made)[[0, 2]], trained[[0, 2]], rtol=1e-6)
+    assert slopes(made)[1] == before[1]
+    assert made.steps_taken().tolist() == [5, 2, 5]
+
+
+def test_a_snapshot_is_restored_wherever_the_member_is() -> None:
+    made = engine()
+    snapshot = made.snapshot(1)
+    train(made, data(3))
+    made.narrow(np.array([0]))
+    stored = {part: {key: np.asarray(t) for key, t in own.items()} for part, own in snapshot.items()}
+    made.restore(1, False, stored)
+    made.restore(0, True, snapshot)
+    made.widen()
+    assert slopes(made)[:2].tolist() == [0.5, 0.5]
+    assert np.asarray(made.state["buffers"]["000.seen"]).tolist() == [0, 0, 1]
+
+
+def test_a_run_goes_on_from_its_tensors(trained: np.ndarray) -> None:
+    made, other = engine(), engine()
+    x, y = data(3, steps=5)
+    train(made, (x[:3], y[:3]), steps=3)
+    other.load({name: np.asarray(tensor) for name, tensor in made.tensors().items()})
+    train(other, (x[3:], y[3:]), steps=2)
+    np.testing.assert_array_equal(slopes(other), trained)
+    assert other.epoch_values()["a_rows"].tolist() == [5 * ROWS] * 3
+
+
+def test_a_member_takes_its_optimizer_along() -> None:
+    made, other = engine(), engine(2)
+    train(made, data(3))
+    train(made, data(3))
+    other.adopt(1, made, 2)
+    assert other.steps_taken().tolist() == [0, 2]
+    speeds = np.asarray(other.state["slots"]["000.speed"])
+    assert speeds[0] == 0
+    assert speeds[1] == np.asarray(made.state["slots"]["000.speed"])[2]
+    assert slopes(other)[1] == 0.5  # its weights come from its model
+
+
+def test_models_are_stacked_anew_and_written_back() -> None:
+    own = members(3)
+    made = engine(own=own)
+    own[1].model = Line(7.0)
+    made.restack(np.array([1]), [own[1]])
+    assert slopes(made).tolist() == [0, 7, 1]
+    train(made, data(3))
+    made.write_back(own)
+    np.testing.assert_allclose([member.model.slope for member in own], slopes(made))
+    assert [member.model.seen for member in own] == [1, 1, 1]
+
+
+def test_what_cannot_be_traced_is_not_fused_and_alone_runs_its_python(trained: np.ndarray) -> None:
+    made = engine(branches=True)
+    on = made.tensor(np.ones(3, bool))
+    with pytest.raises(CannotFuseError, match="branches on an array's values"):
+        made.ready("train", {}, on, data(3), shared=False)
+    alone = engine(own=members(1), branches=True)
+    alone.ready("train", {}, alone.tensor(np.ones(1, bool)), data(1), shared=False)
+    assert alone.program == "Python"
+    assert alone.untraced is not None
+    x, y = data(3, steps=5)
+    train(alone, (x[:, :1], y[:, :1]), steps=5)
+    np.testing.assert_allclose(slopes(alone), trained[:1], rtol=1e-5)
+    assert alone.epoch_values()["a_rows"].tolist() == [5 * ROWS]
+
+
+def test_programs_are_handed_to_the_next_engine() -> None:
+    made = engine()
+    train(made, data(3))
+    backend = made.backend
+    other = FunctionalEngine(members(3), LineDefinition(), backend, fused=True, programs=made.programs)
+    other.check(batch(3), "0")
+    train(other, data(3))
+    np.testing.assert_array_equal(slopes(other), slopes(made))
+    compiled, _ = made.programs._functions("train", False)
+    assert compiled._cache_size() == 1  # pyrefly: ignore[missing-attribute]  # of jax.jit
+
+
+def test_data_that_do_not_fit_are_refused_with_their_shapes() -> None:
+    made = engine()
+    x, _ = data(3)
+    wrong = Batch((x, np.zeros((3, ROWS, 4), np.float32)), False, np.full(3, ROWS))
+    with pytest.raises(
+        InputError, match=r"member '0' can't take this batch: \(2,\) float32, \(2, 4\) float32 into"
+    ):
+        made.check(wrong, "0")
+    assert made.output_shape(batch(3), "0") is None  # a dict
+    definition = made.programs.definition
+    assert isinstance(definition, LineDefinition)
+    assert definition.tried[0] == ((2,), (2,))  # two rows of one member
+
+
+def test_what_a_lane_costs_is_known() -> None:
+    made = engine()
+    assert made.parameters == 1
+    assert made.bytes == 3 * 6 * 4  # slope, seen, speed, rate, step, trouble
+    needed = made.working_bytes(SimpleNamespace(data=data(3), shared=False))
+    assert needed is not None
+    assert needed >= 0
+    assert made.program == "jit, 16 steps a call"
+    assert made.out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes"))
+    assert not made.out_of_memory(RuntimeError("INTERNAL"))
