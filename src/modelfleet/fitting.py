@@ -55,7 +55,7 @@ class Fit:
         self._epoch_begun = time.monotonic()
         watched = any(callback.wants_steps for callback in self.callbacks)
         together = side_by_side or any(callback.together for callback in self.callbacks)
-        self._way = Way(together, watched, lambda: self._interrupted, side_by_side)
+        self._way = Way(together, watched, lambda: self._interrupted, side_by_side, self._halve)
 
     # --- what callbacks call -------------------------------------------------------------------------------------
 
@@ -106,6 +106,7 @@ class Fit:
         self._resume()
         self._announce()
         for shift in self.shifts:
+            shift.divisible = not self._way.side_by_side
             shift.several = 1 if self._way.watched or self._way.side_by_side else shift.lane.engine.several
             shift.begin()
         self.active = self._training()
@@ -176,6 +177,13 @@ class Fit:
         for name in stopped:
             self.history.stopped[name] = shift.epoch
         return stopped
+
+    def _halve(self, shift: Shift) -> None:
+        """Two lanes for one whose memory has run out."""
+        halves = self.fleet._halved(shift)
+        shift.lane.rest([shift.lane.places[name] for name in shift.training()])
+        self.shifts += halves
+        self._places.update({name: half for half in halves for name in half.names})
 
     def _set_aside(self) -> None:
         """After a run that was cut short: tell whom its last steps have brought into trouble."""

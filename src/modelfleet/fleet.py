@@ -65,6 +65,7 @@ class Fleet:
         self._assembly = Assembly(parse_devices(devices))
         self._planner = Planner()
         self._choice = Choice([])  # how the lanes at hand run
+        self._took: float | None = None  # an epoch of the last run
         self._token = secrets.token_hex(8)  # by which worker processes know the fleet again
         self._recipes: dict[str, Recipe | None] = {}
         self._recipe: Recipe | None = None  # for members to come
@@ -224,15 +225,11 @@ class Fleet:
         """What will run where, and why. With data it is known whether every group can be fused."""
         if data is None:
             compiled = all(recipe is not None for recipe in self._recipes.values())
-            return self._described(self._ready("auto", "train" if compiled else "predict"), None)
+            return self._described(self._ready("auto", "train" if compiled else "predict"), {}, None)
         job = Job(tuple(self.names), data, epochs=epochs, batch_size=batch_size)
+        job.check()
         lanes = self._settled("auto", job, "train")
-        longest = dict(zip(self.names, spread(epochs, self.names, "epochs"), strict=True))
-        steps: dict[int, int | None] = {}
-        for lane, feed in lanes:
-            own = [longest[name] for name in lane.names]
-            steps[id(lane)] = None if feed.steps is None else int((feed.steps * np.array(own)).max())
-        return self._described([lane for lane, _ in lanes], steps)
+        return self._described([lane for lane, _ in lanes], {id(lane): (lane, feed) for lane, feed in lanes}, job)
 
     def fit(
         self,
@@ -286,18 +283,19 @@ class Fleet:
         side_by_side = supply.side_by_side([lane for lane, _ in lanes], job)
         sharing = self._sharings(randomness)[self._choice.sharing](job)
         name = self._choice.sharing
+        learn = self._planner.watch(self._studied, self._choice)
         run = Fit(self, shifts, sharing, name, callbacks, shown, randomness, side_by_side=side_by_side)
         try:
             history = run.run()
-            self._choice.epoch_took = run.epoch_seconds
-            self._planner.learn(self._studied, lanes, self._choice.sharing, run.epoch_seconds)
+            self._took = run.epoch_seconds
+            learn(run.epoch_seconds)
             return history
         except CannotSendError as error:
             raise StrategyError(
                 f'strategy="processes" can\'t be had: {error} Or use "interleaved" or "threads".'
             ) from error
         finally:
-            for lane, _ in lanes:
+            for lane in self._lanes or ():
                 lane.engine.write_back(lane.members)
             self._by_model = {id(member.model): name for name, member in self._members.items()}
 
@@ -417,6 +415,14 @@ class Fleet:
             randomness=randomness,
         )
 
+    def _halved(self, shift: Shift) -> list[Shift]:
+        """Two lanes in the place of one that has run out of memory; the width that fits is remembered."""
+        halves = supply.halved(self._studied, shift)
+        self._planner.remember_width(self._studied, shift.lane.part, shift.feed, len(halves[0].names))
+        self._lanes = [*(self._lanes or ()), *(half.lane for half in halves)]  # the later ones hold what is newer
+        self._asked = []  # the next fit is planned anew
+        return halves
+
     def _randomness(self) -> dict[str, Any]:
         adapters = {member.framework.NAME: member.framework for member in self._members.values()}
         return {name: adapter.randomness() for name, adapter in adapters.items()}
@@ -445,9 +451,17 @@ class Fleet:
                     lane.adopt(row, *self._carried[name])
         self._carried = {}
 
-    def _described(self, lanes: Sequence[Lane], steps: Mapping[int, int | None] | None) -> Plan:
-        return Plan(
-            tuple(
+    def _described(self, lanes: Sequence[Lane], fed: Mapping[int, tuple[Lane, Feed]], job: Job | None) -> Plan:
+        choice, described, longest = self._choice, [], 1
+        for lane in lanes:
+            feed = fed[id(lane)][1] if id(lane) in fed else None
+            steps = None
+            if job is not None:
+                epochs = dict(zip(job.names, spread(job.epochs, job.names, "epochs"), strict=True))
+                own = np.array([int(epochs[name]) for name in lane.names])
+                longest = max(longest, int(own.max()))
+                steps = None if feed is None or feed.steps is None else int((feed.steps * own).max())
+            described.append(
                 LanePlan(
                     members=tuple(lane.names),
                     device=lane.device,
@@ -455,12 +469,20 @@ class Fleet:
                     reason=_why(lane),
                     parameters=lane.engine.parameters,
                     state_bytes=lane.engine.bytes,
-                    steps=None if steps is None else steps[id(lane)],
+                    working_bytes=None if feed is None else lane.engine.working_bytes(feed.first()),
+                    wave=lane.part.wave,
+                    steps=steps,
+                    predicted_seconds_per_step=choice.predicted.get(id(lane)),
                     seconds_per_step=lane.seconds_per_step,
                     program=lane.engine.program,
                 )
-                for lane in lanes
             )
+        return Plan(
+            tuple(described),
+            choice.sharing,
+            predicted_seconds=None if job is None or choice.epoch is None else choice.epoch * longest,
+            seconds_per_epoch=self._took,
+            measuring_seconds=choice.measuring,
         )
 
     # --- members -------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from modelfleet.errors import InputError
 from modelfleet.history import History, direction
-from modelfleet.words import count
+from modelfleet.words import count, duration
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -191,7 +191,7 @@ class _Speaking:
     def _ending(self, seconds: float, stopped_by: str | None) -> str:
         """One line for how the fit ended."""
         how = f"stopped by {self._text(stopped_by)} after" if stopped_by else "done in"
-        what = [f"{how} {_duration(seconds)}", count(self._members, "member")]
+        what = [f"{how} {duration(seconds)}", count(self._members, "member")]
         what.append(count(self._history.epochs, "epoch"))
         return "  ".join([*what, *self._losses()])
 
@@ -326,7 +326,7 @@ class LiveTable(_Speaking):
         parts += self._rates()
         if self._steps_per_epoch and self._speed:
             left = max(self._epochs * self._steps_per_epoch - self._position(), 0)
-            parts.append(f"{_duration(left / self._speed)} left")
+            parts.append(f"{duration(left / self._speed)} left")
         return "  ".join(parts)
 
     def _best(self) -> "Table":
@@ -354,12 +354,3 @@ class LiveTable(_Speaking):
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"

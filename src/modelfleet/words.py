@@ -20,3 +20,13 @@ def size(number: float) -> str:
 def some(names: Sequence[str]) -> str:
     """All names, or the first and the last of many and how many they are."""
     return ", ".join(names) if len(names) <= 3 else f"{names[0]} … {names[-1]} ({len(names):,})"
+
+
+def duration(seconds: float) -> str:
+    """`0.4 s`, `3 min 05 s`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from io import StringIO
 from typing import Any
 
-from modelfleet.words import count, size, some
+from modelfleet.words import count, duration, size, some
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,16 @@ class LanePlan:
     """Trained numbers per member."""
     state_bytes: int
     """What the weights and the optimizer's state take on the device."""
+    working_bytes: int | None = None
+    """What a step takes on the device beside the state, where it is known."""
+    wave: int = 0
+    """Lanes of a later wave begin when those of the earlier ones are done: for want of memory."""
     steps: int | None = None
     """Steps that the longest-training member will take."""
+    predicted_seconds_per_step: float | None = None
+    """By a trial, or by an earlier run."""
     seconds_per_step: float | None = None
-    """As measured in the last run."""
+    """As it was in the last run."""
     program: str = "not traced yet"
     """How the steps run: traced, compiled, or as plain Python."""
 
@@ -33,6 +39,12 @@ class Plan:
 
     lanes: tuple[LanePlan, ...]
     sharing: str = "interleaved"
+    predicted_seconds: float | None = None
+    """For all epochs of all members."""
+    seconds_per_epoch: float | None = None
+    """As it was in the last run."""
+    measuring_seconds: float = 0.0
+    """What was spent on finding this plan."""
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in JSON's terms."""
@@ -52,30 +64,57 @@ class Plan:
         from rich.markup import escape
         from rich.table import Table
 
-        members = sum(len(lane.members) for lane in self.lanes)
-        title = f"{count(members, 'member')} in {count(len(self.lanes), 'lane')}"
-        if len(self.lanes) > 1:
-            title += f", {self.sharing}"
-        table = Table(title=title, title_justify="left", expand=False)
-        for column in ("lane", "members", "device", "parameters", "memory", "steps", "program", "why"):
+        table = Table(title=self._title(), caption=self._caption(), title_justify="left", caption_justify="left")
+        columns = ["lane", "members", "device", "parameters", "memory", "steps", "program", "why"]
+        for column in columns:
             table.add_column(column, overflow="fold")
         for number, lane in enumerate(self.lanes):
             table.add_row(
-                str(number),
+                f"{number}" if not lane.wave else f"{number}, wave {lane.wave + 1}",
                 escape(some(lane.members)),
                 lane.device,
                 f"{len(lane.members)} × {lane.parameters:,}",
-                size(lane.state_bytes),
+                _memory(lane),
                 _steps(lane),
                 escape(lane.program),
                 escape(lane.reason),
             )
         return table
 
+    def _title(self) -> str:
+        members = sum(len(lane.members) for lane in self.lanes)
+        title = f"{count(members, 'member')} in {count(len(self.lanes), 'lane')}"
+        if len(self.lanes) > 1:
+            title += f", {self.sharing}"
+        return title
+
+    def _caption(self) -> str | None:
+        parts = []
+        if self.predicted_seconds is not None:
+            parts.append(f"predicted {duration(self.predicted_seconds)}")
+        if self.seconds_per_epoch is not None:
+            parts.append(f"the last run took {duration(self.seconds_per_epoch)} an epoch")
+        if self.measuring_seconds >= 0.01:
+            parts.append(f"measuring took {duration(self.measuring_seconds)}")
+        return "; ".join(parts) or None
+
+
+def _memory(lane: LanePlan) -> str:
+    if lane.working_bytes is None:
+        return size(lane.state_bytes)
+    return f"{size(lane.state_bytes)} + {size(lane.working_bytes)} a step"
+
 
 def _steps(lane: LanePlan) -> str:
     if lane.steps is None:
         return "–"
-    if lane.seconds_per_step is None:
-        return f"{lane.steps:,}"
-    return f"{lane.steps:,} of {1000 * lane.seconds_per_step:.3g} ms"
+    times = []
+    if lane.predicted_seconds_per_step is not None:
+        times.append(f"predicted {_ms(lane.predicted_seconds_per_step)}")
+    if lane.seconds_per_step is not None:
+        times.append(f"took {_ms(lane.seconds_per_step)}")
+    return f"{lane.steps:,}" + (f" of {', '.join(times)}" if times else "")
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms"

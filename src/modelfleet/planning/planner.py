@@ -46,8 +46,6 @@ class Choice:
     """Seconds for an epoch of everything."""
     measuring: float = 0.0
     """Seconds that were spent on measuring."""
-    epoch_took: float | None = None
-    """What an epoch of everything took in the last run."""
 
 
 class Planner:
@@ -86,7 +84,7 @@ class Planner:
         """A group's lane as it is, in waves if it is too wide, or its members apart, whatever is fastest."""
         names = tuple(lane.names)
         width = memory.widest(lane, feed)
-        remembered = self.paces.get(self._key(studied, lane.part, feed, "widest"))
+        remembered = self.paces.get(self._widest_key(studied, lane.part, feed))
         if remembered is not None:
             width = max(1, min(width, int(remembered)))
         if len(names) == 1 or not lane.engine.fused:
@@ -220,8 +218,12 @@ class Planner:
         own = [(self.lane_key(studied, lane.part, feed), _tuple(feed.steps)) for lane, feed in lanes]
         return paces.key("mix", sorted(own), sharing)
 
-    def widest_key(self, studied: Studied, part: Part, feed: Feed) -> str:
-        """The name of the width that a group was once cut to, when memory ran out."""
+    def remember_width(self, studied: Studied, part: Part, feed: Feed, width: int) -> None:
+        """Note how many members of a group fit at once, as far as is known after memory has run out."""
+        self.paces.put(self._widest_key(studied, part, feed), width)
+        self.paces.save()
+
+    def _widest_key(self, studied: Studied, part: Part, feed: Feed) -> str:
         return self._key(studied, part, feed, "widest")
 
     def _key(self, studied: Studied, part: Part, feed: Feed, *what: Any) -> str:
@@ -231,15 +233,21 @@ class Planner:
         framework = row.member.framework
         return paces.key(framework.NAME, row.signature, row.task.summary, shape, *what)
 
-    def learn(self, studied: Studied, lanes: Sequence[Fed], sharing: str, epoch: float | None) -> None:
-        """Keep what a run has shown: the pace of its lanes, if they took turns, and of all together."""
-        if sharing == "interleaved":
-            for lane, feed in lanes:
-                if lane.seconds_per_step is not None:
-                    self.paces.put(self.lane_key(studied, lane.part, feed), lane.seconds_per_step)
-        if len(lanes) > 1 and epoch is not None:
-            self.paces.put(self.mix_key(studied, lanes, sharing), epoch)
-        self.paces.save()
+    def watch(self, studied: Studied, choice: Choice) -> Callable[[float | None], None]:
+        """What to call after a run with what an epoch took: then the pace of its lanes is known, too."""
+        # The names are worked out before the run: for those, data are looked into.
+        keys = [(lane, self.lane_key(studied, lane.part, feed)) for lane, feed in choice.lanes]
+        mix = self.mix_key(studied, choice.lanes, choice.sharing)
+
+        def learn(epoch: float | None) -> None:
+            for lane, key in keys:
+                if choice.sharing == "interleaved" and lane.seconds_per_step is not None:
+                    self.paces.put(key, lane.seconds_per_step)
+            if len(keys) > 1 and epoch is not None:
+                self.paces.put(mix, epoch)
+            self.paces.save()
+
+        return learn
 
 
 class _Budget:

@@ -10,6 +10,7 @@ from modelfleet.each import Each, spread
 from modelfleet.errors import InputError
 from modelfleet.feeds import Feed, LoaderFeed, is_loader, make_feed
 from modelfleet.lanes import Lane
+from modelfleet.planning.assembly import Studied
 from modelfleet.sharing.shifts import Shift
 
 
@@ -204,6 +205,47 @@ def shifts(lanes: Sequence[tuple[Lane, Feed]], job: Job) -> list[Shift]:
         lane.engine.forgive()
         share = max(shares[name] or 1 for name in lane.names)
         found.append(Shift(lane, feed, checked.get(id(lane)), schedules, own, share, steps_per_epoch=limit))
+    return found
+
+
+def halved(studied: Studied, shift: Shift) -> list[Shift]:
+    """Two shifts for the members of one that still train, as they stand; the second waits for the first to end."""
+    lane = shift.lane
+    host = lane.members[0].framework.arrays.host
+    tensors = {name: host(tensor) for name, tensor in lane.engine.tensors().items()}
+    training = shift.training()
+    middle = -(-len(training) // 2)
+    found = []
+    for wave, names in enumerate((training[:middle], training[middle:])):
+        why = f"a lane of {len(training)} ran out of memory"
+        part = replace(lane.part, names=tuple(names), reason=why, wave=lane.part.wave + wave)
+        rows = np.array([lane.places[name] for name in names])
+        slots = [int(np.flatnonzero(lane.slots == row)[0]) for row in rows]
+        feed = shift.feed.select(slots)
+        half = studied.assembly.lane(studied, part)
+        half.engine.check(feed.first(), names[0])
+        half.engine.load({name: array[rows] for name, array in tensors.items()})
+        half.steps, half.epochs = lane.steps[rows], lane.epochs[rows]
+        state = shift.schedules.state()
+        schedules = half.members[0].framework.Schedules(
+            half.schedules,
+            half.columns,
+            half.engine.task,
+            np.ones(len(rows), dtype=np.int64) if shift.known_steps is None else shift.known_steps[rows],
+            shift.epochs[rows],
+            names=names,
+        )
+        schedules.restore([state[row] for row in rows] if isinstance(state, list) and state else state)
+        made = replace(
+            shift,
+            lane=half,
+            feed=feed,
+            validation=shift.validation and shift.validation.select(slots),
+            schedules=schedules,
+            epochs=shift.epochs[rows],
+        )
+        made.started, made.taken = shift.started[rows], shift.taken[rows]
+        found.append(made)
     return found
 
 

@@ -65,7 +65,7 @@ def epoch_seconds(
     for shift in shifts:
         shift.several = shift.lane.engine.several
     ends = [time.perf_counter()]
-    way = Way(together=True, watched=False, stopped=lambda: False, side_by_side=False)
+    way = Way(True, watched=False, stopped=lambda: False, side_by_side=False, halve=lambda shift: None)
     for moment in sharing_of(scratch)(shifts, way):
         if isinstance(moment, Ended):
             ends.append(time.perf_counter())
@@ -90,6 +90,10 @@ def _scratch(lanes: Sequence[tuple[Lane, Feed]], job: supply.Job, steps: Sequenc
         host = lane.members[0].framework.arrays.host
         for slot, name in enumerate(lane.names):
             own = batch.data if batch.shared else map_tree(lambda leaf, slot=slot: leaf[slot], batch.data)
-            data[name] = map_tree(lambda leaf, count=count: np.concatenate([host(leaf)] * count), own)
+            data[name] = map_tree(_repeated(host, count), own)
             sizes[name] = batch.size
     return supply.Job(job.names, Each(data), epochs=ROUNDS, batch_size=Each(sizes), shuffle=False, share=job.share)
+
+
+def _repeated(host: Callable[[Any], np.ndarray], count: int) -> Callable[[Any], np.ndarray]:
+    return lambda leaf: np.concatenate([host(leaf)] * count)

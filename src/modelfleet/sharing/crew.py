@@ -71,7 +71,8 @@ _assemblies: dict[str, Assembly] = {}
 def work(order: Order) -> Generator[Told, Answer, None]:
     """Run the lanes of an order; tells every epoch's end, and waits for an answer."""
     crew = _Crew(order)
-    way = Way(order.together, order.watched, interrupted, supply.side_by_side(crew.lanes, order.job))
+    side_by_side = supply.side_by_side(crew.lanes, order.job)
+    way = Way(order.together, order.watched, interrupted, side_by_side, _indivisible)
     for shift in crew.shifts:
         shift.begin()
     for moment in interleaved(crew.shifts, way):
@@ -87,6 +88,10 @@ def work(order: Order) -> Generator[Told, Answer, None]:
         shift.close()
         shift.lane.engine.stop()
     yield Told([crew.tell(shift, None) for shift in crew.shifts])
+
+
+def _indivisible(shift: Shift) -> None:
+    raise AssertionError("lanes in workers are not cut in two")
 
 
 class _Crew:

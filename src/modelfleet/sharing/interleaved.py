@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from modelfleet.sharing.shifts import Ended, Moment, Report, Shift, Stepped, Way, next_wave
+from modelfleet.sharing.shifts import Ended, Moment, Report, Shift, Stepped, TooWideError, Way, next_wave
 
 
 def interleaved(shifts: Sequence[Shift], way: Way) -> Iterator[Moment]:
@@ -13,13 +13,17 @@ def interleaved(shifts: Sequence[Shift], way: Way) -> Iterator[Moment]:
             for _ in range(1 if way.side_by_side else shift.share):
                 if id(shift) in waiting or not shift.working or way.stopped():
                     break
-                steps = shift.turn()
+                try:
+                    steps = shift.turn()
+                except TooWideError:
+                    way.halve(shift)
+                    break
                 if steps:
                     yield Stepped(shift, steps)
                 elif way.together:
                     waiting[id(shift)] = shift, shift.end_epoch()
                 else:
                     yield Ended([(shift, shift.end_epoch())])
-        if waiting and all(id(shift) in waiting for shift in working):
+        if waiting and all(id(shift) in waiting for shift in next_wave(shifts)):
             yield Ended(list(waiting.values()))
             waiting.clear()

@@ -7,11 +7,20 @@ from typing import Any
 
 import numpy as np
 
+from modelfleet.errors import FleetError
 from modelfleet.feeds import Batch, Feed
 from modelfleet.frameworks.protocol import REASONS
 from modelfleet.history import Failure
 from modelfleet.lanes import Lane
 from modelfleet.trees import map_tree
+
+
+class TooWideError(FleetError):
+    """A lane's step has run out of memory, and its state is as it was before: it can be cut in two."""
+
+    def __init__(self, shift: "Shift") -> None:
+        super().__init__(f"a lane of {len(shift.names)} members has run out of memory")
+        self.shift = shift
 
 
 @dataclass
@@ -44,6 +53,8 @@ class Shift:
     """Steps that a turn has at most."""
     steps_per_epoch: int | None = None
     """Where an epoch ends before its data do."""
+    divisible: bool = False
+    """Whether it may be cut in two when memory runs out."""
     epoch: int = 0
     """Epochs finished in this fit."""
     position: int = 0
@@ -62,6 +73,8 @@ class Shift:
         self.rows = self.feed.rows
         self.known_steps = self._limited(self.feed.steps)
         self.taken = self.lane.engine.steps_taken().copy()
+        self._tried: set[tuple[int, int | None]] = set()
+        self._lost: dict[str, Failure] = {}
 
     @property
     def names(self) -> list[str]:
@@ -81,6 +94,8 @@ class Shift:
 
     def next_batch(self) -> Batch | None:
         """The batch of the next turn; None if the epoch is over."""
+        if not self.working:
+            return None
         if self._batches is None:
             several = self.several
             self._batches = self.feed.epoch(self.epoch, start=self.position, several=several)
@@ -90,11 +105,20 @@ class Shift:
         return next(self._batches, None)
 
     def step(self, batch: Batch) -> int:
-        """Train on a batch; gives how many steps that was."""
+        """Train on a batch; gives how many steps that was. Raises `TooWideError` if memory runs out."""
         begun = time.perf_counter()
         batch = self._cut_short(batch)
         columns = self.schedules.at(self.lane.steps - self.started)
-        self.lane.train(batch, columns, self._steps_left())
+        shape = batch.size, batch.steps
+        kept = None if shape in self._tried else self._kept()
+        try:
+            self.lane.train(batch, columns, self._steps_left())
+        except Exception as error:
+            if not self.lane.engine.out_of_memory(error):
+                raise
+            self._out_of_memory(error, kept)
+            return 0
+        self._tried.add(shape)
         self.position += batch.steps or 1
         self._spent += time.perf_counter() - begun
         return batch.steps or 1
@@ -148,7 +172,8 @@ class Shift:
                     reason = f"its {what} raised {type(error).__name__}: {error}"
                     found[place] = Failure(epoch, step, reason)
         lane.rest(list(found), failed=True)
-        return {lane.members[place].name: failure for place, failure in found.items()}
+        lost, self._lost = self._lost, {}
+        return {**{lane.members[place].name: failure for place, failure in found.items()}, **lost}
 
     def begin(self) -> None:
         """Take those out who have no epoch left."""
@@ -170,6 +195,30 @@ class Shift:
         if self._batches is not None:
             self._batches.close()
             self._batches = None
+
+    # --- when memory runs out ------------------------------------------------------------------------------------
+
+    def _kept(self) -> dict[str, np.ndarray] | None:
+        """The state before the first step of a kind: a step that runs out of memory may leave it half done.
+
+        Steps of one kind take the same memory; so where the first one does not run out, the others will not.
+        """
+        host = self.lane.members[0].framework.arrays.host
+        return {name: np.array(host(tensor)) for name, tensor in self.lane.engine.tensors().items()}
+
+    def _out_of_memory(self, error: Exception, kept: dict[str, np.ndarray] | None) -> None:
+        self.close()
+        if kept is not None:
+            self.lane.engine.load(kept)
+            if self.divisible and len(self.training()) > 1:
+                raise TooWideError(self) from error
+        reason = "the device ran out of memory at the first step"
+        if kept is None:
+            reason = "the device ran out of memory in the middle of the run; the weights may be between two steps"
+        for name in self.training():
+            step = int(self.lane.steps[self.lane.places[name]] - self.started[self.lane.places[name]]) + 1
+            self._lost[name] = Failure(self.epoch + 1, step, reason)
+        self.lane.rest([self.lane.places[name] for name in self._lost], failed=True)
 
     # --- where its state is --------------------------------------------------------------------------------------
 
@@ -241,6 +290,8 @@ class Way:
     """Whether to stop after the steps at hand."""
     side_by_side: bool
     """Whether lanes read one loader together, and so must be fed in step."""
+    halve: Callable[[Shift], None]
+    """Puts two lanes in the place of one whose memory has run out."""
 
 
 def next_wave(shifts: Sequence[Shift]) -> list[Shift]:

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
-from modelfleet.sharing.shifts import Ended, Moment, Report, Shift, Stepped, Way, next_wave
+from modelfleet.sharing.shifts import Ended, Moment, Report, Shift, Stepped, TooWideError, Way, next_wave
 
 
 def threads(shifts: Sequence[Shift], way: Way) -> Iterator[Moment]:
@@ -33,6 +33,9 @@ def _freely(pool: ThreadPoolExecutor, shifts: Sequence[Shift], way: Way) -> Iter
         while busy:
             shift, report, error = told.get()
             busy -= 1
+            if isinstance(error, TooWideError):
+                way.halve(shift)
+                continue
             if error is not None:
                 raise error
             if report is None:

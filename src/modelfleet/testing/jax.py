@@ -3,6 +3,7 @@
 As little as can be is shared with the fused path: what is wrong there must not be wrong here in the same way.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -43,7 +44,10 @@ def alone(
     schedule_per: str = "step",
     **hyperparameters: Any,
 ) -> Any:
-    """A trained copy of `model`; see `modelfleet.testing.alone`. `schedule` is one of Optax."""
+    """A trained copy of `model`; see `modelfleet.testing.alone`. `schedule` is one of Optax.
+
+    Nothing is compiled: every step runs its Python.
+    """
     if precision != "float32":
         raise ValueError(f"a JAX model is trained alone in float32 only, not in {precision}.")
     update = _transformation(optimizer, schedule, clip_norm, hyperparameters)
@@ -88,13 +92,9 @@ def _train_module(model: Any, update: Any, loss_of: Callable[..., Any], batches:
     model.train()
     optimizer = nnx.Optimizer(model, update, wrt=nnx.Param)
 
-    @nnx.jit
-    def step(model: Any, optimizer: Any, batch: Any) -> None:
-        gradients = nnx.grad(lambda model: loss_of(model, model, batch))(model)
-        optimizer.update(model, gradients)
-
     for batch in batches:
-        step(model, optimizer, batch)
+        gradients = nnx.grad(lambda model, batch=batch: loss_of(model, model, batch))(model)
+        optimizer.update(model, gradients)
     return model
 
 
@@ -104,19 +104,15 @@ def _train_pair(model: Any, update: Any, loss_of: Callable[..., Any], batches: I
     base = jax.random.fold_in(jax.random.key(seed & 0xFFFFFFFF), seed >> 32)
     slots = update.init(params)
 
-    @jax.jit
-    def step(params: Any, slots: Any, number: Any, batch: Any) -> Any:
+    for number, batch in enumerate(batches):
         given = {"rng": jax.random.fold_in(base, number), "train": True}
-        given = {key: value for key, value in given.items() if key in takes}
+        own = functools.partial(apply, **{key: value for key, value in given.items() if key in takes})
 
-        def loss(params: Any) -> Any:
-            return loss_of((params, apply), lambda x: apply(params, x, **given), batch)
+        def loss(params: Any, own: Any = own, batch: Any = batch) -> Any:
+            return loss_of((params, own), lambda x: own(params, x), batch)
 
         changes, slots = update.update(jax.grad(loss)(params), slots, params)
-        return optax.apply_updates(params, changes), slots
-
-    for number, batch in enumerate(batches):
-        params, slots = step(params, slots, number, batch)
+        params = optax.apply_updates(params, changes)
     return type(model)(params, apply) if hasattr(model, "_fields") else (params, apply)
 
 

@@ -9,7 +9,13 @@ layers = keras.layers
 
 
 def mlp(
-    *, units: int = 6, rate: float = 0.0, norm: bool = False, seed: int = 0, activation: Any = "tanh", outputs: int = 3
+    *,
+    units: int = 6,
+    rate: float = 0.0,
+    norm: bool = False,
+    seed: int = 0,
+    activation: Any = "tanh",
+    outputs: int = 3,
 ) -> keras.Model:
     first, second = (keras.initializers.GlorotUniform(seed=2 * seed + number) for number in (1, 2))
     parts = [

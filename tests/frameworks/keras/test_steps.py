@@ -125,9 +125,9 @@ def test_evaluate_and_predict_are_as_in_keras() -> None:
     metrics = steps.evaluate(state["params"], state["buffers"], steps.fresh_metrics(), (x[:6], y[:6]))
     metrics = steps.evaluate(state["params"], state["buffers"], metrics, (x[6:], y[6:]))
     found = {name: float(value) for name, value in steps.results(metrics).items()}
+    outputs = keras.ops.convert_to_numpy(steps.predict(state["params"], state["buffers"], x))
     expected = model.evaluate(x, y, batch_size=6, verbose=0, return_dict=True)
     assert found == pytest.approx(expected, rel=1e-5)
-    outputs = keras.ops.convert_to_numpy(steps.predict(state["params"], state["buffers"], x))
     np.testing.assert_allclose(outputs, model.predict(x, verbose=0), rtol=1e-5, atol=1e-6)
 
 

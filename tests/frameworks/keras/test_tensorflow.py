@@ -46,7 +46,8 @@ def words() -> keras.Model:
 
 def compiled(model: keras.Model, lr: float = 0.01) -> keras.Model:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(lr), loss, metrics=["accuracy"])
+    # Not Adam's own epsilon: it would make much of gradients that are nothing but rounding.
+    model.compile(keras.optimizers.Adam(lr, epsilon=1e-3), loss, metrics=["accuracy"])
     return model
 
 
@@ -67,9 +68,9 @@ def twin(model: keras.Model) -> keras.Model:
 
 
 def rows(count: int, steps: int = STEPS, size: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
-    """Data of so many members, `(step, member, row, …)`; whole numbers, so that an embedding takes them, too."""
+    """Data of so many members, `(step, member, row, …)`; none below 0, so that an embedding takes them, too."""
     generator = np.random.default_rng(7)
-    x = generator.integers(0, 9, size=(steps, count, size, 4)).astype(np.float32)
+    x = generator.uniform(0, 3, size=(steps, count, size, 4)).astype(np.float32)
     return x, generator.integers(0, 3, size=(steps, count, size))
 
 
@@ -105,22 +106,23 @@ def largest_difference(a: keras.Model, b: keras.Model) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("several", [True, False], ids=["several", "one"])
 @pytest.mark.parametrize("count", [1, 3])
-def test_lane_does_what_fit_does(kind: str, several: bool, count: int) -> None:
+def test_lane_does_what_fit_does(kind: str, count: int) -> None:
     models = [KINDS[kind]() for _ in range(count)]
     alone = [twin(model) for model in models]
     x, y = rows(count)
     own, active = opened(models, x, y)
-    train(own, active, x, y, several=several)
-    values = own.epoch_values()
+    epochs = []
+    for several in (True, False):
+        train(own, active, x, y, several=several)
+        epochs.append(own.epoch_values())
     own.write_back(members(models))
     for number, (model, other) in enumerate(zip(models, alone, strict=True)):
         flat = x[:, number].reshape(-1, 4), y[:, number].reshape(-1)
-        history = other.fit(*flat, batch_size=ROWS, shuffle=False, verbose=0).history
+        history = other.fit(*flat, epochs=2, batch_size=ROWS, shuffle=False, verbose=0).history
         assert largest_difference(model, other) < 2e-6
-        for name, column in values.items():
-            assert column[number] == pytest.approx(history[name][0], abs=1e-6)
+        for name, column in history.items():
+            assert [values[name][number] for values in epochs] == pytest.approx(column, abs=1e-6)
 
 
 def test_members_keep_their_own_learning_rate_and_masks() -> None:
@@ -256,9 +258,10 @@ def test_draws_from_the_global_generator_are_not_fused() -> None:
 
 def test_model_that_cant_be_traced_runs_its_python() -> None:
     class Host(layers.Layer):
+        def compute_output_spec(self, x: Any) -> Any:
+            return keras.KerasTensor(x.shape, x.dtype)
+
         def call(self, x: Any) -> Any:
-            if isinstance(x, keras.KerasTensor):
-                return x
             return x * float(x.numpy().shape[0])
 
     model = mlp(Host)

@@ -304,11 +304,12 @@ class FunctionalEngine:
         self._put_weights(np.array([row]), snapshot, working=working)
 
     def tensors(self) -> dict[str, Any]:
-        """The state of all members, by path: `params/000.kernel` and so on."""
-        state = self.state
-        if self._whole is not None:
-            whole, members = self._whole
-            state = self.backend.put(whole, self._rows(members), self.state)
+        """A copy of the state of all members, by path: `params/000.kernel` and so on."""
+        whole, members = (self.state, None) if self._whole is None else self._whole
+        # Copied: the next step may write over the state.
+        state = self.programs.take(whole, self._rows(np.arange(len(_first(whole)))))
+        if members is not None:
+            state = self.programs.put(state, self._rows(members), self.state)
         return {f"{part}/{name}": tensor for part, own in state.items() for name, tensor in own.items()}
 
     def load(self, tensors: Mapping[str, Any]) -> None:

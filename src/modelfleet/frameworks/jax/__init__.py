@@ -15,7 +15,7 @@ from modelfleet.frameworks.jax.building import (
     stacked_weights,
     weights_key,
 )
-from modelfleet.frameworks.jax.devices import choose, native
+from modelfleet.frameworks.jax.devices import choose, free_memory, native
 from modelfleet.frameworks.jax.engine import engine as Engine
 from modelfleet.frameworks.jax.recipe import compile, prepare
 from modelfleet.frameworks.jax.schedules import Schedules
@@ -38,6 +38,7 @@ __all__ = [
     "difference",
     "files",
     "fill",
+    "free_memory",
     "is_model",
     "native",
     "prepare",

@@ -34,6 +34,14 @@ def check(devices: Iterable[Device]) -> None:
             raise InputError(f"device '{device}' is not here: JAX sees {seen}. Name one of these, or say 'auto'.")
 
 
+def free_memory(device: jax.Device) -> int | None:
+    """The bytes that are free on an accelerator; None for the CPU, whose memory is the host's."""
+    known = None if device.platform == "cpu" else device.memory_stats()
+    if not known or "bytes_limit" not in known:
+        return None
+    return int(known["bytes_limit"] - known["bytes_in_use"])
+
+
 def native(device: Device) -> jax.Device:
     """The device as JAX knows it; logical CPUs beyond those that JAX was told to make are its first."""
     if device.kind == "cpu":

@@ -11,8 +11,12 @@ from modelfleet.frameworks.functional import Definition, FunctionalEngine, Progr
 from modelfleet.frameworks.jax.backend import JaxBackend, shapes
 from modelfleet.frameworks.jax.losses import check_range, check_targets
 from modelfleet.frameworks.jax.models import Parts, Tree, as_numpy, form_of, key_of
+from modelfleet.frameworks.jax.structure import signature
 from modelfleet.frameworks.jax.task import PRECISIONS, Task, widened
 from modelfleet.members import Member
+
+_MOST_PROGRAMS = 64
+_programs: dict[Any, Programs] = {}  # those used last are at the end
 
 
 def engine(
@@ -26,7 +30,14 @@ def engine(
 ) -> FunctionalEngine:
     """The engine of a lane of JAX models. There are no columns: each member's numbers are in its state."""
     definition = JaxDefinition(members[0].model, task)
-    return FunctionalEngine(members, definition, JaxBackend(device), fused=fused, programs=programs)
+    if programs is None:
+        # For all fleets of a process: what was compiled in one serves the next of the same structure and task.
+        key = (signature(members[0].model), task, device, fused)
+        programs = _programs.pop(key, None) or Programs(definition, JaxBackend(device), fused=fused)
+        _programs[key] = programs
+        while len(_programs) > _MOST_PROGRAMS:
+            _programs.pop(next(iter(_programs)))
+    return FunctionalEngine(members, definition, programs.backend, fused=fused, programs=programs)
 
 
 class JaxDefinition(Definition):

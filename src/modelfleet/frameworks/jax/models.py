@@ -50,7 +50,7 @@ def raw(leaf: Any) -> Any:
 
 def like(value: Any, leaf: Any) -> Any:
     """What `raw` gave, as it was: a key for a key."""
-    return jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else value
+    return _of_kind(value, jax.random.key_impl(leaf) if _is_key(leaf) else None)
 
 
 def key_of(seed: int) -> jax.Array:
@@ -64,7 +64,8 @@ class Tree:
     def __init__(self, tree: Any) -> None:
         named = named_leaves(tree)
         self.keys = [f"{number:03}.{name}" for number, (name, _) in enumerate(named)]
-        self._leaves = [leaf for _, leaf in named]  # for what kind they are; never for their values
+        self._kinds = [jax.random.key_impl(leaf) if _is_key(leaf) else None for _, leaf in named]
+        self._fractions = [jnp.issubdtype(leaf.dtype, jnp.inexact) for _, leaf in named]
         self._definition = jax.tree.structure(tree)
 
     def parts(self, tree: Any) -> Parts:
@@ -75,16 +76,15 @@ class Tree:
     def tree(self, parts: Mapping[str, Any]) -> Any:
         """The tree of such arrays; None, which is no array, where there is none of a key."""
         leaves = [
-            like(parts[key], leaf) if key in parts else None
-            for key, leaf in zip(self.keys, self._leaves, strict=True)
+            _of_kind(parts[key], kind) if key in parts else None
+            for key, kind in zip(self.keys, self._kinds, strict=True)
         ]
         return jax.tree.unflatten(self._definition, leaves)
 
     @property
     def trained(self) -> set[str]:
         """The keys of what can have a gradient."""
-        pairs = zip(self.keys, self._leaves, strict=True)
-        return {key for key, leaf in pairs if jnp.issubdtype(leaf.dtype, jnp.inexact)}
+        return {key for key, fraction in zip(self.keys, self._fractions, strict=True) if fraction}
 
 
 class Module:
@@ -199,6 +199,10 @@ def _keywords(function: Callable[..., Any]) -> dict[str, bool]:
         return {}
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {p.name: p.default is p.empty for p in parameters if p.kind in named}
+
+
+def _of_kind(value: Any, kind: Any) -> Any:
+    return value if kind is None else jax.random.wrap_key_data(value, impl=kind)
 
 
 def _is_key(leaf: Any) -> bool:

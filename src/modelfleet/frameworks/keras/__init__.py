@@ -26,16 +26,16 @@ from modelfleet.frameworks.keras.structure import difference, signature, trained
 
 NAME = "keras"
 
-_PARTS = {  # where the engine, the arrays, the devices and the files of each backend are
-    "jax": ("keras.jax", "jax.arrays", "jax.devices", "keras.files"),
-    "tensorflow": ("keras.tensorflow", "keras.arrays", "keras.devices", "keras.files"),
+_PARTS = {  # the engine of each backend, and whose arrays, devices and files it goes by
+    "jax": ("keras.jax", "jax.arrays", "jax.devices", "jax.files"),
+    "tensorflow": ("keras.tensorflow", "tensorflow.arrays", "tensorflow.devices", "tensorflow.files"),
     "torch": ("keras.torch", "torch.arrays", "torch.devices", "torch.files"),
 }
 _engine, arrays, _devices, files = (
     import_module(f"modelfleet.frameworks.{part}") for part in _PARTS[keras.backend.backend()]
 )
 Engine = _engine.Engine
-choose, native = _devices.choose, _devices.native
+choose, free_memory, native = _devices.choose, _devices.free_memory, _devices.native
 
 __all__ = [
     "NAME",
@@ -49,6 +49,7 @@ __all__ = [
     "difference",
     "files",
     "fill",
+    "free_memory",
     "is_model",
     "native",
     "prepare",

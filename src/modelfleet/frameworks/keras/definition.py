@@ -113,6 +113,15 @@ class KerasEngine(FunctionalEngine):
             assert self._whole is not None
             self._whole = new, self._whole[1]
 
+    def write_out(self, row: int, working: bool, member: Member) -> None:
+        """Copy one member's state into its model and its optimizer."""
+        side = self._side(working)
+        own = {
+            part: {key: tensor[row] for key, tensor in side[part].items()}
+            for part in ("params", "buffers", "slots")
+        }
+        self._definition.write_back(member, self.backend.host(own))
+
 
 def _copied(arrays: dict[str, Any]) -> dict[str, np.ndarray]:
     return {key: np.array(array) for key, array in arrays.items()}

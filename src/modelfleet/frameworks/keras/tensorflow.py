@@ -22,8 +22,8 @@ class TensorFlowDefinition(KerasDefinition):
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(params)
             value, rest = loss(params)
-        gradients = tape.gradient(value, params)
-        return rest, {key: _dense(gradient) for key, gradient in gradients.items()}
+        # Those of an embedding stay the rows that were looked up: Keras's optimizers square them one by one.
+        return rest, tape.gradient(value, params)
 
     def try_out(self, state: State, batch: Any) -> None:
         """Make the metrics for batches like this one, and see whether the model takes it."""
@@ -81,8 +81,3 @@ class Engine(KerasEngine):
         left, seconds = pace or (0, None)
         self._tensorflow.long_run = seconds is not None and left * seconds > LONG
         super().train(hyper, active, data, weights, shared=shared, pace=pace, steps=steps)
-
-
-def _dense(gradient: Any) -> Any:
-    """A gradient as one tensor: that of an embedding comes as the rows that were looked up."""
-    return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient

@@ -15,6 +15,7 @@ from modelfleet.trees import leaves, map_tree, rebuild
 
 Function = Callable[..., Any]
 
+_UNEVEN = {"Where", "Unique", "UniqueV2", "UniqueWithCounts"}  # their results are as long as the numbers say
 _LOOPED = re.compile(r"Using a while_loop for converting (\w+)")
 _GLOBAL = re.compile(r"Random(Uniform(Int)?|StandardNormal|Gamma|PoissonV2|Shuffle)|TruncatedNormal|Multinomial")
 _MISSING = re.compile(r"No pfor vectorization defined for (\w+)")
@@ -66,8 +67,14 @@ class TensorFlowBackend:
             return leaves(structure)
 
         trees: list[Any] = []
-        with _looped(self.looped):
+        looped: set[str] = set()
+        with _noted(looped):
             found = tf.vectorized_map(member, leaves(own), fallback_to_while_loop=True)
+        if looped & _UNEVEN:
+            raise NotImplementedError(
+                f"the length of what {min(looped & _UNEVEN)} gives depends on the member's numbers"
+            )
+        self.looped |= looped
         return rebuild(trees[-1], found)
 
     def where(self, chosen: Any, new: Any, old: Any) -> Any:
@@ -132,7 +139,7 @@ class TensorFlowBackend:
 
 
 @contextmanager
-def _looped(found: set[str]) -> Iterator[None]:
+def _noted(found: set[str]) -> Iterator[None]:
     """Note the operations that `vectorized_map` has no form for. It tells of them in its log only."""
     logger = logging.getLogger("tensorflow")
     level = logger.level

@@ -169,6 +169,13 @@ def _contiguously(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return pool
 
 
+def _contiguous(x: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+    # Keras asks for channels last before a convolution, for speed; vmap has no such format.
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        memory_format = torch.contiguous_format
+    return x.contiguous(memory_format=memory_format)
+
+
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     # Under vmap autocast sees the product but not the bias: all that follows would be in float32, unlike alone.
     result = F.linear(x, weight, bias)
@@ -215,6 +222,7 @@ RULES: Mapping[Any, Callable[..., Any]] = {
     torch.adaptive_avg_pool1d: _contiguously(torch.adaptive_avg_pool1d),
     torch._C._nn.adaptive_avg_pool2d: _contiguously(torch._C._nn.adaptive_avg_pool2d),
     F.linear: _linear,
+    Tensor.contiguous: _contiguous,
     torch.lstm: _recurrent(_lstm_layer, 2, torch.lstm),
     torch.gru: _recurrent(_gru_layer, 1, torch.gru),
     torch.rnn_tanh: _recurrent(_rnn_layer(torch.tanh), 1, torch.rnn_tanh),

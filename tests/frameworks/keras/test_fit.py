@@ -1,0 +1,240 @@
+"""Keras models in a fleet: what comes out is what each model's own `fit` gives."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import modelfleet as mf
+from modelfleet import testing
+from modelfleet.errors import InputError
+from modelfleet.frameworks.keras import copy_model
+from tests.frameworks.keras import models
+
+BACKEND = keras.backend.backend()
+RATES = {"a": 0.001, "b": 0.01, "c": 0.03}
+# On torch, dropout is drawn from modelfleet's streams, and so differs from that of Keras's `fit`.
+RATE = 0.0 if BACKEND == "torch" else 0.3
+
+
+def compiled(make: Callable[..., keras.Model], **options: Any) -> dict[str, keras.Model]:
+    found = {}
+    for seed, (name, rate) in enumerate(RATES.items()):
+        found[name] = make(seed=seed)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        found[name].compile(keras.optimizers.Adam(rate), **{"loss": loss, "metrics": ["accuracy"], **options})
+    return found
+
+
+def copies(own: dict[str, keras.Model]) -> dict[str, keras.Model]:
+    return {name: copy_model(model) for name, model in own.items()}
+
+
+@pytest.mark.parametrize("strategy", ["fused", "interleaved"])
+def test_a_fleet_fits_as_keras_does(strategy: str) -> None:
+    own = compiled(lambda seed: models.mlp(seed=seed, rate=RATE, norm=True))
+    expected, fleet = copies(own), mf.Fleet(own)
+    x, y = models.data(22)
+    validation = models.data(13, seed=5)
+    options = {"epochs": 3, "batch_size": 8, "shuffle": False}
+    history = fleet.fit((x, y), validation=validation, strategy=strategy, progress=False, **options)
+    for name, model in expected.items():
+        told = model.fit(x, y, validation_data=validation, validation_batch_size=8, verbose=0, **options).history
+        assert history[name].keys() == told.keys()
+        for metric, series in told.items():
+            np.testing.assert_allclose(history[name][metric], series, rtol=1e-4, atol=1e-6, err_msg=metric)
+        assert fleet[name] is own[name]  # plain in, plain out
+        models.same(fleet[name], model)
+    assert fleet.evaluate((x, y))["b"] == pytest.approx(
+        expected["b"].evaluate(x, y, verbose=0, return_dict=True), rel=1e-4
+    )
+    np.testing.assert_allclose(fleet.predict(x)["c"], expected["c"].predict(x, verbose=0), rtol=1e-4, atol=1e-5)
+
+
+def test_a_second_fit_goes_on_as_keras_does_even_after_a_fit_of_the_model() -> None:
+    own = compiled(lambda seed: models.mlp(seed=seed))
+    expected, fleet = copies(own), mf.Fleet(own)
+    x, y = models.data(16)
+    options = {"batch_size": 8, "shuffle": False}
+    fleet.fit((x, y), progress=False, **options)
+    fleet["b"].fit(x, y, verbose=0, **options)
+    fleet["c"].optimizer.learning_rate = 0.5
+    fleet.fit((x, y), progress=False, **options)
+    for _ in range(2):
+        expected["a"].fit(x, y, verbose=0, **options)
+    for _ in range(3):
+        expected["b"].fit(x, y, verbose=0, **options)
+    expected["c"].fit(x, y, verbose=0, **options)
+    expected["c"].optimizer.learning_rate = 0.5
+    expected["c"].fit(x, y, verbose=0, **options)
+    for name, model in expected.items():
+        models.same(fleet[name], model)
+
+
+def test_shuffles_are_the_members_own() -> None:
+    fleet = mf.Fleet(compiled(lambda seed: models.mlp(seed=seed, rate=0.3)), seed=4)
+    data = models.data(20)
+    expected = {
+        name: testing.alone(fleet[name], name, data, optimizer=None, seed=4, epochs=2, batch_size=8)
+        for name in fleet.names
+    }
+    fleet.fit(data, epochs=2, batch_size=8, progress=False)
+    for name, model in expected.items():
+        difference, where = testing.largest_difference(fleet[name], model)
+        assert difference < 3e-5, where
+
+
+def test_own_data_of_unlike_lengths() -> None:
+    own = compiled(lambda seed: models.mlp(seed=seed))
+    expected, fleet = copies(own), mf.Fleet(own)
+    data = {"a": models.data(16, 1), "b": models.data(21, 2), "c": models.data(5, 3)}
+    history = fleet.fit(mf.each(data), epochs=2, batch_size=8, shuffle=False, progress=False)
+    for name, model in expected.items():
+        told = model.fit(*data[name], epochs=2, batch_size=8, shuffle=False, verbose=0).history
+        np.testing.assert_allclose(history[name]["loss"], told["loss"], rtol=1e-4)
+        models.same(fleet[name], model)
+
+
+def test_several_outputs_loss_weights_and_sample_weights() -> None:
+    def make(seed: int) -> keras.Model:
+        keras.utils.set_random_seed(seed)
+        return models.two_outputs()
+
+    options = {
+        "loss": {"left": "mse", "right": "mse"},
+        "loss_weights": {"left": 0.5, "right": 2.0},
+        "metrics": None,
+    }
+    own = compiled(make, **options)
+    expected, fleet = copies(own), mf.Fleet(own)
+    x, _ = models.data(16)
+    y = {"left": x[:, :1], "right": x[:, :3]}
+    weight = np.linspace(0.5, 2, 16).astype(np.float32)
+    history = fleet.fit((x, y, weight), epochs=2, batch_size=8, shuffle=False, progress=False)
+    for name, model in expected.items():
+        told = model.fit(x, y, sample_weight=weight, epochs=2, batch_size=8, shuffle=False, verbose=0).history
+        assert history[name].keys() == told.keys()
+        for metric, series in told.items():
+            np.testing.assert_allclose(history[name][metric], series, rtol=1e-4, err_msg=metric)
+        models.same(fleet[name], model)
+
+
+def test_class_weights_and_steps_per_epoch() -> None:
+    own = compiled(lambda seed: models.mlp(seed=seed))
+    expected, fleet = copies(own), mf.Fleet(own)
+    x, y = models.data(16)
+    weights = {0: 3.0, 2: 0.5}
+    fleet.fit((x, y), class_weight=weights, epochs=2, batch_size=8, shuffle=False, progress=False)
+    for name, model in expected.items():
+        model.fit(x, y, class_weight=weights, epochs=2, batch_size=8, shuffle=False, verbose=0)
+        models.same(fleet[name], model)
+
+
+def test_models_of_ones_own_with_a_loss_of_their_own() -> None:
+    class Own(models.Gained):
+        def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, **_: Any) -> Any:
+            return keras.ops.mean(keras.ops.square(y_pred - x[:, :3]))
+
+    def make(seed: int) -> keras.Model:
+        keras.utils.set_random_seed(seed)
+        model = Own()
+        model(np.zeros((2, 4), dtype=np.float32))
+        return model
+
+    own = compiled(make, loss=None, metrics=None)
+    twins = compiled(make, loss=None, metrics=None)
+    fleet = mf.Fleet(own)
+    x, y = models.data(16)
+    fleet.fit((x, y), batch_size=8, shuffle=False, progress=False)
+    for name, model in twins.items():
+        model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+        models.same(fleet[name], model)
+
+
+def test_members_of_one_seed_begin_alike_and_leave_generators_alone() -> None:
+    import random
+
+    np.random.seed(7)
+    random.seed(7)
+    expected = (np.random.random(), random.random())
+    np.random.seed(7)
+    random.seed(7)
+    first = mf.Fleet.build(_plain, 2, seed=3)
+    assert (np.random.random(), random.random()) == expected
+    second = mf.Fleet.build(_plain, 3, seed=3)
+    for name in first.names:
+        for a, b in zip(
+            models.numbers(first[name], optimizer=False),
+            models.numbers(second[name], optimizer=False),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(a, b)
+    assert not np.array_equal(first["0"].get_weights()[0], first["1"].get_weights()[0])
+
+
+def _plain() -> keras.Model:
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(5), keras.layers.Dropout(0.1)])
+
+
+def test_save_and_load(tmp_path: Any) -> None:
+    fleet = mf.Fleet.build(_plain, 2, seed=3)
+    fleet.save(tmp_path / "fleet")
+    loaded = mf.load(tmp_path / "fleet", factory=_plain)
+    for name in fleet.names:
+        for a, b in zip(fleet[name].get_weights(), loaded[name].get_weights(), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_bad_numbers_set_a_member_aside_and_the_rest_go_on() -> None:
+    own = compiled(lambda seed: models.mlp(seed=seed))
+    expected, fleet = copies(own), mf.Fleet(own)
+    x, y = models.data(16)
+    poisoned = x.copy()
+    poisoned[9] = np.nan
+    data = {"a": (x, y), "b": (poisoned, y), "c": (x, y)}
+    history = fleet.fit(mf.each(data), epochs=2, batch_size=8, shuffle=False, progress=False)
+    assert set(history.failed) == {"b"}
+    for name in ("a", "c"):
+        expected[name].fit(x, y, epochs=2, batch_size=8, shuffle=False, verbose=0)
+        models.same(fleet[name], expected[name])
+    assert all(np.isfinite(array).all() for array in models.numbers(fleet["b"]))
+
+
+def test_unbuilt_and_uncompiled_models_are_refused() -> None:
+    with pytest.raises(InputError, match="member '0' has no weights yet"):
+        mf.Fleet([keras.Sequential([keras.layers.Dense(3)])])
+    fleet = mf.Fleet([models.mlp()])
+    x, y = models.data(8)
+    with pytest.raises(InputError, match="member '0' is not compiled"):
+        fleet.fit((x, y), progress=False)
+    assert fleet.predict(x)["0"].shape == (8, 3)
+
+
+def test_labels_without_an_output_are_refused() -> None:
+    fleet = mf.Fleet(compiled(lambda seed: models.mlp(seed=seed)))
+    x, y = models.data(8)
+    with pytest.raises(InputError, match=r"is 7, but the model has 3 outputs"):
+        fleet.fit((x, np.where(np.arange(8) == 3, 7, y)), progress=False)
+
+
+def test_data_that_do_not_fit_are_refused_by_name() -> None:
+    fleet = mf.Fleet(compiled(lambda seed: models.mlp(seed=seed)))
+    _, y = models.data(8)
+    with pytest.raises(InputError, match=r"member 'a' can't take this batch"):
+        fleet.fit((np.zeros((8, 5), dtype=np.float32), y), progress=False)
+
+
+def test_a_saved_model_goes_on_alone(tmp_path: Any) -> None:
+    own = compiled(lambda seed: models.mlp(seed=seed, norm=True))
+    expected, fleet = copies(own), mf.Fleet(own)
+    x, y = models.data(16)
+    options = {"batch_size": 8, "shuffle": False}
+    fleet.fit((x, y), progress=False, **options)
+    fleet["b"].save(tmp_path / "b.keras")
+    alone = keras.models.load_model(tmp_path / "b.keras")
+    alone.fit(x, y, verbose=0, **options)
+    for _ in range(2):
+        expected["b"].fit(x, y, verbose=0, **options)
+    models.same(alone, expected["b"])

@@ -1,0 +1,113 @@
+"""The engine of Keras lanes on JAX."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from modelfleet.feeds import Batch
+from modelfleet.frameworks import keras as adapter
+from modelfleet.members import Member
+from tests.frameworks.keras import models
+
+pytestmark = pytest.mark.skipif(keras.backend.backend() != "jax", reason="for Keras on JAX")
+
+
+def lane(count: int = 3, *, fused: bool = True, **options: Any) -> tuple[Any, list[Member]]:
+    import jax
+
+    own = []
+    for index in range(count):
+        model = models.mlp(seed=index, rate=0.2, norm=True, **options)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.01 * (index + 1)), loss, metrics=["accuracy"])
+        own.append(Member(str(index), model, index, adapter))
+    task = adapter.prepare(None, own, "train").tasks[0]
+    return adapter.Engine(own, task, {}, jax.devices()[0], fused=fused), own
+
+
+def steps(engine: Any, count: int, data: Any, *, together: bool) -> None:
+    width = len(engine.trouble())
+    active = engine.tensor(np.ones(width, dtype=bool))
+    if together:
+        stacked = tuple(np.stack([leaf] * count) for leaf in data)
+        engine.train({}, active, stacked, None, shared=True, pace=(0, None), steps=count)
+        return
+    for _ in range(count):
+        engine.train({}, active, data, None, shared=True, pace=(0, None))
+
+
+def state(engine: Any) -> dict[str, np.ndarray]:
+    return {name: np.asarray(tensor) for name, tensor in engine.tensors().items()}
+
+
+def ready(engine: Any, data: Any) -> None:
+    width = len(engine.trouble())
+    engine.check(Batch(data, True, np.full(width, len(data[0]))), "0")
+    engine.ready("train", {}, engine.tensor(np.ones(width, dtype=bool)), data, shared=True)
+
+
+def test_several_steps_a_call_are_as_many_calls() -> None:
+    data = models.data(8)
+    one, _ = lane()
+    many, _ = lane()
+    for engine, together in ((one, False), (many, True)):
+        ready(engine, data)
+        steps(engine, 5, data, together=together)
+    for (name, a), b in zip(state(one).items(), state(many).values(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_fused_and_alone_are_the_same() -> None:
+    data = models.data(8)
+    fused, _ = lane()
+    alone, _ = lane(1, fused=False)
+    for engine in (fused, alone):
+        ready(engine, data)
+        steps(engine, 4, data, together=True)
+    for (name, a), b in zip(state(fused).items(), state(alone).values(), strict=True):
+        np.testing.assert_allclose(a[:1], b, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_restack_takes_the_optimizer_too() -> None:
+    engine, own = lane()
+    data = models.data(8)
+    ready(engine, data)
+    steps(engine, 2, data, together=True)
+    engine.write_out(1, True, own[1])
+    own[1].model.optimizer.learning_rate = 0.25
+    before = state(engine)
+    engine.restack(np.array([1]), [own[1]], working=True)
+    for name, tensor in state(engine).items():
+        expected = before[name].copy()
+        if name.endswith("learning_rate"):
+            expected[1] = 0.25
+        np.testing.assert_array_equal(tensor, expected, err_msg=name)
+
+
+def test_a_model_keeps_its_numbers_while_the_lane_steps_on() -> None:
+    engine, own = lane()
+    data = models.data(8)
+    ready(engine, data)
+    steps(engine, 2, data, together=True)
+    engine.write_back(own)
+    before = [models.numbers(member.model) for member in own]
+    steps(engine, 3, data, together=True)
+    for member, arrays in zip(own, before, strict=True):
+        for a, b in zip(models.numbers(member.model), arrays, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_programs_are_handed_on() -> None:
+    import jax
+
+    engine, own = lane()
+    data = models.data(8)
+    ready(engine, data)
+    other, _ = lane()
+    second = adapter.Engine(own[:2], engine.task, {}, jax.devices()[0], fused=True, programs=engine.programs)
+    assert second.programs is engine.programs and other.programs is not engine.programs
+    ready(second, data)
+    steps(second, 1, data, together=False)
+    assert second.trouble().tolist() == [0, 0]

@@ -1,0 +1,74 @@
+"""Lanes that are too wide for their device: known before, or found out."""
+
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers import fit, fleet_of, toy
+
+import modelfleet as mf
+from modelfleet import testing
+from modelfleet.frameworks.torch.engine import Engine
+
+X, Y = toy(40)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("MODELFLEET_CACHE", str(tmp_path))
+
+
+def test_a_lane_that_does_not_fit_is_cut_into_waves(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, fleet = fleet_of(8), fleet_of(8)
+    plan = fleet.plan((X, Y))
+    need = plan.lanes[0].state_bytes + (plan.lanes[0].working_bytes or 0)
+    assert plan.lanes[0].working_bytes
+    fit(whole, (X, Y), epochs=2)
+    monkeypatch.setenv("MODELFLEET_MEMORY", str(need // 2))
+    plan = fleet.plan((X, Y))
+    assert [len(lane.members) for lane in plan.lanes] in ([4, 4], [3, 3, 2])
+    assert [lane.wave for lane in plan.lanes][:2] == [0, 1]
+    assert "do not fit into memory" in plan.lanes[0].reason
+    fit(fleet, (X, Y), epochs=2)
+    for name in fleet.names:
+        assert testing.largest_difference(fleet[name], whole[name])[0] < 1e-5
+    monkeypatch.setenv("MODELFLEET_MEMORY", "much")
+    with pytest.raises(mf.InputError, match="expected a size such as 6GB"):
+        fleet.plan((X, Y))
+
+
+def test_out_of_memory_halves_the_lane_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, fleet = fleet_of(8), fleet_of(8)
+    told = fit(whole, (X, Y), validation=(X, Y), epochs=3, batch_size=16)
+    train, tried = Engine.train, []
+
+    def small_device(self: Engine, hyper: Any, active: torch.Tensor, *rest: Any, **options: Any) -> None:
+        tried.append(len(active))
+        if len(active) > 2:
+            with torch.no_grad():
+                next(iter(self.state["params"].values())).add_(1.0)  # a step that breaks off leaves a mess
+            raise torch.OutOfMemoryError("pretended")
+        train(self, hyper, active, *rest, **options)
+
+    monkeypatch.setattr(Engine, "train", small_device)
+    history = fit(fleet, (X, Y), validation=(X, Y), epochs=3, batch_size=16)
+    assert not history.failed
+    assert {8, 4, 2} <= set(tried)
+    for name in fleet.names:
+        assert testing.largest_difference(fleet[name], whole[name])[0] < 1e-5
+        assert history[name]["loss"] == pytest.approx(told[name]["loss"], rel=1e-5)
+    tried.clear()
+    fit(fleet, (X, Y), batch_size=16)
+    assert max(tried) <= 2, "the width that fits is remembered"
+
+
+def test_a_member_that_does_not_fit_at_all_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = fleet_of(3)
+
+    def no_room(self: Engine, *args: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("pretended")
+
+    monkeypatch.setattr(Engine, "train", no_room)
+    history = fit(fleet, (X, Y))
+    assert set(history.failed) == {"0", "1", "2"}
+    assert "ran out of memory" in history.failed["1"].reason

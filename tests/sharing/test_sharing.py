@@ -1,0 +1,225 @@
+"""Lanes that share a device in turn, in threads and in processes: the same numbers, and each its own trouble."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.helpers import fit, mlp, toy
+from torch import nn
+
+import modelfleet as mf
+from modelfleet import testing
+from modelfleet.workers import process
+
+X, Y = toy(44)
+SHARINGS = ("interleaved", "threads", "processes")
+
+
+class Dropping(nn.Module):
+    def __init__(self, width: int = 7) -> None:
+        super().__init__()
+        first = nn.Linear(4, width, bias=False)  # before BatchNorm a bias has no gradient but noise
+        self.layers = nn.Sequential(first, nn.BatchNorm1d(width), nn.Dropout(0.2), nn.Linear(width, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def mixed(**options: Any) -> mf.Fleet:
+    torch.manual_seed(0)
+    fleet = mf.Fleet({"a": mlp(), "b": mlp(), "wide": mlp(9), "drop": Dropping()})
+    fleet.compile("adam", "cross_entropy", metrics=["accuracy"], lr=mf.each([0.01, 0.02, 0.01, 0.03]), **options)
+    return fleet
+
+
+def trained(strategy: str, **arguments: Any) -> tuple[mf.Fleet, mf.History]:
+    fleet = mixed()
+    given = {"epochs": mf.each([2, 1, 3, 2]), "batch_size": 8, "validation": (X, Y), **arguments}
+    return fleet, fit(fleet, (X, Y), strategy=strategy, **given)
+
+
+def same(one: mf.Fleet, other: mf.Fleet, within: float = 1e-5) -> None:
+    for name in one.names:
+        difference, where = testing.largest_difference(one[name], other[name])
+        assert difference < within, (name, where)
+
+
+@pytest.mark.parametrize("strategy", SHARINGS)
+def test_every_sharing_gives_the_numbers_of_auto(strategy: str) -> None:
+    expected, told = trained("auto")
+    fleet, history = trained(strategy)
+    same(fleet, expected)
+    for name in fleet.names:
+        assert list(history[name]) == list(told[name])
+        for metric, values in told[name].items():
+            np.testing.assert_allclose(history[name][metric], values, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", SHARINGS)
+def test_a_second_fit_goes_on_in_another_sharing(strategy: str) -> None:
+    expected, fleet = mixed(), mixed()
+    fit(expected, (X, Y), epochs=3)
+    fit(fleet, (X, Y), epochs=1, strategy=strategy)
+    fit(fleet, (X, Y), epochs=1)
+    fit(fleet, (X, Y), epochs=1, strategy=strategy)
+    same(fleet, expected)
+
+
+class Poisoned:
+    """Batches until one raises."""
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        yield X[:8], Y[:8]
+        yield X[8:16], Y[8:16]
+        raise OSError("the disk is gone")
+
+
+class Batches:
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for first in range(0, 40, 8):
+            yield X[first : first + 8], Y[first : first + 8]
+
+
+@pytest.mark.parametrize("strategy", SHARINGS)
+def test_data_that_raise_half_way_fail_their_member_only(strategy: str) -> None:
+    def data(bad: Any) -> mf.Each:
+        return mf.each({"a": Batches(), "b": bad, "wide": Batches(), "drop": Batches()})
+
+    expected = mixed()
+    fit(expected, data(Batches()), epochs=2)
+    fleet = mixed()
+    history = fit(fleet, data(Poisoned()), epochs=2, strategy=strategy)
+    assert list(history.failed) == ["b"]
+    assert "the disk is gone" in history.failed["b"].reason
+    assert len(history["a"]["loss"]) == 2
+    for name in ("a", "wide", "drop"):
+        assert testing.largest_difference(fleet[name], expected[name])[0] < 1e-5
+
+
+class Deadly:
+    """Batches of a member whose worker is killed at the second epoch."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        yield from Batches()
+        if self.mark.exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.mark.touch()
+
+
+def test_a_killed_worker_fails_its_members_and_keeps_what_they_had(tmp_path: Path) -> None:
+    process.dismiss()
+    batches = Batches()
+    data = mf.each({"a": Deadly(tmp_path / "mark"), "b": batches, "wide": batches, "drop": batches})
+    one, expected = mixed(), mixed()
+    fit(one, batches, epochs=1)
+    fit(expected, batches, epochs=3)
+    fleet = mixed()
+    history = fit(fleet, data, epochs=3, strategy="processes")
+    assert "a" in history.failed
+    assert "SIGKILL" in history.failed["a"].reason
+    assert len(history["a"]["loss"]) == 1
+    assert testing.largest_difference(fleet["a"], one["a"])[0] < 1e-5  # its first epoch is not lost
+    left = [name for name in fleet.names if name not in history.failed]
+    assert len(left) >= 2, "the other worker's members go on"
+    for name in left:
+        assert len(history[name]["loss"]) == 3
+        assert testing.largest_difference(fleet[name], expected[name])[0] < 1e-5
+
+
+@pytest.mark.parametrize("strategy", SHARINGS)
+def test_callbacks_work_wherever_the_steps_are_taken(strategy: str) -> None:
+    def stopping() -> mf.EarlyStopping:
+        return mf.EarlyStopping("val_loss", patience=1, min_delta=0.05, restore_best=True)
+
+    expected, fleet = mixed(), mixed()
+    told = fit(expected, (X, Y), validation=(X, Y), epochs=6, callbacks=[stopping()])
+    history = fit(fleet, (X, Y), validation=(X, Y), epochs=6, callbacks=[stopping()], strategy=strategy)
+    assert history.stopped == told.stopped
+    assert history.kept == told.kept
+    same(fleet, expected)
+
+
+class Watching(mf.Callback):
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.epochs: list[tuple[int, tuple[str, ...]]] = []
+
+    def on_step_end(self, run: Any) -> None:
+        self.steps.append(run.step)
+
+    def on_epoch_end(self, run: Any) -> None:
+        self.epochs.append((run.epoch, run.active))
+
+
+@pytest.mark.parametrize("strategy", SHARINGS)
+def test_a_callback_that_looks_at_the_fleet_sees_all_lanes_at_one_epoch(strategy: str) -> None:
+    watching = Watching()
+    fleet = mixed()
+    fit(fleet, (X, Y), epochs=2, batch_size=22, callbacks=[watching], strategy=strategy)
+    assert watching.epochs == [(1, tuple(fleet.names)), (2, tuple(fleet.names))]
+    assert len(watching.steps) >= 4
+
+
+@pytest.mark.parametrize("strategy", ["interleaved", "processes"])
+def test_checkpoints_resume_in_every_sharing(strategy: str, tmp_path: Path) -> None:
+    class Stop(mf.Callback):
+        def on_epoch_end(self, run: Any) -> None:
+            if run.epoch == 2:
+                raise KeyboardInterrupt
+
+    expected, broken, resumed = mixed(), mixed(), mixed()
+    fit(expected, (X, Y), epochs=4, strategy=strategy)
+    with pytest.raises(KeyboardInterrupt):
+        fit(broken, (X, Y), epochs=4, strategy=strategy, callbacks=[mf.Checkpoint(tmp_path), Stop()])
+    history = fit(resumed, (X, Y), epochs=4, strategy=strategy, callbacks=[mf.Checkpoint(tmp_path), mf.Callback()])
+    assert len(history["a"]["loss"]) == 4
+    same(resumed, expected)
+
+
+def test_a_share_gives_a_member_more_turns() -> None:
+    class Order(mf.Callback):
+        together = False
+
+        def __init__(self) -> None:
+            self.ended: list[str] = []
+
+        def on_epoch_end(self, run: Any) -> None:
+            self.ended += run.active
+
+    order = Order()
+    fleet = mf.Fleet({"a": mlp(), "wide": mlp(9)})
+    fleet.compile("sgd", "cross_entropy")
+    share = mf.each({"a": 1, "wide": 3})
+    fit(fleet, (X, Y), epochs=3, batch_size=4, callbacks=[order], share=share, strategy="interleaved")
+    assert order.ended[:3] == ["wide", "wide", "wide"]
+    assert order.ended.count("a") == 3
+    with pytest.raises(mf.InputError, match="share of member 'a' is 0"):
+        fit(fleet, (X, Y), share=mf.each({"a": 0, "wide": 3}))
+
+
+def test_what_cannot_be_sent_to_a_worker_is_told_before_anything_is_trained() -> None:
+    fleet = mixed()
+    before = {name: parameter.clone() for name, parameter in fleet["a"].named_parameters()}
+    with pytest.raises(mf.StrategyError, match=r"can't be sent to a worker process: .*top of a module"):
+        fit(fleet, lambda: iter(Batches()), strategy="processes")
+    after = dict(fleet["a"].named_parameters())
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_an_epoch_may_be_shorter_or_longer_than_the_data() -> None:
+    fleet = mf.Fleet({"a": mlp()})
+    fleet.compile("sgd", "cross_entropy")
+    fit(fleet, (X, Y), batch_size=4, epochs=2, steps_per_epoch=3)
+    assert fleet._lanes is not None
+    assert fleet._lanes[0].steps.tolist() == [6]
+    history = fit(fleet, Batches(), epochs=2, steps_per_epoch=7)  # of five batches: they begin anew
+    assert fleet._lanes[0].steps.tolist() == [20]
+    assert len(history["a"]["loss"]) == 2
