@@ -6,11 +6,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.harness import measure_cold, measure_growth, measure_row
+from benchmarks.contests import CONTESTS
+from benchmarks.harness import measure_cold, measure_contest, measure_growth, measure_row
 from benchmarks.report import Report, save, show
 from benchmarks.rows import ROWS
 
-NAMES = (*ROWS, "cold", "growth")
+NAMES = (*ROWS, "cold", "growth", *CONTESTS)
 
 
 def main() -> None:
@@ -28,6 +29,9 @@ def main() -> None:
     for name, row in ROWS.items():
         if name in wanted:
             report.rows.append((row, measure_row(row, quick=arguments.quick, say=console.log)))
+    for name, contest in CONTESTS.items():
+        if name in wanted:
+            report.rows.append((contest, measure_contest(contest, quick=arguments.quick, say=console.log)))
     if "cold" in wanted:
         report.cold = measure_cold(quick=arguments.quick, say=console.log)
     if "growth" in wanted:

@@ -7,15 +7,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from benchmarks.rows import GROWTH_SIZES, Row, growth
+from benchmarks.contests import FLEET, Contest, Entrant
+from benchmarks.rows import GROWTH_SIZES, JAX, TORCH, Row, growth
 
-FLEET, TORCH, JAX = "modelfleet", "torch one by one", "jax.vmap by hand"
 PEERS = {
     FLEET: "fleet",
     TORCH: "torch_loop",
@@ -121,28 +121,41 @@ class Peer:
         return f"failed: {lines[-1]}" if lines else f"ended with status {self._process.returncode}"
 
 
-def measure(
-    row: Row, peers: Mapping[str, str], arguments: Sequence[str], *, rounds: int, quick: bool, say: Say
+def measure(name: str, peers: Mapping[str, Entrant], *, rounds: int, quick: bool, say: Say) -> list[Result]:
+    """Warm up every peer, then let them take turns, `rounds` times."""
+    # Steady state is measured: modelfleet compiles before its first step, not while the rounds run. What it
+    # measures for its plans is shared by the peers of a table, and forgotten after it.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        common = {"MODELFLEET_CACHE": cache} | ({} if quick else {"MODELFLEET_COMPILE": "now"})
+        return _measure(name, peers, common, rounds=rounds, quick=quick, say=say)
+
+
+def _measure(
+    name: str,
+    peers: Mapping[str, Entrant],
+    common: Mapping[str, str],
+    *,
+    rounds: int,
+    quick: bool,
+    say: Say,
 ) -> list[Result]:
-    """Warm up every peer on `row`, then let them take turns, `rounds` times."""
-    # Steady state is measured: modelfleet compiles before its first step, not while the rounds run.
-    environment = {} if quick else {"MODELFLEET_COMPILE": "now"}
     running: dict[str, Peer] = {}
     results: dict[str, Result] = {}
     answers: dict[str, list[dict[str, float]]] = {}
     try:
-        for label, module in peers.items():
-            peer = Peer(module, *arguments, environment=environment)
+        for label, entrant in peers.items():
+            arguments = [*entrant.arguments, *(["--quick"] if quick else [])]
+            peer = Peer(entrant.module, *arguments, environment={**common, **entrant.environment})
             try:
                 warm_up = peer.answer(ANSWER_LIMIT if label == FLEET else WARM_UP_LIMIT)["warm_up"]
             except PeerError as error:
                 results[label] = Result(label, problem=f"warm-up {error}")
                 peer.close()
-                say(f"{row.name}: {label}: warm-up {error}")
+                say(f"{name}: {label}: warm-up {error}")
                 continue
             running[label], answers[label] = peer, []
             results[label] = Result(label, warm_up)
-            say(f"{row.name}: {label} is warm after {warm_up:.1f} s")
+            say(f"{name}: {label} is warm after {warm_up:.1f} s")
         for _ in range(rounds):
             for label, peer in list(running.items()):
                 try:
@@ -171,20 +184,26 @@ def _result(peer: str, warm_up: float, answers: list[dict[str, float]]) -> Resul
 
 def measure_row(row: Row, *, quick: bool, say: Say) -> list[Result]:
     """All peers on one row."""
-    peers = {label: module for label, module in PEERS.items() if not (quick and module == "torch_compiled")}
-    arguments = [row.name, *(["--quick"] if quick else [])]
-    return measure(row, peers, arguments, rounds=2 if quick else ROUNDS, quick=quick, say=say)
+    peers = {
+        label: Entrant(module, (row.name,))
+        for label, module in PEERS.items()
+        if not (quick and module == "torch_compiled")
+    }
+    return measure(row.name, peers, rounds=2 if quick else ROUNDS, quick=quick, say=say)
+
+
+def measure_contest(contest: Contest, *, quick: bool, say: Say) -> list[Result]:
+    """All peers of a contest."""
+    return measure(contest.name, contest.entrants, rounds=2 if quick else ROUNDS, quick=quick, say=say)
 
 
 def measure_growth(*, quick: bool, say: Say) -> dict[int, Result]:
     """modelfleet alone, from 16 to 10,000 members; each size in a fresh process, for a peak of its own."""
     found = {}
     for members in GROWTH_SIZES[:2] if quick else GROWTH_SIZES:
-        arguments = ["growth", "--members", str(members)]
+        peers = {FLEET: Entrant("fleet", ("growth", "--members", str(members)))}
         say(f"growth: {members:,} members")
-        [found[members]] = measure(
-            growth(members), {FLEET: "fleet"}, arguments, rounds=2 if quick else 3, quick=quick, say=say
-        )
+        [found[members]] = measure(growth(members).name, peers, rounds=2 if quick else 3, quick=quick, say=say)
     return found
 
 

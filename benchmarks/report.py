@@ -14,8 +14,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import FLEET, JAX, TORCH, ColdResult, Result
-from benchmarks.rows import COLD, Row
+from benchmarks.contests import FLEET, Contest
+from benchmarks.harness import ColdResult, Result
+from benchmarks.rows import COLD, TORCH, Row
 
 LINEAR = 1.1  # a member may cost this much more than in the fleet before it: the machine's noise, not growth
 
@@ -40,7 +41,7 @@ class Report:
     """Everything of one run."""
 
     quick: bool
-    rows: list[tuple[Row, list[Result]]] = field(default_factory=list)
+    rows: list[tuple[Row | Contest, list[Result]]] = field(default_factory=list)
     cold: list[ColdResult] = field(default_factory=list)
     growth: dict[int, Result] = field(default_factory=dict)
 
@@ -55,12 +56,12 @@ class Report:
         ]
 
 
-def ratio(row: Row, results: list[Result], peer: Result) -> Ratio | None:
+def ratio(row: Row | Contest, results: list[Result], peer: Result) -> Ratio | None:
     """modelfleet against `peer` on `row`, or `None` where one of them has nothing to show."""
     fleet = next(result for result in results if result.peer == FLEET)
     if fleet.problem or peer.problem or peer is fleet:
         return None
-    bar = {TORCH: row.over_torch, JAX: row.over_jax}.get(peer.peer)
+    bar = row.bar(peer.peer)
     work = fleet.member_steps / peer.member_steps
     beside = [work * theirs / ours for ours, theirs in zip(fleet.seconds, peer.seconds, strict=True)]
     return Ratio(fleet.rate / peer.rate, min(beside), max(beside), bar)
@@ -109,7 +110,7 @@ def show(report: Report, console: Console) -> None:
         console.print("--quick: a smoke test with tiny counts; these are no measurements.")
 
 
-def _row_table(row: Row, results: list[Result]) -> Table:
+def _row_table(row: Row | Contest, results: list[Result]) -> Table:
     table = _table(row.title, "", "member-steps/s", "spread", "modelfleet is", "to reach", "")
     for result in results:
         if result.problem:
@@ -206,7 +207,7 @@ def _plain(compared: Ratio | None) -> dict[str, Any] | None:
 def machine() -> dict[str, Any]:
     """The processor and the versions that the numbers belong to."""
     versions: dict[str, str | None] = {}
-    for package in ("modelfleet", "torch", "jax", "numpy"):
+    for package in ("modelfleet", "torch", "jax", "keras", "tensorflow", "numpy"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:

@@ -5,6 +5,7 @@ from typing import Literal
 
 import numpy as np
 
+TORCH, JAX = "torch one by one", "jax.vmap by hand"
 VOCABULARY = 100
 TOKENS = 16
 RECURRENT_STEPS = 20
@@ -45,6 +46,10 @@ class Row:
     def steps(self) -> int:
         """The batches of an epoch; all of them are full."""
         return self.examples // self.batch
+
+    def bar(self, peer: str) -> float | None:
+        """The ratio to reach against a peer, if there is one."""
+        return {TORCH: self.over_torch, JAX: self.over_jax}.get(peer)
 
     def rates(self) -> np.ndarray:
         """The learning rate of each member."""

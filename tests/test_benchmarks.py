@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from benchmarks.harness import FLEET, JAX, TORCH, Result
+from benchmarks.contests import FLEET
+from benchmarks.harness import Result
 from benchmarks.peers import jax_vmap
 from benchmarks.peers.torch_loop import Trainee, trainees
 from benchmarks.report import growth_lines, ratio
-from benchmarks.rows import ROWS, Row, datasets
+from benchmarks.rows import JAX, ROWS, TORCH, Row, datasets
 from torch import nn
 
 

@@ -35,7 +35,19 @@ def serve(prepare: Callable[[Row], Callable[[], Round]]) -> None:
     row = growth(arguments.members) if arguments.row == "growth" else ROWS[arguments.row]
     if arguments.quick:
         row = row.quick()
+    _answer_rounds(lambda: prepare(row))
 
+
+def compete(prepare: Callable[..., Callable[[], Round]]) -> None:
+    """Run a peer of a contest: `prepare` gets the words of its command line, and whether it is a smoke test."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("words", nargs="+")
+    parser.add_argument("--quick", action="store_true")
+    arguments = parser.parse_args()
+    _answer_rounds(lambda: prepare(*arguments.words, arguments.quick))
+
+
+def _answer_rounds(prepare: Callable[[], Callable[[], Round]]) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a library that prints must not break the protocol
 
@@ -43,7 +55,7 @@ def serve(prepare: Callable[[Row], Callable[[], Round]]) -> None:
         print(json.dumps(values), file=answers, flush=True)
 
     before, start = peak_memory(), time.perf_counter()
-    train_round = prepare(row)
+    train_round = prepare()
     answer(warm_up=time.perf_counter() - start)
     for _ in sys.stdin:
         start = time.perf_counter()

@@ -18,7 +18,7 @@ class Net(nnx.Module):
         self.first = nnx.Linear(4, 6, rngs=rngs)
         extra = {
             "dropout": lambda: nnx.Dropout(0.3, rngs=rngs),
-            "batchnorm": lambda: nnx.BatchNorm(6, rngs=rngs),
+            "batchnorm": lambda: nnx.BatchNorm(6, epsilon=1e-3, use_fast_variance=False, rngs=rngs),
             "unlike": lambda: nnx.Linear(6, 6, rngs=rngs),
         }
         self.extra = nnx.List([extra[kind]()] if kind in extra else [])

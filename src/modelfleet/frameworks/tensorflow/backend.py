@@ -130,6 +130,8 @@ class TensorFlowBackend:
         missing = _MISSING.search(str(error))
         if missing is not None:
             return f"{missing[1]} has no form for several members (tf.vectorized_map)"
+        if "'variant'" in str(error):  # TensorFlow 2.21 has no zeros for the list that such a gradient is kept in
+            return "a loop over time steps has a gradient with no form for several members; unroll=True has one"
         line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         return f"{type(error).__name__}: {line}".rstrip(".: ")
 

@@ -152,6 +152,14 @@ class DrawFromStreams(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if is_random(func):
-            return draw(self._streams, func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if is_random(func) and not _on_meta(args, kwargs):
+            return draw(self._streams, func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _on_meta(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether only shapes are asked for, as Keras does before a model's first step: nothing is drawn."""
+    first = args[0] if args and isinstance(args[0], Tensor) else None
+    device = kwargs.get("device") if first is None else first.device
+    return device is not None and torch.device(device).type == "meta"
