@@ -377,3 +377,11 @@ def test_what_a_lane_costs_is_known() -> None:
     assert made.program == "jit, 16 steps a call"
     assert made.out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes"))
     assert not made.out_of_memory(RuntimeError("INTERNAL"))
+
+
+def test_tensors_have_memory_of_their_own() -> None:
+    made = engine()
+    array = np.zeros(1 << 12, np.float32)
+    tensor = made.tensor(array)
+    array[:] = 7
+    assert not np.asarray(tensor).any()

@@ -171,15 +171,18 @@ def test_a_callback_that_looks_at_the_fleet_sees_all_lanes_at_one_epoch(strategy
 @pytest.mark.parametrize("strategy", ["interleaved", "processes"])
 def test_checkpoints_resume_in_every_sharing(strategy: str, tmp_path: Path) -> None:
     class Stop(mf.Callback):
+        def __init__(self, after: int) -> None:
+            self.after = after
+
         def on_epoch_end(self, run: Any) -> None:
-            if run.epoch == 2:
+            if run.epoch == self.after:
                 raise KeyboardInterrupt
 
     expected, broken, resumed = mixed(), mixed(), mixed()
     fit(expected, (X, Y), epochs=4, strategy=strategy)
     with pytest.raises(KeyboardInterrupt):
-        fit(broken, (X, Y), epochs=4, strategy=strategy, callbacks=[mf.Checkpoint(tmp_path), Stop()])
-    history = fit(resumed, (X, Y), epochs=4, strategy=strategy, callbacks=[mf.Checkpoint(tmp_path), mf.Callback()])
+        fit(broken, (X, Y), epochs=4, strategy=strategy, callbacks=[mf.Checkpoint(tmp_path), Stop(3)])
+    history = fit(resumed, (X, Y), epochs=4, strategy=strategy, callbacks=[mf.Checkpoint(tmp_path), Stop(9)])
     assert len(history["a"]["loss"]) == 4
     same(resumed, expected)
 
@@ -197,7 +200,7 @@ def test_a_share_gives_a_member_more_turns() -> None:
     order = Order()
     fleet = mf.Fleet({"a": mlp(), "wide": mlp(9)})
     fleet.compile("sgd", "cross_entropy")
-    share = mf.each({"a": 1, "wide": 3})
+    share = mf.each({"a": 1, "wide": 4})
     fit(fleet, (X, Y), epochs=3, batch_size=4, callbacks=[order], share=share, strategy="interleaved")
     assert order.ended[:3] == ["wide", "wide", "wide"]
     assert order.ended.count("a") == 3

@@ -10,6 +10,7 @@ from typing import Any
 from modelfleet.errors import InputError
 from modelfleet.feeds import Feed
 from modelfleet.lanes import Lane
+from modelfleet.trees import leaves
 
 _PART = 0.9  # of the free memory may be planned for
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -40,10 +41,16 @@ def need(lane: Lane, feed: Feed) -> int:
 def widest(lane: Lane, feed: Feed) -> int:
     """How many of a lane's members fit on the device at once; 1 at least, for less can't be tried."""
     most = limit(lane)
-    if most is None:
+    if most is None or _plenty(lane, feed, most):
         return len(lane.members)
     each = need(lane, feed) / len(lane.members)
     return max(1, min(len(lane.members), int(most // max(each, 1))))
+
+
+def _plenty(lane: Lane, feed: Feed, most: int) -> bool:
+    """Whether so little is at stake that what a step takes need not be known: to know it may mean to compile."""
+    rows = sum(leaf.nbytes for leaf in leaves(feed.first().data))
+    return 20 * lane.engine.bytes + 1000 * rows < most
 
 
 def waves(width: int, names: Sequence[str]) -> list[tuple[str, ...]]:

@@ -65,9 +65,9 @@ class Plan:
         from rich.table import Table
 
         table = Table(title=self._title(), caption=self._caption(), title_justify="left", caption_justify="left")
-        columns = ["lane", "members", "device", "parameters", "memory", "steps", "program", "why"]
-        for column in columns:
+        for column in ("lane", "members", "device", "parameters", "memory", "steps", "program"):
             table.add_column(column, overflow="fold")
+        table.add_column("why", min_width=30)
         for number, lane in enumerate(self.lanes):
             table.add_row(
                 f"{number}" if not lane.wave else f"{number}, wave {lane.wave + 1}",
@@ -102,18 +102,18 @@ class Plan:
 def _memory(lane: LanePlan) -> str:
     if lane.working_bytes is None:
         return size(lane.state_bytes)
-    return f"{size(lane.state_bytes)} + {size(lane.working_bytes)} a step"
+    return f"{size(lane.state_bytes)}\n+ {size(lane.working_bytes)}"
 
 
 def _steps(lane: LanePlan) -> str:
     if lane.steps is None:
         return "–"
-    times = []
+    lines = [f"{lane.steps:,}"]
     if lane.predicted_seconds_per_step is not None:
-        times.append(f"predicted {_ms(lane.predicted_seconds_per_step)}")
+        lines.append(f"of ≈ {_ms(lane.predicted_seconds_per_step)}")
     if lane.seconds_per_step is not None:
-        times.append(f"took {_ms(lane.seconds_per_step)}")
-    return f"{lane.steps:,}" + (f" of {', '.join(times)}" if times else "")
+        lines.append(f"took {_ms(lane.seconds_per_step)}")
+    return "\n".join(lines)
 
 
 def _ms(seconds: float) -> str:

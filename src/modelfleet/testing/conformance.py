@@ -322,7 +322,7 @@ class _Die(mf.Callback):
 
     def on_step_end(self, run: Any) -> None:
         """Raise after the step."""
-        if run.step == self.step:
+        if self.step is not None and run.step >= self.step:  # a turn may be of several steps
             raise _Killed
 
 
@@ -417,7 +417,8 @@ def _choices(function: Callable[..., None]) -> list[str]:
 
 
 CHECKS: tuple[Check, ...] = (
-    *(_check(in_a_fleet_as_alone, kind, rates) for kind in KINDS for rates in ("one", "each")),
+    _check(in_a_fleet_as_alone, "mlp", "one"),
+    *(_check(in_a_fleet_as_alone, kind, "each") for kind in KINDS),
     _check(unlike_members_as_alone),
     *(_check(ragged_batches_as_alone, kind) for kind in ("mlp", "batchnorm")),
     *(_check(own_data_as_alone, kind) for kind in ("dropout", "batchnorm")),

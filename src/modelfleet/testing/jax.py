@@ -101,7 +101,8 @@ def _train_module(model: Any, update: Any, loss_of: Callable[..., Any], batches:
 def _train_pair(model: Any, update: Any, loss_of: Callable[..., Any], batches: Iterator[Any], seed: int) -> Any:
     params, apply = model
     takes = inspect.signature(apply).parameters
-    base = jax.random.fold_in(jax.random.key(seed & 0xFFFFFFFF), seed >> 32)
+    words = jnp.array([seed >> 32, seed & 0xFFFFFFFF], dtype=jnp.uint32)
+    base = jax.random.wrap_key_data(words, impl="threefry2x32")
     slots = update.init(params)
 
     for number, batch in enumerate(batches):

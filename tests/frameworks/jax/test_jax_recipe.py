@@ -33,7 +33,7 @@ def test_rates_are_each_members_own() -> None:
     state = found[0].state(params, own[1])
     updates, _ = found[0].transformation.update(params, state, params)
     plain = optax.adam(2.0, b1=0.8)
-    expected, _ = plain.update(params, plain.init(params), params)
+    expected: Any = plain.update(params, plain.init(params), params)[0]
     np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-6)
     assert set(state.hyperparams) == {"learning_rate"}  # the others are constants of the program
 
@@ -102,9 +102,9 @@ def test_a_schedule_of_optax_gives_the_rate() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(recipe: dict[str, Any], message: str) -> None:
-    whole = Recipe(**{"optimizer": "sgd", "loss": "mse", **recipe})
+    whole: dict[str, Any] = {"optimizer": "sgd", "loss": "mse", **recipe}
     with pytest.raises(InputError, match=message):
-        adapter.compile(whole, members())
+        adapter.compile(Recipe(**whole), members())
 
 
 def test_predicting_needs_no_recipe() -> None:

@@ -7,12 +7,12 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from tests.frameworks.keras import models
 
 import modelfleet as mf
 from modelfleet.errors import InputError
 from modelfleet.frameworks.keras import copy_model, wrap
 from modelfleet.frameworks.keras.callbacks import own_path
-from tests.frameworks.keras import models
 
 callbacks = keras.callbacks
 RATES = {"a": 0.001, "b": 0.5}
@@ -77,7 +77,7 @@ def test_early_stopping(restore: bool) -> None:
 def test_checkpoints_and_logs_are_each_members_own(tmp_path: Path) -> None:
     x, y = models.data(16)
     fleet = members()
-    given = [
+    given: list[Any] = [
         callbacks.ModelCheckpoint(str(tmp_path / "{name}-{epoch}.keras")),
         callbacks.CSVLogger(str(tmp_path / "log.csv")),
     ]
@@ -97,11 +97,13 @@ def test_a_callback_of_ones_own_sees_the_weights_of_the_moment() -> None:
         seen: list[tuple[int, float]] = []  # noqa: RUF012  (shared by the copies on purpose)
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            self.seen.append((epoch, float(np.sum(self.model.get_weights()[0]))))
+            model: Any = self.model
+            self.seen.append((epoch, float(np.sum(model.get_weights()[0]))))
 
     x, y = models.data(16)
     fleet = members()
-    fleet.fit((x, y), epochs=2, batch_size=8, callbacks=[Look()], progress=False)
+    given: list[Any] = [Look()]
+    fleet.fit((x, y), epochs=2, batch_size=8, callbacks=given, progress=False)
     assert [epoch for epoch, _ in Look.seen] == [0, 0, 1, 1]
     assert len({round(total, 5) for _, total in Look.seen}) == 4
     finals = {round(float(np.sum(fleet[name].get_weights()[0])), 4) for name in fleet.names}

@@ -5,11 +5,11 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from tests.frameworks.keras import models
 
 from modelfleet.feeds import Batch
 from modelfleet.frameworks import keras as adapter
 from modelfleet.members import Member
-from tests.frameworks.keras import models
 
 pytestmark = pytest.mark.skipif(keras.backend.backend() != "jax", reason="for Keras on JAX")
 
@@ -107,7 +107,8 @@ def test_programs_are_handed_on() -> None:
     ready(engine, data)
     other, _ = lane()
     second = adapter.Engine(own[:2], engine.task, {}, jax.devices()[0], fused=True, programs=engine.programs)
-    assert second.programs is engine.programs and other.programs is not engine.programs
+    assert second.programs is engine.programs
+    assert other.programs is not engine.programs
     ready(second, data)
     steps(second, 1, data, together=False)
     assert second.trouble().tolist() == [0, 0]

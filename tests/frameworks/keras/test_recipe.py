@@ -5,14 +5,13 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from tests.frameworks.keras import models
 
 import modelfleet as mf
 from modelfleet.errors import InputError
 from modelfleet.frameworks.keras.recipe import compile, prepare
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
-
-from tests.frameworks.keras import models
 
 
 def members(count: int = 2, **options: Any) -> list[Member]:
@@ -28,7 +27,8 @@ def test_every_member_has_an_optimizer_of_its_own() -> None:
     rates = mf.each({"0": 0.1, "1": 0.2})
     compile(Recipe("adam", "cross_entropy", metrics=["accuracy"], hyperparameters={"lr": rates}), own)
     first, second = (member.model.optimizer for member in own)
-    assert isinstance(first, keras.optimizers.Adam) and first is not second
+    assert isinstance(first, keras.optimizers.Adam)
+    assert first is not second
     assert [float(o.learning_rate) for o in (first, second)] == pytest.approx([0.1, 0.2])
     assert tasks(own)[0] is tasks(own)[1]  # rates are no part of a task
 
@@ -39,7 +39,8 @@ def test_an_optimizer_of_keras_is_cloned() -> None:
     compile(Recipe(given, "mse", hyperparameters={"nesterov": True}), own)
     for member in own:
         assert member.model.optimizer is not given
-        assert member.model.optimizer.momentum == 0.5 and member.model.optimizer.nesterov
+        assert member.model.optimizer.momentum == 0.5
+        assert member.model.optimizer.nesterov
         assert float(member.model.optimizer.learning_rate) == pytest.approx(0.3)
 
 
@@ -89,7 +90,8 @@ def test_metrics_given_as_objects_are_not_shared() -> None:
     own = members()
     compile(Recipe("sgd", "mse", metrics=[keras.metrics.MeanAbsoluteError(name="far")]), own)
     told = [member.model._compile_metrics._user_metrics[0] for member in own]
-    assert told[0] is not told[1] and told[0].name == "far"
+    assert told[0] is not told[1]
+    assert told[0].name == "far"
 
 
 def test_an_uncompiled_model_can_only_predict() -> None:

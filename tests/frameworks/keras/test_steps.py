@@ -6,11 +6,10 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from tests.frameworks.keras import models
 
 from modelfleet.errors import InputError
 from modelfleet.frameworks.keras.steps import Steps
-
-from tests.frameworks.keras import models
 
 optimizers = keras.optimizers
 BACKEND = keras.backend.backend()

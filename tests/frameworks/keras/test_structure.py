@@ -1,14 +1,14 @@
 """Which Keras models have one structure, and how the difference is told."""
 
 from collections.abc import Callable
+from typing import Any
 
 import keras
 import numpy as np
 import pytest
+from tests.frameworks.keras import models
 
 from modelfleet.frameworks.keras.structure import difference, signature, trained_twice
-
-from tests.frameworks.keras import models
 
 layers = keras.layers
 
@@ -47,6 +47,26 @@ def test_names_seeds_and_initializers_do_not_count() -> None:
     assert told(models.mlp(activation=scaled(2.0)), models.mlp(activation=scaled(2.0))) is None
 
 
+@pytest.mark.parametrize(
+    "parts",
+    [
+        lambda: [keras.Input((8, 8, 3)), layers.Conv2D(4, 3), layers.MaxPooling2D(), layers.SeparableConv2D(2, 2)],
+        lambda: [keras.Input((8, 3)), layers.Conv1D(4, 3), layers.LayerNormalization(), layers.GRU(3)],
+        lambda: [keras.Input((5,)), layers.Embedding(10, 4, mask_zero=True), layers.Bidirectional(layers.LSTM(3))],
+        lambda: [
+            keras.Input((5, 4)),
+            layers.TimeDistributed(layers.Dense(3)),
+            layers.Rescaling(2.0),
+            layers.PReLU(),
+        ],
+        lambda: [keras.Input((8, 8, 4)), layers.GroupNormalization(2), layers.RandomFlip(), layers.Resizing(4, 4)],
+        lambda: [keras.Input((4,)), layers.Dense(2, kernel_regularizer="l2", kernel_constraint="max_norm")],
+    ],
+)
+def test_layers_of_keras_made_alike_are_alike(parts: Callable[[], list[Any]]) -> None:
+    assert told(keras.Sequential(parts()), keras.Sequential(parts())) is None
+
+
 def test_neither_compiling_nor_training_counts() -> None:
     for make in (models.gained, models.mlp):
         model = make()
@@ -59,7 +79,10 @@ def test_neither_compiling_nor_training_counts() -> None:
 def test_the_first_difference_is_told() -> None:
     assert told(models.mlp(units=8), models.mlp()) == "layers.0.units is 8, not 6"
     assert told(models.mlp(rate=0.5), models.mlp(rate=0.2)) == "layers.1.rate is 0.5, not 0.2"
-    assert told(models.mlp(activation="relu"), models.mlp()) == "layers.0.activation is 'relu', not 'tanh'"
+    assert (
+        told(models.mlp(activation="relu"), models.mlp())
+        == "layers.0.activation is the function relu, not the function tanh"
+    )
     assert told(models.mlp(norm=True), models.mlp()) == "layers.1 is a BatchNormalization, not a Dense"
     assert told(models.gained(gain=2.0), models.gained()) == "gain is 2.0, not 1.0"
     assert told(models.gained(units=3), models.gained()) == "hidden.units is 3, not 5"
@@ -91,7 +114,8 @@ def test_the_shapes_of_weights_count() -> None:
     wide = models.Gained()
     wide(np.zeros((2, 7), dtype=np.float32))
     found = told(wide, models.gained())
-    assert found is not None and "(7, 5), not (4, 5)" in found
+    assert found is not None
+    assert "(7, 5), not (4, 5)" in found
 
 
 def test_variables_trained_twice_are_found() -> None:
@@ -99,7 +123,8 @@ def test_variables_trained_twice_are_found() -> None:
     assert trained_twice([first, second]) is None
     third = keras.Sequential([keras.Input((4,)), first.layers[0]])
     found = trained_twice([first, second, third])
-    assert found is not None and found[:2] == (0, 2)
+    assert found is not None
+    assert found[:2] == (0, 2)
 
 
 @pytest.mark.parametrize("count", [3])

@@ -106,8 +106,16 @@ def train(own: Engine, active: Any, x: np.ndarray, y: np.ndarray, *, several: bo
         own.train({}, active, (x[step], y[step]), None, shared=False, pace=pace)
 
 
+def graphs(own: Engine) -> list[programs.Graph]:
+    backend: Any = own.programs.backend
+    return backend.graphs
+
+
 def largest_difference(a: keras.Model, b: keras.Model) -> float:
-    pairs = [*zip(a.weights, b.weights, strict=True), *zip(a.optimizer.variables, b.optimizer.variables, strict=True)]
+    pairs = [
+        *zip(a.weights, b.weights, strict=True),
+        *zip(a.optimizer.variables, b.optimizer.variables, strict=True),
+    ]
     return max(float(np.abs(np.asarray(p, np.float64) - np.asarray(q, np.float64)).max()) for p, q in pairs)
 
 
@@ -197,26 +205,19 @@ def test_narrowed_lane_goes_on_where_it_was() -> None:
 
 
 def test_xla_takes_over_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "LONG", 0.0)
+    monkeypatch.setattr(programs, "TRIALS", 0)  # whichever is faster here
     models = [mlp(layers.BatchNormalization) for _ in range(2)]
     alone = [twin(model) for model in models]
     x, y = rows(2)
     own, active = opened(models, x, y)
-    epochs = 0
-
-    def epoch() -> None:
-        nonlocal epochs
-        epochs += 1
-        train(own, active, x, y, several=True, pace=(10**6, 1.0))
-
-    epoch()
-    own.stop()  # waits for XLA
+    epochs = 6
+    for _ in range(epochs):
+        train(own, active, x, y, several=True, pace=(10, None))
+        for graph in graphs(own):
+            graph.wait()
     assert not own.compiling
-    for graph in own.programs.backend.graphs:  # whichever is faster here
-        monkeypatch.setattr(graph._plain, "seconds", 0.0)
-    monkeypatch.setattr(programs, "TRIALS", 1)
-    epoch()
-    epoch()
-    assert own.program.startswith("XLA")
+    assert own.program == "XLA, 16 steps a call"
     own.write_back(members(models))
     for number, other in enumerate(alone):
         flat = x[:, number].reshape(-1, 4), y[:, number].reshape(-1)
@@ -224,20 +225,24 @@ def test_xla_takes_over_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
         assert largest_difference(models[number], other) < 1e-5
 
 
-def test_xla_is_not_tried_on_draws_nor_for_a_short_run() -> None:
+def test_xla_is_not_tried_on_draws_nor_for_a_short_run(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = rows(2)
-    own, active = opened([mlp(lambda: layers.Dropout(0.4)) for _ in range(2)], x, y)
-    train(own, active, x, y, several=True, pace=(10**6, 1.0))
-    assert not any(graph._thread for graph in own.programs.backend.graphs)
     own, active = opened([mlp() for _ in range(2)], x, y)
-    train(own, active, x, y, several=True, pace=(100, 0.001))
-    assert not any(graph._thread for graph in own.programs.backend.graphs)
+    for _ in range(5):
+        train(own, active, x, y, several=True, pace=(100, None))
+    assert not any(graph._thread for graph in graphs(own))
+    monkeypatch.setattr(programs, "LONG", 0.0)
+    own, active = opened([mlp(lambda: layers.Dropout(0.4)) for _ in range(2)], x, y)
+    for _ in range(5):
+        train(own, active, x, y, several=True, pace=(100, None))
+    assert not any(graph._thread for graph in graphs(own))
 
 
 def test_program_says_what_runs_one_by_one() -> None:
     x, y = rows(2)
     own, _ = opened([cnn() for _ in range(2)], x, y)
-    assert "Conv2D" in own.program and own.program.endswith("one by one")
+    assert "Conv2D" in own.program
+    assert own.program.endswith("one by one")
     own, _ = opened([mlp(lambda: layers.Dropout(0.4)) for _ in range(2)], x, y)
     assert own.program.endswith("; draws one by one")
     own, _ = opened([mlp() for _ in range(2)], x, y)
@@ -275,7 +280,9 @@ def test_working_bytes_grow_with_the_batch() -> None:
     small, large = (
         own.working_bytes(Batch((x[0, :, :size], y[0, :, :size]), False, np.full(2, size))) for size in (8, 64)
     )
-    assert small is not None and large is not None and 0 < small < large
+    assert small is not None
+    assert large is not None
+    assert 0 < small < large
 
 
 def test_state_goes_round_by_tensors_and_load() -> None:

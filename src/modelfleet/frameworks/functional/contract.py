@@ -74,7 +74,10 @@ class Definition(Protocol):
         return data[0] if isinstance(data, tuple) and 1 <= len(data) <= 2 else data
 
     def check_targets(self, output_shape: tuple[int, ...], target: Any, name: str | None) -> None:
-        """Refuse targets that the loss can't take."""
+        """Refuse targets of a whole data set that the loss can't take; as a batch of them, if nothing else."""
+        check = self.label_check(output_shape)
+        if check is not None:
+            check((None, target))
 
     def label_check(self, output_shape: tuple[int, ...]) -> Callable[[Any], None] | None:
         """A function that refuses a batch with targets out of range; None where there is nothing to check."""

@@ -32,10 +32,11 @@ class JaxBackend:
     def __init__(self, device: jax.Device) -> None:
         self.device = device
 
-    def tensor(self, array: np.ndarray) -> jax.Array:
+    def tensor(self, array: Any) -> jax.Array:
         """An array as a tensor of its own on the device, in a dtype that JAX has there."""
-        # Copied: JAX may read NumPy's memory in place, and programs write over the state they are given.
-        return jax.device_put(jnp.array(array, copy=True, device=self.device), self.device)
+        # Copied, which device_put does not do on the CPU even with may_alias=False (jax 0.10): programs write over
+        # the state that they are given, and somebody may write over the array.
+        return jax.device_put(np.array(array), self.device)
 
     def host(self, tree: Any) -> Any:
         """A tree of tensors as NumPy arrays; bfloat16 as float32."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from modelfleet.errors import InputError
-from modelfleet.frameworks.jax.models import is_module, is_pair, key_of, like, named_leaves, raw
+from modelfleet.frameworks.jax.models import is_module, is_pair, key_data, key_of, like, named_leaves, raw
 
 
 def is_model(value: object) -> bool:
@@ -27,7 +27,7 @@ def rngs(seed: int) -> Any:
     """Random streams of Flax for a factory."""
     from flax import nnx
 
-    return nnx.Rngs(key_of(seed))
+    return nnx.Rngs(key_of(key_data(seed)))
 
 
 def check_model(model: Any, name: str) -> None:

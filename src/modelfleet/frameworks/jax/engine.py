@@ -10,7 +10,7 @@ import numpy as np
 from modelfleet.frameworks.functional import Definition, FunctionalEngine, Programs, State
 from modelfleet.frameworks.jax.backend import JaxBackend, shapes
 from modelfleet.frameworks.jax.losses import check_range, check_targets
-from modelfleet.frameworks.jax.models import Parts, Tree, as_numpy, form_of, key_of
+from modelfleet.frameworks.jax.models import Parts, Tree, as_numpy, form_of, key_data, key_of
 from modelfleet.frameworks.jax.structure import signature
 from modelfleet.frameworks.jax.task import PRECISIONS, Task, widened
 from modelfleet.members import Member
@@ -54,7 +54,7 @@ class JaxDefinition(Definition):
         """A member's params, buffers and slots; and its random key, and where its gradient is clipped."""
         params, buffers = self._form.parts(member.model)
         own = self.task.own.get(member.name, {})
-        key = {"key": np.asarray(jax.random.key_data(key_of(member.seed)))}
+        key = {"key": key_data(member.seed)}
         clip = {"clip_norm": np.float32(own.get("clip_norm", np.inf))} if self.task.clip else {}
         state = {"params": as_numpy(params), "buffers": as_numpy(buffers), "slots": {}, "member": key | clip}
         if self.task.optimizer is not None and params:
@@ -154,7 +154,7 @@ class JaxDefinition(Definition):
 
     def _run(self, state: State, train: bool, use: Callable[[Any], Any]) -> tuple[Any, Parts]:
         member = state["member"]
-        key = jax.random.fold_in(jax.random.wrap_key_data(member["key"]), member["step"])
+        key = jax.random.fold_in(key_of(member["key"]), member["step"])
         return self._form.run(self._cast(state["params"]), state["buffers"], key, use, train=train)
 
     def _cast(self, tree: Any) -> Any:

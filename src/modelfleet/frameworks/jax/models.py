@@ -53,9 +53,14 @@ def like(value: Any, leaf: Any) -> Any:
     return _of_kind(value, jax.random.key_impl(leaf) if _is_key(leaf) else None)
 
 
-def key_of(seed: int) -> jax.Array:
-    """A random key of a seed of 63 bits; JAX itself would take the lower 32."""
-    return jax.random.fold_in(jax.random.key(seed & 0xFFFFFFFF), seed >> 32)
+def key_data(seed: int) -> np.ndarray:
+    """The data of a random key of all 63 bits of a seed; JAX itself would take the lower 32."""
+    return np.array([seed >> 32, seed & 0xFFFFFFFF], dtype=np.uint32)
+
+
+def key_of(data: Any) -> jax.Array:
+    """The random key of such data."""
+    return jax.random.wrap_key_data(data, impl="threefry2x32")
 
 
 class Tree:
@@ -211,4 +216,5 @@ def _is_key(leaf: Any) -> bool:
 
 def as_numpy(parts: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Arrays of any kind as NumPy's, in dtypes that JAX has."""
-    return {key: np.asarray(jnp.asarray(value)) for key, value in parts.items()}
+    arrays = {key: np.asarray(value) for key, value in parts.items()}
+    return {key: a.astype(jax.dtypes.canonicalize_dtype(a.dtype), copy=False) for key, a in arrays.items()}

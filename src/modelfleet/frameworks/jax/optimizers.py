@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from modelfleet.each import Each, spread
 from modelfleet.errors import InputError, MissingExtraError, unknown
@@ -63,18 +64,19 @@ class Optimizer:
         injected = optax.inject_hyperparams(named)(**dict.fromkeys(self.own, 0.0))
         return optax.with_extra_args_support(injected)
 
-    @functools.cached_property
-    def initial(self) -> Callable[[Any], Any]:
-        """The state for a tree of params, as a program."""
-        return jax.jit(self.transformation.init)
-
     def state(self, params: Any, values: Mapping[str, float]) -> Any:
         """The state for a tree of params and a member's own hyperparameters."""
-        state = self.initial(params)
+        state = _initial(self)(params)
         if not self.own:
             return state
-        own = {name: jax.numpy.asarray(values[name], state.hyperparams[name].dtype) for name in self.own}
+        own = {name: np.asarray(values[name], state.hyperparams[name].dtype) for name in self.own}
         return state._replace(hyperparams={**state.hyperparams, **own})
+
+
+@functools.lru_cache(maxsize=64)
+def _initial(optimizer: Optimizer) -> Callable[[Any], Any]:
+    """The first state for a tree of params, as a program, for all recipes that have this optimizer."""
+    return jax.jit(optimizer.transformation.init)
 
 
 class _Named:

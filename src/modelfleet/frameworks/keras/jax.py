@@ -24,7 +24,7 @@ class JaxDefinition(KerasDefinition):
         """Make the metrics for batches like this one, and see whether the model takes it."""
         super().try_out(state, batch)
         own = {part: state[part] for part in ("params", "buffers")}
-        jax.eval_shape(lambda *args: self.evaluate(*args, None), own, self.fresh_metrics(), batch)
+        jax.eval_shape(self.evaluate, own, self.fresh_metrics(), batch, None)
 
 
 class Engine(KerasEngine):

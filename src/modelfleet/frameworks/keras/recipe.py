@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import keras
 import numpy as np
@@ -38,7 +39,7 @@ METRICS = {
 ALIASES = {"lr": "learning_rate", "eps": "epsilon"}
 COMPILE = ("loss_weights", "weighted_metrics")  # for model.compile, not for the optimizer
 
-_tasks: dict[Hashable, "Task"] = {}
+_tasks: WeakValueDictionary[Hashable, "Task"] = WeakValueDictionary()  # as long as anybody has them
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,8 +143,9 @@ def _optimizer_key(model: keras.Model) -> Hashable:
     if optimizer is None:
         return freeze(None)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
+    schedule = not isinstance(inner._learning_rate, keras.Variable)
     config = {key: value for key, value in inner.get_config().items() if key not in ("name", "learning_rate")}
-    if not isinstance(inner._learning_rate, keras.Variable):
+    if schedule:
         config["learning_rate"] = inner._learning_rate
     excluded = getattr(inner, "_exclude_from_weight_decay", None) or set()
     spared = [index for index, v in enumerate(model.trainable_variables) if inner._var_key(v) in excluded]

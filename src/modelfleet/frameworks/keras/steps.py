@@ -132,7 +132,7 @@ class Steps:
 
     def _forward(self, batch: Any, weights: Any, *, training: bool) -> Any:
         """The loss of a batch; what it does to the metrics and buffers is left in the scope."""
-        model = self.model
+        model: Any = self.model  # compiled: it has a loss tracker
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         rows = next(leaf for leaf in tree.flatten(x) if leaf is not None).shape[0]
         y_pred = self._call(x, training=training)

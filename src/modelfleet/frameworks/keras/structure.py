@@ -5,17 +5,17 @@ weights were initialized and where a seed began do not count. Where it can't be 
 alike, they count as unlike.
 """
 
-import warnings
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import keras
 from keras import tree
+from keras.src.utils.backend_utils import DynamicBackend
 
 from modelfleet.frameworks.keras.values import NOTHING, Opaque, freeze, show
 
-_LAYER = frozenset(vars(keras.layers.Layer()))
+_LAYER = frozenset(vars(keras.layers.Layer())) | {"name", "_name"}
 # What Keras keeps on a model for itself, some of it from the first `compile` or `fit` on.
 _MODEL = frozenset(vars(keras.Model())) | {
     *(
@@ -30,6 +30,8 @@ _MODEL = frozenset(vars(keras.Model())) | {
     *("stop_training", "stop_evaluating", "stop_predicting", "_functional", "_inputs", "_inputs_struct"),
     *("_outputs", "_outputs_struct", "_nodes", "_nodes_by_depth", "_operations", "_operations_by_depth"),
 }
+
+_UNTOLD = (keras.InputSpec, DynamicBackend)  # what follows from the shapes of weights, and what all have in common
 
 
 @dataclass(frozen=True)
@@ -138,44 +140,19 @@ def _children(layer: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _settings(layer: Any) -> Iterator[tuple[str, Any]]:
-    """What a layer was told, and what it keeps as plain attributes."""
-    ours = type(layer).__module__.startswith("keras.src.")
-    config = {} if isinstance(layer, keras.Model) else _config(layer)
-    config["trainable"] = getattr(layer, "trainable", True)
-    config.pop("name", None)
-    if hasattr(layer, "_flatten_layers") and any(own._seed_generators for own in layer._flatten_layers()):
-        config.pop("seed", None)  # its seeds are among the variables
-    policy = getattr(layer, "dtype_policy", None)
-    if policy is not None:
-        config["dtype"] = policy.name
-    for key in sorted(config):
-        if not key.endswith("_initializer"):
-            yield key, _without_layers(config[key])
+    """What decides beside its weights what a layer computes: the attributes that are not Keras's bookkeeping.
+
+    Not its config: that has only names of functions, lacks what a class of one's own does not tell, and making it
+    imports TensorFlow, whatever the backend.
+    """
+    yield "trainable", getattr(layer, "trainable", True)
+    yield "dtype", getattr(getattr(layer, "dtype_policy", None), "name", None)
     known = _MODEL if isinstance(layer, keras.Model) else _LAYER
+    seeded = hasattr(layer, "_flatten_layers") and any(own._seed_generators for own in layer._flatten_layers())
     for name, value in sorted(vars(layer).items()):
-        # Keras's own layers tell all in their config, except which function a name stands for.
-        if not ours and name not in known and name not in config and not name.startswith("_self_"):
+        bookkeeping = name in known or name.startswith("_self_") or isinstance(value, _UNTOLD)
+        if not bookkeeping and not (seeded and name == "seed"):  # its seeds are among the variables
             yield name, value
-        elif ours and name in config and callable(value):
-            yield f"{name} function", value
-
-
-def _config(layer: Any) -> dict[str, Any]:
-    try:
-        with warnings.catch_warnings():  # of lambdas, which could not be loaded again
-            warnings.simplefilter("ignore")
-            return dict(layer.get_config())
-    except (NotImplementedError, TypeError):  # a class of one's own without a config: its attributes tell
-        return {}
-
-
-def _without_layers(value: Any) -> Any:
-    """A config without the layers in it, which are compared as such."""
-    if isinstance(value, dict):
-        if value.get("module") == "keras.layers":
-            return NOTHING
-        return {key: _without_layers(item) for key, item in value.items()}
-    return [_without_layers(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _connections(model: Any) -> Iterator[tuple[str, Hashable]]:
@@ -190,11 +167,12 @@ def _connections(model: Any) -> Iterator[tuple[str, Hashable]]:
     }
 
     def refer(value: Any) -> Any:
-        if not isinstance(value, keras.KerasTensor):
+        history = getattr(value, "_keras_history", None)
+        if history is None:
             return value
         if id(value) in starts:
             return "input", starts[id(value)]
-        operation, number, output = value._keras_history
+        operation, number, output = history
         return _Tensor(places[id(operation)], calls[id(operation), number], output)
 
     for index, operation in enumerate(model.operations):

@@ -11,8 +11,6 @@ from modelfleet.frameworks.keras.definition import KerasDefinition, KerasEngine,
 from modelfleet.frameworks.tensorflow.backend import TensorFlowBackend
 from modelfleet.members import Member
 
-LONG = 6.0  # seconds left to train, from which on XLA's 1 to 5 seconds of compiling are won back
-
 
 class TensorFlowDefinition(KerasDefinition):
     """The steps of one member, under TensorFlow's gradient tape."""
@@ -62,9 +60,7 @@ class Engine(KerasEngine):
         return any(graph.compiling for graph in self._tensorflow.graphs)
 
     def stop(self) -> None:
-        """Wait for XLA: it can't be interrupted."""
-        for graph in self._tensorflow.graphs:
-            graph.wait()
+        """XLA can't be interrupted. What it is at takes seconds, and serves the next fit."""
 
     def train(
         self,
@@ -78,6 +74,5 @@ class Engine(KerasEngine):
         steps: int | None = None,
     ) -> None:
         """One step of the active members, or `steps` of them on data (and weights) with a step axis."""
-        left, seconds = pace or (0, None)
-        self._tensorflow.long_run = seconds is not None and left * seconds > LONG
+        self._tensorflow.calls_left = pace[0] / (steps or 1) if pace else 0
         super().train(hyper, active, data, weights, shared=shared, pace=pace, steps=steps)

@@ -159,7 +159,7 @@ class LaneSteps(steps.Steps):
     @contextmanager
     def _keras(self, state: State, fused: bool) -> Iterator[None]:
         device = state["member"]["seed"].device
-        with keras.device(str(device)), _GENERATORS, self._streams(state["member"], fused):
+        with keras.device(str(device)), _GENERATORS, _own_errors(), self._streams(state["member"], fused):
             yield
 
 
@@ -416,6 +416,18 @@ def _advance(seed: Any) -> None:
 
 # Keras on torch makes a generator from the value of a seed at every draw, which no program can.
 _GENERATORS = _Substitute(keras_random, "torch_seed_generator", _advance)
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Errors as they were raised, by which one can tell what can't be fused: Keras wraps them in its own."""
+    filtering = keras.config.is_traceback_filtering_enabled()
+    keras.config.disable_traceback_filtering()
+    try:
+        yield
+    finally:
+        if filtering:
+            keras.config.enable_traceback_filtering()
 
 
 @contextmanager

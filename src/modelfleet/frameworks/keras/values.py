@@ -21,6 +21,10 @@ _ELSEWHERE = (
 )
 
 
+_NAMES = frozenset({"name", "_name"})
+_METRIC = frozenset(vars(keras.metrics.Metric())) | _NAMES
+
+
 class Opaque:
     """A value that can't be looked into, and so equals itself only."""
 
@@ -87,7 +91,7 @@ def _text(frozen: Any) -> str:
             return f"the function {frozen.__qualname__}"
         case (type() as kind, *rest):
             return f"{kind.__qualname__}({', '.join(map(_text, rest))})"
-    return str(frozen)
+    return f"a {type(frozen.value).__name__}" if isinstance(frozen, Opaque) else str(frozen)
 
 
 def _of_function(function: types.FunctionType) -> Hashable:
@@ -103,34 +107,16 @@ def _contents(cell: types.CellType) -> Any:
 
 
 def _of_object(value: Any) -> Hashable:
-    if isinstance(value, keras.metrics.Metric | keras.losses.Loss):
-        return type(value), freeze(_plain_config(value)), *_functions(value)
+    if isinstance(value, keras.metrics.Metric):  # its name is what the logs call it
+        own = {name: item for name, item in vars(value).items() if name not in _METRIC}
+        return type(value), freeze({**own, "name": value.name})
     if isinstance(value, _ELSEWHERE):
         return NOTHING
     if keras.ops.is_tensor(value):
         return freeze(keras.ops.convert_to_numpy(value))
-    if hasattr(value, "get_config"):  # a regularizer, a constraint, a schedule, a policy
-        try:
-            return type(value), freeze(_plain_config(value)), *_functions(value)
-        except (NotImplementedError, TypeError):
-            return Opaque(value)
+    if hasattr(value, "get_config"):  # a loss, a regularizer, a constraint, a schedule, a policy
+        return type(value), freeze({name: item for name, item in vars(value).items() if name not in _NAMES})
     return value if isinstance(value, types.BuiltinFunctionType | types.CodeType | np.dtype) else Opaque(value)
-
-
-def _plain_config(value: Any) -> dict[str, Any]:
-    try:
-        config = dict(value.get_config())
-    except (NotImplementedError, TypeError):
-        return {"": Opaque(value)}
-    # A metric's name is what the logs call it; what Keras numbers by itself is not.
-    if isinstance(value, keras.metrics.Metric):
-        return config
-    return {key: item for key, item in config.items() if key != "name"}
-
-
-def _functions(value: Any) -> list[Hashable]:
-    """The functions that an object holds: a config has only their names."""
-    return [freeze(item) for _, item in sorted(vars(value).items()) if isinstance(item, types.FunctionType)]
 
 
 def _importable(value: Any) -> bool:

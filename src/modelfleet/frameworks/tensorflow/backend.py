@@ -28,8 +28,8 @@ class TensorFlowBackend:
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self.long_run = False
-        """Whether so much is left to do that XLA may win its time back."""
+        self.calls_left = 0.0
+        """How many more calls of train steps there will be."""
         self.looped: set[str] = set()
         """The operations of mapped steps that run for one member after the other: they have no other form."""
         self._steps: list[Program] = []
@@ -108,10 +108,10 @@ class TensorFlowBackend:
 
     def compile(self, function: Function, *, donate: bool = False) -> Program:
         """The function as TensorFlow's graphs; those that replace the state are what runs long."""
-        program = Program(function, self.device, lambda: donate and self.long_run)
-        if donate:
-            self._steps.append(program)
-        return program
+        if not donate:
+            return Program(function, self.device)
+        self._steps.append(Program(function, self.device, lambda: self.calls_left))
+        return self._steps[-1]
 
     def trace(self, program: Any, args: Sequence[Any]) -> None:
         """Trace a program; raises what the tracing raises."""
@@ -119,7 +119,7 @@ class TensorFlowBackend:
 
     def shapes(self, function: Function, *args: Any) -> Any:
         """What a function gives, without computing it."""
-        return Program(function, self.device, lambda: False).trace(args).structure
+        return Program(function, self.device).trace(args).structure
 
     def working_bytes(self, program: Any, args: Sequence[Any]) -> int | None:
         """What a program takes on the device beside what goes in and comes out, by its graph."""

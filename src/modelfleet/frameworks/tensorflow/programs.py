@@ -14,6 +14,7 @@ import tensorflow as tf
 
 Function = Callable[..., Any]
 
+LONG = 6.0  # seconds still to run, from which on XLA's 1 to 5 seconds of compiling are won back
 TRIALS = 16  # calls, half of them XLA's form and half of them not, to see which is faster
 
 # XLA draws other random numbers than TensorFlow does without it, and a member must draw what it draws alone. Its
@@ -24,13 +25,13 @@ _NOT_FOR_XLA = re.compile(r"Random|Multinomial|TruncatedNormal|Conv[23][dD]")
 class Program:
     """A function of trees of tensors and arrays; None holds no tensor. Numbers of Python become int32 tensors.
 
-    `long_run` says whether XLA is worth its time by now.
+    `calls_left` says how often it will be called yet, as far as is known.
     """
 
-    def __init__(self, function: Function, device: str, long_run: Callable[[], bool]) -> None:
+    def __init__(self, function: Function, device: str, calls_left: Callable[[], float] = lambda: 0) -> None:
         self._function = function
         self._device = device
-        self._long_run = long_run
+        self._calls_left = calls_left
         self._graphs: dict[Any, Graph] = {}
         self._recent: tuple[Any, list[Any], Any] = (None, [], None)
 
@@ -40,7 +41,7 @@ class Program:
         graph = self._graphs.get(key)
         if graph is None:
             graph = self._graphs[key] = Graph(self._function, args, tensors, self._device)
-        found = graph(tensors, try_xla=self._long_run())
+        found = graph(tensors, self._calls_left())
         tree = _filled(graph.structure, iter(found))
         # What a step gives is what the next one is given: its tensors are at hand then.
         self._recent = tree, found, graph.gives
@@ -117,12 +118,12 @@ class Graph:
         if self._thread is not None:
             self._thread.join()
 
-    def __call__(self, tensors: Sequence[Any], *, try_xla: bool = False) -> list[Any]:
+    def __call__(self, tensors: Sequence[Any], calls_left: float = 0) -> list[Any]:
         """What the function gives, flat."""
         with tf.device(self._device):
             if self._xla is not None:
                 return self._with_xla(self._xla, tensors)
-            if self._worth_trying and try_xla:
+            if self._worth_trying and self._plain.seconds * calls_left > LONG:
                 self._worth_trying = False
                 self._thread = threading.Thread(target=self._compile, args=(list(tensors),))
                 self._thread.start()
@@ -132,7 +133,8 @@ class Graph:
         if self._trials >= TRIALS:
             return xla(tensors)
         if self._trials == 0:
-            xla.seconds = self._plain.seconds = float("inf")
+            xla.forget()
+            self._plain.forget()
         self._trials += 1
         found = xla(tensors) if self._trials % 2 else self._plain(tensors)
         if self._trials == TRIALS and xla.seconds > self._plain.seconds:
@@ -162,15 +164,25 @@ class _Call:
         self._concrete = concrete  # also keeps it alive: TensorFlow knows it by name only
         self._captured = list(concrete.captured_inputs)
         self._dtypes = [tensor.dtype for tensor in concrete.outputs]
-        self.seconds = float("inf")
+        self.seconds = 0.0  # until it has run a few times: the first calls take longer
+        self._warming = 3
 
     def __call__(self, tensors: Sequence[Any]) -> list[Any]:
         begun = time.perf_counter()
         found = tf.raw_ops.StatefulPartitionedCall(
             args=[*tensors, *self._captured], Tout=self._dtypes, f=self._concrete
         )
-        self.seconds = min(self.seconds, time.perf_counter() - begun)
+        taken = time.perf_counter() - begun
+        self._warming -= 1
+        if self._warming == 0:
+            self.seconds = taken
+        elif self._warming < 0:
+            self.seconds = min(self.seconds, taken)
         return found
+
+    def forget(self) -> None:
+        """Begin anew to time it."""
+        self.seconds, self._warming = 0.0, 1
 
 
 def operations(concrete: Any) -> set[str]:
