@@ -26,9 +26,8 @@ def three() -> dict[str, tuple[keras.Model, Data, int]]:
             layers.Dense(10),
         ]
     )
-    dense.compile(
-        keras.optimizers.Adam(1e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True), ["accuracy"]
-    )
+    classes = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    dense.compile(keras.optimizers.Adam(1e-3), classes, metrics=["accuracy"])
     convolutional = keras.Sequential(
         [
             layers.Input((16, 4)),
@@ -38,14 +37,12 @@ def three() -> dict[str, tuple[keras.Model, Data, int]]:
             layers.Dense(5),
         ]
     )
-    convolutional.compile(
-        keras.optimizers.SGD(0.01, momentum=0.9), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    )
+    convolutional.compile(keras.optimizers.SGD(0.01, momentum=0.9), classes)
     inputs = layers.Input((12,))
     hidden = layers.Dense(48, activation="tanh")(inputs)
     hidden = layers.Dropout(0.1)(hidden)
     regression = keras.Model(inputs, layers.Dense(1)(layers.Concatenate()([inputs, hidden])))
-    regression.compile(keras.optimizers.RMSprop(1e-3), "mse", ["mae"])
+    regression.compile(keras.optimizers.RMSprop(1e-3), "mse", metrics=["mae"])
 
     def floats(*shape: int) -> np.ndarray:
         return random.standard_normal((rows, *shape), dtype=np.float32)
@@ -68,7 +65,7 @@ def mlp(rate: float = 1e-3) -> keras.Model:
         ]
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(rate), loss, ["accuracy"])
+    model.compile(keras.optimizers.Adam(rate), loss, metrics=["accuracy"])
     return model
 
 

@@ -18,7 +18,9 @@ def floats(*shape: int) -> np.ndarray:
 
 def models() -> dict[str, keras.Model]:
     classes = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    digits = keras.Sequential([layers.Input((32,)), layers.Dense(64, "relu"), layers.Dropout(0.1), layers.Dense(10)])
+    digits = keras.Sequential(
+        [layers.Input((32,)), layers.Dense(64, "relu"), layers.Dropout(0.1), layers.Dense(10)]
+    )
     digits.compile(keras.optimizers.Adam(1e-2), classes, metrics=["accuracy"])
     signal = keras.Sequential(
         [
@@ -47,11 +49,15 @@ def main() -> None:
         }
     )
     epochs = mf.each({"digits": 6, "signal": 8, "price": 10})
-    history = fleet.fit(data, epochs=epochs, progress=False, callbacks=[keras.callbacks.EarlyStopping("loss", patience=3)])
+    history = fleet.fit(
+        data, epochs=epochs, progress=False, callbacks=[keras.callbacks.EarlyStopping("loss", patience=3)]
+    )
     print(fleet.plan(data, epochs=epochs))
     for name in fleet.names:
         first, last = history[name]["loss"][0], history[name]["loss"][-1]
-        print(f"{name}: loss {first:.3f} → {last:.3f} in {len(history[name]['loss'])} epochs, {type(fleet[name]).__name__}")
+        print(
+            f"{name}: loss {first:.3f} → {last:.3f} in {len(history[name]['loss'])} epochs, {type(fleet[name]).__name__}"
+        )
 
 
 if __name__ == "__main__":

@@ -61,8 +61,9 @@ def _in_step(pool: ThreadPoolExecutor, shifts: Sequence[Shift], way: Way) -> Ite
             taken = [
                 pool.submit(_within, shift, shift.step, batch) for shift, batch in batches if batch is not None
             ]
-            for shift, steps in zip(training, taken, strict=True):
-                yield Stepped(shift, steps.result())
+            steps = [turn.result() for turn in taken]  # all of them, before anybody looks at a lane
+            for shift, count in zip(training, steps, strict=True):
+                yield Stepped(shift, count)
         if not way.stopped():
             yield Ended([(shift, shift.end_epoch()) for shift in working])
 

@@ -93,6 +93,8 @@ def prepare(recipe: Recipe | None, members: Sequence[Member], kind: str) -> Prep
     """The tasks of members, from how their models are compiled now. Predicting needs no compile."""
     tasks = []
     for member in members:
+        if recipe is not None and not member.model.compiled:  # it has joined since the fleet was compiled
+            compile(recipe.only([member.name]), [member])
         if kind != "predict":
             _check_compiled(member, kind)
         tasks.append(_task(member.model))

@@ -28,7 +28,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from modelfleet.errors import FleetError, unknown
 from modelfleet.frameworks.torch.diagnosis import cache_folder
 from modelfleet.frameworks.torch.sources import ANY_WIDTH, ONE_WIDTH, Source, describe
-from modelfleet.frameworks.torch.tracing import Program, Spec
+from modelfleet.frameworks.torch.tracing import TRACING, Program, Spec
 from modelfleet.frameworks.torch.widths import NotGeneralError, merge
 
 MODES = ("auto", "now", "never")
@@ -68,7 +68,12 @@ class Compiler:
 
     def consider(self, steps_left: int, seconds_per_step: float | None) -> None:
         """Start compiling if the steps that are left will win it back; take over what is ready."""
-        if self._done:
+        if not self._done:
+            with TRACING:
+                self._consider(steps_left, seconds_per_step)
+
+    def _consider(self, steps_left: int, seconds_per_step: float | None) -> None:
+        if self._done:  # by another thread, meanwhile
             return
         if self._worker is not None:
             self._finish()

@@ -15,12 +15,10 @@ from modelfleet.frameworks.torch.compiling import mode as mode_of_compiling
 from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.steps import Steps
 from modelfleet.frameworks.torch.task import Task
-from modelfleet.frameworks.torch.tracing import Program, plain, trace
+from modelfleet.frameworks.torch.tracing import TRACING, Program, plain, trace
 from modelfleet.trees import leaves, map_tree
 
 Key = tuple[Any, ...]
-_TRACING = threading.RLock()  # torch traces in one thread at a time
-
 ByWidth = dict[int, tuple[Program, Compiler]]
 
 
@@ -126,7 +124,7 @@ class Programs:
         width = len(args[0]["member"]["seed"])
         programs = self._programs.setdefault(family, {})
         if width not in programs:
-            with _TRACING:
+            with TRACING:
                 if width not in programs:
                     programs[width] = self._for_any(programs, width) or self._make(kind, args, shared_data)
         return programs[width]

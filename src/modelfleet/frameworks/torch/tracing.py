@@ -4,6 +4,7 @@ A traced graph has no Python of the model left in it, no `vmap` and no autograd,
 operations; it can be compiled as it is; and what can't be traced is known, with the reason, before the first step.
 """
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from modelfleet.frameworks.torch.leaning import lean
 from modelfleet.trees import leaves, map_tree, rebuild
 
 Run = Callable[..., Any]
+
+TRACING = threading.RLock()  # torch traces and compiles in one thread at a time
 
 
 @dataclass(frozen=True)
