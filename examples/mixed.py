@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
-import keras  # noqa: E402  (after its backend is chosen)
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
+import keras
+import numpy as np
+import torch
+from torch import nn
 
-import modelfleet as mf  # noqa: E402
+import modelfleet as mf
 
 random = np.random.default_rng(0)
 X = random.standard_normal((320, 16), dtype=np.float32)

@@ -55,9 +55,8 @@ def main() -> None:
     print(fleet.plan(data, epochs=epochs))
     for name in fleet.names:
         first, last = history[name]["loss"][0], history[name]["loss"][-1]
-        print(
-            f"{name}: loss {first:.3f} → {last:.3f} in {len(history[name]['loss'])} epochs, {type(fleet[name]).__name__}"
-        )
+        epochs_done = len(history[name]["loss"])
+        print(f"{name}: loss {first:.3f} → {last:.3f} in {epochs_done} epochs, {type(fleet[name]).__name__}")
 
 
 if __name__ == "__main__":

@@ -36,6 +36,12 @@ class FakeRun:
     def restore(self, name: str, snapshot: int) -> None:
         self.weights[name] = snapshot
 
+    def sync(self, name: str) -> int:
+        return self.weights[name]
+
+    def take(self, name: str) -> None:
+        raise NotImplementedError
+
     def save(self, folder: str | Path) -> None:
         self.saved.append((Path(folder), self.epoch, self.step))
 

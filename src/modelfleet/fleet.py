@@ -239,7 +239,7 @@ class Fleet:
         epochs: Any = 1,
         batch_size: Any = None,
         shuffle: bool = True,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Sequence[Any] = (),
         strategy: str = "auto",
         progress: str | bool = "auto",
         exchange: Any = None,
@@ -254,6 +254,7 @@ class Fleet:
         shuffle: every member's rows in an order of its own, anew at every epoch.
         strategy: "auto" measures; "fused" insists on fusing; "interleaved" has the members take turns, "threads"
             and "processes" run them side by side.
+        callbacks: of modelfleet, and those of Keras, which then work for every Keras member on its own.
         progress: a live table on a terminal and lines elsewhere; False for silence.
         share: how many turns a member takes while another takes one; best `each(...)`.
         steps_per_epoch: where an epoch ends, for data that go on and on.
@@ -276,15 +277,15 @@ class Fleet:
         )
         job.check()
         shown = reporter(progress)
-        callbacks = self._wrapped(callbacks)
+        wrapped = self._wrapped(callbacks)
         randomness = self._randomness()  # as it is before any loader draws from it
-        lanes = self._settled(strategy, job, "train", _kept(callbacks))
+        lanes = self._settled(strategy, job, "train", _kept(wrapped))
         shifts = supply.shifts(lanes, job)
         side_by_side = supply.side_by_side([lane for lane, _ in lanes], job)
         sharing = self._sharings(randomness)[self._choice.sharing](job)
         name = self._choice.sharing
         learn = self._planner.watch(self._studied, self._choice)
-        run = Fit(self, shifts, sharing, name, callbacks, shown, randomness, side_by_side=side_by_side)
+        run = Fit(self, shifts, sharing, name, wrapped, shown, randomness, side_by_side=side_by_side)
         try:
             history = run.run()
             self._took = run.epoch_seconds

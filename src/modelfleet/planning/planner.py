@@ -160,7 +160,7 @@ class Planner:
             start = WORKER_START if sharing == "processes" else 0.0
             key = self.mix_key(studied, choice.lanes, sharing)
             seconds = self.paces.get(key)
-            if seconds is None and spent.allows(start + 0.5):
+            if seconds is None and spent.allows(start + spent.dearest):
                 begun = time.perf_counter()
                 scale = max(1.0, turns / (2 * trials.LEAST))  # as long as a few turns of each
                 steps = [max(1, min(64, round(count / scale))) for count in per_epoch]
@@ -185,7 +185,7 @@ class Planner:
         """Seconds per step of a part; measured if it is not known and there is time for it."""
         key = self.lane_key(studied, part, feed)
         seconds = self.paces.get(key)
-        if seconds is None and spent.allows(0.2):
+        if seconds is None and spent.allows(spent.dearest):
             begun = time.perf_counter()
             try:
                 seconds = trials.step_seconds(studied, part, feed.first(), spent.left())
@@ -256,6 +256,8 @@ class _Budget:
     def __init__(self, steps: int) -> None:
         self._seconds = 0.0 if steps < SHORT else 1.0  # to time one step at all
         self._spent = 0.0
+        self.dearest = 0.2
+        """What a trial has taken at most: most of it may go into compiling."""
 
     def predict(self, seconds: float) -> None:
         """The run, or a part of it, is now thought to take so long."""
@@ -270,8 +272,9 @@ class _Budget:
         return self.left() >= seconds
 
     def spend(self, seconds: float) -> None:
-        """So much was spent."""
+        """A trial has taken so long."""
         self._spent += seconds
+        self.dearest = max(self.dearest, seconds)
 
 
 def _per_epoch(feed: Feed, job: Job) -> int:

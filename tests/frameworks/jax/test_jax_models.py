@@ -12,8 +12,9 @@ from flax import nnx
 
 from modelfleet.devices import Device
 from modelfleet.errors import InputError
+from modelfleet.frameworks import files
 from modelfleet.frameworks import jax as adapter
-from modelfleet.frameworks.jax import arrays, files
+from modelfleet.frameworks.jax import arrays
 from modelfleet.frameworks.jax.models import form_of
 
 

@@ -2,7 +2,8 @@
 
 import os
 
-from modelfleet.frameworks.jax import arrays, files
+from modelfleet.frameworks import files
+from modelfleet.frameworks.jax import arrays
 from modelfleet.frameworks.jax.building import (
     check_model,
     copy_model,

@@ -27,8 +27,8 @@ from modelfleet.frameworks.keras.structure import difference, signature, trained
 NAME = "keras"
 
 _PARTS = {  # the engine of each backend, and whose arrays, devices and files it goes by
-    "jax": ("keras.jax", "jax.arrays", "jax.devices", "jax.files"),
-    "tensorflow": ("keras.tensorflow", "tensorflow.arrays", "tensorflow.devices", "tensorflow.files"),
+    "jax": ("keras.jax", "jax.arrays", "jax.devices", "files"),
+    "tensorflow": ("keras.tensorflow", "tensorflow.arrays", "tensorflow.devices", "files"),
     "torch": ("keras.torch", "torch.arrays", "torch.devices", "torch.files"),
 }
 _engine, arrays, _devices, files = (

@@ -3,7 +3,8 @@
 Keras models on TensorFlow are Keras's (`modelfleet.frameworks.keras`), which trains them through `backend` here.
 """
 
-from modelfleet.frameworks.tensorflow import arrays, files
+from modelfleet.frameworks import files
+from modelfleet.frameworks.tensorflow import arrays
 from modelfleet.frameworks.tensorflow.devices import choose, free_memory, native
 from modelfleet.frameworks.tensorflow.engine import Engine
 from modelfleet.frameworks.tensorflow.models import (

@@ -1,4 +1,4 @@
-"""JAX's and NumPy's arrays in safetensors files: what the store needs of a framework (`store.Files`)."""
+"""Arrays of JAX, TensorFlow and NumPy in safetensors files: what the store needs (`store.Files`)."""
 
 import os
 import re
@@ -56,5 +56,5 @@ def _safetensors() -> Any:
     try:
         import safetensors
     except ImportError as error:
-        raise MissingExtraError("safetensors", "jax", "saving and loading weights") from error
+        raise MissingExtraError("safetensors", "keras", "saving and loading weights") from error
     return safetensors
