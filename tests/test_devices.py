@@ -62,7 +62,7 @@ def test_a_name_that_is_no_device_is_refused(devices: str, message: str) -> None
 
 def test_torch_has_logical_cpus_as_many_as_are_named() -> None:
     chosen = choose(parse_devices("cpu:0,cpu:7"))
-    assert chosen == [Device("cpu", 0), Device("cpu", 7)]
+    assert chosen == (Device("cpu", 0), Device("cpu", 7))
     assert [native(device) for device in chosen] == [torch.device("cpu")] * 2
 
 
@@ -77,7 +77,7 @@ def test_auto_is_what_torch_has_here() -> None:
         assert len(chosen) == torch.accelerator.device_count()
         assert [torch.empty(1, device=native(device)).device for device in chosen]
     else:
-        assert choose(None) == [Device("cpu")]
+        assert choose(None) == (Device("cpu"),)
 
 
 def test_an_accelerator_that_is_not_here_is_refused_with_those_that_are(
@@ -89,8 +89,8 @@ def test_an_accelerator_that_is_not_here_is_refused_with_those_that_are(
     monkeypatch.setattr(torch.accelerator, "current_accelerator", two)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     assert accelerators() == [Device("cuda", 0), Device("cuda", 1)]
-    assert choose(None) == [Device("cuda", 0)]
-    assert choose((Device("cuda"), Device("cpu"))) == [Device("cuda"), Device("cpu")]
+    assert choose(None) == (Device("cuda", 0),)
+    assert choose((Device("cuda"), Device("cpu"))) == (Device("cuda"), Device("cpu"))
     for absent in (Device("cuda", 2), Device("xpu")):
         with pytest.raises(InputError) as caught:
             check([Device("cuda", 1), absent])

@@ -32,7 +32,7 @@ def test_the_code_of_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pyte
     found = blocks(page.read_text(encoding="utf-8"))
     if any("import keras" in block for block in found):  # its backend is fixed for a process: not for this one
         backend = "tensorflow" if page.stem == "tensorflow" else "jax"
-        script = tmp_path / f"{page.stem}.py"
+        script = tmp_path / f"page_of_{page.stem}.py"
         script.write_text("\n".join(block.lstrip("\n") for block in found), encoding="utf-8")
         environment = {**os.environ, "KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1"}
         done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)

@@ -10,7 +10,7 @@ from modelfleet.members import Member, check_name, member_seed
 
 
 def test_a_member_is_a_name_a_model_and_a_seed() -> None:
-    member = Member("a", model := object(), 7)
+    member = Member("a", model := object(), 7, framework=None)
     assert (member.name, member.model, member.seed) == ("a", model, 7)
 
 

@@ -21,6 +21,11 @@ class Arrangement:
     """The members of every lane, and whether it was fused."""
     sharing: str
 
+    @property
+    def members(self) -> set[str]:
+        """Who is in it."""
+        return {name for names, _ in self.parts for name in names}
+
 
 def arrangement(folder: Path) -> Arrangement:
     """How the run in a checkpoint was arranged: one that goes on from it must be arranged alike."""

@@ -90,6 +90,11 @@ class Fit:
         shift.lane.take(shift.lane.places[name])
         shift.push()
 
+    def epochs_of(self, name: str) -> int:
+        """How many epochs a member is to train in this fit."""
+        shift = self._place(name)
+        return int(shift.epochs[shift.lane.places[name]])
+
     def framework(self, name: str) -> Any:
         """The adapter of a member's framework."""
         return self._place(name).lane.members[0].framework

@@ -367,7 +367,7 @@ class Fleet:
             refuse_unfused(self._studied.groups)
         alone = strategy not in ("auto", "fused")
         asked = self._studied.apart(f'strategy="{strategy}"') if alone else self._studied.groups
-        if kept is not None:
+        if kept is not None and kept.members == set(self.names):
             asked = [Part(names, fused, "as in the checkpoint") for names, fused in kept.parts]
         parted = lanes is not None and strategy == "fused" and not all(lane.engine.fused for lane in lanes)
         if lanes is None or parted or [part.names for part in asked] != [part.names for part in self._asked]:
@@ -409,10 +409,7 @@ class Fleet:
             parts=[Part(tuple(shift.names), shift.lane.engine.fused, shift.lane.part.reason) for shift in shifts],
             job=job.only(names),
             blocks=[shift.away.block.address for shift in shifts],
-            standings=[
-                Standing(shift.lane.standing(), shift.schedules.state(), shift.epoch, shift.position)
-                for shift in shifts
-            ],
+            standings=[Standing.of(shift) for shift in shifts],
             randomness=randomness,
         )
 

@@ -48,8 +48,9 @@ def _fleet(folder: Path, manifest: Mapping[str, Any]) -> "RenderableType":
         _add(listed, member["name"], member["file"], str(member["row"]), member["factory"] or "–", given)
     more = len(members) - _MOST
     total = sum(entry["bytes"] for entry in manifest["files"].values())
+    frameworks = ", ".join(dict.fromkeys(member["framework"] for member in members))
     title = (
-        f"{folder}: a fleet of {count(len(members), 'member')} ({manifest['framework']}), {size(total)}, "
+        f"{folder}: a fleet of {count(len(members), 'member')} ({frameworks}), {size(total)}, "
         f"seed {manifest['seed']}"
     )
     return Group(_text(title), groups, listed, *([_text(f"… and {more:,} more")] if more > 0 else []))
@@ -65,7 +66,8 @@ def _checkpoint(folder: Path, manifest: Mapping[str, Any]) -> "RenderableType":
         taken = manifest["files"][f"lane-{number}"]["bytes"]
         failed = sum(name in history.failed for name in lane["members"])
         _add(lanes, str(number), some(lane["members"]), f"{sum(lane['on']):,}", f"{failed:,}", size(taken))
-    within = f", {manifest['position']:,} steps into the next" if manifest["position"] else ""
+    position = max(manifest["positions"])
+    within = f", {position:,} steps into the next" if position else ""
     total = sum(entry["bytes"] for entry in manifest["files"].values())
     title = (
         f"{folder}: a checkpoint after epoch {manifest['epoch']:,} of {epochs:,}{within} "

@@ -11,6 +11,9 @@ from modelfleet.feeds import Batch, Feed
 from modelfleet.members import Member
 
 
+STEADY = 50  # steps after the first epoch, from which on the pace of a run is believed
+
+
 class Lane:
     """The members of one group, stepping together on one device.
 
@@ -45,6 +48,8 @@ class Lane:
         self._failed = np.zeros(len(members), dtype=bool)  # by slot: who was set aside
         self._places = {member.name: position for position, member in enumerate(members)}
         self._seconds: float | None = None
+        self._steady: float | None = None
+        self._steady_steps = 0
         self._calls = 0
         self._active: tuple[bytes, Any] | None = None
         self._hyper: tuple[Any, Any] | None = None
@@ -69,10 +74,24 @@ class Lane:
         """The recent time of a step, once a few have been taken."""
         return self._seconds
 
-    def paced(self, steps: int, seconds: float) -> None:
-        """Note how long the steps of an epoch took, with all that belongs to them."""
-        if steps:
-            self._seconds = seconds / steps
+    def paced(self, steps: int, seconds: float, *, first: bool) -> None:
+        """Note how long the steps of an epoch took, with all that belongs to them.
+
+        The first epoch of a fit, in which things are traced, compiled and warmed up, says nothing of the next run.
+        """
+        if not steps:
+            return
+        self._seconds = seconds / steps
+        if first:
+            self._steady, self._steady_steps = None, 0
+        else:
+            self._steady = min(self._seconds, self._steady or self._seconds)
+            self._steady_steps += steps
+
+    @property
+    def steady_seconds_per_step(self) -> float | None:
+        """The time of a step in the last run once it was under way; None if that was too short to tell."""
+        return self._steady if self._steady_steps >= STEADY else None
 
     def on(self) -> np.ndarray:
         """`(member,)`: who is taking part."""

@@ -29,7 +29,7 @@ PART_OF_RUN = 0.05  # that measuring may take
 SHORT = 300  # steps: a run of fewer is over before measuring has paid
 UNKNOWN = 1000  # steps of an epoch, where the data do not tell
 WORKER_START = 8.0  # seconds until a new worker process has taken its first step
-BETTER = 0.95  # an alternative must take at most this part of the time
+BETTER = 0.9  # an alternative must take at most this part of the time
 
 Fed = tuple[Lane, Feed]
 
@@ -241,9 +241,9 @@ class Planner:
 
         def learn(epoch: float | None) -> None:
             for lane, key in keys:
-                if choice.sharing == "interleaved" and lane.seconds_per_step is not None:
-                    self.paces.put(key, lane.seconds_per_step)
-            if len(keys) > 1 and epoch is not None:
+                if choice.sharing == "interleaved" and lane.steady_seconds_per_step is not None:
+                    self.paces.put(key, lane.steady_seconds_per_step)
+            if len(keys) > 1 and epoch is not None and all(lane.steady_seconds_per_step for lane, _ in keys):
                 self.paces.put(mix, epoch)
             self.paces.save()
 

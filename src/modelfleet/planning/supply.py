@@ -245,6 +245,7 @@ def halved(studied: Studied, shift: Shift) -> list[Shift]:
             epochs=shift.epochs[rows],
         )
         made.started, made.taken = shift.started[rows], shift.taken[rows]
+        made.epochs_before = shift.epochs_before[rows]
         found.append(made)
     return found
 

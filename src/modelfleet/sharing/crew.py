@@ -26,6 +26,14 @@ class Standing:
     schedules: Any
     epoch: int
     position: int
+    begun: tuple[list[int], list[int], list[int]]
+    """Of every member when the fit began: the epochs and steps it had, and the steps that had changed it."""
+
+    @classmethod
+    def of(cls, shift: Shift) -> "Standing":
+        """Where a shift is."""
+        begun = shift.epochs_before.tolist(), shift.started.tolist(), shift.taken.tolist()
+        return cls(shift.lane.standing(), shift.schedules.state(), shift.epoch, shift.position, begun)
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,7 @@ class _Crew:
         studied = assembly.study(members, order.recipes, "train")
         self.lanes = [assembly.lane(studied, part) for part in order.parts]
         for lane, standing in zip(self.lanes, order.standings, strict=True):
-            lane.epochs = np.array(standing.lane["epochs"])  # what shuffles go by
+            lane.epochs = np.array(standing.begun[0])  # what shuffles go by
         fed = supply.feeds(self.lanes, order.job)
         for lane, feed in fed:
             supply.check(lane, feed, order.job)
@@ -119,8 +127,8 @@ class _Crew:
         for number, (shift, standing) in enumerate(zip(self.shifts, order.standings, strict=True)):
             self._load(number)
             shift.lane.take_up(standing.lane)
-            shift.started = shift.lane.steps.copy()
-            shift.taken = shift.lane.engine.steps_taken().copy()
+            _, started, taken = standing.begun
+            shift.started, shift.taken = np.array(started), np.array(taken)
             shift.schedules.restore(standing.schedules)
             shift.epoch, shift.position = standing.epoch, standing.position
             shift.several = 1 if order.watched else shift.lane.engine.several
@@ -131,8 +139,7 @@ class _Crew:
         half = self._halves[number] = 1 - self._halves[number]
         host = shift.lane.members[0].framework.arrays.host
         self._blocks[number].write(half, {k: host(t) for k, t in shift.lane.engine.tensors().items()})
-        standing = Standing(shift.lane.standing(), shift.schedules.state(), shift.epoch, shift.position)
-        return number, half, standing, report
+        return number, half, Standing.of(shift), report
 
     def heed(self, answer: Answer, reports: list[tuple[Shift, Report]]) -> None:
         """Do as answered."""

@@ -132,7 +132,7 @@ class _Away:
             if report is None:
                 stepped = shift if moved else stepped
                 continue
-            shift.lane.paced(report.steps, report.seconds)
+            shift.lane.paced(report.steps, report.seconds, first=report.epoch == 1)
             shift.lane.rest([shift.lane.places[name] for name in report.failures], failed=True)
             reports.append((shift, report))
         return reports, stepped

@@ -70,6 +70,7 @@ class Shift:
     def __post_init__(self) -> None:
         # As they are for all members; the feed itself narrows with the lane.
         self.started = self.lane.steps.copy()
+        self.epochs_before = self.lane.epochs.copy()
         self.rows = self.feed.rows
         self.known_steps = self._limited(self.feed.steps)
         self.taken = self.lane.engine.steps_taken().copy()
@@ -138,7 +139,7 @@ class Shift:
         self._spent += time.perf_counter() - begun  # here at the latest the device has done all of its steps
         steps = self.position - self._first
         self.seconds += self._spent
-        self.lane.paced(steps, self._spent)
+        self.lane.paced(steps, self._spent, first=self.epoch == 1)
         if self.validation is not None:
             for name, column in self.lane.evaluate(self.validation).items():
                 values[f"val_{name}"] = column

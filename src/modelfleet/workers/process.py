@@ -37,6 +37,8 @@ class Worker:
         self.last: object = None
         """What it worked on last; whoever hires it may note it."""
         self.memory: Any = None
+        self.busy = False
+        """Whether it has begun something that it has not ended."""
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_main, args=(theirs,), name="modelfleet-worker", daemon=True)
         before = {name: os.environ.get(name) for name in env}
@@ -59,6 +61,7 @@ class Worker:
     def start(self, task: Callable[[Any], Generator[Any, Any, None]], order: Any, what: str) -> None:
         """Have it run a generator function on an order."""
         parcel, self.memory = shared.pack((task, order), what)
+        self.busy = True
         self._send((_START, parcel))
 
     def answer(self, value: Any = None) -> None:
@@ -81,6 +84,7 @@ class Worker:
                 shared.discard(self.memory, unlink=True)
                 self.memory = None
                 continue
+            self.busy = kind == _ITEM
             if kind == _ERROR:
                 error, trace = value
                 error.add_note(f"In a worker process:\n{trace}")
@@ -147,8 +151,8 @@ def idle() -> int:
 
 
 def release(worker: Worker, *, most: int = 4) -> None:
-    """Keep a worker that has nothing to do for whoever needs one next; starting one takes seconds."""
-    if worker.alive and len(_idle) < most:
+    """Keep a worker for whoever needs one next: starting one takes seconds. One that is still busy is ended."""
+    if worker.alive and not worker.busy and len(_idle) < most:
         _idle.append(worker)
     else:
         worker.close()

@@ -210,6 +210,7 @@ class FunctionalEngine:
         one = map_tree(lambda t: t[0], self.state)
         one["params"] = map_tree(lambda t: self.tensor(_varied(self.backend.host(t))), one["params"])
         few = map_tree(lambda leaf: leaf[:real], data)
+        data = map_tree(lambda leaf: _padded_otherwise(leaf, real), self.backend.host(data))
         weights = self.tensor((np.arange(size) < real).astype(np.float32))
         program = self.backend.compile(outcome)
         try:
@@ -426,6 +427,15 @@ def _varied(array: np.ndarray) -> np.ndarray:
     if array.size and (array == array.flat[0]).all():
         array = (array + 0.5 * np.random.default_rng(0).normal(size=array.shape)).astype(array.dtype)
     return array
+
+
+def _padded_otherwise(leaf: np.ndarray, real: int) -> np.ndarray:
+    """The rows of a batch with other padding: its own, real rows again, might leave means and variances alone."""
+    leaf = np.array(leaf)
+    leaf[real:] = leaf[0]
+    if leaf.dtype.kind == "f":
+        leaf[real:] = 1.5 * leaf[real:] + 0.5
+    return leaf
 
 
 def _few(data: Any, shared: bool) -> Any:

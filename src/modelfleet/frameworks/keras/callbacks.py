@@ -60,7 +60,7 @@ class PerMember:
         """Make the copies, and begin the first epoch."""
         self._copies = {name: self._copy(name) for name in run.active if run.framework(name).NAME == "keras"}
         for name, own in self._copies.items():
-            own.set_params({"verbose": 0, "epochs": run.epochs, "steps": None})
+            own.set_params({"verbose": 0, "epochs": run.epochs_of(name), "steps": None})
             with_model = self._synced(run, name)
             own.set_model(with_model)
             with_model.stop_training = False
@@ -90,7 +90,7 @@ class PerMember:
                     recorded.setdefault(key, [math.nan] * (epoch + 1))[-1] = float(value)
             if model.stop_training:
                 run.stop(name, f"stopped by {type(own).__name__}")
-            elif epoch + 1 < run.epochs:
+            elif epoch + 1 < run.epochs_of(name):
                 own.on_epoch_begin(epoch + 1)
             self._taken(run, name)
 

@@ -159,12 +159,18 @@ def _most_alive(graph: torch.fx.Graph) -> int:
     alive = most = 0
     for node in graph.nodes:
         if node.op == "call_function" and not _is_view(node):
-            values = node.meta.get("val")
-            sizes[node] = sum(value.nbytes for value in leaves(values) if isinstance(value, Tensor))
+            sizes[node] = sum(_bytes(value) for value in leaves(node.meta.get("val")))
             alive += sizes[node]
             most = max(most, alive)
         alive -= sum(sizes.get(used, 0) for used in ends.get(node, ()))
     return most
+
+
+def _bytes(value: Any) -> int:
+    """The size of a tensor; nothing for what is none, or whose size hangs on values."""
+    if not isinstance(value, Tensor) or not all(isinstance(length, int) for length in value.shape):
+        return 0
+    return value.numel() * value.element_size()
 
 
 def _is_view(node: torch.fx.Node) -> bool:
