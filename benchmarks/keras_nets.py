@@ -48,9 +48,9 @@ def three() -> dict[str, tuple[keras.Model, Data, int]]:
         return random.standard_normal((rows, *shape), dtype=np.float32)
 
     return {
-        "dense": (dense, (floats(32), labels(10)), 4),
-        "convolutional": (convolutional, (floats(16, 4), labels(5)), 3),
-        "regression": (regression, (floats(12), floats(1)), 5),
+        "dense": (dense, (floats(32), labels(10)), 12),
+        "convolutional": (convolutional, (floats(16, 4), labels(5)), 9),
+        "regression": (regression, (floats(12), floats(1)), 15),
     }
 
 

@@ -13,7 +13,7 @@ def prepare(what: str, quick: bool) -> Callable[[], Round]:
         jobs = [(model, data, 1 if quick else epochs) for model, data, epochs in three().values()]
     else:
         data = equal_data()
-        jobs = [(mlp(rate), data, 1 if quick else 2) for rate in rates(ALONE)]
+        jobs = [(mlp(rate), data, 1 if quick else 6) for rate in rates(ALONE)]
 
     def train_round() -> Round:
         losses = []

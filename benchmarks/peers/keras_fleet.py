@@ -16,7 +16,7 @@ def prepare(what: str, quick: bool) -> Callable[[], Round]:
     else:
         fleet = mf.Fleet([mlp(rate) for rate in rates(4 if quick else 32)])
         data = equal_data()
-        epochs = dict.fromkeys(fleet.names, 1 if quick else 4)
+        epochs = dict.fromkeys(fleet.names, 1 if quick else 12)
 
     def train_round() -> Round:
         history = fleet.fit(data, epochs=mf.each(epochs), batch_size=BATCH, progress=False)

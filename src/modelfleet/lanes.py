@@ -10,7 +10,6 @@ from modelfleet.errors import InputError
 from modelfleet.feeds import Batch, Feed
 from modelfleet.members import Member
 
-
 STEADY = 50  # steps after the first epoch, from which on the pace of a run is believed
 
 

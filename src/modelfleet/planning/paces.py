@@ -11,6 +11,7 @@ import platform
 import re
 import tempfile
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,7 @@ def _path() -> Path | None:
     return (Path(base) if base else Path.home() / ".cache") / "modelfleet" / "paces.json"
 
 
+@cache
 def _machine() -> tuple[Any, ...]:
     versions = []
     for package in _VERSIONED:

@@ -41,6 +41,7 @@ class FunctionalEngine:
         self._first = members[0]
         self._width = len(members)
         self._whole: tuple[State, np.ndarray] | None = None
+        self._tried: Any = None  # the form of the batches that a member was tried on
         self._one = self.tensor(np.ones(1, dtype=bool))
         stacked = self._stacked(members)
         self.parameters = sum(array[0].size for array in stacked["params"].values())
@@ -332,15 +333,20 @@ class FunctionalEngine:
 
     def check(self, batch: Any, name: str) -> None:
         """Try one member on two rows, before anything is trained, and make room for the metrics it makes."""
-        with self._trying(batch, batch.data, name):
-            self._open(batch.data, batch.shared)
+        if self._tried != (form := _form(batch)):
+            with self._trying(batch, batch.data, name):
+                self._open(batch.data, batch.shared)
+            self._tried = form
 
     def output_shape(self, batch: Any, name: str) -> tuple[int, ...] | None:
         """The shape `(row, …)` of a member's output for two rows of a batch; None if it is no single tensor."""
-        with self._trying(batch, self.inputs(batch.data), name) as few:
-            state = map_tree(lambda t: t[0], self._readable(self.state))
-            output = self.backend.shapes(self.programs.definition.predict, state, few)
-        return tuple(output.shape) if hasattr(output, "shape") else None
+        known, form = self.programs.output_shapes, _form(batch)
+        if form not in known:
+            with self._trying(batch, self.inputs(batch.data), name) as few:
+                state = map_tree(lambda t: t[0], self._readable(self.state))
+                output = self.backend.shapes(self.programs.definition.predict, state, few)
+            known[form] = tuple(output.shape) if hasattr(output, "shape") else None
+        return known[form]
 
     def check_targets(self, output_shape: tuple[int, ...] | None, target: Any, name: str | None) -> None:
         """Check all targets of a data set against the output, where the loss says what they must be."""
@@ -427,6 +433,11 @@ def _varied(array: np.ndarray) -> np.ndarray:
     if array.size and (array == array.flat[0]).all():
         array = (array + 0.5 * np.random.default_rng(0).normal(size=array.shape)).astype(array.dtype)
     return array
+
+
+def _form(batch: Any) -> Any:
+    """What tells batches apart before a step: their tree, shapes and dtypes."""
+    return str(map_tree(lambda leaf: (tuple(leaf.shape), str(leaf.dtype)), batch.data)), batch.shared
 
 
 def _padded_otherwise(leaf: np.ndarray, real: int) -> np.ndarray:

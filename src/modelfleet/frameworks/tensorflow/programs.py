@@ -4,6 +4,7 @@ A graph runs at once as TensorFlow has it. Where enough is left to do, XLA compi
 training, and the faster of the two goes on.
 """
 
+import os
 import re
 import threading
 import time
@@ -123,11 +124,20 @@ class Graph:
         with tf.device(self._device):
             if self._xla is not None:
                 return self._with_xla(self._xla, tensors)
-            if self._worth_trying and self._plain.seconds * calls_left > LONG:
-                self._worth_trying = False
-                self._thread = threading.Thread(target=self._compile, args=(list(tensors),))
-                self._thread.start()
+            if self._worth_trying and calls_left:
+                self._consider(tensors, calls_left)
             return self._plain(tensors)
+
+    def _consider(self, tensors: Sequence[Any], calls_left: float) -> None:
+        """Have XLA compile it if enough is left to do, or as `MODELFLEET_COMPILE` says."""
+        asked = os.environ.get("MODELFLEET_COMPILE", "auto")
+        if asked == "never" or (asked == "auto" and self._plain.seconds * calls_left <= LONG):
+            return
+        self._worth_trying = False
+        self._thread = threading.Thread(target=self._compile, args=(list(tensors),))
+        self._thread.start()
+        if asked == "now":
+            self._thread.join()
 
     def _with_xla(self, xla: "_Call", tensors: Sequence[Any]) -> list[Any]:
         if self._trials >= TRIALS:
