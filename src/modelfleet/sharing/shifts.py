@@ -14,6 +14,8 @@ from modelfleet.history import Failure
 from modelfleet.lanes import Lane
 from modelfleet.trees import map_tree
 
+MOST_KEPT = 1 << 26  # bytes
+
 
 class TooWideError(FleetError):
     """A lane's step has run out of memory, and its state is as it was before: it can be cut in two."""
@@ -202,8 +204,11 @@ class Shift:
     def _kept(self) -> dict[str, np.ndarray] | None:
         """The state before the first step of a kind: a step that runs out of memory may leave it half done.
 
-        Steps of one kind take the same memory; so where the first one does not run out, the others will not.
+        Steps of one kind take the same memory; so where the first one does not run out, the others will not. The
+        host's memory hardly ever runs out with an error: a large state there is not copied for it.
         """
+        if self.lane.device.startswith("cpu") and self.lane.engine.bytes > MOST_KEPT:
+            return None
         host = self.lane.members[0].framework.arrays.host
         return {name: np.array(host(tensor)) for name, tensor in self.lane.engine.tensors().items()}
 

@@ -1,0 +1,145 @@
+"""The planner: it takes what measures best, within its budget, and remembers."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.helpers import fit, fleet_of, mlp, toy
+
+import modelfleet as mf
+from modelfleet import testing
+from modelfleet.planning import paces, planner, trials
+
+X, Y = toy(64)
+LONG = {"epochs": 100, "batch_size": 8}  # 800 steps: worth measuring
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("MODELFLEET_CACHE", str(tmp_path))
+    return tmp_path / "paces.json"
+
+
+class Stopwatch:
+    """Trials that take what they are told to, and are counted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fused: float, single: float, shared: float = 1e9) -> None:
+        self.asked: list[tuple[int, bool]] = []
+        self.sharings = 0
+
+        def step_seconds(studied: Any, part: Any, batch: Any, most: float) -> float:
+            self.asked.append((len(part.names), part.fused))
+            return fused * len(part.names) if part.fused else single
+
+        def epoch_seconds(*args: Any) -> float:
+            self.sharings += 1
+            return shared
+
+        monkeypatch.setattr(trials, "step_seconds", step_seconds)
+        monkeypatch.setattr(trials, "epoch_seconds", epoch_seconds)
+
+
+@pytest.mark.parametrize(("fused", "single", "lanes"), [(0.01, 0.1, [8]), (0.1, 0.01, [1] * 8)])
+def test_what_measures_faster_is_taken(
+    fused: float, single: float, lanes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Stopwatch(monkeypatch, fused, single)
+    plan = fleet_of(8).plan((X, Y), **LONG)
+    assert [len(lane.members) for lane in plan.lanes] == lanes
+    if len(lanes) > 1:
+        assert "apart is faster than fused" in plan.lanes[0].reason
+        assert not plan.lanes[0].fused
+    assert plan.predicted_seconds == pytest.approx(800 * min(8 * single, 8 * fused))
+
+
+def test_a_short_run_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Stopwatch(monkeypatch, 0.1, 0.01)
+    plan = fleet_of(8).plan((X, Y), epochs=10, batch_size=8)
+    assert watch.asked == []
+    assert len(plan.lanes) == 1
+    assert plan.predicted_seconds is None
+
+
+def test_measuring_stays_within_its_part_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Stopwatch(monkeypatch, 1e-6, 1e-9)  # the run would take milliseconds: one look, and on
+    monkeypatch.setattr(planner._Budget, "spend", lambda self, seconds: setattr(self, "_spent", 5.0))
+    fleet_of(8).plan((X, Y), **LONG)
+    assert watch.asked == [(8, True)]
+
+
+def test_what_was_measured_is_known_to_the_next_fleet(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    watch = Stopwatch(monkeypatch, 0.1, 0.01)
+    first = fleet_of(8).plan((X, Y), **LONG)
+    count = len(watch.asked)
+    assert count >= 2
+    assert cache.exists()
+    second = fleet_of(8, seed=3).plan((X, Y), **LONG)
+    assert len(watch.asked) == count
+    assert [lane.members for lane in second.lanes] == [lane.members for lane in first.lanes]
+    cache.write_text("{not json")
+    fleet_of(8).plan((X, Y), **LONG)  # a file that can't be read is no trouble
+    assert len(watch.asked) > count
+
+
+def test_lanes_share_the_device_as_it_measures_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Stopwatch(monkeypatch, 0.01, 0.01, shared=1e-6)
+    fleet = mf.Fleet({"a": mlp(), "wide": mlp(9)})
+    fleet.compile("sgd", "cross_entropy")
+    assert fleet.plan((X, Y), **LONG).sharing in ("threads", "processes")
+    assert watch.sharings >= 1
+    Stopwatch(monkeypatch, 0.01, 0.01, shared=1e9)
+    other = mf.Fleet({"a": mlp(5), "wide": mlp(11)})
+    other.compile("sgd", "cross_entropy")
+    assert other.plan((X, Y), **LONG).sharing == "interleaved"
+
+
+def test_real_trials_leave_the_members_alone_and_give_a_time() -> None:
+    plain, fleet = fleet_of(4), fleet_of(4)
+    plan = fleet.plan((X, Y), **LONG)
+    predicted = plan.lanes[0].predicted_seconds_per_step
+    assert predicted is not None
+    assert 0 < predicted < 1
+    assert plan.measuring_seconds > 0
+    fit(plain, (X, Y), epochs=2)
+    fit(fleet, (X, Y), epochs=2)
+    for name in fleet.names:
+        assert testing.largest_difference(fleet[name], plain[name])[0] < 1e-6
+
+
+def test_a_plan_tells_what_a_run_took() -> None:
+    fleet = fleet_of(3)
+    fit(fleet, (X, Y), epochs=8, batch_size=8)
+    plan = fleet.plan((X, Y), epochs=8, batch_size=8)
+    assert plan.lanes[0].seconds_per_step is not None
+    assert plan.seconds_per_epoch is not None
+    assert "took" in str(plan)
+    assert "the last run took" in str(plan)
+
+
+def test_keys_go_by_what_a_measurement_depends_on() -> None:
+    assert paces.key("a", (1, 2)) == paces.key("a", (1, 2))
+    assert paces.key("a", (1, 2)) != paces.key("a", (1, 3))
+
+    def local() -> None: ...
+
+    assert " at 0x" in repr(local)
+    first = paces.key(local)
+
+    def local() -> None: ...
+
+    assert paces.key(local) == first
+
+
+def test_nothing_is_kept_where_nothing_is_to_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MODELFLEET_CACHE", "")
+    known = paces.Paces()
+    known.put("a", 1.0)
+    known.save()
+    assert list(tmp_path.iterdir()) == []
+    assert paces.Paces().get("a") is None
+    monkeypatch.setenv("MODELFLEET_CACHE", str(tmp_path / "new"))
+    known = paces.Paces()
+    known.put("a", float(np.float32(0.5)))
+    known.save()
+    assert paces.Paces().get("a") == 0.5
