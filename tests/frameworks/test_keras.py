@@ -11,7 +11,7 @@ FOLDER = Path(__file__).parent / "keras"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("backend", ["jax", "tensorflow", "torch"])
 def test_keras_on(backend: str) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}

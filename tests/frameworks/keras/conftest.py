@@ -4,3 +4,8 @@ import os
 
 if "MODELFLEET_KERAS_TESTS" not in os.environ:
     collect_ignore_glob = ["test_*.py"]
+
+# Before JAX is first used: programs here run for milliseconds and take seconds to compile.
+_QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+if os.environ.get("KERAS_BACKEND") == "jax":
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_QUICK}".strip()
