@@ -4,13 +4,15 @@
     fleet.fit((x, y), epochs=2)
     difference, where = testing.largest_difference(fleet["3"], expected)
 
-A module for each framework, named after it, has these two functions for its models.
+A module for each framework, named after it, has `alone` for its models, and `weights`: {name: array}.
 """
 
 from collections.abc import Callable, Collection
 from importlib import import_module
 from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 from modelfleet import frameworks
 
@@ -66,7 +68,21 @@ def largest_difference(model: Any, other: Any, *, ignoring: Collection[str] = ()
 
     Relative to the largest magnitude within each tensor. `ignoring` names tensors to leave out.
     """
-    return _reference(model).largest_difference(model, other, ignoring=ignoring)
+    weights = _reference(model).weights
+    first, second = weights(model), weights(other)
+    if first.keys() != second.keys():
+        raise ValueError(f"the models have different weights: {sorted(first.keys() ^ second.keys())}.")
+    strangers = set(ignoring) - first.keys()
+    if strangers:
+        raise ValueError(f"there is no {sorted(strangers)[0]!r} to ignore. Weights: {', '.join(first)}.")
+    worst = (0.0, "")
+    for name in first:
+        a, b = first[name].astype(np.float64), second[name].astype(np.float64)
+        if name in ignoring or not a.size:
+            continue
+        difference = float(np.abs(a - b).max()) / (float(np.abs(b).max()) or 1.0)
+        worst = max(worst, (difference if np.isfinite(difference) else np.inf, name))
+    return worst
 
 
 def _reference(model: Any) -> ModuleType:

@@ -5,7 +5,7 @@ As little as can be is shared with the fused path: what is wrong there must not 
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -70,24 +70,6 @@ def alone(
     return _train_pair(model, update, loss_of, batches, own_seed)
 
 
-def largest_difference(model: Any, other: Any, *, ignoring: Collection[str] = ()) -> tuple[float, str]:
-    """The largest relative difference and where it is; see `modelfleet.testing.largest_difference`."""
-    first, second = _weights(model), _weights(other)
-    if first.keys() != second.keys():
-        raise ValueError(f"the models have different weights: {sorted(first.keys() ^ second.keys())}.")
-    strangers = set(ignoring) - first.keys()
-    if strangers:
-        raise ValueError(f"there is no {sorted(strangers)[0]!r} to ignore. Weights: {', '.join(first)}.")
-    worst = (0.0, "")
-    for name in first:
-        a, b = first[name].astype(np.float64), second[name].astype(np.float64)
-        if name in ignoring or not a.size:
-            continue
-        difference = float(np.abs(a - b).max()) / (float(np.abs(b).max()) or 1.0)
-        worst = max(worst, (difference if np.isfinite(difference) else np.inf, name))
-    return worst
-
-
 def _train_module(model: Any, update: Any, loss_of: Callable[..., Any], batches: Iterator[Any]) -> Any:
     model.train()
     optimizer = nnx.Optimizer(model, update, wrt=nnx.Param)
@@ -136,7 +118,8 @@ def _batches(data: Any, seed: int | None, epoch: int, size: int) -> Iterator[Any
         yield jax.tree.map(lambda leaf, chosen=chosen: jnp.asarray(leaf[chosen]), data)
 
 
-def _weights(model: Any) -> dict[str, np.ndarray]:
+def weights(model: Any) -> dict[str, np.ndarray]:
+    """All that a module or a pair's params hold, by path."""
     tree = nnx.state(model) if isinstance(model, nnx.Module) else model[0]
     found: dict[str, np.ndarray] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:

@@ -1,6 +1,6 @@
 """The plain way to train a Keras model: its own `train_on_batch`, for comparison."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -57,26 +57,6 @@ def alone(
     return model
 
 
-def largest_difference(
-    model: keras.Model, other: keras.Model, *, ignoring: Collection[str] = ()
-) -> tuple[float, str]:
-    """The largest relative difference and where it is; see `modelfleet.testing.largest_difference`."""
-    first, second = _weights(model), _weights(other)
-    if first.keys() != second.keys():
-        raise ValueError(f"the models have different weights: {sorted(first.keys() ^ second.keys())}.")
-    strangers = set(ignoring) - first.keys()
-    if strangers:
-        raise ValueError(f"there is no {sorted(strangers)[0]!r} to ignore. Weights: {', '.join(first)}.")
-    worst = (0.0, "")
-    for name in first:
-        a, b = first[name].astype(np.float64), second[name].astype(np.float64)
-        if name in ignoring or not a.size:
-            continue
-        difference = float(np.abs(a - b).max()) / (float(np.abs(b).max()) or 1.0)
-        worst = max(worst, (difference if np.isfinite(difference) else np.inf, name))
-    return worst
-
-
 def _batches(data: Any, seed: int | None, epoch: int, size: int) -> Iterator[Any]:
     rows = len(leaves(data)[0])
     order = np.arange(rows)
@@ -95,6 +75,6 @@ def _streams(seed: int, step: int) -> AbstractContextManager[Any]:
     return drawing(seed, step)
 
 
-def _weights(model: keras.Model) -> dict[str, np.ndarray]:
+def weights(model: keras.Model) -> dict[str, np.ndarray]:
     """Weights by their place and name: Keras numbers the names of layers through the process."""
     return {f"{place}.{v.name}": keras.ops.convert_to_numpy(v.value) for place, v in enumerate(model.weights)}

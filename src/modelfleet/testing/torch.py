@@ -4,7 +4,7 @@ As little as can be is shared with the fused path: what is wrong there must not 
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -120,25 +120,6 @@ def alone(
     return model
 
 
-def largest_difference(model: nn.Module, other: nn.Module, *, ignoring: Collection[str] = ()) -> tuple[float, str]:
-    """The largest relative difference and where it is; see `modelfleet.testing.largest_difference`."""
-    first, second = _weights(model), _weights(other)
-    if first.keys() != second.keys():
-        raise ValueError(f"the models have different weights: {sorted(first.keys() ^ second.keys())}.")
-    strangers = set(ignoring) - first.keys()
-    if strangers:
-        raise ValueError(f"there is no {sorted(strangers)[0]!r} to ignore. Weights: {', '.join(first)}.")
-    worst = (0.0, "")
-    for name in first:
-        a, b = first[name].double(), second[name].double()
-        if name in ignoring or not a.numel():
-            continue
-        size = float(b.abs().max())
-        difference = float((a - b).abs().max()) / (size or 1.0)
-        worst = max(worst, (difference if np.isfinite(difference) else np.inf, name))
-    return worst
-
-
 def _batches(data: Any, seed: int | None, epoch: int, size: int) -> Iterator[Any]:
     rows = len(leaves(data)[0])
     order = torch.arange(rows)
@@ -161,5 +142,7 @@ def _loss(model: nn.Module, batch: Any, loss: Any, objective: Any) -> Tensor:
     return function(model(*x) if isinstance(x, tuple | list) else model(x), target)
 
 
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+def weights(model: nn.Module) -> dict[str, np.ndarray]:
+    """Parameters and buffers by name, in double precision: NumPy has no bfloat16."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach().double().cpu().numpy() for name, tensor in tensors}

@@ -119,7 +119,7 @@ def test_several_outputs_loss_weights_and_sample_weights() -> None:
         models.same(fleet[name], model)
 
 
-def test_class_weights_and_steps_per_epoch() -> None:
+def test_class_weights() -> None:
     own = compiled(lambda seed: models.mlp(seed=seed))
     expected, fleet = copies(own), mf.Fleet(own)
     x, y = models.data(16)
