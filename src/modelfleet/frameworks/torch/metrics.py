@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from modelfleet.errors import InputError, unknown
+from modelfleet.frameworks.metrics import listed
 from modelfleet.frameworks.torch.losses import IGNORED, LOSSES, matched, shape_of
 
 Sums = Callable[[Any, Any, Tensor], dict[str, Tensor]]
@@ -38,25 +39,7 @@ def resolve(metrics: Sequence[str | Function | Mapping[str, Function]]) -> tuple
 
     A function gives a scalar per batch; its epoch's value is the mean, every batch weighing its rows.
     """
-    if isinstance(metrics, str | Mapping) or callable(metrics):
-        metrics = [metrics]
-    found: list[Metric] = []
-    for metric in metrics:
-        if isinstance(metric, str):
-            found.append(_named(metric))
-        elif isinstance(metric, Mapping):
-            found += [_from_function(function, name) for name, function in metric.items()]
-        else:
-            found.append(_from_function(metric, getattr(metric, "__name__", type(metric).__name__)))
-    taken = {"loss"}  # what every history has
-    for metric in found:
-        if metric.name in taken:
-            raise InputError(
-                f"there are two metrics named {metric.name!r}. Names are unique; to give a function another "
-                f'one, pass {{"name": function}}.'
-            )
-        taken.add(metric.name)
-    return tuple(found)
+    return listed(metrics, _named, _from_function)
 
 
 def _named(name: str) -> Metric:
