@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from modelfleet.errors import InputError
 
-KINDS = ("cpu", "cuda", "mps", "xpu")
+KINDS = ("cpu", "cuda", "mps", "xpu", "ray")
 
 _DEVICE = re.compile(r"(?P<kind>[^:]+)(:(?P<index>0|[1-9][0-9]*))?")
 
@@ -63,3 +63,11 @@ def _parse(text: str) -> Device:
     if match["kind"] not in KINDS:
         raise InputError(f"unknown kind of device in {text!r}. Known: {', '.join(KINDS)}.")
     return Device(match["kind"], None if match["index"] is None else int(match["index"]))
+
+
+def threads_of(devices: Sequence[Device]) -> int:
+    """The threads that each of several logical CPU devices has."""
+    import os
+
+    logical = sum(device.kind == "cpu" for device in devices)
+    return max(1, len(os.sched_getaffinity(0)) // max(1, logical))

@@ -1,6 +1,5 @@
-"""Where steps run when not in this process: worker processes, and what crosses to them."""
+"""Where steps run: in this process, in processes of their own, or on a Ray cluster. One protocol for all."""
 
-from modelfleet.workers.process import Worker, WorkerDiedError, hire, release
-from modelfleet.workers.shared import Block, CannotSendError
+from modelfleet.workers._base import CannotSendError, Place, Shared, Worker, WorkerDiedError, interrupted
 
-__all__ = ["Block", "CannotSendError", "Worker", "WorkerDiedError", "hire", "release"]
+__all__ = ["CannotSendError", "Place", "Shared", "Worker", "WorkerDiedError", "interrupted"]

@@ -1,56 +1,50 @@
-"""A worker: a spawned process that runs generators for this one.
-
-    worker.start(task, order)           # task(order) is a generator function, run in the worker
-    more, item = worker.receive()       # its items come one by one
-    worker.answer(value)                # and each `yield` there gives what was answered
-
-The worker waits after every item until it is answered. When it dies, `receive` raises `WorkerDiedError` with what
-is known of its death.
-"""
+"""Workers in processes of their own: spawned, fed by a pipe and shared memory, kept when they are idle."""
 
 import atexit
 import os
+import pickle
+import secrets
 import signal
+import threading
 import traceback
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Self
 
-from modelfleet.errors import FleetError
 from modelfleet.workers import shared
+from modelfleet.workers._base import Task, WorkerDiedError, listen
 
-_START, _ITEM, _END, _ERROR, _READY = "start", "item", "end", "error", "ready"
-
-
-class WorkerDiedError(FleetError):
-    """A worker process is gone."""
+START, ITEM, END, ERROR, READY = "start", "item", "end", "error", "ready"
+_environment = threading.Lock()
 
 
-class Worker:
+class ProcessWorker:
     """One spawned process. `env` is set in it before anything is imported."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         context = get_context("spawn")
+        token = f"mf-{secrets.token_hex(8)}"
         self.env = dict(env)
         self.last: object = None
-        """What it worked on last; whoever hires it may note it."""
-        self.memory: Any = None
         self.busy = False
-        """Whether it has begun something that it has not ended."""
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_main, args=(theirs,), name="modelfleet-worker", daemon=True)
-        before = {name: os.environ.get(name) for name in env}
-        os.environ.update(env)  # inherited: what the main module imports anew sees it, too
-        try:
-            self.process.start()
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+        self._order: Any = None  # the memory of an order that was not read yet
+        self._pipe, theirs = context.Pipe()
+        self._outbox, self._inbox = shared.Outbox(f"{token}-in"), shared.Inbox(f"{token}-out")
+        self.process = context.Process(target=_main, args=(theirs, token), name="modelfleet-worker", daemon=True)
+        with _environment:
+            before = {name: os.environ.get(name) for name in env}
+            os.environ.update(env)  # inherited: what the main module imports anew sees it, too
+            try:
+                self.process.start()
+            finally:
+                for name, value in before.items():
+                    if value is None:
+                        del os.environ[name]
+                    else:
+                        os.environ[name] = value
         theirs.close()
 
     @property
@@ -58,54 +52,66 @@ class Worker:
         """Whether it is there."""
         return self.process.is_alive()
 
-    def start(self, task: Callable[[Any], Generator[Any, Any, None]], order: Any, what: str) -> None:
-        """Have it run a generator function on an order."""
-        parcel, self.memory = shared.pack((task, order), what)
+    def start(self, task: Task, order: Any, what: str) -> None:
+        """Have it begin a task. The order's arrays are its own, as long as the task runs."""
+        parcel, self._order = shared.pack((task, order), what)
         self.busy = True
-        self._send((_START, parcel))
+        self._send((START, parcel))
 
     def answer(self, value: Any = None) -> None:
         """Let it go on after an item."""
-        self._send((_ITEM, value))
+        self._send((ITEM, self._outbox.pack(value, "an answer")))
 
     def interrupt(self) -> None:
-        """Tell it, between two items, that it is to stop soon; the generator asks `interrupted`."""
+        """Tell it that it is to stop soon."""
         with suppress(WorkerDiedError):
-            self._send((_END, None))
+            self._send((END, None))
+
+    def poll(self, seconds: float | None = 0.0) -> bool:
+        """Whether it has something to say, or has died."""
+        return bool(connection.wait([self._pipe], seconds))
 
     def receive(self) -> tuple[bool, Any]:
         """The next item, and whether there is one; blocks until then."""
         while True:
             try:
-                kind, value = self.pipe.recv()
+                kind, value = self._pipe.recv()
             except (EOFError, OSError) as error:
                 raise WorkerDiedError(self._obituary()) from error
-            if kind == _READY:
-                shared.discard(self.memory, unlink=True)
-                self.memory = None
+            if kind == READY:
+                shared.discard(self._order, unlink=True)
+                self._order = None
                 continue
-            self.busy = kind == _ITEM
-            if kind == _ERROR:
+            self.busy = kind == ITEM
+            if kind == ERROR:
                 error, trace = value
                 error.add_note(f"In a worker process:\n{trace}")
                 raise error
-            return kind == _ITEM, value
+            return (True, self._inbox.unpack(value)) if kind == ITEM else (False, None)
 
     def close(self) -> None:
         """End it."""
-        shared.discard(self.memory, unlink=True)
-        self.memory = None
+        shared.discard(self._order, unlink=True)
+        self._order = None
         with suppress(OSError):
-            self.pipe.close()
+            self._pipe.close()
         self.process.terminate()
         self.process.join(5)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
+        self._outbox.close()
+        self._inbox.close(sweep=True)
+
+    @classmethod
+    def wait(cls, workers: Sequence[Self]) -> list[Self]:
+        """Those that have something to say, or have died; blocks until there is one."""
+        ready = connection.wait([worker._pipe for worker in workers])
+        return [worker for worker in workers if worker._pipe in ready]
 
     def _send(self, message: Any) -> None:
         try:
-            self.pipe.send(message)
+            self._pipe.send(message)
         except OSError as error:
             raise WorkerDiedError(self._obituary()) from error
 
@@ -123,26 +129,43 @@ class Worker:
         )
 
 
-def wait(workers: list[Worker]) -> list[Worker]:
-    """Those that have something to say, or have died; blocks until there is one."""
-    ready = connection.wait([worker.pipe for worker in workers])
-    return [worker for worker in workers if worker.pipe in ready]
+@dataclass(frozen=True)
+class ProcessPlace:
+    """A device of this machine that a process of its own uses."""
+
+    name: str
+    device: str
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def hire(self, last: object = None) -> ProcessWorker:
+        """An idle worker, best the one that worked on `last`, or a new one."""
+        return hire(self.env, last)
+
+    def release(self, worker: ProcessWorker) -> None:
+        """Keep it for whoever needs one next."""
+        release(worker)
+
+    def share(self, value: Any, what: str) -> shared.InMemory:
+        """The value in shared memory."""
+        return shared.InMemory.put(value, what)
 
 
-_idle: list[Worker] = []
+_idle: list[ProcessWorker] = []
+_hiring = threading.Lock()
 
 
-def hire(env: Mapping[str, str], last: object = None) -> Worker:
+def hire(env: Mapping[str, str], last: object = None) -> ProcessWorker:
     """A worker with this environment: an idle one, best the one that worked on `last`, or a new one."""
-    for worker in [w for w in _idle if not w.alive]:
-        _idle.remove(worker)
-        worker.close()
-    fitting = [worker for worker in _idle if worker.env == dict(env)]
-    fitting.sort(key=lambda worker: worker.last == last, reverse=True)
-    if not fitting:
-        return Worker(env)
-    _idle.remove(fitting[0])
-    return fitting[0]
+    with _hiring:
+        for worker in [w for w in _idle if not w.alive]:
+            _idle.remove(worker)
+            worker.close()
+        fitting = [worker for worker in _idle if worker.env == dict(env)]
+        fitting.sort(key=lambda worker: worker.last == last, reverse=True)
+        if fitting:
+            _idle.remove(fitting[0])
+            return fitting[0]
+    return ProcessWorker(env)
 
 
 def idle() -> int:
@@ -150,12 +173,13 @@ def idle() -> int:
     return sum(worker.alive for worker in _idle)
 
 
-def release(worker: Worker, *, most: int = 4) -> None:
+def release(worker: ProcessWorker, *, most: int = 4) -> None:
     """Keep a worker for whoever needs one next: starting one takes seconds. One that is still busy is ended."""
-    if worker.alive and not worker.busy and len(_idle) < most:
-        _idle.append(worker)
-    else:
-        worker.close()
+    with _hiring:
+        if worker.alive and not worker.busy and len(_idle) < max(most, os.cpu_count() or 1):
+            _idle.append(worker)
+            return
+    worker.close()
 
 
 @atexit.register
@@ -167,69 +191,65 @@ def dismiss() -> None:
 
 # --- in the worker -------------------------------------------------------------------------------------------
 
-_pipe: Connection | None = None
-_told_to_stop = False
 
-
-def interrupted() -> bool:
-    """In a worker: whether its owner wants it to stop soon."""
-    global _told_to_stop
-    while not _told_to_stop and _pipe is not None and _pipe.poll():
-        kind, _ = _pipe.recv()
-        _told_to_stop = kind == _END
-    return _told_to_stop
-
-
-def _main(pipe: Connection) -> None:
-    global _pipe
+def _main(pipe: Connection, token: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to hear
-    _pipe = pipe
+    host = _Host(pipe, token)
+    listen(host.interrupted)
     with suppress(EOFError, OSError, KeyboardInterrupt):
         while True:
-            _, parcel = _awaited(pipe, _START)
+            parcel = host.awaited(START)
             try:
-                _run(pipe, parcel)
+                host.run(parcel)
             except Exception as error:
-                pipe.send((_ERROR, (_portable(error), traceback.format_exc())))
+                pipe.send((ERROR, (portable(error), traceback.format_exc())))
 
 
-def _run(pipe: Connection, parcel: shared.Parcel) -> None:
-    global _told_to_stop
-    _told_to_stop = False
-    (task, order), memory = shared.unpack(parcel)
-    pipe.send((_READY, None))  # the memory can be unlinked now; it lives on here
-    running = task(order)
-    del order
-    try:
-        item = next(running, None)
-        while item is not None:
-            pipe.send((_ITEM, item))
-            _, answer = _awaited(pipe, _ITEM)
-            try:
-                item = running.send(answer)
-            except StopIteration:
-                break
-    finally:
-        running.close()
-        del running
-        shared.discard(memory, unlink=False)
-    pipe.send((_END, None))
+class _Host:
+    def __init__(self, pipe: Connection, token: str) -> None:
+        self._pipe = pipe
+        self._inbox, self._outbox = shared.Inbox(f"{token}-in"), shared.Outbox(f"{token}-out")
+        self._told_to_stop = False
+
+    def run(self, parcel: shared.Parcel) -> None:
+        self._told_to_stop = False
+        (task, order), memory = shared.unpack(parcel)
+        self._pipe.send((READY, None))  # the memory can be unlinked now; it lives on here
+        running = task(order)
+        del order
+        try:
+            item = next(running)
+            while True:
+                self._pipe.send((ITEM, self._outbox.pack(item, "a result")))
+                item = running.send(self._inbox.unpack(self.awaited(ITEM)))
+        except StopIteration:
+            pass
+        finally:
+            running.close()
+            del running
+            shared.discard(memory, unlink=False)
+        self._pipe.send((END, None))
+
+    def awaited(self, kind: str) -> Any:
+        """The next message of a kind; being told to stop is noted, whenever it comes."""
+        while True:
+            found, value = self._pipe.recv()
+            if found == kind:
+                return value
+            self._told_to_stop = True
+
+    def interrupted(self) -> bool:
+        while not self._told_to_stop and self._pipe.poll():
+            kind, _ = self._pipe.recv()
+            self._told_to_stop = kind == END
+        return self._told_to_stop
 
 
-def _awaited(pipe: Connection, kind: str) -> tuple[str, Any]:
-    """The next message of a kind; being told to stop is noted, whenever it comes."""
-    global _told_to_stop
-    while True:
-        message = pipe.recv()
-        if message[0] == kind:
-            return message
-        _told_to_stop = True
-
-
-def _portable(error: Exception) -> Exception:
+def portable(error: Exception) -> Exception:
     """An error that can be sent: itself, or its words."""
     try:
-        shared.pack(error, "an error")
+        pickled, views = shared.pickled(error, "an error")
+        pickle.loads(pickled, buffers=views)
         return error
-    except FleetError:
+    except Exception:  # a pickle may raise anything, when it is written and when it is read
         return RuntimeError(f"{type(error).__name__}: {error}")

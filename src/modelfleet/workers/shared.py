@@ -1,4 +1,4 @@
-"""Values that cross to another process: arrays by shared memory, the rest by pickle.
+"""Values that cross to another process of this machine: arrays by shared memory, the rest by pickle.
 
 What is pickled goes from one process of ours to another that it has started, and never to a disk.
 """
@@ -6,22 +6,17 @@ What is pickled goes from one process of ours to another that it has started, an
 import io
 import pickle
 import secrets
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import shared_memory
 from typing import Any
 
-import numpy as np
-
 from modelfleet import frameworks
-from modelfleet.errors import FleetError
+from modelfleet.workers._base import CannotSendError
 
 _ALIGN = 64
-
-
-class CannotSendError(FleetError):
-    """A value can't be sent to another process; the message says which and why."""
+_LEAST = 1 << 16  # bytes of a channel's memory at first
 
 
 @dataclass(frozen=True)
@@ -38,29 +33,29 @@ class _Pickler(pickle.Pickler):
         return frameworks.reduced(value)
 
 
-def pack(value: Any, what: str) -> tuple[Parcel, shared_memory.SharedMemory | None]:
-    """Make a parcel; close and unlink the memory when the other side has opened it."""
+def pickled(value: Any, what: str, pickler: Any = _Pickler) -> tuple[bytes, list[memoryview]]:
+    """A value's pickle, and the arrays that are to go beside it."""
     buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
     try:
-        _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
+        pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
     except Exception as error:  # a pickle may raise anything
         raise CannotSendError(
             f"{what} can't be sent to a worker process: {type(error).__name__}: {error}. Define classes and "
             f"functions at the top of a module that can be imported, not inside of a function or as a lambda."
         ) from error
-    views = [buffer.raw() for buffer in buffers]
+    return stream.getvalue(), [buffer.raw() for buffer in buffers]
+
+
+def pack(value: Any, what: str) -> tuple[Parcel, shared_memory.SharedMemory | None]:
+    """Make a parcel; close and unlink the memory when the other side has opened it."""
+    pickle_, views = pickled(value, what)
     if not views:
-        return Parcel(stream.getvalue(), None, ()), None
-    spans, end = [], 0
-    for view in views:
-        spans.append((end, view.nbytes))
-        end += -(-view.nbytes // _ALIGN) * _ALIGN
-    memory = _new(end)
-    assert memory.buf is not None
-    for (start, size), view in zip(spans, views, strict=True):
-        memory.buf[start : start + size] = view
-    return Parcel(stream.getvalue(), memory.name, tuple(spans)), memory
+        return Parcel(pickle_, None, ()), None
+    spans, end = _laid_out(views)
+    memory = _new(f"mf-{secrets.token_hex(8)}", end)
+    _fill(memory, spans, views)
+    return Parcel(pickle_, memory.name, spans), memory
 
 
 def unpack(parcel: Parcel) -> tuple[Any, shared_memory.SharedMemory | None]:
@@ -68,53 +63,97 @@ def unpack(parcel: Parcel) -> tuple[Any, shared_memory.SharedMemory | None]:
     if parcel.memory is None:
         return pickle.loads(parcel.pickled), None
     memory = _open(parcel.memory)
-    assert memory.buf is not None
-    views = [memory.buf[start : start + size] for start, size in parcel.spans]
-    return pickle.loads(parcel.pickled, buffers=views), memory
+    return _loaded(parcel, memory), memory
 
 
-class Block:
-    """A set of named arrays in shared memory, twice: one half is whole while the other is being written."""
+class Outbox:
+    """The sending end of a channel: one message at a time, in memory that is used again and grows as needed."""
 
-    def __init__(self, layout: Mapping[str, tuple[tuple[int, ...], str]], memory: str | None = None) -> None:
-        self._layout = dict(layout)
-        self._places: dict[str, int] = {}
-        end = 0
-        for name, (shape, dtype) in self._layout.items():
-            self._places[name] = end
-            end += -(-int(np.prod(shape)) * np.dtype(dtype).itemsize // _ALIGN) * _ALIGN
-        self._half = max(end, _ALIGN)
-        self._memory = _new(2 * self._half) if memory is None else _open(memory)
-        self._owner = memory is None
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._number = 0
+        self._memory: shared_memory.SharedMemory | None = None
 
-    @classmethod
-    def like(cls, arrays: Mapping[str, np.ndarray]) -> "Block":
-        """A block for arrays of these shapes."""
-        return cls({name: (array.shape, array.dtype.str) for name, array in arrays.items()})
-
-    @property
-    def address(self) -> tuple[dict[str, tuple[tuple[int, ...], str]], str]:
-        """What `Block(*address)` needs in another process."""
-        return self._layout, self._memory.name
-
-    def write(self, half: int, arrays: Mapping[str, np.ndarray]) -> None:
-        """Write all arrays into a half."""
-        for name, view in self._views(half).items():
-            np.copyto(view, arrays[name], casting="no")
-
-    def read(self, half: int) -> dict[str, np.ndarray]:
-        """Copies of the arrays of a half."""
-        return {name: view.copy() for name, view in self._views(half).items()}
-
-    def _views(self, half: int) -> dict[str, np.ndarray]:
-        return {
-            name: np.ndarray(shape, dtype, buffer=self._memory.buf, offset=half * self._half + self._places[name])
-            for name, (shape, dtype) in self._layout.items()
-        }
+    def pack(self, value: Any, what: str) -> Parcel:
+        """A message; the one before it is gone."""
+        pickle_, views = pickled(value, what)
+        if not views:
+            return Parcel(pickle_, None, ())
+        spans, end = _laid_out(views)
+        if self._memory is None or self._memory.size < end:
+            larger = max(_LEAST, end, 0 if self._memory is None else 2 * self._memory.size)
+            self.close()
+            self._number += 1
+            self._memory = _new(_numbered(self._name, self._number), larger)
+        _fill(self._memory, spans, views)
+        return Parcel(pickle_, self._memory.name, spans)
 
     def close(self) -> None:
         """Give the memory back."""
-        discard(self._memory, unlink=self._owner)
+        discard(self._memory, unlink=True)
+        self._memory = None
+
+
+class Inbox:
+    """The receiving end of a channel. A message's arrays are gone when the next one is sent."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._memory: shared_memory.SharedMemory | None = None
+        self._number = 0
+
+    def unpack(self, parcel: Parcel) -> Any:
+        """A message's value."""
+        if parcel.memory is None:
+            return pickle.loads(parcel.pickled)
+        if self._memory is None or self._memory.name != parcel.memory:
+            discard(self._memory, unlink=False)
+            self._memory = _open(parcel.memory)
+            self._number = int(parcel.memory.rpartition("-")[2])
+        return _loaded(parcel, self._memory)
+
+    def close(self, *, sweep: bool = False) -> None:
+        """Stop reading; `sweep` deletes what a sender that was killed may have left."""
+        discard(self._memory, unlink=False)
+        self._memory = None
+        if sweep:
+            for number in (self._number, self._number + 1):
+                with suppress(FileNotFoundError):
+                    discard(_open(_numbered(self._name, number)), unlink=True)
+
+
+@dataclass
+class InMemory:
+    """A value in shared memory, for all processes of this machine."""
+
+    parcel: Parcel
+
+    @classmethod
+    def put(cls, value: Any, what: str) -> "InMemory":
+        """Write the value down."""
+        parcel, memory = pack(value, what)
+        made = cls(parcel)
+        made._memory = memory
+        return made
+
+    _memory: Any = None
+
+    def __getstate__(self) -> Parcel:
+        return self.parcel
+
+    def __setstate__(self, parcel: Parcel) -> None:
+        self.parcel = parcel
+
+    def get(self) -> Any:
+        """The value, its arrays as views of the shared memory."""
+        value, memory = unpack(self.parcel)
+        discard(memory, unlink=False)
+        return value
+
+    def close(self) -> None:
+        """Delete the memory; those who have the value keep it."""
+        discard(self._memory, unlink=True)
+        self._memory = None
 
 
 def discard(memory: shared_memory.SharedMemory | None, *, unlink: bool) -> None:
@@ -127,15 +166,41 @@ def discard(memory: shared_memory.SharedMemory | None, *, unlink: bool) -> None:
             memory.close()
 
 
+def _laid_out(views: Sequence[memoryview]) -> tuple[tuple[tuple[int, int], ...], int]:
+    spans, end = [], 0
+    for view in views:
+        spans.append((end, view.nbytes))
+        end += -(-view.nbytes // _ALIGN) * _ALIGN
+    return tuple(spans), max(end, 1)
+
+
+def _fill(
+    memory: shared_memory.SharedMemory, spans: Sequence[tuple[int, int]], views: Sequence[memoryview]
+) -> None:
+    assert memory.buf is not None
+    for (start, size), view in zip(spans, views, strict=True):
+        memory.buf[start : start + size] = view
+
+
+def _loaded(parcel: Parcel, memory: shared_memory.SharedMemory) -> Any:
+    assert memory.buf is not None
+    views = [memory.buf[start : start + size] for start, size in parcel.spans]
+    return pickle.loads(parcel.pickled, buffers=views)
+
+
 class _Memory(shared_memory.SharedMemory):
     def __del__(self) -> None:
         with suppress(BufferError):  # arrays on it have outlived it; the memory goes with the last of them
             super().__del__()
 
 
-def _new(size: int) -> shared_memory.SharedMemory:
-    return _Memory(f"mf-{secrets.token_hex(8)}", create=True, size=size)
+def _new(name: str, size: int) -> shared_memory.SharedMemory:
+    return _Memory(name, create=True, size=size)
 
 
 def _open(name: str) -> shared_memory.SharedMemory:
     return _Memory(name)
+
+
+def _numbered(name: str, number: int) -> str:
+    return f"{name}-{number}"

@@ -1,0 +1,176 @@
+"""Workers of every kind: one protocol, the same behaviour."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.workers import tasks
+
+from modelfleet.workers import CannotSendError, WorkerDiedError
+from modelfleet.workers.inline import InlinePlace
+from modelfleet.workers.process import ProcessPlace, dismiss
+
+INLINE = InlinePlace("cpu", "cpu")
+PROCESS = ProcessPlace("cpu:1", "cpu:1", {"OMP_NUM_THREADS": "1", "MODELFLEET_DEVICE": "cpu:1"})
+
+
+@pytest.fixture(scope="module", params=[INLINE, PROCESS], ids=["inline", "process"])
+def place(request: pytest.FixtureRequest) -> Iterator[Any]:
+    yield request.param
+    dismiss()
+
+
+@pytest.fixture
+def worker(place: Any) -> Iterator[Any]:
+    hired = place.hire()
+    yield hired
+    place.release(hired)
+
+
+def test_a_task_and_its_owner_speak_in_turn(worker: Any) -> None:
+    worker.start(tasks.echo, "first", "an order")
+    assert worker.receive() == (True, "first")
+    for value in ({"a": [1, 2]}, "third"):
+        worker.answer(value)
+        assert worker.receive() == (True, value)
+    assert worker.busy
+    worker.answer(None)
+    assert worker.receive() == (False, None)
+    assert not worker.busy
+
+
+def test_a_worker_takes_one_task_after_another(worker: Any) -> None:
+    for number in range(3):
+        worker.start(tasks.echo, number, "an order")
+        assert worker.receive() == (True, number)
+        worker.answer(None)
+        assert worker.receive() == (False, None)
+
+
+def test_arrays_and_tensors_cross_whole(worker: Any) -> None:
+    sent = {"x": np.arange(12.0).reshape(3, 4).T, "empty": np.empty((0, 2)), "t": torch.arange(5)}
+    worker.start(tasks.echo, sent, "an order")
+    _, got = worker.receive()
+    np.testing.assert_array_equal(got["x"], sent["x"])
+    assert got["empty"].shape == (0, 2)
+    assert torch.equal(got["t"], torch.arange(5))
+    worker.answer(None)
+    worker.receive()
+
+
+def test_messages_may_grow(worker: Any) -> None:
+    worker.start(tasks.grow, None, "an order")
+    worker.receive()
+    for number, size in enumerate([1, 40, 1600, 64_000, 2_560_000]):
+        worker.answer(float(number))
+        _, got = worker.receive()
+        assert got.shape == (size,)
+        assert (got == number).all()
+    del got
+    worker.answer(None)
+    worker.receive()
+
+
+def test_what_a_task_raises_is_raised_here_and_the_worker_lives_on(worker: Any) -> None:
+    worker.start(tasks.fail, "the key", "an order")
+    worker.receive()
+    worker.answer(None)
+    with pytest.raises(KeyError, match="the key"):
+        worker.receive()
+    worker.start(tasks.echo, 1, "an order")
+    assert worker.receive() == (True, 1)
+    worker.answer(None)
+    worker.receive()
+
+
+def test_a_task_hears_that_it_is_to_stop(worker: Any) -> None:
+    worker.start(tasks.until_interrupted, None, "an order")
+    worker.receive()
+    worker.answer(None)
+    worker.interrupt()
+    assert worker.receive() == (True, "interrupted")
+    worker.answer(None)
+    assert worker.receive() == (False, None)
+
+
+def test_a_shared_value_is_seen_by_all(place: Any) -> None:
+    shared = place.share(np.ones(1000), "ones")
+    workers = [place.hire() for _ in range(2)]
+    for worker in workers:
+        worker.start(tasks.total, shared, "an order")
+    for worker in workers:
+        _, (total, own) = worker.receive()
+        assert total == 1000
+        assert own == (place is INLINE)  # elsewhere it is a view of the one memory
+        worker.answer(None)
+        worker.receive()
+        place.release(worker)
+    shared.close()
+
+
+def test_the_environment_is_there_before_anything() -> None:
+    worker = PROCESS.hire()
+    worker.start(tasks.environment, ["OMP_NUM_THREADS", "MODELFLEET_DEVICE"], "an order")
+    assert worker.receive() == (True, PROCESS.env)
+    worker.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_death_is_noticed_and_named(number: signal.Signals) -> None:
+    worker = PROCESS.hire()
+    worker.start(tasks.die, int(number), "an order")
+    worker.receive()
+    worker.answer(None)
+    assert worker.poll(None)
+    with pytest.raises(WorkerDiedError, match=number.name):
+        worker.receive()
+    assert not worker.alive
+    worker.close()
+
+
+def test_a_killed_worker_leaves_no_memory_behind() -> None:
+    before = set(os.listdir("/dev/shm")) if Path("/dev/shm").exists() else set()
+    worker = PROCESS.hire()
+    worker.start(tasks.grow, np.ones(100), "an order")
+    worker.receive()
+    for _ in range(4):
+        worker.answer(1.0)
+        worker.receive()
+    worker.process.kill()
+    with pytest.raises(WorkerDiedError):
+        worker.receive()
+    worker.close()
+    assert not Path("/dev/shm").exists() or set(os.listdir("/dev/shm")) - before == set()
+
+
+def test_an_error_that_can_not_be_sent_is_told_in_words() -> None:
+    worker = PROCESS.hire()
+    worker.start(tasks.fail_strangely, "loadable", "an order")
+    worker.receive()
+    worker.answer(None)
+    with pytest.raises(RuntimeError, match="UnloadableError: unloadable"):
+        worker.receive()
+    PROCESS.release(worker)
+
+
+def test_what_can_not_be_sent_says_how_to_write_it() -> None:
+    worker = PROCESS.hire()
+    with pytest.raises(CannotSendError, match="the factory can't be sent .* at the top of a module"):
+        worker.start(tasks.echo, lambda: None, "the factory")
+    worker.close()
+
+
+def test_idle_workers_are_hired_again() -> None:
+    worker = PROCESS.hire()
+    worker.start(tasks.echo, 1, "an order")
+    worker.receive()
+    worker.answer(None)
+    worker.receive()
+    PROCESS.release(worker)
+    assert PROCESS.hire() is worker
+    worker.close()
