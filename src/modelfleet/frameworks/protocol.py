@@ -127,6 +127,9 @@ class Adapter(Protocol):
         """The framework's own device."""
         ...
 
+    # An adapter whose steps on the CPU take as many threads as the calling thread was told to may also have
+    # `threads() -> int` and `use_threads(count)`: then logical CPU devices have threads of their own.
+
     def free_memory(self, device: Any) -> int | None:
         """The bytes that are free on one of the framework's devices; None if it does not tell."""
         ...

@@ -36,6 +36,8 @@ _engine, arrays, _devices, files = (
 )
 Engine = _engine.Engine
 choose, free_memory, native = _devices.choose, _devices.free_memory, _devices.native
+if keras.backend.backend() == "torch":
+    threads, use_threads = _devices.threads, _devices.use_threads
 
 __all__ = [
     "NAME",

@@ -12,7 +12,7 @@ from modelfleet.frameworks.torch.building import (
     stacked_weights,
     weights_key,
 )
-from modelfleet.frameworks.torch.devices import choose, free_memory, native
+from modelfleet.frameworks.torch.devices import choose, free_memory, native, threads, use_threads
 from modelfleet.frameworks.torch.engine import Engine
 from modelfleet.frameworks.torch.recipe import compile, prepare
 from modelfleet.frameworks.torch.schedules import of_task as Schedules
@@ -41,6 +41,8 @@ __all__ = [
     "seeding",
     "signature",
     "stacked_weights",
+    "threads",
     "trained_twice",
+    "use_threads",
     "weights_key",
 ]

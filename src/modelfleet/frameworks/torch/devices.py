@@ -46,3 +46,13 @@ def free_memory(device: torch.device) -> int | None:
 def native(device: Device) -> torch.device:
     """The device as torch knows it; every logical CPU is the one CPU."""
     return torch.device("cpu") if device.kind == "cpu" else torch.device(str(device))
+
+
+def threads() -> int:
+    """How many threads a step has on the CPU, in this thread."""
+    return torch.get_num_threads()
+
+
+def use_threads(count: int) -> None:
+    """Have so many threads for the steps of this thread, and of threads that are new."""
+    torch.set_num_threads(count)
