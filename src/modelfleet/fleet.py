@@ -22,7 +22,7 @@ from modelfleet.planning import supply
 from modelfleet.planning.assembly import Assembly, Part, refuse_here, refuse_unfused, settle
 from modelfleet.planning.placement import spread_out
 from modelfleet.planning.plan import LanePlan, Plan
-from modelfleet.planning.planner import Choice, Planner
+from modelfleet.planning.planner import Choice, Planner, usual_sharing
 from modelfleet.planning.supply import Job
 from modelfleet.progress import reporter
 from modelfleet.recipe import Recipe
@@ -223,7 +223,10 @@ class Fleet:
         """What will run where, and why. With data it is known whether every group can be fused."""
         if data is None:
             compiled = all(recipe is not None for recipe in self._recipes.values())
-            return self._described(self._ready("auto", "train" if compiled else "predict"), {}, None)
+            lanes = self._ready("auto", "train" if compiled else "predict")
+            if not self._choice.lanes:
+                self._choice = Choice([], usual_sharing(self._studied))
+            return self._described(lanes, {}, None)
         job = Job(tuple(self.names), data, epochs=epochs, batch_size=batch_size)
         job.check()
         lanes = self._settled("auto", job, "train")

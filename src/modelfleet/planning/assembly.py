@@ -200,7 +200,7 @@ def refuse_unfused(parts: Sequence[Part]) -> None:
 
 
 def refuse_here(strategy: str) -> None:
-    """Raise `StrategyError` for what a cluster's devices can't do: their lanes are always stepped by actors there."""
+    """Raise `StrategyError` for what can't be had on a cluster, where actors step all lanes."""
     if strategy not in ("auto", "processes"):
         raise StrategyError(
             f'strategy="{strategy}" is for the devices of this machine, and the fleet is on a Ray cluster. '

@@ -69,10 +69,9 @@ class Planner:
         sharings: dict[str, Callable[[Job], Sharing]],
         kept: str | None,
     ) -> Choice:
-        """How lanes run by a strategy. `kept` is the sharing of a run that is resumed: its lanes stay as they are."""
+        """How lanes run by a strategy. `kept` is the sharing of a run that is resumed: its lanes stay."""
         scattered, clustered = studied.scattered, bool(studied.assembly.places)
-        usual = "threads" if scattered else "interleaved"
-        sharing = strategy if strategy in ("interleaved", "threads", "processes") else usual
+        sharing = strategy if strategy in ("interleaved", "threads", "processes") else usual_sharing(studied)
         if kept is not None or clustered:  # the devices of a cluster are not here to be measured
             if kept is None:
                 lanes = self._place(studied, lanes, job)
@@ -355,6 +354,13 @@ class _Budget:
         self.dearest = max(self.dearest, seconds)
 
 
+def usual_sharing(studied: Studied) -> str:
+    """How lanes share the devices before anything is known of them."""
+    if studied.assembly.places:
+        return "processes"
+    return "threads" if studied.scattered else "interleaved"
+
+
 _Where = tuple[tuple[tuple[str, ...], bool, Device | None], ...]
 
 
@@ -364,7 +370,7 @@ def _where(parts: Iterable[Part]) -> _Where:
 
 
 def _all(lanes: Sequence[Fed], seconds: Sequence[float | None], steps: Sequence[int]) -> float:
-    """The seconds for so many steps of all lanes: those of a device take turns, and the devices run side by side."""
+    """The seconds for so many steps of all lanes: in turns on each device, and the devices side by side."""
     busy: dict[str, float] = {}
     for (lane, _), pace, count in zip(lanes, seconds, steps, strict=True):
         busy[lane.device] = busy.get(lane.device, 0.0) + (pace or 0.0) * count

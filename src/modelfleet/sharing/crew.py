@@ -157,7 +157,7 @@ class _Crew:
 
     def _take_up(self, shift: Shift, standing: Standing) -> None:
         """Go on from where a lane was, whoever took its steps until then."""
-        slots = shift.lane.take_up(standing.lane)
+        slots = shift.lane.take_up(standing.lane).tolist()
         _, started, taken = standing.begun
         shift.started, shift.taken = np.array(started), np.array(taken)
         shift.schedules.restore(standing.schedules)
