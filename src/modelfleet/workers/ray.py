@@ -73,13 +73,13 @@ def connect(address: str | None = None) -> Cluster:
             ray.init(address, log_to_driver=False, include_dashboard=None if address else False)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise InputError(
-                f"there is no Ray cluster at {address!r}: {error}. Start one with `ray start --head`, and give its "
-                f'address as in "ray://host:10001", or "auto" on a machine that is part of it.'
+                f"there is no Ray cluster at {address!r}: {error}. Start one with `ray start --head`, and give "
+                f'its address as in "ray://host:10001", or "auto" on a machine that is part of it.'
             ) from error
     elif _cluster is not None and address not in (None, "auto", _cluster.address):
         raise InputError(
-            f"this process is connected to {_cluster.address or 'a Ray cluster'} already, and can't be to {address} "
-            f"as well. Close that connection first."
+            f"this process is connected to {_cluster.address or 'a Ray cluster'} already, and can't be to "
+            f"{address} as well. Close that connection first."
         )
     if _cluster is None:
         _cluster = Cluster(address, ours)
