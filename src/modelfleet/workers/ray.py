@@ -17,8 +17,8 @@ from modelfleet import frameworks
 from modelfleet.devices import Device
 from modelfleet.errors import InputError, MissingExtraError
 from modelfleet.workers._base import Task, WorkerDiedError, listen
-from modelfleet.workers.process import END, ERROR, ITEM, portable
-from modelfleet.workers.shared import pickled
+from modelfleet.workers.process import END, ERROR, ITEM
+from modelfleet.workers.shared import pickled, portable
 
 try:
     import ray

@@ -15,6 +15,7 @@ from modelfleet.frameworks.torch.building import (
 from modelfleet.frameworks.torch.devices import choose, free_memory, native
 from modelfleet.frameworks.torch.engine import Engine
 from modelfleet.frameworks.torch.recipe import compile, prepare
+from modelfleet.frameworks.torch.replica import Replica, weight_bytes
 from modelfleet.frameworks.torch.schedules import of_task as Schedules
 from modelfleet.frameworks.torch.structure import difference, signature, trained_twice
 
@@ -23,6 +24,7 @@ NAME = "torch"
 __all__ = [
     "NAME",
     "Engine",
+    "Replica",
     "Schedules",
     "arrays",
     "check_model",
@@ -42,5 +44,6 @@ __all__ = [
     "signature",
     "stacked_weights",
     "trained_twice",
+    "weight_bytes",
     "weights_key",
 ]

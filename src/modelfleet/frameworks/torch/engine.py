@@ -12,6 +12,7 @@ from modelfleet.errors import InputError
 from modelfleet.frameworks.torch import arrays, memory
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.losses import check_range, check_targets
+from modelfleet.frameworks.torch.memory import out_of_memory
 from modelfleet.frameworks.torch.programs import Programs, mode, readable
 from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.structure import shared_parameters
@@ -472,7 +473,7 @@ class Engine:
 
     def out_of_memory(self, error: BaseException) -> bool:
         """Whether an error says that the device is out of memory."""
-        return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+        return out_of_memory(error)
 
     def working_bytes(self, batch: Any) -> int | None:
         """What a train step takes beside the state, by the tensors that live at once in its program."""
