@@ -523,3 +523,38 @@ def test_filling_a_batch_does_not_look_at_everybody(monkeypatch: pytest.MonkeyPa
         queue.cancel(queue.submit(user, None, 1, now=0.0))
     assert took(queue).rows == 32
     assert turns == 32
+
+
+def test_a_request_whose_first_rows_all_fail_is_not_tried_to_its_last_row() -> None:
+    queue = Queue(["a"], batch_size=8, max_queue=None, balance="least-busy", isolation="rows")
+    wrong = queue.submit("wrong", None, 1000, now=0.0)
+    fine = queue.submit("fine", None, 40, now=0.0)
+    tried = 0
+    while (batch := queue.take("a", 0.0)) is not None:
+        if any(piece.request is wrong for piece in batch.slices):
+            queue.failed(batch, ValueError("shapes"))
+            tried += 1
+        else:
+            queue.answered(batch, [list(range(piece.start, piece.stop)) for piece in batch.slices], 0.0)
+    assert wrong.status == "failed"
+    assert isinstance(wrong.error, RowsError)
+    assert len(wrong.error.rows) == 32
+    assert wrong.error.kept == ()
+    assert "the other 968 were not tried" in str(wrong.error)
+    assert tried < 100
+    assert fine.status == "answered"
+    assert queue.counts.waiting_rows == queue.counts.running_rows == 0
+
+
+def test_a_batch_may_be_parted_where_its_rows_can_not_be_one_array() -> None:
+    queue = Queue(["a"], batch_size=8, max_queue=None, balance="least-busy", isolation="rows")
+    requests = [queue.submit(user, None, 2, now=0.0) for user in "abc"]
+    batch = queue.take("a", 0.0)
+    assert batch is not None
+    first, second = queue.parted(batch, [batch.slices[:1], batch.slices[1:]])
+    assert (first.rows, second.rows) == (2, 4)
+    assert queue.answered(first, [[0, 1]], 0.0) == requests[:1]
+    queue.returned(second)
+    again = queue.take("a", 0.0)
+    assert again is not None
+    assert queue.answered(again, [[0, 1], [0, 1]], 0.0) == requests[1:]

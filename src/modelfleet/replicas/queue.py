@@ -17,6 +17,7 @@ from modelfleet.words import count
 BALANCES = ("least-busy", "sticky")
 ISOLATIONS = ("rows", "batch", "device")
 DEATHS = 3  # that a single row is given before it fails
+HOPELESS = 32  # rows of a request that fail before any is answered: then the others, too, would
 WAIT = 1.0  # seconds to suggest while no replica's rate is known
 SHORTEST_WAIT = 0.01
 
@@ -170,6 +171,15 @@ class Queue:
         """A batch was not run after all: it is the next to be taken, whole or cut smaller."""
         self._again(self._reported(batch), batch.strikes, first=True)
 
+    def parted(self, batch: Batch, groups: Sequence[tuple[Slice, ...]]) -> list[Batch]:
+        """Several batches in the place of one that was taken: its slices, in groups that can go together."""
+        assert batch in self._running, "a batch that is not running was parted"
+        assert sum(len(group) for group in groups) == len(batch.slices)
+        self._running.remove(batch)
+        parts = [Batch(group, batch.strikes, batch.replica) for group in groups]
+        self._running.update(parts)
+        return parts
+
     def cancel(self, request: Request) -> bool:
         """Nobody waits for a request any more. False if it had ended before."""
         if request.status != "open":
@@ -269,10 +279,19 @@ class Queue:
             self._shift(piece.request, running=-1)
         return self._ended(slices)
 
+    @staticmethod
+    def _hopeless(request: Request) -> bool:
+        # Data of the wrong shape, say: to try a million rows one by one would take time from the others.
+        return not request.pieces and len(request.errors) >= HOPELESS
+
     def _ended(self, slices: Iterable[Slice]) -> list[Request]:
         """End the requests of which every row has its outcome now."""
         touched = dict.fromkeys(piece.request for piece in slices)
-        ended = [request for request in touched if not request.waiting and not request.running]
+        ended = [
+            request
+            for request in touched
+            if not (request.waiting or request.running) or self._hopeless(request)
+        ]
         for request in ended:
             if request.errors:
                 self._end(request, "failed", request.failure())

@@ -40,8 +40,8 @@ class Request:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The rows that have not failed."""
-        return tuple(row for row in range(self.rows) if row not in self.errors)
+        """The rows that were answered."""
+        return tuple(row for start, stop in sorted(self.pieces) for row in range(start, stop))
 
     def joined(self) -> Any:
         """The answers that are there, joined in the order of the rows; None if there are none."""
@@ -63,6 +63,9 @@ class Request:
         """The error of a request of which some rows failed."""
         shown = [f"row {row} ({type(e).__name__}: {e})" for row, e in sorted(self.errors.items())[:3]]
         more = f" and {len(self.errors) - 3:,} more" if len(self.errors) > 3 else ""
+        untried = self.waiting + self.running
+        if untried:
+            more += f"; after these, the other {untried:,} were not tried"
         message = (
             f"{len(self.errors):,} of {count(self.rows, 'row')} of user {self.user!r} failed: "
             f"{', '.join(shown)}{more}. Mend or leave out these rows (all of them are in .rows) and submit them "
