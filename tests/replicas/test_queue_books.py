@@ -1,5 +1,6 @@
 """The queue's books under any interleaving of what can happen, against books kept apart."""
 
+import itertools
 from collections import Counter
 from collections.abc import Hashable
 from typing import Any
@@ -144,12 +145,16 @@ class Books(RuleBasedStateMachine):
             self._end(self.queue.answered(batch, [marks(piece) for piece in batch.slices], self.now))
 
     @precondition(lambda self: self.flying)
-    @rule(which=pick, lost=st.booleans())
-    def die(self, which: int, lost: bool) -> None:
+    @rule(which=pick, lost=st.sampled_from(["before", "after", "never"]))
+    def die(self, which: int, lost: str) -> None:
         batch = self._landed(which)
-        if lost and batch.replica is not None:
-            self.lose(self.names.index(batch.replica))
+        assert batch.replica is not None
+        replica = self.names.index(batch.replica)
+        if lost == "before":
+            self.lose(replica)
         self._died(batch)
+        if lost == "after":
+            self.lose(replica)
 
     @precondition(lambda self: self.flying)
     @rule(which=pick)
@@ -247,7 +252,8 @@ class Books(RuleBasedStateMachine):
             return
         for which in range(len(self.names)):
             self.come_back(which)
-        while True:
+        for steps in itertools.count():
+            assert steps < 10_000, "it never ends"
             for which in range(len(self.names)):
                 self.take(which, None)
             if not self.flying:
