@@ -288,9 +288,7 @@ class Queue:
         """End the requests of which every row has its outcome now."""
         touched = dict.fromkeys(piece.request for piece in slices)
         ended = [
-            request
-            for request in touched
-            if not (request.waiting or request.running) or self._hopeless(request)
+            request for request in touched if not (request.waiting or request.running) or self._hopeless(request)
         ]
         for request in ended:
             if request.errors:
