@@ -3,10 +3,8 @@
 import os
 import re
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
+from modelfleet.devices import host_memory
 from modelfleet.errors import InputError
 from modelfleet.feeds import Feed
 from modelfleet.lanes import Lane
@@ -27,10 +25,10 @@ def limit(lane: Lane) -> int | None:
         if match is None:
             raise InputError(f"MODELFLEET_MEMORY is {asked!r}; expected a size such as 6GB or 500MB.")
         return int(float(match[1]) * _UNITS[match[2]])
-    free = lane.members[0].framework.free_memory(lane.engine.device)
-    if free is None and lane.device.startswith("cpu"):
-        free = _free_on_host()
-    return None if free is None else int(free * _PART) + lane.engine.bytes
+    memory = lane.members[0].framework.memory(lane.engine.device)
+    if memory is None and lane.device.startswith("cpu"):
+        memory = host_memory()
+    return None if memory is None else int(memory.free * _PART) + lane.engine.bytes
 
 
 def need(lane: Lane, feed: Feed) -> int:
@@ -63,14 +61,3 @@ def waves(width: int, names: Sequence[str]) -> list[tuple[str, ...]]:
         found.append(tuple(names[start:end]))
         start = end
     return found
-
-
-def _free_on_host() -> int | None:
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    names: Any = getattr(os, "sysconf_names", {})
-    if "SC_AVPHYS_PAGES" in names and "SC_PAGE_SIZE" in names:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None
