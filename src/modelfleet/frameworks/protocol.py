@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from modelfleet.devices import Device
+from modelfleet.devices import Device, Memory
 from modelfleet.errors import FleetError
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
@@ -119,16 +119,20 @@ class Adapter(Protocol):
         """Two models that would train the very same variable, and its name; None if there are none."""
         ...
 
+    def accelerators(self) -> list[Device]:
+        """Every accelerator that the framework can use in this process."""
+        ...
+
     def choose(self, wanted: tuple[Device, ...] | None) -> tuple[Device, ...]:
-        """The devices to use; None: choose."""
+        """The devices to use, by `devices.chosen`; None: choose."""
         ...
 
     def native(self, device: Device) -> Any:
         """The framework's own device."""
         ...
 
-    def free_memory(self, device: Any) -> int | None:
-        """The bytes that are free on one of the framework's devices; None if it does not tell."""
+    def memory(self, device: Any) -> Memory | None:
+        """The memory of one of the framework's own devices; None if it does not tell, as of the CPU."""
         ...
 
     def randomness(self) -> Any:

@@ -3,12 +3,11 @@
 import os
 import re
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from modelfleet.devices import host_memory
 from modelfleet.errors import InputError
 from modelfleet.feeds import Feed
 from modelfleet.lanes import Lane
@@ -35,10 +34,10 @@ def available(framework: Any, device: Any, name: str) -> int | None:
     asked = _asked()
     if asked is not None:
         return asked
-    free = framework.free_memory(device)
-    if free is None and name.startswith("cpu"):
-        free = _free_on_host()
-    return None if free is None else int(free * _PART)
+    memory = framework.memory(device)
+    if memory is None and name.startswith("cpu"):
+        memory = host_memory()
+    return None if memory is None else int(memory.free * _PART)
 
 
 def _asked() -> int | None:
@@ -89,14 +88,3 @@ def waves(width: int, names: Sequence[str]) -> list[tuple[str, ...]]:
         found.append(tuple(names[start:end]))
         start = end
     return found
-
-
-def _free_on_host() -> int | None:
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    names: Any = getattr(os, "sysconf_names", {})
-    if "SC_AVPHYS_PAGES" in names and "SC_PAGE_SIZE" in names:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None

@@ -35,12 +35,14 @@ _engine, arrays, _devices, files = (
     import_module(f"modelfleet.frameworks.{part}") for part in _PARTS[keras.backend.backend()]
 )
 Engine = _engine.Engine
-choose, free_memory, native = _devices.choose, _devices.free_memory, _devices.native
+accelerators, choose = _devices.accelerators, _devices.choose
+memory, native = _devices.memory, _devices.native
 
 __all__ = [
     "NAME",
     "Engine",
     "Schedules",
+    "accelerators",
     "arrays",
     "check_model",
     "choose",
@@ -49,8 +51,8 @@ __all__ = [
     "difference",
     "files",
     "fill",
-    "free_memory",
     "is_model",
+    "memory",
     "native",
     "prepare",
     "randomness",

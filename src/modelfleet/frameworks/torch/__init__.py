@@ -12,7 +12,7 @@ from modelfleet.frameworks.torch.building import (
     stacked_weights,
     weights_key,
 )
-from modelfleet.frameworks.torch.devices import choose, free_memory, native
+from modelfleet.frameworks.torch.devices import accelerators, choose, memory, native
 from modelfleet.frameworks.torch.engine import Engine
 from modelfleet.frameworks.torch.recipe import compile, prepare
 from modelfleet.frameworks.torch.replica import Replica, weight_bytes
@@ -26,6 +26,7 @@ __all__ = [
     "Engine",
     "Replica",
     "Schedules",
+    "accelerators",
     "arrays",
     "check_model",
     "choose",
@@ -34,8 +35,8 @@ __all__ = [
     "difference",
     "files",
     "fill",
-    "free_memory",
     "is_model",
+    "memory",
     "native",
     "prepare",
     "randomness",

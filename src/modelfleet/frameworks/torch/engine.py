@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.errors import InputError
-from modelfleet.frameworks.torch import arrays, memory
+from modelfleet.frameworks.torch import arrays, pages
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.losses import check_range, check_targets
 from modelfleet.frameworks.torch.memory import out_of_memory
@@ -38,7 +38,7 @@ class Engine:
         programs: Programs | None = None,
     ) -> None:
         models = [member.model for member in members]
-        memory.keep_freed_pages(device)
+        pages.keep_freed_pages(device)
         shared = shared_parameters(models) if len(models) > 1 else set()
         first = {**dict(models[0].named_parameters()), **dict(models[0].named_buffers())}
         self.device = device
