@@ -142,7 +142,7 @@ def test_users_share_a_batch_only_where_they_may(isolation: str, most: int) -> N
 
 
 @pytest.mark.parametrize("options", [{"isolation": "device"}, {"balance": "sticky"}])
-def test_users_stay_on_their_device(options: dict[str, str]) -> None:
+def test_users_stay_on_their_device(options: dict[str, Any]) -> None:
     with mf.Replicas(models.Mixing(), devices=TWO, batch_size=4, **options) as replicas:
         for _ in range(3):
             answers = [replicas.submit(mark, rows(mark, 20)) for mark in range(4)]

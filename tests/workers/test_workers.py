@@ -80,7 +80,7 @@ def test_messages_may_grow(worker: Any) -> None:
         _, got = worker.receive()
         assert got.shape == (size,)
         assert (got == number).all()
-    del got
+        del got
     worker.answer(None)
     worker.receive()
 

@@ -231,6 +231,12 @@ class Engine(Protocol):
         """One step of the members in some slots, on data `cut` for them."""
         ...
 
+    def spread(self, group: Any) -> None:
+        """Compute only this rank's rows of every train batch from now on, and sum over the ranks of a group, each
+        a process with the very same lane (None: whole batches again). Engines of other frameworks than torch may
+        lack it. `ready` and the first step raise `StrategyError` for members whose rows can't be told apart."""
+        ...
+
     def ready(self, kind: str, hyper: Any, active: Any, data: Any, *, shared: bool) -> None:
         """Have the program for batches like this one ("train", "evaluate", "predict"; for "predict" `data` are the
         inputs). Raises `CannotFuseError` if a fused lane can't have it."""

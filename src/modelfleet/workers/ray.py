@@ -142,7 +142,8 @@ class RayPlace:
         backend = os.environ.get("KERAS_BACKEND")
         if backend:
             env["KERAS_BACKEND"] = backend
-        return RayWorker(_Host.options(**options).remote(env))
+        actor: Any = _Host  # as decorated
+        return RayWorker(actor.options(**options).remote(env))
 
     def release(self, worker: "RayWorker") -> None:
         """End it: the cluster's devices are others', too."""
@@ -224,7 +225,10 @@ class RayWorker:
         return [worker for worker in workers if worker._coming in ready]
 
 
-@ray.remote(concurrency_groups={"control": 1})  # so that an interruption is heard while a step runs
+_remote: Any = ray.remote
+
+
+@_remote(concurrency_groups={"control": 1})  # so that an interruption is heard while a step runs
 class _Host:
     """What an actor is: it runs a task from one item to the next."""
 

@@ -34,3 +34,8 @@ def memory(device: torch.device) -> Memory | None:
 def native(device: Device) -> torch.device:
     """The device as torch knows it; every logical CPU is the one CPU."""
     return torch.device("cpu") if device.kind == "cpu" else torch.device(str(device))
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the device is out of memory."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

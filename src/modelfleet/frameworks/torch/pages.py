@@ -27,8 +27,3 @@ def _keep() -> None:
     libc.mallopt(_M_MMAP_MAX, 0)
     libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
     libc.mallopt(_M_TOP_PAD, 64 * 2**20)
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that the device is out of memory."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

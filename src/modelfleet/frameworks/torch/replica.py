@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.frameworks.torch import arrays
-from modelfleet.frameworks.torch.memory import out_of_memory
+from modelfleet.frameworks.torch.devices import out_of_memory
 from modelfleet.frameworks.torch.programs import mode
 from modelfleet.frameworks.torch.task import PRECISIONS, call, logits
 from modelfleet.trees import map_tree
