@@ -408,7 +408,7 @@ class Fleet:
             devices=self._assembly.devices,
             parts=[Part(tuple(shift.names), shift.lane.engine.fused, shift.lane.part.reason) for shift in shifts],
             job=job.only(names),
-            blocks=[shift.away.block.address for shift in shifts],
+            tensors=[shift.lane.tensors() for shift in shifts],
             standings=[Standing.of(shift) for shift in shifts],
             randomness=randomness,
         )

@@ -222,6 +222,11 @@ class Lane:
         row, working = self._where(position)
         self.engine.restack(np.array([row]), [self.members[position]], working=working)
 
+    def tensors(self) -> dict[str, np.ndarray]:
+        """All of the state of all members, on the host; it may be the very memory of the engine's."""
+        host = self.members[0].framework.arrays.host
+        return {name: host(tensor) for name, tensor in self.engine.tensors().items()}
+
     def standing(self) -> dict[str, Any]:
         """Where the lane is, in JSON's terms; its tensors are the engine's."""
         return {

@@ -211,8 +211,7 @@ def shifts(lanes: Sequence[tuple[Lane, Feed]], job: Job) -> list[Shift]:
 def halved(studied: Studied, shift: Shift) -> list[Shift]:
     """Two shifts for the members of one that still train, as they stand; the second waits for the first to end."""
     lane = shift.lane
-    host = lane.members[0].framework.arrays.host
-    tensors = {name: host(tensor) for name, tensor in lane.engine.tensors().items()}
+    tensors = lane.tensors()
     training = shift.training()
     middle = -(-len(training) // 2)
     found = []

@@ -14,8 +14,9 @@ from modelfleet.planning.assembly import Assembly, Part
 from modelfleet.recipe import Recipe
 from modelfleet.sharing.interleaved import interleaved
 from modelfleet.sharing.shifts import Ended, Report, Shift, Way
-from modelfleet.workers import Block
-from modelfleet.workers.process import interrupted
+from modelfleet.workers import interrupted
+
+Tensors = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class Order:
     devices: tuple[Device, ...] | None
     parts: list[Part]
     job: supply.Job
-    blocks: list[Any]
-    """The addresses of the blocks that hold the lanes' tensors."""
+    tensors: list[Tensors]
+    """The state of every lane."""
     standings: list[Standing]
     randomness: Mapping[str, Any]
     together: bool = False
@@ -60,8 +61,8 @@ class Order:
 class Told:
     """What a worker tells: a turn that was taken (no report), the end of an epoch, or that it has stopped."""
 
-    lanes: list[tuple[int, int, Standing, Report | None]]
-    """Of each lane its number, the half of its block that is whole, where it stands, and its report."""
+    lanes: list[tuple[int, Tensors, Standing, Report | None]]
+    """Of each lane its number, its state, where it stands, and its report."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,8 @@ class Answer:
     """What a worker is told before it goes on, by the lane's number."""
 
     stopped: dict[int, list[str]]
-    changed: list[int]
-    """Lanes whose tensors were changed: to be read from the half that was told last."""
+    changed: dict[int, Tensors]
+    """The state of lanes that was changed since it was told."""
 
 
 _assemblies: dict[str, Assembly] = {}
@@ -121,11 +122,9 @@ class _Crew:
         for lane, feed in fed:
             supply.check(lane, feed, order.job)
         self.shifts = supply.shifts(fed, order.job)
-        self._blocks = [Block(*address) for address in order.blocks]
-        self._halves = [0 for _ in self.shifts]
         self._numbers = {id(shift): number for number, shift in enumerate(self.shifts)}
-        for number, (shift, standing) in enumerate(zip(self.shifts, order.standings, strict=True)):
-            self._load(number)
+        for shift, standing, tensors in zip(self.shifts, order.standings, order.tensors, strict=True):
+            shift.lane.engine.load(tensors)
             shift.lane.take_up(standing.lane)
             _, started, taken = standing.begun
             shift.started, shift.taken = np.array(started), np.array(taken)
@@ -133,20 +132,14 @@ class _Crew:
             shift.epoch, shift.position = standing.epoch, standing.position
             shift.several = 1 if order.watched else shift.lane.engine.several
 
-    def tell(self, shift: Shift, report: Report | None) -> tuple[int, int, Standing, Report | None]:
-        """Put a lane's tensors where the owner can read them, whatever becomes of this process."""
-        number = self._numbers[id(shift)]
-        half = self._halves[number] = 1 - self._halves[number]
-        host = shift.lane.members[0].framework.arrays.host
-        self._blocks[number].write(half, {k: host(t) for k, t in shift.lane.engine.tensors().items()})
-        return number, half, Standing.of(shift), report
+    def tell(self, shift: Shift, report: Report | None) -> tuple[int, Tensors, Standing, Report | None]:
+        """A lane's state as it is now: the owner keeps it, whatever becomes of this worker."""
+        return self._numbers[id(shift)], shift.lane.tensors(), Standing.of(shift), report
 
     def heed(self, answer: Answer, reports: list[tuple[Shift, Report]]) -> None:
         """Do as answered."""
-        for number in answer.changed:
-            self._load(number)
+        for number, tensors in answer.changed.items():
+            # Copied: a framework may make an array its own without, and these are gone with the next answer.
+            self.shifts[number].lane.engine.load({name: np.array(array) for name, array in tensors.items()})
         for shift, _ in reports:
             shift.leave(answer.stopped.get(self._numbers[id(shift)], []))
-
-    def _load(self, number: int) -> None:
-        self.shifts[number].lane.engine.load(self._blocks[number].read(self._halves[number]))

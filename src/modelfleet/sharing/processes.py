@@ -1,30 +1,32 @@
-"""Lanes in worker processes: a few lanes in each, their state in shared memory.
+"""Lanes in worker processes: a few lanes in each.
 
-The lanes of this process stand for those in the workers. At the end of every epoch a worker leaves its lanes'
-tensors in shared memory; so when it dies, what was computed up to then is here.
+The lanes of this process stand for those in the workers. At the end of every epoch a worker tells its lanes' state;
+so when it dies, what was computed up to then is here.
 """
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from modelfleet.history import Failure
 from modelfleet.sharing import crew
 from modelfleet.sharing.shifts import Ended, Moment, Report, Shift, Stepped, Way
-from modelfleet.workers import Block, Worker, WorkerDiedError, hire, release
-from modelfleet.workers.process import wait
+from modelfleet.workers import WorkerDiedError
+from modelfleet.workers.process import ProcessWorker, hire, release
 
 OrderOf = Callable[[Sequence[Shift]], crew.Order]
 
 
 @dataclass
 class Away:
-    """Where a lane's state is while its steps are taken in a worker."""
+    """What is known of a lane while its steps are taken in a worker."""
 
-    block: Block
-    half: int = 0
+    tensors: crew.Tensors = field(default_factory=dict)
+    """Its state, as it was told last."""
     seen: bool = True
-    """Whether the lane here has the tensors of the block."""
+    """Whether the lane here has that state."""
     changed: bool = False
     """Whether the lane here has tensors that the worker has not."""
     stopped: list[str] = field(default_factory=list)
@@ -63,7 +65,7 @@ def _listen(crews: Sequence["_Away"], way: Way) -> Iterator[Moment]:
     held: list[tuple[_Away, list[tuple[Shift, Report]]]] = []  # who waits for the others at an epoch's end
     interrupted = False
     while running:
-        for worker in wait([worker for worker in running if all(away.worker is not worker for away, _ in held)]):
+        for worker in ProcessWorker.wait([worker for worker in running if all(away.worker is not worker for away, _ in held)]):
             away = running[worker]
             if way.stopped() and not interrupted:
                 interrupted = True
@@ -102,13 +104,10 @@ class _Away:
 
     def __init__(self, shifts: Sequence[Shift]) -> None:
         self.shifts = list(shifts)
-        self.worker: Worker
+        self.worker: ProcessWorker
         self._hired = False
         for shift in shifts:
-            arrays = shift.lane.members[0].framework.arrays
-            tensors = {name: arrays.host(t) for name, t in shift.lane.engine.tensors().items()}
-            shift.away = Away(Block.like(tensors))
-            shift.away.block.write(0, tensors)
+            shift.away = Away()
 
     def start(self, order: crew.Order, env: Mapping[str, str]) -> None:
         """Hire a worker and have it begin."""
@@ -120,10 +119,11 @@ class _Away:
     def heard(self, told: crew.Told) -> tuple[list[tuple[Shift, Report]], Shift | None]:
         """Take in what was told: the reports, and the lane that took a turn."""
         reports, stepped = [], None
-        for number, half, standing, report in told.lanes:
+        for number, tensors, standing, report in told.lanes:
             shift = self.shifts[number]
             away = _away(shift)
-            away.half, away.seen = half, False
+            away.tensors = {name: np.array(array) for name, array in tensors.items()}  # what came is soon gone
+            away.seen = False
             shift.lane.steps[:] = standing.lane["steps"]
             shift.lane.epochs[:] = standing.lane["epochs"]
             shift.schedules.restore(standing.schedules)
@@ -140,15 +140,13 @@ class _Away:
     def answer(self) -> None:
         """Let the worker go on, with what was decided here."""
         stopped: dict[int, list[str]] = {}
-        changed = []
+        changed: dict[int, crew.Tensors] = {}
         for number, shift in enumerate(self.shifts):
             away = _away(shift)
             stopped[number], away.stopped = away.stopped, []
             if away.changed:
-                host = shift.lane.members[0].framework.arrays.host
-                away.block.write(away.half, {n: host(t) for n, t in shift.lane.engine.tensors().items()})
+                changed[number] = shift.lane.tensors()
                 away.changed = False
-                changed.append(number)
         self.worker.answer(crew.Answer(stopped, changed))
 
     def buried(self, reason: str) -> list[tuple[Shift, Report]]:
@@ -168,13 +166,11 @@ class _Away:
         return reports
 
     def end(self) -> None:
-        """Give back the worker and the memory."""
+        """Give back the worker."""
         if self._hired:
             release(self.worker)
         for shift in self.shifts:
-            if shift.away is not None:
-                shift.away.block.close()
-                shift.away = None
+            shift.away = None
 
 
 def _dealt(shifts: Sequence[Shift], most: int) -> list[list[Shift]]:

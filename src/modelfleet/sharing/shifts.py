@@ -209,8 +209,7 @@ class Shift:
         """
         if self.lane.device.startswith("cpu") and self.lane.engine.bytes > MOST_KEPT:
             return None
-        host = self.lane.members[0].framework.arrays.host
-        return {name: np.array(host(tensor)) for name, tensor in self.lane.engine.tensors().items()}
+        return {name: np.array(array) for name, array in self.lane.tensors().items()}
 
     def _out_of_memory(self, error: Exception, kept: dict[str, np.ndarray] | None) -> None:
         self.close()
@@ -231,7 +230,7 @@ class Shift:
     def pull(self) -> None:
         """Have the members' state here, wherever the steps are taken."""
         if self.away is not None and not self.away.seen:
-            self.lane.engine.load(self.away.block.read(self.away.half))
+            self.lane.engine.load(self.away.tensors)
             self.away.seen = True
 
     def push(self) -> None:
