@@ -45,7 +45,7 @@ def notes(before: "mf.Stats", after: "mf.Stats") -> dict[str, float]:
     for user, stats in after.users.items():
         earlier = before.users[user]
         total = stats.mean_wait * stats.requests - earlier.mean_wait * earlier.requests
-        waits[user.rstrip("0123456789")].append(total / (stats.requests - earlier.requests))
+        waits[str(user).rstrip("0123456789")].append(total / (stats.requests - earlier.requests))
     answered = {name: one.rows - before.replicas[name].rows for name, one in after.replicas.items()}
     return {
         "small users waited, mean s": sum(waits["small"]) / len(waits["small"]),

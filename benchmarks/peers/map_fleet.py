@@ -1,6 +1,7 @@
 """modelfleet: `mf.map` over the users, on one device or on two."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ def prepare(devices: str, quick: bool) -> Callable[[], Round]:
     net, rows = network(), crowd(quick)
     data = mf.each(rows)
 
-    def map_round() -> Mapping[str, np.ndarray]:
+    def map_round() -> Mapping[Any, np.ndarray]:
         return mf.map(net, data, devices=devices, batch_size=BATCH, progress=False)
 
     check(map_round(), rows)

@@ -1,14 +1,14 @@
 """`map` and `imap`: a model over the data of many users, offline."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from modelfleet.each import Each
 from modelfleet.errors import FleetError, InputError
-from modelfleet.replicas.pool import Future, Replicas
+from modelfleet.replicas.pool import Replicas
 from modelfleet.replicas.rows import rows_of
 from modelfleet.trees import map_tree
 from modelfleet.words import count
@@ -130,7 +130,7 @@ def _stream(replicas: Replicas, users: Mapping[Hashable, Any], shown: Any) -> It
         replicas.close(wait=finished)
 
 
-def _outcome(future: Future) -> Any:
+def _outcome(future: Future[Any]) -> Any:
     if future.cancelled():
         return CancelledError()
     error = future.exception()
@@ -138,7 +138,7 @@ def _outcome(future: Future) -> Any:
 
 
 def _users(data: Any) -> Mapping[Hashable, Any]:
-    values = data.values if isinstance(data, Each) else data
+    values: Any = data.values if isinstance(data, Each) else data
     if isinstance(values, list) and isinstance(data, Each):
         values = {str(number): rows for number, rows in enumerate(values)}
     if not isinstance(values, Mapping):

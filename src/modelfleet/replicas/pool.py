@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Hashable, Sequence
 from concurrent import futures
 from contextlib import suppress
@@ -91,6 +92,7 @@ class Replicas:
         self._alarm = threading.Condition(self._lock)  # a nearer deadline, or the end
         self._futures: dict[Request, Future] = {}
         self._tally = Tally([place.name for place in found])
+        self._free = 0  # replicas that wait for rows
         self._closing = self._ended = False
         self._broken: dict[str, Exception] = {}
         try:
@@ -166,11 +168,20 @@ class Replicas:
     def _take(self, name: str, most: int | None) -> Batch | None:
         """The next rows for a replica; waits for them. None: it is all over."""
         with self._lock:
-            while (batch := self._queue.take(name, time.monotonic(), most)) is None:
-                if self._over():
-                    return None
-                self._news.wait()
-            return batch
+            self._free += 1
+            try:
+                while (batch := self._queue.take(name, time.monotonic(), most)) is None:
+                    if self._over():
+                        return None
+                    self._news.wait()
+                return batch
+            finally:
+                self._free -= 1
+
+    def _take_ahead(self, name: str, most: int | None) -> Batch | None:
+        """Rows for a replica that is still busy; none if another one is free to take them now."""
+        with self._lock:
+            return None if self._free else self._queue.take(name, time.monotonic(), most)
 
     def _over(self) -> bool:
         """Whether nothing is left to do, and nothing will come."""
@@ -289,38 +300,64 @@ class _Driver(threading.Thread):
         return True
 
     def _serve(self, worker: Worker) -> None:
-        """Batch after batch, until it is all over or the worker is lost."""
-        pool, queue = self._pool, self._pool._queue
-        while (batch := pool._take(self.name, self._most)) is not None:
-            groups = by_form(batch)
-            if len(groups) > 1:  # rows of several forms can't be one array
-                with pool._lock:
-                    batches = queue.parted(batch, groups)
-            else:
-                batches = [batch]
-            for number, part in enumerate(batches):
-                try:
-                    reply = self._ask(worker, part)
-                except WorkerDiedError as error:
-                    reason, rest = str(error), batches[number + 1 :]
-                    pool._report(lambda part=part, reason=reason: queue.died(part, reason))
-                    for other in rest:
-                        pool._report(lambda other=other: queue.returned(other))
-                    raise
-                self._heed(part, reply)
+        """Batch after batch, until it is all over or the worker is lost.
 
-    def _ask(self, worker: Worker, batch: Batch) -> Reply:
-        worker.answer(joined([taken(piece) for piece in batch.slices]))
+        While the worker computes one, the next is made ready here; while it computes that, the answers to the
+        first are told.
+        """
+        ready: deque[tuple[Batch, Any]] = deque()
+        asked: Batch | None = None
+        try:
+            while True:
+                if not ready:
+                    batch = self._pool._take(self.name, self._most)
+                    if batch is None:
+                        return
+                    ready.extend(self._gathered(batch))
+                asked, rows = ready.popleft()
+                worker.answer(rows)
+                while asked is not None:
+                    if not ready and worker.alongside:
+                        ahead = self._pool._take_ahead(self.name, self._most)
+                        ready.extend([] if ahead is None else self._gathered(ahead))
+                    reply = self._reply(worker)
+                    outputs = [] if reply.error else parted(reply.outputs, asked)  # before others take their place
+                    done, asked = asked, None
+                    if ready:
+                        asked, rows = ready.popleft()
+                        try:
+                            worker.answer(rows)
+                        finally:
+                            self._heed(done, reply, outputs)
+                    else:
+                        self._heed(done, reply, outputs)
+        except WorkerDiedError as error:
+            if asked is not None:
+                lost, reason = asked, str(error)
+                self._pool._report(lambda: self._pool._queue.died(lost, reason))
+            for batch, _ in ready:
+                self._pool._report(lambda batch=batch: self._pool._queue.returned(batch))
+            raise
+
+    def _gathered(self, batch: Batch) -> list[tuple[Batch, Any]]:
+        """A batch with its rows; or several, where the rows are of several forms and can't be one array."""
+        groups = by_form(batch)
+        batches = [batch]
+        if len(groups) > 1:
+            with self._pool._lock:
+                batches = self._pool._queue.parted(batch, groups)
+        return [(part, joined([taken(piece) for piece in part.slices])) for part in batches]
+
+    def _reply(self, worker: Worker) -> Reply:
         if not worker.poll(self._pool._timeout):
             raise WorkerDiedError(f"it had not answered after {self._pool._timeout:g} s")
         _, reply = worker.receive()
         return reply
 
-    def _heed(self, batch: Batch, reply: Reply) -> None:
+    def _heed(self, batch: Batch, reply: Reply, outputs: list[Any]) -> None:
         pool, queue = self._pool, self._pool._queue
         error = reply.error
         if error is None:
-            outputs = parted(reply.outputs, batch)
 
             def answered() -> list[Request]:
                 queue.noted(self.name, batch.rows, reply.seconds)

@@ -65,7 +65,9 @@ def _listen(crews: Sequence["_Away"], way: Way) -> Iterator[Moment]:
     held: list[tuple[_Away, list[tuple[Shift, Report]]]] = []  # who waits for the others at an epoch's end
     interrupted = False
     while running:
-        for worker in ProcessWorker.wait([worker for worker in running if all(away.worker is not worker for away, _ in held)]):
+        for worker in ProcessWorker.wait(
+            [worker for worker in running if all(away.worker is not worker for away, _ in held)]
+        ):
             away = running[worker]
             if way.stopped() and not interrupted:
                 interrupted = True

@@ -32,6 +32,8 @@ class Worker(Protocol):
 
     last: object
     """What it worked on last; whoever hires it may note it."""
+    alongside: bool
+    """Whether it works while this process does other things, once it was answered."""
 
     @property
     def alive(self) -> bool:

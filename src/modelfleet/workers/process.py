@@ -23,6 +23,8 @@ _environment = threading.Lock()
 class ProcessWorker:
     """One spawned process. `env` is set in it before anything is imported."""
 
+    alongside = True
+
     def __init__(self, env: Mapping[str, str]) -> None:
         context = get_context("spawn")
         token = f"mf-{secrets.token_hex(8)}"

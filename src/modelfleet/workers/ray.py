@@ -171,6 +171,8 @@ class InStore:
 class RayWorker:
     """One actor."""
 
+    alongside = True
+
     def __init__(self, actor: Any) -> None:
         self.last: object = None
         self.busy = False
