@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from secrets import token_hex
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,9 @@ class Replica:
 
 
 def prepare(quick: bool) -> Callable[[], Round]:
-    # A token for this cluster alone: Ray would else write one into the home folder.
-    os.environ.setdefault("RAY_AUTH_TOKEN", token_hex())
+    # A cluster that nobody else finds: with a folder of its own, and a token, which Ray would else write into the
+    # home folder.
+    os.environ |= {"RAY_AUTH_TOKEN": token_hex(), "RAY_TMPDIR": mkdtemp(prefix="ray")}
     import ray
 
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
