@@ -1,13 +1,15 @@
 """Checkpoints of a fit under way: weights, optimizer state, positions, random state, history and callbacks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from modelfleet.callbacks import Callback
 from modelfleet.errors import StoreError
 from modelfleet.history import History
+from modelfleet.planning.assembly import Part, Studied
+from modelfleet.planning.placement import packed
 from modelfleet.store import read_file, read_manifest, write_folder
 
 KIND = "checkpoint"
@@ -20,18 +22,33 @@ class Arrangement:
     parts: list[tuple[tuple[str, ...], bool]]
     """The members of every lane, and whether it was fused."""
     sharing: str
+    places: list[int]
+    """By lane, which of the devices it was on."""
+    devices: int
+    """How many devices there were."""
 
     @property
     def members(self) -> set[str]:
         """Who is in it."""
         return {name for names, _ in self.parts for name in names}
 
+    def placed(self, studied: Studied) -> list[Part]:
+        """The lanes again: each where it was, if there are as many devices, or placed anew."""
+        parts = [Part(names, fused, "as in the checkpoint") for names, fused in self.parts]
+        if not studied.scattered or any(len(studied.devices(part)) != self.devices for part in parts):
+            return packed(studied, parts)
+        return [
+            replace(part, device=studied.devices(part)[place])
+            for part, place in zip(parts, self.places, strict=True)
+        ]
+
 
 def arrangement(folder: Path) -> Arrangement:
     """How the run in a checkpoint was arranged: one that goes on from it must be arranged alike."""
     manifest = read_manifest(folder, kind=KIND)
     parts = [(tuple(lane["members"]), bool(lane["fused"])) for lane in manifest["lanes"]]
-    return Arrangement(parts, str(manifest["sharing"]))
+    places = [int(lane.get("place", 0)) for lane in manifest["lanes"]]
+    return Arrangement(parts, str(manifest["sharing"]), places, int(manifest.get("devices", 1)))
 
 
 def exists(folder: Path) -> bool:
@@ -68,7 +85,11 @@ def save(folder: Path, run: Any, callbacks: Sequence[Callback]) -> None:
         "epochs": [shift.epoch for shift in run.shifts],
         "positions": [shift.position for shift in run.shifts],
         "history": run.history.to_dict(),
-        "lanes": [{**shift.lane.standing(), "fused": shift.lane.engine.fused} for shift in run.shifts],
+        "lanes": [
+            {**shift.lane.standing(), "fused": shift.lane.engine.fused, "place": run.place(shift)}
+            for shift in run.shifts
+        ],
+        "devices": len(run.devices),
         "sharing": run.sharing_name,
         "schedules": [shift.schedules.state() for shift in run.shifts],
         "callbacks": [callback.state() for callback in callbacks],

@@ -30,6 +30,7 @@ class Fit:
         randomness: Mapping[str, Any],
         *,
         side_by_side: bool,
+        devices: Sequence[str] = (),
     ) -> None:
         self.fleet = fleet
         self.shifts = list(shifts)
@@ -42,6 +43,7 @@ class Fit:
         self.randomness = dict(randomness)
         """The state of the frameworks' generators when the epoch at hand began."""
         self.sharing_name = sharing_name
+        self.devices = list(devices)
         self.epoch_seconds: float | None = None
         """What an epoch of everything took, once the first was over."""
         self._sharing = sharing
@@ -98,6 +100,11 @@ class Fit:
     def framework(self, name: str) -> Any:
         """The adapter of a member's framework."""
         return self._place(name).lane.members[0].framework
+
+    def place(self, shift: Shift) -> int:
+        """The number of the device that a lane is on."""
+        device = shift.lane.device
+        return self.devices.index(device) if device in self.devices else 0
 
     def save(self, folder: str | Path) -> None:
         """Keep a checkpoint of the whole run, as it is when every callback of this moment has been called."""
@@ -172,6 +179,9 @@ class Fit:
             for shift in self.shifts
             for member in shift.lane.members[:1]
         }
+        for shift, _ in reports:  # loaders that a worker reads draw there
+            if shift.away is not None:
+                self.randomness.update(shift.randomness or {})
         self._show()
 
     def _stopped(self, shift: Shift) -> list[str]:
@@ -231,6 +241,8 @@ class Fit:
                 if found is not None:
                     self.epoch, self.step, self.history, self.randomness = found
                     self._shown = self.epoch
+                    for shift in self.shifts:
+                        shift.randomness = self.randomness
                     self._rewind()
                     return
 

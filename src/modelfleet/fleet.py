@@ -1,9 +1,7 @@
 """A fleet: a named set of members, and the verbs people use on it."""
 
-import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,17 +19,17 @@ from modelfleet.history import History
 from modelfleet.lanes import Lane
 from modelfleet.members import Member, check_name, member_seed
 from modelfleet.planning import supply
-from modelfleet.planning.assembly import Assembly, Part, refuse_unfused, settle
+from modelfleet.planning.assembly import Assembly, Part, refuse_here, refuse_unfused, settle
+from modelfleet.planning.placement import spread_out
 from modelfleet.planning.plan import LanePlan, Plan
 from modelfleet.planning.planner import Choice, Planner
 from modelfleet.planning.supply import Job
 from modelfleet.progress import reporter
 from modelfleet.recipe import Recipe
-from modelfleet.sharing.crew import Order, Standing
-from modelfleet.sharing.interleaved import interleaved
-from modelfleet.sharing.processes import processes
+from modelfleet.sharing import sharings
+from modelfleet.sharing.crew import Orders
 from modelfleet.sharing.shifts import Sharing, Shift
-from modelfleet.sharing.threads import threads
+from modelfleet.sharing.threads import everywhere
 from modelfleet.workers import CannotSendError
 
 STRATEGIES = ("auto", "fused", "interleaved", "threads", "processes")
@@ -42,7 +40,7 @@ class Fleet:
 
     models: a mapping from name to model, or a sequence of models (their names are then "0", "1", …).
     seed: with a member's name it makes the member's own seed, for its shuffles and its dropout.
-    devices: "auto", or a device by name: "cpu", "cpu:0", "cuda:0".
+    devices: "auto", or devices by name: "cpu", "cuda:0", "cpu:0,cpu:1"; "ray" for those of a Ray cluster.
 
         fleet = mf.Fleet({"narrow": net(64), "wide": net(256)})
         fleet.compile("adam", "cross_entropy", lr=1e-3)
@@ -144,8 +142,8 @@ class Fleet:
 
     def __repr__(self) -> str:
         kinds = {type(member.model).__name__ for member in self._members.values()}
-        devices = {str(self._assembly.device(member.framework)) for member in self._members.values()}
-        return f"<Fleet of {len(self)}: {', '.join(sorted(kinds))} on {', '.join(sorted(devices))}>"
+        devices = self._assembly.named(list(self._members.values()))
+        return f"<Fleet of {len(self)}: {', '.join(sorted(kinds))} on {', '.join(devices)}>"
 
     def add(self, name: str, model: Any) -> None:
         """Let a model join. Hyperparameters given by `each` must be compiled anew to have a value for it."""
@@ -253,7 +251,7 @@ class Fleet:
         epochs, batch_size: one value, or `each(...)`.
         shuffle: every member's rows in an order of its own, anew at every epoch.
         strategy: "auto" measures; "fused" insists on fusing; "interleaved" has the members take turns, "threads"
-            and "processes" run them side by side.
+            and "processes" run them side by side. On several devices "threads" and "processes" have one for each.
         callbacks: of modelfleet, and those of Keras, which then work for every Keras member on its own.
         progress: a live table on a terminal and lines elsewhere; False for silence.
         share: how many turns a member takes while another takes one; best `each(...)`.
@@ -282,19 +280,21 @@ class Fleet:
         lanes = self._settled(strategy, job, "train", _kept(wrapped))
         shifts = supply.shifts(lanes, job)
         side_by_side = supply.side_by_side([lane for lane, _ in lanes], job)
-        sharing = self._sharings(randomness)[self._choice.sharing](job)
         name = self._choice.sharing
+        sharing = self._sharings(randomness)[name](job)
         learn = self._planner.watch(self._studied, self._choice)
-        run = Fit(self, shifts, sharing, name, wrapped, shown, randomness, side_by_side=side_by_side)
+        devices = [str(device) for device in self._assembly.all_chosen(list(self._members.values()))]
+        run = Fit(
+            self, shifts, sharing, name, wrapped, shown, randomness, side_by_side=side_by_side, devices=devices
+        )
         try:
             history = run.run()
             self._took = run.epoch_seconds
             learn(run.epoch_seconds)
             return history
         except CannotSendError as error:
-            raise StrategyError(
-                f'strategy="processes" can\'t be had: {error} Or use "interleaved" or "threads".'
-            ) from error
+            or_else = "" if self._assembly.places else ' Or use "interleaved" or "threads".'
+            raise StrategyError(f'strategy="processes" can\'t be had: {error}{or_else}') from error
         finally:
             for lane in self._lanes or ():
                 lane.engine.write_back(lane.members)
@@ -304,8 +304,9 @@ class Fleet:
         """Every member's loss and metrics on data: {name: {metric: value}}."""
         job = Job(tuple(self.names), data, batch_size=batch_size, shuffle=False)
         found: dict[str, dict[str, float]] = {}
-        for lane, feed in self._settled("auto", job, "evaluate"):
-            values = lane.evaluate(feed)
+        fed = self._settled("auto", job, "evaluate")
+        in_turn = supply.side_by_side([lane for lane, _ in fed], job)
+        for (lane, feed), values in zip(fed, everywhere(fed, Lane.evaluate, in_turn=in_turn), strict=True):
             lane.refuse_failures(feed)
             for row, name in enumerate(lane.names):
                 found[name] = {metric: float(column[row]) for metric, column in values.items()}
@@ -315,8 +316,10 @@ class Fleet:
         """Every member's outputs on data: {name: array}. `data` is x, or (x, y), whose y is left aside."""
         job = Job(tuple(self.names), data, batch_size=batch_size, shuffle=False)
         found: dict[str, Any] = {}
-        for lane, feed in self._settled("auto", job, "predict"):
-            found.update(zip(lane.names, lane.predict(feed), strict=True))
+        fed = self._settled("auto", job, "predict")
+        in_turn = supply.side_by_side([lane for lane, _ in fed], job)
+        for (lane, _), outputs in zip(fed, everywhere(fed, Lane.predict, in_turn=in_turn), strict=True):
+            found.update(zip(lane.names, outputs, strict=True))
         return {name: found[name] for name in self.names}
 
     def save(self, folder: str | Path) -> None:
@@ -342,14 +345,10 @@ class Fleet:
                 supply.check(lane, feed, job)
         settled = settle(self._studied, fed, kind, strategy)
         if kind == "train":
-            self._choice = Choice(settled, strategy if strategy in ("threads", "processes") else "interleaved")
-            if kept is not None:
-                self._choice.sharing = kept.sharing
-            elif strategy == "auto":
-                sharings = self._sharings(self._randomness())
-                del sharings["interleaved"]
-                self._choice = self._planner.choose(self._studied, settled, job, sharings)
-                settled = self._choice.lanes
+            ways = self._sharings(self._randomness())
+            sharing = None if kept is None else kept.sharing
+            self._choice = self._planner.decide(self._studied, settled, job, strategy, ways, sharing)
+            settled = self._choice.lanes
         if [lane for lane, _ in settled] != lanes:
             self._regroup()
             self._lanes = [lane for lane, _ in settled]
@@ -359,21 +358,28 @@ class Fleet:
     def _ready(self, strategy: str, kind: str, kept: Arrangement | None = None) -> list[Lane]:
         """The lanes of the fleet as it is now, their weights as the members' models have them."""
         lanes = self._lanes
+        if self._assembly.clustered:
+            refuse_here(strategy)
+        if self._assembly.look():
+            lanes = None
         if lanes is None or self._restructured(lanes) or (self._kind == "predict" and kind != "predict"):
             self._studied = self._assembly.study(list(self._members.values()), self._recipes, kind)
             self._kind = kind
             lanes = None
         if strategy == "fused":
             refuse_unfused(self._studied.groups)
-        alone = strategy not in ("auto", "fused")
+        # On several devices there is a thread or a process for each, and groups need not be taken apart for them.
+        whole = ("auto", "fused", "threads", "processes") if self._studied.scattered else ("auto", "fused")
+        alone = strategy not in whole
         asked = self._studied.apart(f'strategy="{strategy}"') if alone else self._studied.groups
         if kept is not None and kept.members == set(self.names):
-            asked = [Part(names, fused, "as in the checkpoint") for names, fused in kept.parts]
+            asked = kept.placed(self._studied)
         parted = lanes is not None and strategy == "fused" and not all(lane.engine.fused for lane in lanes)
         if lanes is None or parted or [part.names for part in asked] != [part.names for part in self._asked]:
             self._regroup()
             self._asked = list(asked)
-            self._lanes = lanes = [self._assembly.lane(self._studied, part) for part in asked]
+            parts = asked if kept is not None else spread_out(self._studied, asked)
+            self._lanes = lanes = [self._assembly.lane(self._studied, part) for part in parts]
             self._carry_over()
         else:
             for lane in lanes:
@@ -390,28 +396,13 @@ class Fleet:
         ) or not all(lane.engine.still_shared(lane.members) for lane in lanes)
 
     def _sharings(self, randomness: Mapping[str, Any]) -> dict[str, Callable[[Job], Sharing]]:
-        """The ways to share a device, for a job."""
+        """The ways to share the devices, for a job."""
+        devices = self._assembly.all_chosen(list(self._members.values()))
 
-        def in_processes(job: Job) -> Sharing:
-            return partial(processes, partial(self._order, job, randomness), os.cpu_count() or 1)
+        def orders(job: Job) -> Orders:
+            return Orders(self._token, self._recipes, self._assembly.devices, job, randomness)
 
-        return {"interleaved": lambda _: interleaved, "threads": lambda _: threads, "processes": in_processes}
-
-    def _order(self, job: Job, randomness: Mapping[str, Any], shifts: Sequence[Shift]) -> Order:
-        """What a worker process needs to take the steps of some lanes."""
-        members = [member for shift in shifts for member in shift.lane.members]
-        names = [member.name for member in members]
-        return Order(
-            fleet=self._token,
-            members=[(m.name, m.model, m.seed, m.framework.NAME) for m in members],
-            recipes={name: self._recipes[name] for name in names},
-            devices=self._assembly.devices,
-            parts=[Part(tuple(shift.names), shift.lane.engine.fused, shift.lane.part.reason) for shift in shifts],
-            job=job.only(names),
-            tensors=[shift.lane.tensors() for shift in shifts],
-            standings=[Standing.of(shift) for shift in shifts],
-            randomness=randomness,
-        )
+        return sharings(orders, devices, self._assembly.places)
 
     def _halved(self, shift: Shift) -> list[Shift]:
         """Two lanes in the place of one that has run out of memory; the width that fits is remembered."""
@@ -489,7 +480,8 @@ class Fleet:
         text = check_name(name, self._members)
         framework = frameworks.adapter_of(model, text)
         framework.check_model(model, text)
-        self._assembly.device(framework)
+        if not self._assembly.clustered:
+            self._assembly.chosen(framework)  # which refuses devices that are not here
         twin = self._by_model.get(id(model))
         if twin is not None:
             raise InputError(
@@ -518,6 +510,9 @@ def _kept(callbacks: Sequence[Callback]) -> Arrangement | None:
 def _why(lane: Lane) -> str:
     engine = lane.engine
     together = f"{len(lane.members)} of one structure, fused" if engine.fused and len(lane.members) > 1 else ""
+    if lane.part.split is not None:
+        group, devices = lane.part.split
+        together = f"{len(lane.members)} of {group} of one structure, split over {devices} devices"
     parts = [together, lane.part.reason, engine.untraced and f"every step runs its Python: {engine.untraced}"]
     return "; ".join(part for part in parts if part) or "on its own"
 

@@ -35,7 +35,7 @@ class LoaderFeed:
         self.check: Callable[[Any], None] | None = None
         self._members = len(wheres)
         self._sources = [_Source(loader, where) for loader, where in zip(loaders, wheres, strict=False)]
-        self._device = device
+        self.device = device
         self._arrays = arrays
         self._reading = _Reading()
 
@@ -64,8 +64,9 @@ class LoaderFeed:
         if self.shared:
             with closing(self._reading.batches(number, lambda: self._open(start))) as batches:
                 for data, rows in batches:
-                    self._checked(data, self._sources[0].where)
-                    yield Batch(data, True, np.full(self._members, rows))
+                    own = map_tree(lambda leaf: self._arrays.place(leaf, self.device), data)
+                    self._checked(own, self._sources[0].where)
+                    yield Batch(own, True, np.full(self._members, rows))
             return
         readers = {}
         for member, source in enumerate(self._sources):
@@ -123,7 +124,7 @@ class LoaderFeed:
         """A shared batch on the device, and its number of rows."""
         tree, rows = settle(raw, self._arrays, self._sources[0].where)
         # A copy, for a loader may write its next batch where this one is.
-        return map_tree(lambda leaf: self._arrays.place(leaf, self._device, copy=True), tree), rows
+        return map_tree(lambda leaf: self._arrays.place(leaf, self.device, copy=True), tree), rows
 
     def _own(
         self, readers: dict[int, Generator[Any, None, None]], start: int
@@ -188,7 +189,7 @@ class LoaderFeed:
                 padding = self._arrays.index(np.arange(size) % rows, None)
             for column, leaf in zip(columns, leaves(tree), strict=True):
                 column.append(leaf if padding is None else self._arrays.take(leaf, padding))
-        stacked = [self._arrays.place(self._arrays.stack(column), self._device) for column in columns]
+        stacked = [self._arrays.place(self._arrays.stack(column), self.device) for column in columns]
         counts = np.array([found[member][1] if member in found else 0 for member in range(self._members)])
         return Batch(rebuild(found[stand_in][0], stacked), False, counts)
 

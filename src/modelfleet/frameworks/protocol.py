@@ -131,6 +131,9 @@ class Adapter(Protocol):
         """The framework's own device."""
         ...
 
+    # An adapter whose steps on the CPU take as many threads as the calling thread was told to may also have
+    # `threads() -> int` and `use_threads(count)`: then logical CPU devices have threads of their own.
+
     def memory(self, device: Any) -> Memory | None:
         """The memory of one of the framework's own devices; None if it does not tell, as of the CPU."""
         ...

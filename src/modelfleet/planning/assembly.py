@@ -1,7 +1,8 @@
 """From members and their recipes to lanes: who is fused with whom, and who can't be."""
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ from modelfleet.lanes import Lane
 from modelfleet.members import Member
 from modelfleet.planning.groups import group
 from modelfleet.recipe import Recipe
+from modelfleet.workers import Place, places
+
+HOST = Device("cpu")
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,10 @@ class Part:
     """What keeps them apart from others, if anything does."""
     wave: int = 0
     """Lanes of a later wave begin when those of the earlier ones are done: for want of memory."""
+    device: Device | None = None
+    """Where it runs; None: on the only device there is."""
+    split: tuple[int, int] | None = None
+    """Of a group that is split: how many members it has, and over how many devices."""
 
 
 @dataclass
@@ -37,16 +45,40 @@ class Assembly:
     """
 
     devices: tuple[Device, ...] | None
-    programs: list[tuple[Any, Any, bool, Any]] = field(default_factory=list)
+    programs: list[tuple[Any, Any, bool, Any, Any]] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    """Of a cluster, as it was when it was last looked at."""
 
-    def device(self, framework: Any) -> Device:
-        """The device that a framework's members run on."""
-        chosen = framework.choose(self.devices)
-        if len(chosen) > 1:
-            raise InputError(
-                f"a fleet runs on one device for now; got {', '.join(map(str, chosen))}. Give one of them."
-            )
-        return chosen[0]
+    @property
+    def clustered(self) -> bool:
+        """Whether the devices are those of a cluster: named, or because this process is connected to one."""
+        if self.devices is not None:
+            return any(device.kind == "ray" for device in self.devices)
+        cluster = sys.modules.get("modelfleet.workers.ray")
+        return cluster is not None and cluster.connected()
+
+    def look(self) -> bool:
+        """See which devices the cluster has now, if there is one; gives whether they are others than before."""
+        before = [place.name for place in self.places]
+        self.places = places.on_cluster(self.devices) or []
+        return [place.name for place in self.places] != before
+
+    def chosen(self, framework: Any) -> tuple[Device, ...]:
+        """The devices that a framework's members may run on."""
+        if self.places:
+            return tuple(Device("ray", int(place.name.partition(":")[2])) for place in self.places)
+        return framework.choose(self.devices)
+
+    def all_chosen(self, members: Sequence[Member]) -> tuple[Device, ...]:
+        """The devices that any of the members may run on."""
+        frameworks = {id(member.framework): member.framework for member in members}
+        return tuple(dict.fromkeys(d for framework in frameworks.values() for d in self.chosen(framework)))
+
+    def named(self, members: Sequence[Member]) -> list[str]:
+        """The devices as people name them, without a look at a cluster."""
+        if self.clustered:
+            return [str(device) for device in self.devices or (Device("ray"),)]
+        return [str(device) for device in self.all_chosen(members)]
 
     def study(self, members: Sequence[Member], recipes: Mapping[str, Recipe | None], kind: str) -> "Studied":
         """What the members are and what they are to do; raises `InputError` for what can't be."""
@@ -58,16 +90,17 @@ class Assembly:
         framework = own[0].member.framework
         columns = {key: np.array([row.columns[key] for row in own]) for key in own[0].columns}
         signature, task = own[0].signature, own[0].task
-        programs = next(
-            (p for s, t, f, p in self.programs if f == part.fused and s == signature and t == task), None
-        )
+        device = part.device or self.chosen(framework)[0]
+        # What runs on a cluster has a stand-in here, which holds its last state.
+        native = framework.native(HOST if device.kind == "ray" else device)
+        known = (signature, task, part.fused, native)
+        programs = next((p for *key, p in self.programs if tuple(key) == known), None)
         members = [row.member for row in own]
-        native = framework.native(self.device(framework))
         engine = framework.Engine(members, task, columns, native, fused=part.fused, programs=programs)
         if programs is None:
-            self.programs.append((signature, task, part.fused, engine.programs))
+            self.programs.append((*known, engine.programs))
         schedules = [row.schedule for row in own]
-        return Lane(members, engine, signature, columns, schedules, part, str(self.device(framework)))
+        return Lane(members, engine, signature, columns, schedules, part, str(device))
 
 
 @dataclass(frozen=True)
@@ -119,6 +152,15 @@ class Studied:
         what = framework.difference(own.signature, other.signature)
         return f"{name!r} is unlike {first!r}: {what or 'it was compiled otherwise'}"
 
+    def devices(self, part: Part) -> tuple[Device, ...]:
+        """Where a part may run."""
+        return self.assembly.chosen(self.rows[part.names[0]].member.framework)
+
+    @property
+    def scattered(self) -> bool:
+        """Whether there are several devices, or those of a cluster: then every part has its place."""
+        return bool(self.assembly.places) or len({d for part in self.groups for d in self.devices(part)}) > 1
+
     def apart(self, reason: str) -> list[Part]:
         """Every member in a lane of its own, taking turns, for a reason."""
         return [Part((name,), False, found.reason or reason) for found in self.groups for name in found.names]
@@ -157,6 +199,15 @@ def refuse_unfused(parts: Sequence[Part]) -> None:
             )
 
 
+def refuse_here(strategy: str) -> None:
+    """Raise `StrategyError` for what a cluster's devices can't do: their lanes are always stepped by actors there."""
+    if strategy not in ("auto", "processes"):
+        raise StrategyError(
+            f'strategy="{strategy}" is for the devices of this machine, and the fleet is on a Ray cluster. '
+            f'Use "auto" or "processes" there.'
+        )
+
+
 def settle(
     studied: Studied, lanes: Sequence[tuple[Lane, Feed]], kind: str, strategy: str
 ) -> list[tuple[Lane, Feed]]:
@@ -173,9 +224,8 @@ def settle(
                     f'Drop strategy="fused" and let them take turns.'
                 ) from error
             for position, name in enumerate(lane.names):
-                single = studied.assembly.lane(
-                    studied, Part((name,), False, f"not fused: {error}", lane.part.wave)
-                )
+                part = replace(lane.part, names=(name,), fused=False, reason=f"not fused: {error}", split=None)
+                single = studied.assembly.lane(studied, part)
                 own = feed.select([position])
                 if kind != "predict":
                     single.engine.check(own.first(), name)

@@ -80,10 +80,14 @@ def _plenty(lane: Lane, feed: Feed, most: int) -> bool:
 
 def waves(width: int, names: Sequence[str]) -> list[tuple[str, ...]]:
     """Names in as few parts of at most so many as can be, as even as can be."""
-    parts = -(-len(names) // width)
-    size, more = divmod(len(names), parts)
+    return pieces(-(-len(names) // width), names)
+
+
+def pieces(count: int, names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Names in so many parts, as even as can be."""
+    size, more = divmod(len(names), count)
     found, start = [], 0
-    for number in range(parts):
+    for number in range(count):
         end = start + size + (number < more)
         found.append(tuple(names[start:end]))
         start = end

@@ -2,25 +2,28 @@
 
 It begins with every group fused. If the run is long enough for it, it times a step of each group fused and apart,
 takes what is faster, and then times the lanes that are left taking turns, in threads, and in processes. Measuring
-may take a small part of the run; what was measured once is known from then on (`paces`).
+may take a small part of the run; what was measured once is known from then on (`paces`). Where there are several
+devices, the lanes are placed first, by what is known of them.
 """
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from modelfleet.devices import Device, threads_of
 from modelfleet.each import spread
 from modelfleet.errors import FleetError
 from modelfleet.feeds import Feed
 from modelfleet.feeds._base import spec
 from modelfleet.frameworks.protocol import CannotFuseError
 from modelfleet.lanes import Lane
-from modelfleet.planning import memory, paces, trials
+from modelfleet.planning import memory, paces, placement, supply, trials
 from modelfleet.planning.assembly import Part, Studied
+from modelfleet.planning.placement import Load
 from modelfleet.planning.supply import Job
 from modelfleet.sharing.shifts import Sharing
 from modelfleet.workers.process import idle
@@ -53,8 +56,38 @@ class Planner:
 
     def __init__(self) -> None:
         self.paces = paces.Paces()
+        self._placed: tuple[_Where, _Where] = (), ()  # as the lanes were placed last, and what was made of them
 
     # --- choosing ------------------------------------------------------------------------------------------------
+
+    def decide(
+        self,
+        studied: Studied,
+        lanes: Sequence[Fed],
+        job: Job,
+        strategy: str,
+        sharings: dict[str, Callable[[Job], Sharing]],
+        kept: str | None,
+    ) -> Choice:
+        """How lanes run by a strategy. `kept` is the sharing of a run that is resumed: its lanes stay as they are."""
+        scattered, clustered = studied.scattered, bool(studied.assembly.places)
+        usual = "threads" if scattered else "interleaved"
+        sharing = strategy if strategy in ("interleaved", "threads", "processes") else usual
+        if kept is not None or clustered:  # the devices of a cluster are not here to be measured
+            if kept is None:
+                lanes = self._place(studied, lanes, job)
+            return Choice(list(lanes), "processes" if clustered else str(kept))
+        if not scattered:
+            if strategy != "auto":
+                return Choice(list(lanes), sharing)
+            return self.choose(studied, lanes, job, {n: s for n, s in sharings.items() if n != "interleaved"})
+        lanes = self._place(studied, lanes, job)
+        choice = Choice(list(lanes), sharing)
+        if strategy in ("auto", "threads", "processes"):
+            others = {"processes": sharings["processes"]} if strategy == "auto" else {}
+            choice = self.choose(studied, lanes, job, others, sharing)
+        self._placed = self._placed[0], _where(lane.part for lane, _ in choice.lanes)
+        return choice
 
     def choose(
         self,
@@ -62,15 +95,17 @@ class Planner:
         lanes: Sequence[Fed],
         job: Job,
         sharings: dict[str, Callable[[Job], Sharing]],
+        usual: str = "interleaved",
     ) -> Choice:
-        """The fastest lanes that fit, of those that the fused ones can be cut into, and their sharing."""
+        """The fastest lanes that fit, of those that the fused ones can be cut into, and their sharing: the usual
+        one, or one of the others."""
         begun = time.perf_counter()
         length = max(self._steps(lane, feed, job) for lane, feed in lanes)
         spent = _Budget(length)
         chosen: list[Fed] = []
         for lane, feed in lanes:
             chosen += self._cut(studied, lane, feed, job, spent)
-        choice = Choice(chosen)
+        choice = Choice(chosen, usual)
         for lane, feed in chosen:
             seconds = self.paces.get(self.lane_key(studied, lane.part, feed))
             if seconds is not None:
@@ -115,7 +150,7 @@ class Planner:
         if wide is None:
             return parts
         spent.predict(wide * len(parts) * self._steps(lane, feed, job))
-        single = Part((lane.names[0],), False, "")
+        single = Part((lane.names[0],), False, "", device=lane.part.device)
         candidates: list[tuple[float, list[Part]]] = [(wide * lane.engine.prospect * len(parts), parts)]
         quarter = len(parts[0].names) // 4
         if quarter >= 2:
@@ -131,7 +166,8 @@ class Planner:
             total = seconds * len(lane.names)
             why = f"apart is faster than fused: {_ms(total)} a step of all, not {_ms(candidates[0][0])}"
             reason = _joined(lane.part.reason, why)
-            candidates.append((total, [Part((name,), False, reason) for name in lane.names]))
+            apart = replace(lane.part, fused=False, reason=reason, split=None)
+            candidates.append((total, [replace(apart, names=(name,)) for name in lane.names]))
         best = min(candidates, key=lambda candidate: candidate[0])
         return best[1] if best[0] < BETTER * candidates[0][0] else parts
 
@@ -149,11 +185,11 @@ class Planner:
         known = [choice.predicted.get(id(lane)) for lane, _ in choice.lanes]
         if any(seconds is None for seconds in known):
             return
-        turns = sum(s * n for s, n in zip(known, per_epoch, strict=True) if s is not None)
+        turns = _all(choice.lanes, known, per_epoch)
         choice.epoch = turns
         if len(choice.lanes) == 1 or any(lane.part.wave for lane, _ in choice.lanes):
             return
-        actual = self.paces.get(self.mix_key(studied, choice.lanes, "interleaved"))
+        actual = self.paces.get(self.mix_key(studied, choice.lanes, choice.sharing))
         best = choice.epoch = actual or turns
         spent.predict(best * epochs)
         for sharing, sharing_of in sharings.items():
@@ -166,7 +202,7 @@ class Planner:
                 steps = [max(1, min(64, round(count / scale))) for count in per_epoch]
                 try:
                     took = trials.epoch_seconds(studied, choice.lanes, job, sharing_of, steps)
-                    alone = sum(s * n for s, n in zip(known, steps, strict=True) if s is not None)
+                    alone = _all(choice.lanes, known, steps)
                     seconds = took * turns / max(alone, 1e-9)
                     self.paces.put(key, seconds)
                 except FleetError:  # what can't be sent to a worker, say
@@ -178,6 +214,42 @@ class Planner:
             if total < BETTER * best * epochs:
                 best = choice.epoch = seconds
                 choice.sharing = sharing
+
+    # --- placing -------------------------------------------------------------------------------------------------
+
+    def _place(self, studied: Studied, lanes: Sequence[Fed], job: Job) -> list[Fed]:
+        """Lanes placed by their cost: as they are, or made anew."""
+        if supply.read_by_loaders([lane for lane, _ in lanes], job):
+            return list(
+                lanes
+            )  # loaders were looked into, and can't always be begun anew: they stay where they are
+        now = _where(lane.part for lane, _ in lanes)
+        parts = placement.place(self._loads(studied, lanes, job))
+        best = _where(parts)
+        if best == now or self._placed == (best, now):
+            self._placed = best, now
+            return list(lanes)
+        self._placed = best, best
+        return supply.made(studied, parts, job)
+
+    def _loads(self, studied: Studied, lanes: Sequence[Fed], job: Job) -> list[Load]:
+        """What is to be placed, and its cost: in seconds if the pace of all lanes is known, else by their size."""
+        epochs = dict(zip(job.names, spread(job.epochs, job.names, "epochs"), strict=True))
+        seconds: list[float | None] = []
+        sizes: list[float] = []
+        spent = _Budget(max(self._steps(lane, feed, job) for lane, feed in lanes))
+        for lane, feed in lanes:
+            pace = None if studied.assembly.places else self._pace(studied, lane.part, feed, spent)
+            seconds.append(None if pace is None else pace * self._steps(lane, feed, job))
+            steps = np.full(len(lane.names), UNKNOWN) if feed.steps is None else feed.steps
+            taken = sum(int(own) * int(epochs[name]) for own, name in zip(steps, lane.names, strict=True))
+            sizes.append(float(lane.engine.parameters) * feed.first().size * taken)
+        known = [one for one in seconds if one is not None]
+        costs = known if len(known) == len(lanes) else sizes
+        return [
+            Load(part, sum(costs[number] for number in numbers), studied.devices(part))
+            for part, numbers in placement.whole(studied, [lane.part for lane, _ in lanes])
+        ]
 
     # --- measuring -----------------------------------------------------------------------------------------------
 
@@ -211,12 +283,14 @@ class Planner:
 
     def lane_key(self, studied: Studied, part: Part, feed: Feed) -> str:
         """The name of a lane's pace."""
-        return self._key(studied, part, feed, "pace", len(part.names), part.fused)
+        where = () if part.device is None else (part.device.kind, threads_of(studied.devices(part)))
+        return self._key(studied, part, feed, "pace", len(part.names), part.fused, *where)
 
     def mix_key(self, studied: Studied, lanes: Sequence[Fed], sharing: str) -> str:
         """The name of the time of an epoch of lanes that share a device in a way."""
         own = [(self.lane_key(studied, lane.part, feed), _tuple(feed.steps)) for lane, feed in lanes]
-        return paces.key("mix", sorted(own), sharing)
+        where = sorted({lane.device for lane, _ in lanes}) if studied.scattered else []
+        return paces.key("mix", sorted(own), sharing, *where)
 
     def remember_width(self, studied: Studied, part: Part, feed: Feed, width: int) -> None:
         """Note how many members of a group fit at once, as far as is known after memory has run out."""
@@ -236,12 +310,16 @@ class Planner:
     def watch(self, studied: Studied, choice: Choice) -> Callable[[float | None], None]:
         """What to call after a run with what an epoch took: then the pace of its lanes is known, too."""
         # The names are worked out before the run: for those, data are looked into.
+        if studied.assembly.places:
+            return lambda epoch: None
         keys = [(lane, self.lane_key(studied, lane.part, feed)) for lane, feed in choice.lanes]
         mix = self.mix_key(studied, choice.lanes, choice.sharing)
+        # Lanes that take turns on their device have it to themselves, and so their pace is their own.
+        alone = choice.sharing == "interleaved" or studied.scattered
 
         def learn(epoch: float | None) -> None:
             for lane, key in keys:
-                if choice.sharing == "interleaved" and lane.steady_seconds_per_step is not None:
+                if alone and lane.steady_seconds_per_step is not None:
                     self.paces.put(key, lane.steady_seconds_per_step)
             if len(keys) > 1 and epoch is not None and all(lane.steady_seconds_per_step for lane, _ in keys):
                 self.paces.put(mix, epoch)
@@ -275,6 +353,22 @@ class _Budget:
         """A trial has taken so long."""
         self._spent += seconds
         self.dearest = max(self.dearest, seconds)
+
+
+_Where = tuple[tuple[tuple[str, ...], bool, Device | None], ...]
+
+
+def _where(parts: Iterable[Part]) -> _Where:
+    """Parts as far as their placement goes."""
+    return tuple((part.names, part.fused, part.device) for part in parts)
+
+
+def _all(lanes: Sequence[Fed], seconds: Sequence[float | None], steps: Sequence[int]) -> float:
+    """The seconds for so many steps of all lanes: those of a device take turns, and the devices run side by side."""
+    busy: dict[str, float] = {}
+    for (lane, _), pace, count in zip(lanes, seconds, steps, strict=True):
+        busy[lane.device] = busy.get(lane.device, 0.0) + (pace or 0.0) * count
+    return max(busy.values())
 
 
 def _per_epoch(feed: Feed, job: Job) -> int:

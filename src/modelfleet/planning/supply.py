@@ -10,7 +10,7 @@ from modelfleet.each import Each, spread
 from modelfleet.errors import InputError
 from modelfleet.feeds import Feed, LoaderFeed, is_loader, make_feed
 from modelfleet.lanes import Lane
-from modelfleet.planning.assembly import Studied
+from modelfleet.planning.assembly import Part, Studied
 from modelfleet.sharing.shifts import Shift
 
 
@@ -76,7 +76,10 @@ def feeds(lanes: Sequence[Lane], job: Job, *, what: str = "data") -> list[tuple[
             like = [other for other in lanes if _arrays(other) is arrays]
             whole[id(arrays)] = _feed(like, data, values, size, shuffle, what, job), iter(range(len(job.names)))
         feed, places = whole[id(arrays)]
-        found.append((lane, feed.select([next(places) for _ in lane.members])))
+        own = feed.select([next(places) for _ in lane.members])
+        if isinstance(own, LoaderFeed):
+            own.device = lane.engine.device  # one reading for all; each lane has its batches on its own device
+        found.append((lane, own))
     return found
 
 
@@ -247,6 +250,21 @@ def halved(studied: Studied, shift: Shift) -> list[Shift]:
         made.epochs_before = shift.epochs_before[rows]
         found.append(made)
     return found
+
+
+def made(studied: Studied, parts: Sequence[Part], job: Job) -> list[tuple[Lane, Feed]]:
+    """The lanes of parts, fed, checked and ready to train."""
+    fed = feeds([studied.assembly.lane(studied, part) for part in parts], job)
+    for lane, feed in fed:
+        check(lane, feed, job)
+        lane.ready(feed.first(), "train")
+    return fed
+
+
+def read_by_loaders(lanes: Sequence[Lane], job: Job) -> bool:
+    """Whether the data of anybody come from a loader."""
+    values = dict(zip(job.names, spread(job.data, job.names, "data"), strict=True))
+    return any(is_loader(values[name], _arrays(lane), "data") for lane in lanes for name in lane.names)
 
 
 def side_by_side(lanes: Sequence[Lane], job: Job) -> bool:

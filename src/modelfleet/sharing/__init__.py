@@ -1,1 +1,26 @@
-"""How the lanes of one device share it: in turn, in threads, or in processes."""
+"""Taking turns: how lanes share their devices."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from modelfleet.devices import Device
+from modelfleet.sharing.interleaved import interleaved
+from modelfleet.sharing.shifts import Sharing
+from modelfleet.sharing.threads import threads
+from modelfleet.workers import Place
+from modelfleet.workers.places import of_machine
+
+
+def sharings(
+    orders: Callable[[Any], Any], devices: Sequence[Device], cluster: Sequence[Place]
+) -> dict[str, Callable[[Any], Sharing]]:
+    """The ways to share devices, for a job: of this machine, or the places of a cluster."""
+    from modelfleet.sharing.processes import everywhere, processes
+
+    def in_workers(job: Any) -> Sharing:
+        if not cluster and len(devices) == 1:
+            return partial(processes, orders(job))
+        return partial(everywhere, orders(job), cluster or of_machine(devices))
+
+    return {"interleaved": lambda _: interleaved, "threads": lambda _: threads, "processes": in_workers}

@@ -1,20 +1,21 @@
-"""The work of a worker process: some of a fleet's lanes, taking turns there."""
+"""The work of a worker: some of a fleet's lanes, taking turns there."""
 
-from collections.abc import Generator, Mapping
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from modelfleet import frameworks
-from modelfleet.devices import Device
+from modelfleet.devices import Device, parse_devices
+from modelfleet.each import Each
 from modelfleet.members import Member
 from modelfleet.planning import supply
 from modelfleet.planning.assembly import Assembly, Part
 from modelfleet.recipe import Recipe
 from modelfleet.sharing.interleaved import interleaved
 from modelfleet.sharing.shifts import Ended, Report, Shift, Way
-from modelfleet.workers import interrupted
+from modelfleet.workers import Shared, interrupted
 
 Tensors = dict[str, np.ndarray]
 
@@ -47,31 +48,44 @@ class Order:
     """Name, model, seed and framework."""
     recipes: dict[str, Recipe | None]
     devices: tuple[Device, ...] | None
+    """The worker's device, or what it may choose from."""
     parts: list[Part]
     job: supply.Job
     tensors: list[Tensors]
     """The state of every lane."""
     standings: list[Standing]
     randomness: Mapping[str, Any]
+    """The state of the frameworks' generators when the epoch at hand began."""
+    data: Shared | None = None
+    """The job's data and validation data, if all members have the same."""
     together: bool = False
     watched: bool = False
+    parallel: tuple[str, int, int] | None = None
+    """For members that are trained on several devices at once: where these meet, the rank here, and how many."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a worker tells: a turn that was taken (no report), the end of an epoch, or that it has stopped."""
+    """What a worker tells: a turn that was taken (no report), the end of an epoch, or that it has stopped.
+
+    Its first word, with nothing in it, says that it is there.
+    """
 
     lanes: list[tuple[int, Tensors, Standing, Report | None]]
     """Of each lane its number, its state, where it stands, and its report."""
+    randomness: Mapping[str, Any] = field(default_factory=dict)
+    """The state of the frameworks' generators."""
 
 
 @dataclass(frozen=True)
 class Answer:
     """What a worker is told before it goes on, by the lane's number."""
 
-    stopped: dict[int, list[str]]
-    changed: dict[int, Tensors]
+    stopped: dict[int, list[str]] = field(default_factory=dict)
+    changed: dict[int, Tensors] = field(default_factory=dict)
     """The state of lanes that was changed since it was told."""
+    end: bool = False
+    """Whether the lanes are to be given up: somebody else will go on with them."""
 
 
 _assemblies: dict[str, Assembly] = {}
@@ -79,24 +93,29 @@ _assemblies: dict[str, Assembly] = {}
 
 def work(order: Order) -> Generator[Told, Answer, None]:
     """Run the lanes of an order; tells every epoch's end, and waits for an answer."""
+    yield Told([])
     crew = _Crew(order)
-    side_by_side = supply.side_by_side(crew.lanes, order.job)
+    side_by_side = supply.side_by_side(crew.lanes, crew.job)
     way = Way(order.together, order.watched, interrupted, side_by_side, _indivisible)
     for shift in crew.shifts:
         shift.begin()
-    for moment in interleaved(crew.shifts, way):
-        if isinstance(moment, Ended):
-            told = [crew.tell(shift, report) for shift, report in moment.reports]
-        elif order.watched:
-            told = [crew.tell(moment.shift, None)]
-        else:
-            continue
-        answer = yield Told(told)
-        crew.heed(answer, moment.reports if isinstance(moment, Ended) else [])
-    for shift in crew.shifts:
-        shift.close()
-        shift.lane.engine.stop()
-    yield Told([crew.tell(shift, None) for shift in crew.shifts])
+    try:
+        for moment in interleaved(crew.shifts, way):
+            if isinstance(moment, Ended):
+                told = [crew.tell(shift, report) for shift, report in moment.reports]
+            elif order.watched:
+                told = [crew.tell(moment.shift, None)]
+            else:
+                continue
+            answer = yield Told(told, crew.randomness())
+            if answer.end:
+                return
+            crew.heed(answer, moment.reports if isinstance(moment, Ended) else [])
+    finally:
+        for shift in crew.shifts:
+            shift.close()
+            shift.lane.engine.stop()
+    yield Told([crew.tell(shift, None) for shift in crew.shifts], crew.randomness())
 
 
 def _indivisible(shift: Shift) -> None:
@@ -109,28 +128,52 @@ class _Crew:
             _assemblies.clear()
             _assemblies[order.fleet] = Assembly(order.devices)
         assembly = _assemblies[order.fleet]
+        self.job = order.job
+        if order.data is not None:
+            data, validation = order.data.get()
+            self.job = replace(order.job, data=data, validation=validation)
         members = [Member(name, model, seed, frameworks.adapter(f)) for name, model, seed, f in order.members]
-        for framework in {id(m.framework): m.framework for m in members}.values():
-            state = order.randomness.get(framework.NAME)
-            if state is not None:
-                framework.restore_randomness(state)
+        self._frameworks = {m.framework.NAME: m.framework for m in members}
+        self._restore(order.randomness)
         studied = assembly.study(members, order.recipes, "train")
         self.lanes = [assembly.lane(studied, part) for part in order.parts]
         for lane, standing in zip(self.lanes, order.standings, strict=True):
             lane.epochs = np.array(standing.begun[0])  # what shuffles go by
-        fed = supply.feeds(self.lanes, order.job)
+        fed = supply.feeds(self.lanes, self.job)
         for lane, feed in fed:
-            supply.check(lane, feed, order.job)
-        self.shifts = supply.shifts(fed, order.job)
+            supply.check(lane, feed, self.job)
+        self.shifts = supply.shifts(fed, self.job)
         self._numbers = {id(shift): number for number, shift in enumerate(self.shifts)}
         for shift, standing, tensors in zip(self.shifts, order.standings, order.tensors, strict=True):
-            shift.lane.engine.load(tensors)
-            shift.lane.take_up(standing.lane)
-            _, started, taken = standing.begun
-            shift.started, shift.taken = np.array(started), np.array(taken)
-            shift.schedules.restore(standing.schedules)
-            shift.epoch, shift.position = standing.epoch, standing.position
+            shift.lane.engine.load({name: _writable(array) for name, array in tensors.items()})
+            self._take_up(shift, standing)
             shift.several = 1 if order.watched else shift.lane.engine.several
+        if any(standing.epoch or standing.position for standing in order.standings):
+            self._restore(order.randomness)
+            for shift in self.shifts:
+                for feed in (shift.feed, shift.validation):
+                    if feed is not None:
+                        feed.rewind()
+
+    def _take_up(self, shift: Shift, standing: Standing) -> None:
+        """Go on from where a lane was, whoever took its steps until then."""
+        slots = shift.lane.take_up(standing.lane)
+        _, started, taken = standing.begun
+        shift.started, shift.taken = np.array(started), np.array(taken)
+        shift.schedules.restore(standing.schedules)
+        shift.epoch, shift.position = standing.epoch, standing.position
+        if len(slots) < len(shift.lane.members):
+            shift.feed = shift.feed.select(slots)
+            shift.validation = shift.validation and shift.validation.select(slots)
+
+    def _restore(self, randomness: Mapping[str, Any]) -> None:
+        for name, framework in self._frameworks.items():
+            if randomness.get(name) is not None:
+                framework.restore_randomness(randomness[name])
+
+    def randomness(self) -> dict[str, Any]:
+        """The state of the frameworks' generators now."""
+        return {name: framework.randomness() for name, framework in self._frameworks.items()}
 
     def tell(self, shift: Shift, report: Report | None) -> tuple[int, Tensors, Standing, Report | None]:
         """A lane's state as it is now: the owner keeps it, whatever becomes of this worker."""
@@ -143,3 +186,49 @@ class _Crew:
             self.shifts[number].lane.engine.load({name: np.array(array) for name, array in tensors.items()})
         for shift, _ in reports:
             shift.leave(answer.stopped.get(self._numbers[id(shift)], []))
+
+
+def _writable(array: np.ndarray) -> np.ndarray:
+    """What may be taken over by a framework; on a cluster what came is only to be read."""
+    return array if array.flags.writeable else array.copy()
+
+
+@dataclass(frozen=True)
+class Orders:
+    """Writes the orders of a fit."""
+
+    fleet: str
+    recipes: Mapping[str, Recipe | None]
+    devices: tuple[Device, ...] | None
+    job: supply.Job
+    randomness: Mapping[str, Any]
+
+    @property
+    def data(self) -> tuple[Any, Any] | None:
+        """The data and validation data, if they are the same for all members."""
+        return (
+            None
+            if isinstance(self.job.data, Each) or isinstance(self.job.validation, Each)
+            else (self.job.data, self.job.validation)
+        )
+
+    def order(self, shifts: Sequence[Shift], device: str | None = None, data: Shared | None = None) -> Order:
+        """The order for some lanes, as they stand, for a worker on a device; None: it chooses one."""
+        members = [member for shift in shifts for member in shift.lane.members]
+        names = [member.name for member in members]
+        job = self.job.only(names)
+        return Order(
+            fleet=self.fleet,
+            members=[(m.name, m.model, m.seed, m.framework.NAME) for m in members],
+            recipes={name: self.recipes[name] for name in names},
+            devices=self.devices if device is None else parse_devices(device),
+            parts=[
+                Part(tuple(shift.names), shift.lane.engine.fused, shift.lane.part.reason, shift.lane.part.wave)
+                for shift in shifts
+            ],
+            job=job if data is None else replace(job, data=None, validation=None),
+            tensors=[shift.tensors() for shift in shifts],
+            standings=[Standing.of(shift) for shift in shifts],
+            randomness=shifts[0].randomness or self.randomness,
+            data=data,
+        )

@@ -1,196 +1,299 @@
-"""Lanes in worker processes: a few lanes in each.
+"""Lanes in workers: in processes of this machine, or on a cluster, at one place or at several.
 
-The lanes of this process stand for those in the workers. At the end of every epoch a worker tells its lanes' state;
-so when it dies, what was computed up to then is here.
+On one device some lanes go to each of a few workers, and one that dies fails its members. On several devices there is
+a worker for each. It is given the lanes of its device one at a time, and then those that wait for others; when a
+worker dies, another goes on with its lanes from their last whole epoch.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
-
-from modelfleet.history import Failure
 from modelfleet.sharing import crew
-from modelfleet.sharing.shifts import Ended, Moment, Report, Shift, Stepped, Way
-from modelfleet.workers import WorkerDiedError
-from modelfleet.workers.process import ProcessWorker, hire, release
+from modelfleet.sharing.away import Crew, Reports, buried, work_of
+from modelfleet.sharing.shifts import Ended, Moment, Shift, Stepped, Way
+from modelfleet.workers import Place, Shared, Worker, WorkerDiedError
+from modelfleet.workers.process import ProcessPlace
 
-OrderOf = Callable[[Sequence[Shift]], crew.Order]
-
-
-@dataclass
-class Away:
-    """What is known of a lane while its steps are taken in a worker."""
-
-    tensors: crew.Tensors = field(default_factory=dict)
-    """Its state, as it was told last."""
-    seen: bool = True
-    """Whether the lane here has that state."""
-    changed: bool = False
-    """Whether the lane here has tensors that the worker has not."""
-    stopped: list[str] = field(default_factory=list)
+MOST_DEATHS = 2  # of workers in one epoch of a lane, until its members have failed
+MOST_STARTS = 3  # of workers that die before they have said a word, until it is thought to be of no use
+PATIENCE = 30.0  # seconds until a worker that has not begun is thought to wait for a device
 
 
-def processes(order_of: OrderOf, most: int, shifts: Sequence[Shift], way: Way) -> Iterator[Moment]:
-    """Run the lanes in at most so many workers; one that dies fails its members, and the rest go on.
+def processes(orders: crew.Orders, shifts: Sequence[Shift], way: Way) -> Iterator[Moment]:
+    """Run the lanes of one device in a few workers; one that dies fails its members, and the rest go on.
 
     Lanes of later waves follow when the earlier ones are done, in new orders.
     """
-    waves = sorted({shift.lane.part.wave for shift in shifts})
-    for wave in waves:
+    cores = os.cpu_count() or 1
+    for wave in sorted({shift.lane.part.wave for shift in shifts}):
         own = [shift for shift in shifts if shift.lane.part.wave == wave and shift.working]
         if own and not way.stopped():
-            yield from _wave(order_of, most, own, way)
+            crews = _dealt(own, cores)
+            env = {"OMP_NUM_THREADS": str(max(1, cores // len(crews)))}
+            hands = [_Hand(ProcessPlace("", "", env), None) for _ in crews]
+            yield from _Foreman(orders, hands, crews, way, lasting=False).run()
 
 
-def _wave(order_of: OrderOf, most: int, shifts: Sequence[Shift], way: Way) -> Iterator[Moment]:
-    crews = [_Away(part) for part in _dealt(shifts, most)]
-    try:
-        env = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // len(crews)))}
-        for away in crews:
-            order = replace(order_of(away.shifts), together=way.together, watched=way.watched)
-            away.start(order, env)
-        yield from _listen(crews, way)
-        for away in crews:
-            for shift in away.shifts:
-                shift.pull()
-    finally:
-        for away in crews:
-            away.end()
+def everywhere(
+    orders: crew.Orders, places: Sequence[Place], shifts: Sequence[Shift], way: Way
+) -> Iterator[Moment]:
+    """Run lanes at several places, or at those of a cluster; what a worker was at when it died, another goes on with."""
+    homes = {place.name: number for number, place in enumerate(places)}
+    working = [shift for shift in shifts if shift.working]
+    if way.together or way.watched or way.side_by_side:
+        by_home: dict[int, list[Shift]] = {}
+        for shift in working:
+            by_home.setdefault(homes.get(shift.lane.device, 0), []).append(shift)
+        crews = [Crew(own, home) for home, own in by_home.items()]
+    else:
+        crews = [Crew([shift], homes.get(shift.lane.device, 0)) for shift in working]
+    hands = [_Hand(place, place.device) for place in places]
+    if crews:
+        yield from _Foreman(orders, hands, crews, way, lasting=True).run()
 
 
-def _listen(crews: Sequence["_Away"], way: Way) -> Iterator[Moment]:
-    running = {away.worker: away for away in crews}
-    held: list[tuple[_Away, list[tuple[Shift, Report]]]] = []  # who waits for the others at an epoch's end
-    interrupted = False
-    while running:
-        for worker in ProcessWorker.wait(
-            [worker for worker in running if all(away.worker is not worker for away, _ in held)]
-        ):
-            away = running[worker]
-            if way.stopped() and not interrupted:
-                interrupted = True
-                for other in running:
-                    other.interrupt()
-            try:
-                more, told = worker.receive()
-            except WorkerDiedError as error:
-                del running[worker]
-                held.append((away, away.buried(str(error))))
-                continue
-            if not more:
-                del running[worker]
-                continue
-            reports, stepped = away.heard(told)
-            if stepped is not None:
-                yield Stepped(stepped, 1)
-            if reports and way.together:
-                held.append((away, reports))
-            elif reports:
-                yield Ended(reports)
-                away.answer()
-            else:
-                away.answer()
-        waiting = {id(away) for away, _ in held}
-        if held and (not way.together or all(id(away) in waiting for away in running.values())):
-            yield Ended([pair for _, reports in held for pair in reports])
-            for away, _ in held:
-                if away.worker in running:
-                    away.answer()
-            held.clear()
+class _Hand:
+    """A place, with the worker that it has and the lanes that this one is at."""
 
+    def __init__(self, place: Place, device: str | None) -> None:
+        self.place = place
+        self.device = device
+        self.worker: Worker | None = None
+        self.crew: Crew | None = None
+        self.begun = False
+        """Whether the worker has said something since it was given these lanes."""
+        self.lost = False
+        """Whether a worker died here: the place may have gone with it."""
+        self.since = 0.0
 
-class _Away:
-    """The lanes of one worker."""
-
-    def __init__(self, shifts: Sequence[Shift]) -> None:
-        self.shifts = list(shifts)
-        self.worker: ProcessWorker
-        self._hired = False
-        for shift in shifts:
-            shift.away = Away()
-
-    def start(self, order: crew.Order, env: Mapping[str, str]) -> None:
-        """Hire a worker and have it begin."""
-        self.worker = hire(env, order.fleet)
-        self._hired = True
+    def take(self, own: Crew, order: crew.Order) -> None:
+        """Have some lanes begin; the worker is hired if there is none."""
+        if self.worker is None:
+            self.worker = self.place.hire(order.fleet)
+        self.crew, self.begun, self.since = own, False, time.monotonic()
         self.worker.last = order.fleet
-        self.worker.start(crew.work, order, f"members {', '.join(map(repr, order.job.names))} with their data")
+        self.worker.start(crew.work, order, f"members {own.names} with their data")
+        own.sent()
 
-    def heard(self, told: crew.Told) -> tuple[list[tuple[Shift, Report]], Shift | None]:
-        """Take in what was told: the reports, and the lane that took a turn."""
-        reports, stepped = [], None
-        for number, tensors, standing, report in told.lanes:
-            shift = self.shifts[number]
-            away = _away(shift)
-            away.tensors = {name: np.array(array) for name, array in tensors.items()}  # what came is soon gone
-            away.seen = False
-            shift.lane.steps[:] = standing.lane["steps"]
-            shift.lane.epochs[:] = standing.lane["epochs"]
-            shift.schedules.restore(standing.schedules)
-            moved = standing.position != shift.position
-            shift.epoch, shift.position = standing.epoch, standing.position
-            if report is None:
-                stepped = shift if moved else stepped
-                continue
-            shift.lane.paced(report.steps, report.seconds, first=report.epoch == 1)
-            shift.lane.rest([shift.lane.places[name] for name in report.failures], failed=True)
-            reports.append((shift, report))
-        return reports, stepped
+    def drop(self) -> None:
+        """End the worker, whatever it is at."""
+        self.crew = None
+        if self.worker is not None:
+            self.worker.close()
+            self.worker = None
 
-    def answer(self) -> None:
-        """Let the worker go on, with what was decided here."""
-        stopped: dict[int, list[str]] = {}
-        changed: dict[int, crew.Tensors] = {}
-        for number, shift in enumerate(self.shifts):
-            away = _away(shift)
-            stopped[number], away.stopped = away.stopped, []
-            if away.changed:
-                changed[number] = shift.lane.tensors()
-                away.changed = False
-        self.worker.answer(crew.Answer(stopped, changed))
-
-    def buried(self, reason: str) -> list[tuple[Shift, Report]]:
-        """The reports of a worker that has died: its members have failed."""
-        reports = []
-        for shift in self.shifts:
-            failures = {
-                name: Failure(
-                    shift.epoch + 1, int(shift.lane.steps[place] - shift.started[place]) + 1, f"{reason}"
-                )
-                for name, place in shift.lane.places.items()
-                if shift.lane.on()[place]
-            }
-            shift.lane.rest([shift.lane.places[name] for name in failures], failed=True)
-            if failures:
-                reports.append((shift, Report(shift.epoch + 1, {}, failures, 0, 0.0)))
-        return reports
-
-    def end(self) -> None:
-        """Give back the worker."""
-        if self._hired:
-            release(self.worker)
-        for shift in self.shifts:
-            shift.away = None
+    def release(self) -> None:
+        """Give the worker back."""
+        if self.worker is not None:
+            self.place.release(self.worker)
+            self.worker = None
 
 
-def _dealt(shifts: Sequence[Shift], most: int) -> list[list[Shift]]:
+class _Foreman:
+    """Hands lanes to workers, and hears them."""
+
+    def __init__(
+        self, orders: crew.Orders, hands: list[_Hand], crews: list[Crew], way: Way, *, lasting: bool
+    ) -> None:
+        self._orders, self._hands, self._waiting, self._way = orders, hands, list(crews), way
+        self._lasting = lasting
+        self._shifts = [shift for own in crews for shift in own.shifts]
+        # Who is at the end of an epoch and waits for the others; those without a worker have been set aside.
+        self._held: list[tuple[Crew, Reports]] = []
+        self._ended: Reports = []  # of lanes that nobody goes on with
+        self._interrupted = False
+        self._data: Shared | None = None
+
+    def run(self) -> Iterator[Moment]:
+        """All lanes, to their end."""
+        try:
+            if self._lasting and self._orders.data is not None:
+                self._data = self._hands[0].place.share(self._orders.data, "the data")
+            while True:
+                self._hand_out()
+                if not self._busy():
+                    if not (self._held or self._ended or self._waiting):
+                        break
+                    yield from self._all_ended()
+                    continue
+                if self._ended and not self._way.together:
+                    yield from self._all_ended()
+                for hand in self._ready():
+                    yield from self._hear(hand)
+            for shift in self._shifts:
+                shift.pull()
+        finally:
+            for hand in self._hands:
+                with suppress(WorkerDiedError):
+                    hand.release()
+            if self._data is not None:
+                self._data.close()
+            for shift in self._shifts:
+                shift.away = None
+
+    # --- giving work ---------------------------------------------------------------------------------------------
+
+    def _hand_out(self) -> None:
+        if self._way.stopped():
+            self._stop()
+            return
+        for hand in sorted(self._hands, key=lambda hand: hand.worker is None):  # who is there comes first
+            number = self._hands.index(hand)
+            if hand.crew is None and self._waiting:
+                own = [one for one in self._waiting if one.home == number] or self._waiting
+                best = max(own, key=lambda one: one.work)
+                self._waiting.remove(best)
+                self._give(hand, best)
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """Let those who have nothing to do, or wait for others, begin what others can't."""
+        while True:
+            stuck = [hand for hand in self._busy() if self._stuck(hand)]
+            if not stuck and not self._waiting:
+                return
+            free = [hand for hand in self._hands if hand.crew is None and hand.worker is not None]
+            if not free and not [hand for hand in self._busy() if hand not in stuck]:
+                free = self._set_aside()
+            if not free:
+                return
+            if self._waiting:
+                own = self._waiting.pop(0)
+            else:
+                assert stuck[0].crew is not None
+                own = stuck[0].crew
+                stuck[0].drop()
+            self._give(free[0], own)
+
+    def _stuck(self, hand: _Hand) -> bool:
+        """Whether a worker may have nowhere to begin."""
+        late = time.monotonic() - hand.since > PATIENCE
+        return self._lasting and not hand.begun and (hand.lost or late)
+
+    def _set_aside(self) -> list[_Hand]:
+        """Free a worker whose lanes are at the end of their epoch: all of them is here, and can go on later."""
+        for own, _ in self._held:
+            for hand in self._hands:
+                if hand.crew is own and hand.worker is not None:
+                    try:
+                        hand.worker.answer(crew.Answer(end=True))
+                        hand.worker.receive()
+                    except WorkerDiedError:
+                        hand.drop()
+                        hand.lost = True
+                        continue
+                    hand.crew = None
+                    return [hand]
+        return []
+
+    def _give(self, hand: _Hand, own: Crew) -> None:
+        order = self._orders.order(own.shifts, hand.device, self._data)
+        order = replace(order, together=self._way.together, watched=self._way.watched)
+        try:
+            hand.take(own, order)
+        except WorkerDiedError as error:
+            self._died(hand, str(error))
+
+    def _stop(self) -> None:
+        self._waiting.clear()
+        for hand in self._busy():
+            if not hand.begun:
+                hand.drop()
+            elif not self._interrupted and hand.worker is not None:
+                hand.worker.interrupt()
+        self._interrupted = True
+
+    # --- hearing -------------------------------------------------------------------------------------------------
+
+    def _busy(self) -> list[_Hand]:
+        """Those that are at something, and do not wait for the others."""
+        held = [id(own) for own, _ in self._held]
+        return [hand for hand in self._hands if hand.crew is not None and id(hand.crew) not in held]
+
+    def _ready(self) -> list[_Hand]:
+        """Those that have something to say; blocks until there is one, or somebody has waited for too long."""
+        busy = self._busy()
+        workers: list[Any] = [hand.worker for hand in busy]
+        if self._lasting and not all(hand.begun for hand in busy):
+            while not any(self._stuck(hand) for hand in busy):
+                ready = [hand for hand in busy if hand.worker is not None and hand.worker.poll(0.05 / len(busy))]
+                if ready or self._way.stopped():
+                    return ready
+        ready = type(workers[0]).wait(workers)
+        return [hand for hand in busy if hand.worker in ready]
+
+    def _hear(self, hand: _Hand) -> Iterator[Moment]:
+        own, worker = hand.crew, hand.worker
+        assert own is not None
+        assert worker is not None
+        try:
+            more, told = worker.receive()
+        except WorkerDiedError as error:
+            self._died(hand, str(error))
+            return
+        if not more:
+            hand.crew = None
+            return
+        hand.begun = True
+        reports, stepped = own.heard(told)
+        if stepped is not None:
+            yield Stepped(stepped, 1)
+        if reports and self._way.together:
+            self._held.append((own, reports))
+            return
+        if reports:
+            yield Ended(reports)
+        self._answer(hand)
+
+    def _all_ended(self) -> Iterator[Moment]:
+        """All lanes that go together have ended their epoch, or are lost."""
+        held, self._held = self._held, []
+        reports = [pair for _, reports in held for pair in reports] + self._ended
+        self._ended = []
+        if reports:
+            yield Ended(reports)
+        hands = {id(hand.crew): hand for hand in self._hands}
+        for own, _ in held:
+            if id(own) in hands:
+                self._answer(hands[id(own)])
+            elif own.working:
+                self._waiting.append(own)
+
+    def _answer(self, hand: _Hand) -> None:
+        assert hand.crew is not None
+        assert hand.worker is not None
+        try:
+            hand.worker.answer(hand.crew.answer())
+        except WorkerDiedError as error:
+            self._died(hand, str(error))
+
+    def _died(self, hand: _Hand, reason: str) -> None:
+        own, begun = hand.crew, hand.begun
+        assert own is not None
+        hand.drop()
+        hand.lost = True
+        if not self._lasting:
+            self._ended += buried(own.shifts, reason)
+            return
+        own.failed_starts += not begun
+        if not begun and own.failed_starts < MOST_STARTS:
+            self._waiting.append(own)
+            return
+        reports, left = own.bereaved(reason, MOST_DEATHS if begun else 0)
+        self._ended += reports
+        self._waiting += left
+
+
+def _dealt(shifts: Sequence[Shift], most: int) -> list[Crew]:
     """The lanes dealt out to at most so many hands, the longest first, each to whoever has least."""
     hands: list[list[Shift]] = [[] for _ in range(max(1, min(most, len(shifts))))]
     loads = [0.0 for _ in hands]
-    for shift in sorted(shifts, key=_work, reverse=True):
+    for shift in sorted(shifts, key=work_of, reverse=True):
         least = loads.index(min(loads))
         hands[least].append(shift)
-        loads[least] += _work(shift)
-    return hands
-
-
-def _work(shift: Shift) -> float:
-    steps = 1.0 if shift.known_steps is None else float((shift.known_steps * shift.epochs).max())
-    return steps * (shift.lane.seconds_per_step or 1.0)
-
-
-def _away(shift: Shift) -> Away:
-    assert shift.away is not None
-    return shift.away
+        loads[least] += work_of(shift)
+    return [Crew(own, number) for number, own in enumerate(hands)]

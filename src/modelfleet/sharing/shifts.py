@@ -1,7 +1,7 @@
 """A shift: a lane at work in a fit."""
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,7 +64,9 @@ class Shift:
     seconds: float = 0.0
     """Spent in steps, so far."""
     away: Any = field(default=None, repr=False)
-    """Where its state is while its steps are taken in another process (`sharing.processes.Away`)."""
+    """What is known of it while its steps are taken by a worker (`sharing.away.Away`)."""
+    randomness: Mapping[str, Any] | None = field(default=None, repr=False)
+    """The state of the frameworks' generators when its epoch began, where that was not here."""
     _batches: Generator[Batch, None, None] | None = field(default=None, repr=False)
     _spent: float = 0.0
     _first: int = 0
@@ -232,6 +234,12 @@ class Shift:
         if self.away is not None and not self.away.seen:
             self.lane.engine.load(self.away.tensors)
             self.away.seen = True
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """The members' state, wherever the steps are taken."""
+        if self.away is not None and not self.away.seen:
+            return self.away.tensors
+        return self.lane.tensors()
 
     def push(self) -> None:
         """Note that the members' state was changed here: where the steps are taken it must be read anew."""

@@ -1,73 +1,154 @@
-"""Lanes in threads: one for each, within this process."""
+"""Lanes in threads of this process: one for each lane of a device, or, on several devices, one for each device."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
+from modelfleet.feeds import Batch, Feed
+from modelfleet.lanes import Lane
+from modelfleet.sharing.cores import cores
 from modelfleet.sharing.shifts import Ended, Moment, Report, Shift, Stepped, TooWideError, Way, next_wave
+
+T = TypeVar("T")
 
 
 def threads(shifts: Sequence[Shift], way: Way) -> Iterator[Moment]:
-    """Every lane runs its epochs in a thread of its own; whoever ends one is heard before it goes on."""
-    with ThreadPoolExecutor(max(1, len(shifts)), "modelfleet-lane") as pool:
+    """Run lanes side by side; whoever ends an epoch is heard before it goes on.
+
+    The lanes of one device have a thread each. Of several devices each has a thread, and takes its lanes one after
+    the other; or in turns, where all lanes are to go together.
+    """
+    with (
+        cores(shift.lane for shift in shifts) as begin,
+        ThreadPoolExecutor(max(1, len(shifts)), "modelfleet-lane", begin) as pool,
+    ):
         yield from (_in_step if way.side_by_side or way.watched else _freely)(pool, shifts, way)
 
 
 def _freely(pool: ThreadPoolExecutor, shifts: Sequence[Shift], way: Way) -> Iterator[Moment]:
-    told: SimpleQueue[tuple[Shift, Report | None, BaseException | None]] = SimpleQueue()
+    told: SimpleQueue[tuple[list[Shift], list[tuple[Shift, Report]], list[BaseException]]] = SimpleQueue()
 
-    def epoch(shift: Shift) -> None:
+    def epoch(own: list[Shift]) -> None:
+        """An epoch of some lanes, in turns."""
+        reports: list[tuple[Shift, Report]] = []
+        errors: list[BaseException] = []
+        training = list(own)
         try:
-            with shift.lane.engine.stream():
-                while not way.stopped() and shift.turn():
-                    pass
-                told.put((shift, None if way.stopped() else shift.end_epoch(), None))
+            while training and not way.stopped():
+                for shift in list(training):
+                    try:
+                        with shift.lane.engine.stream():
+                            if shift.turn():
+                                continue
+                            training.remove(shift)
+                            if not way.stopped():
+                                reports.append((shift, shift.end_epoch()))
+                    except TooWideError as error:
+                        training.remove(shift)
+                        errors.append(error)
         except BaseException as error:  # whatever it is, the listener would wait for ever if it were not told
-            told.put((shift, None, error))
+            errors.append(error)
+        told.put((own, reports, errors))
 
-    while (working := next_wave(shifts)) and not way.stopped():
-        for shift in working:
-            pool.submit(epoch, shift)
-        busy, ended = len(working), []
+    while any(shift.working for shift in shifts) and not way.stopped():
+        ended: list[tuple[Shift, Report]] = []
+        due = _due(shifts, way)
+        for own in due:
+            pool.submit(epoch, own)
+        busy = len(due)
         while busy:
-            shift, report, error = told.get()
+            own, reports, errors = told.get()
             busy -= 1
-            if isinstance(error, TooWideError):
-                way.halve(shift)
-                continue
-            if error is not None:
-                raise error
-            if report is None:
-                continue
+            for error in errors:
+                if not isinstance(error, TooWideError):
+                    raise error
+                way.halve(error.shift)
             if way.together:
-                ended.append((shift, report))
+                ended += reports
                 continue
-            yield Ended([(shift, report)])
-            if shift.working and not way.stopped():
-                pool.submit(epoch, shift)
+            if reports:
+                yield Ended(reports)
+            following = own if own[0].working else _next(own[0], shifts)
+            if following and not way.stopped():
+                pool.submit(epoch, following)
                 busy += 1
         if ended:
             yield Ended(ended)
 
 
+def _due(shifts: Sequence[Shift], way: Way) -> list[list[Shift]]:
+    """The lanes that go now, each with those that it takes turns with."""
+    by_device = _by_device(shifts)
+    if len(by_device) == 1:
+        return [[shift] for shift in next_wave(shifts)]
+    waves = [wave for own in by_device.values() if (wave := next_wave(own))]
+    return waves if way.together else [wave[:1] for wave in waves]
+
+
+def _next(shift: Shift, shifts: Sequence[Shift]) -> list[Shift]:
+    """The lane that a device takes when it is done with one; on the only device all have begun."""
+    by_device = _by_device(shifts)
+    return next_wave(by_device[shift.lane.device])[:1] if len(by_device) > 1 else []
+
+
 def _in_step(pool: ThreadPoolExecutor, shifts: Sequence[Shift], way: Way) -> Iterator[Moment]:
     """A turn of every lane at a time, their batches read by this thread."""
+    scattered = len(_by_device(shifts)) > 1
     while (working := next_wave(shifts)) and not way.stopped():
         training = list(working)
         while training and not way.stopped():
-            batches = [(shift, shift.next_batch()) for shift in training]
-            training = [shift for shift, batch in batches if batch is not None]
-            taken = [
-                pool.submit(_within, shift, shift.step, batch) for shift, batch in batches if batch is not None
-            ]
-            steps = [turn.result() for turn in taken]  # all of them, before anybody looks at a lane
-            for shift, count in zip(training, steps, strict=True):
-                yield Stepped(shift, count)
+            batches = {id(shift): batch for shift in training if (batch := shift.next_batch()) is not None}
+            training = [shift for shift in training if id(shift) in batches]
+            hands = list(_by_device(training).values()) if scattered else [[shift] for shift in training]
+            taken = [pool.submit(_turns, [(shift, batches[id(shift)]) for shift in own]) for own in hands]
+            # All of them, before anybody looks at a lane.
+            steps = {number: count for turns in taken for number, count in turns.result().items()}
+            for shift in training:
+                yield Stepped(shift, steps[id(shift)])
         if not way.stopped():
             yield Ended([(shift, shift.end_epoch()) for shift in working])
 
 
-def _within(shift: Shift, what: Callable[..., Any], *args: Any) -> Any:
-    with shift.lane.engine.stream():
-        return what(*args)
+def _turns(own: Sequence[tuple[Shift, Batch]]) -> dict[int, int]:
+    counts = {}
+    for shift, batch in own:
+        with shift.lane.engine.stream():
+            counts[id(shift)] = shift.step(batch)
+    return counts
+
+
+def everywhere(
+    fed: Sequence[tuple[Lane, Feed]], what: Callable[[Lane, Feed], T], *, in_turn: bool = False
+) -> list[T]:
+    """What a function gives for every lane, in their order: the lanes of each device in a thread of its own.
+
+    `in_turn`: not in threads, for the lanes read one loader.
+    """
+    by_device: dict[str, list[int]] = {}
+    for number, (lane, _) in enumerate(fed):
+        by_device.setdefault(lane.device, []).append(number)
+    if len(by_device) == 1 or in_turn:
+        return [what(lane, feed) for lane, feed in fed]
+    found: dict[int, Any] = {}
+
+    def run(numbers: list[int]) -> None:
+        for number in numbers:
+            lane, feed = fed[number]
+            with lane.engine.stream():
+                found[number] = what(lane, feed)
+
+    with (
+        cores(lane for lane, _ in fed) as begin,
+        ThreadPoolExecutor(len(by_device), "modelfleet-device", begin) as pool,
+    ):
+        for running in [pool.submit(run, numbers) for numbers in by_device.values()]:
+            running.result()
+    return [found[number] for number in range(len(fed))]
+
+
+def _by_device(shifts: Sequence[Shift]) -> dict[str, list[Shift]]:
+    found: dict[str, list[Shift]] = {}
+    for shift in shifts:
+        found.setdefault(shift.lane.device, []).append(shift)
+    return found

@@ -37,6 +37,8 @@ _engine, arrays, _devices, files = (
 Engine = _engine.Engine
 accelerators, choose = _devices.accelerators, _devices.choose
 memory, native = _devices.memory, _devices.native
+if keras.backend.backend() == "torch":
+    threads, use_threads = _devices.threads, _devices.use_threads
 
 __all__ = [
     "NAME",

@@ -12,7 +12,7 @@ from modelfleet.frameworks.torch.building import (
     stacked_weights,
     weights_key,
 )
-from modelfleet.frameworks.torch.devices import accelerators, choose, memory, native
+from modelfleet.frameworks.torch.devices import accelerators, choose, memory, native, threads, use_threads
 from modelfleet.frameworks.torch.engine import Engine
 from modelfleet.frameworks.torch.recipe import compile, prepare
 from modelfleet.frameworks.torch.replica import Replica, weight_bytes
@@ -44,7 +44,9 @@ __all__ = [
     "seeding",
     "signature",
     "stacked_weights",
+    "threads",
     "trained_twice",
+    "use_threads",
     "weight_bytes",
     "weights_key",
 ]

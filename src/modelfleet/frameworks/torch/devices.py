@@ -39,3 +39,13 @@ def native(device: Device) -> torch.device:
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that the device is out of memory."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def threads() -> int:
+    """How many threads a step has on the CPU, in this thread."""
+    return torch.get_num_threads()
+
+
+def use_threads(count: int) -> None:
+    """Have so many threads for the steps of this thread, and of threads that are new."""
+    torch.set_num_threads(count)
