@@ -58,6 +58,10 @@ class RowsError(FleetError):
         self.kept = tuple(kept)
 
 
+class GroupError(FleetError):
+    """A rank of a group waited in vain for others; names them, and the step."""
+
+
 class MissingExtraError(FleetError, ImportError):
     """A package is needed that is not installed; the message has the pip line that brings it."""
 

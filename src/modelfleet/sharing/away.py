@@ -1,7 +1,7 @@
 """Lanes whose steps are taken by a worker, as their owner knows them.
 
-The lanes of this process stand for those in the workers. At the end of every epoch a worker tells its lanes' state;
-so when it dies, what was computed up to then is here, and another can go on with it.
+The lanes of this process stand for those in the workers. At the end of every epoch a worker tells its lanes'
+state; so when it dies, what was computed up to then is here, and another can go on with it.
 """
 
 from collections.abc import Sequence
@@ -102,7 +102,7 @@ class Crew:
         return answer
 
     def bereaved(self, reason: str, most: int) -> tuple[Reports, list["Crew"]]:
-        """After a worker's death: the reports of lanes on which so many have died, and the others, each on its own."""
+        """After a worker's death: the reports of lanes on which so many have died, and the others, each alone."""
         for shift in self.shifts:
             _away(shift).deaths += 1
         lost = [shift for shift in self.shifts if _away(shift).deaths >= most]

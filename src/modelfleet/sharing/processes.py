@@ -1,7 +1,7 @@
 """Lanes in workers: in processes of this machine, or on a cluster, at one place or at several.
 
-On one device some lanes go to each of a few workers, and one that dies fails its members. On several devices there is
-a worker for each. It is given the lanes of its device one at a time, and then those that wait for others; when a
+On one device some lanes go to each of a few workers, and one that dies fails its members. On several devices there
+is a worker for each. It is given the lanes of its device one at a time, and then those that wait for others; when a
 worker dies, another goes on with its lanes from their last whole epoch.
 """
 
@@ -41,7 +41,7 @@ def processes(orders: crew.Orders, shifts: Sequence[Shift], way: Way) -> Iterato
 def everywhere(
     orders: crew.Orders, places: Sequence[Place], shifts: Sequence[Shift], way: Way
 ) -> Iterator[Moment]:
-    """Run lanes at several places, or at those of a cluster; what a worker was at when it died, another goes on with."""
+    """Run lanes at several places; what a worker was at when it died, another goes on with."""
     homes = {place.name: number for number, place in enumerate(places)}
     working = [shift for shift in shifts if shift.working]
     if way.together or way.watched or way.side_by_side:

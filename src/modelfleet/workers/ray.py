@@ -100,10 +100,16 @@ def places(wanted: Sequence[Device] | None) -> list["RayPlace"]:
         resources = node["Resources"]
         cpus, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
         for _ in range(gpus):
-            found.append(RayPlace(f"ray:{len(found)}", "cuda:0", node["NodeID"], gpus=1, cpus=0))
+            found.append(
+                RayPlace(f"ray:{len(found)}", "cuda:0", node["NodeID"], node["NodeManagerAddress"], gpus=1, cpus=0)
+            )
         if not gpus and cpus:
             env = {"OMP_NUM_THREADS": str(cpus)}
-            found.append(RayPlace(f"ray:{len(found)}", "cpu", node["NodeID"], gpus=0, cpus=1, env=env))
+            found.append(
+                RayPlace(
+                    f"ray:{len(found)}", "cpu", node["NodeID"], node["NodeManagerAddress"], gpus=0, cpus=1, env=env
+                )
+            )
     if not found:
         raise InputError("the Ray cluster has no devices: none of its nodes has a CPU or a GPU to give.")
     if wanted is None or wanted == (Device("ray"),):
@@ -128,6 +134,8 @@ class RayPlace:
     name: str
     device: str
     node: str
+    host: str
+    """The address of its node."""
     gpus: int
     cpus: int
     env: Mapping[str, str] = field(default_factory=dict)

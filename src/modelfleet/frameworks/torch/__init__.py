@@ -14,6 +14,7 @@ from modelfleet.frameworks.torch.building import (
 )
 from modelfleet.frameworks.torch.devices import accelerators, choose, memory, native, threads, use_threads
 from modelfleet.frameworks.torch.engine import Engine
+from modelfleet.frameworks.torch.parallel import Group
 from modelfleet.frameworks.torch.recipe import compile, prepare
 from modelfleet.frameworks.torch.replica import Replica, weight_bytes
 from modelfleet.frameworks.torch.schedules import of_task as Schedules
@@ -24,6 +25,7 @@ NAME = "torch"
 __all__ = [
     "NAME",
     "Engine",
+    "Group",
     "Replica",
     "Schedules",
     "accelerators",

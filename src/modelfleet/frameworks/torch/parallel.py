@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from modelfleet.errors import FleetError
+from modelfleet.errors import GroupError
 from modelfleet.frameworks.torch.programs import mode
 from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.steps import Steps
@@ -28,22 +28,19 @@ from modelfleet.trees import leaves, map_tree
 SECONDS_TO_TELL = 2.0  # given to the other ranks, after a failure, to say that they wait as well
 
 
-class GroupError(FleetError):
-    """A rank of a group waited in vain for others; names them, and the step."""
-
-
 class Group:
     """The processes that compute the rows of a lane's batches together. Make one with `join`.
 
     A process is in one group at a time. All ranks must take the same steps in the same order.
     """
 
-    def __init__(self, rank: int, size: int, timeout: float, store: Any) -> None:
+    def __init__(self, rank: int, size: int, timeout: float, store: Any, device: str = "cpu") -> None:
         self.rank = rank
         self.size = size
         self.timeout = timeout
         self.steps = 0  # sums taken so far
         self._store = store
+        self._device = device
 
     @classmethod
     def join(cls, address: str, rank: int, size: int, timeout: float, *, device: str = "cpu") -> Self:
@@ -62,7 +59,7 @@ class Group:
                 f"rank {rank} of {size} can't meet the others at {address!r}: {error}. Give all ranks one address "
                 f"that each of them can reach, and start all of them."
             ) from error
-        group = cls(rank, size, timeout, store)
+        group = cls(rank, size, timeout, store, device)
         try:
             backend = "nccl" if device == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
@@ -86,6 +83,12 @@ class Group:
                 work.wait(timedelta(seconds=self.timeout))
         except Exception as error:  # what a backend raises on a lost or late peer is its own
             raise self._failed(f"step{self.steps}", f"in step {self.steps}", error) from error
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank says so: all of them get the same answer."""
+        said = torch.tensor([float(flag)], device=self._device)
+        self.sum([said])
+        return bool(said.item() > 0)
 
     def close(self) -> None:
         """Leave the group."""
