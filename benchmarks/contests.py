@@ -1,4 +1,5 @@
-"""What is measured beside the rows of equal torch networks: Keras models against `fit`, and the planner's choice.
+"""What is measured beside the rows of equal torch networks: Keras models against `fit`, the planner's choice, and
+several devices.
 
 A contest names its peers, each a module of `benchmarks.peers` with its arguments and environment, and the ratios
 that modelfleet is to reach against them. Knows no framework.
@@ -11,6 +12,12 @@ FLEET = "modelfleet"
 FIT = "keras fit, one after the other"
 LOOP = "tf.function loop by hand"
 ALONE = "one by one"
+ONE = "one device, one thread"
+PROCESSES = 'two devices, "processes"'
+POOL = "multiprocessing.Pool(2)"
+SPLIT = "DataParallel-style, 2 threads"
+RAY = "2 Ray actors by hand"
+IDEAL = "the ideal split"
 STRATEGIES = ("interleaved", "threads", "processes")
 BACKENDS = ("tensorflow", "jax", "torch")
 MIXES = {
@@ -39,6 +46,7 @@ class Contest:
     title: str
     entrants: Mapping[str, Entrant]
     bars: Mapping[str, float]
+    unit: str = "member-steps"
 
     def bar(self, peer: str) -> float | None:
         """The ratio to reach against a peer, if there is one."""
@@ -80,6 +88,47 @@ def _mix(name: str) -> Contest:
     return Contest(f"auto-{name}", f'strategy="auto": {MIXES[name]}', entrants, bars)
 
 
+# One thread for each device, and none that spins while it waits: the peers' processes are all there at once.
+_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+_TWO = "cpu:0,cpu:1"
+
+
+def _devices() -> list[Contest]:
+    fleet = {
+        ONE: Entrant("sharded", ("cpu:0", "fused"), _THREAD),
+        PROCESSES: Entrant("sharded", (_TWO, "processes"), _THREAD),
+        FLEET: Entrant("sharded", (_TWO, "auto"), _THREAD),
+    }
+    users = {
+        FLEET: Entrant("map_fleet", (_TWO,), _THREAD),
+        ONE: Entrant("map_fleet", ("cpu:0",), _THREAD),
+        POOL: Entrant("map_pool", (), _THREAD),
+        SPLIT: Entrant("map_split", (), _THREAD),
+        RAY: Entrant("map_ray", (), _THREAD | {"RAY_USAGE_STATS_ENABLED": "0"}),
+    }
+    balance = {
+        FLEET: Entrant("balance", (FLEET,), _THREAD),
+        IDEAL: Entrant("balance", (IDEAL,), _THREAD),
+    }
+    return [
+        Contest("devices-fleet", "64 MLPs 128-256-256-10 on two CPU devices", fleet, {ONE: 1.8, PROCESSES: 0.9}),
+        Contest(
+            "devices-map",
+            "one CNN, 50 users' rows, two CPU devices",
+            users,
+            {ONE: 1.8, POOL: 1, SPLIT: 1, RAY: 1},
+            "rows",
+        ),
+        Contest(
+            "devices-balance",
+            "users of 4 and 4,000 rows, one of two replicas five times slower",
+            balance,
+            {IDEAL: 1 / 1.1},
+            "rows",
+        ),
+    ]
+
+
 CONTESTS: dict[str, Contest] = {
     contest.name: contest
     for contest in (
@@ -90,5 +139,6 @@ CONTESTS: dict[str, Contest] = {
         _equal("jax", 8),
         _equal("torch", 25),
         *(_mix(name) for name in MIXES),
+        *_devices(),
     )
 }

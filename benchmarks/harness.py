@@ -8,10 +8,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from benchmarks.contests import FLEET, Contest, Entrant
 from benchmarks.rows import GROWTH_SIZES, JAX, TORCH, Row, growth
@@ -41,6 +41,7 @@ class Result:
     loss: float = 0.0
     memory: float = 0.0
     problem: str | None = None
+    notes: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def best(self) -> float:
@@ -79,7 +80,7 @@ class Peer:
             start_new_session=True,  # so that `close` reaches what the peer has started, too
         )
 
-    def ask(self, limit: float) -> dict[str, float]:
+    def ask(self, limit: float) -> dict[str, Any]:
         """One round, as the peer reports it."""
         assert self._process.stdin is not None
         try:
@@ -89,7 +90,7 @@ class Peer:
             raise PeerError(self._last_words()) from None
         return self.answer(limit)
 
-    def answer(self, limit: float) -> dict[str, float]:
+    def answer(self, limit: float) -> dict[str, Any]:
         """The peer's next line, within `limit` seconds."""
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], limit)[0]:
@@ -141,7 +142,7 @@ def _measure(
 ) -> list[Result]:
     running: dict[str, Peer] = {}
     results: dict[str, Result] = {}
-    answers: dict[str, list[dict[str, float]]] = {}
+    answers: dict[str, list[dict[str, Any]]] = {}
     try:
         for label, entrant in peers.items():
             arguments = [*entrant.arguments, *(["--quick"] if quick else [])]
@@ -171,7 +172,7 @@ def _measure(
     return list(results.values())
 
 
-def _result(peer: str, warm_up: float, answers: list[dict[str, float]]) -> Result:
+def _result(peer: str, warm_up: float, answers: list[dict[str, Any]]) -> Result:
     return Result(
         peer,
         warm_up,
@@ -179,6 +180,7 @@ def _result(peer: str, warm_up: float, answers: list[dict[str, float]]) -> Resul
         int(answers[0]["member_steps"]),
         answers[-1]["loss"],
         answers[-1]["memory"],
+        notes=answers[-1].get("notes", {}),
     )
 
 
@@ -219,7 +221,7 @@ class ColdResult:
 
 def measure_cold(*, quick: bool, say: Say) -> list[ColdResult]:
     """The first 20 steps in fresh processes with empty caches, the peers taking turns."""
-    answers: dict[str, list[dict[str, float]]] = {FLEET: [], TORCH: []}
+    answers: dict[str, list[dict[str, Any]]] = {FLEET: [], TORCH: []}
     problems: dict[str, str] = {}
     for turn in range(1 if quick else 3):
         for label, kind in ((FLEET, "fleet"), (TORCH, "torch")):

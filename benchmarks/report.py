@@ -111,13 +111,16 @@ def show(report: Report, console: Console) -> None:
 
 
 def _row_table(row: Row | Contest, results: list[Result]) -> Table:
-    table = _table(row.title, "", "member-steps/s", "spread", "modelfleet is", "to reach", "")
+    table = _table(row.title, "", f"{row.unit}/s", "spread", "modelfleet is", "to reach", "")
     for result in results:
         if result.problem:
             table.add_row(result.peer, "–", "", result.problem)
             continue
         compared = _cells(ratio(row, results, result))
         table.add_row(result.peer, f"{result.rate:,.0f}", f"+{result.spread:.0%}", *compared)
+    told = [f"{result.peer}: {what} {value:.3g}" for result in results for what, value in result.notes.items()]
+    if told:
+        table.caption, table.caption_justify = "\n".join(told), "left"
     return table
 
 
@@ -207,7 +210,7 @@ def _plain(compared: Ratio | None) -> dict[str, Any] | None:
 def machine() -> dict[str, Any]:
     """The processor and the versions that the numbers belong to."""
     versions: dict[str, str | None] = {}
-    for package in ("modelfleet", "torch", "jax", "keras", "tensorflow", "numpy"):
+    for package in ("modelfleet", "torch", "jax", "keras", "tensorflow", "ray", "numpy"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:

@@ -36,6 +36,7 @@ class Row:
     widths: tuple[int, ...] = ()
     own_data: bool = False
     own_rates: bool = False
+    unit: str = "member-steps"
 
     @property
     def classes(self) -> int:

@@ -1,6 +1,9 @@
 """The benchmark's peers do the same work: the same weights give the same losses, step by step."""
 
 from dataclasses import replace
+from importlib.util import find_spec
+from io import StringIO
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -8,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from benchmarks.contests import FLEET
+from benchmarks import crowds
+from benchmarks.contests import CONTESTS, FLEET, IDEAL
 from benchmarks.harness import Result
-from benchmarks.peers import jax_vmap
+from benchmarks.peers import balance, jax_vmap, map_split
 from benchmarks.peers.torch_loop import Trainee, trainees
-from benchmarks.report import growth_lines, ratio
+from benchmarks.report import Report, growth_lines, ratio, show
 from benchmarks.rows import JAX, ROWS, TORCH, Row, datasets
+from rich.console import Console
 from torch import nn
 
 
@@ -137,3 +142,89 @@ def test_growth_tells_a_dearer_member_from_a_cheaper_one() -> None:
     assert same["reached"]
     assert not dear["reached"]
     assert dear["time_growth"] == pytest.approx(1.5)
+
+
+def test_answers_in_any_order_become_every_user_s_own() -> None:
+    rows = crowds.crowd(quick=True) | {"many": crowds.uneven(quick=True)["large0"]}
+    net = crowds.network()
+    backwards = [(one.user, one.start, crowds.answer(net, one.rows)) for one in crowds.batches(rows)][::-1]
+    assert len(backwards) > len(rows)  # somebody's rows are in several batches
+    found = crowds.gathered(rows, backwards)
+    crowds.check(found, rows)
+    with torch.inference_mode():
+        np.testing.assert_allclose(
+            found["many"], net(torch.from_numpy(rows["many"])).numpy(), rtol=1e-4, atol=1e-5
+        )
+
+
+def test_answers_that_are_missing_or_another_s_are_refused() -> None:
+    rows = crowds.crowd(quick=True)
+    right = crowds.by_loop(crowds.network(), rows)
+    with pytest.raises(ValueError, match="expected those of"):
+        crowds.check({user: right[user] for user in list(right)[1:]}, rows)
+    with pytest.raises(AssertionError, match="user1"):
+        crowds.check(right | {"user1": right["user1"][::-1]}, rows)
+    with pytest.raises(AssertionError, match="user0"):
+        crowds.check(right | {"user0": np.full_like(right["user0"], np.nan)}, rows)
+
+
+def test_a_slowed_network_works_more_for_the_same_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    net = nn.Linear(2, 3)
+    net.register_forward_hook(lambda *_: calls.append(1))
+    slowed, x = crowds.Slowed(net), np.ones((4, 2), np.float32)
+    answers = []
+    for device, expected in (("cpu:0", 1), (crowds.SLOW, crowds.TIMES)):
+        monkeypatch.setenv("MODELFLEET_DEVICE", device)
+        calls.clear()
+        answers.append(crowds.answer(slowed, x))
+        assert len(calls) == expected
+    np.testing.assert_array_equal(answers[0], answers[1])
+
+
+def test_the_splitting_peer_answers_as_the_loop_does() -> None:
+    before = torch.get_num_threads()
+    try:
+        assert map_split.prepare(True)().member_steps == crowds.count(crowds.crowd(quick=True))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_notes_of_a_round_are_what_it_added_to_the_stats() -> None:
+    def user(requests: int, mean_wait: float) -> SimpleNamespace:
+        return SimpleNamespace(requests=requests, mean_wait=mean_wait)
+
+    def stats(users: dict[str, SimpleNamespace], fast: int, slow: int) -> Any:
+        replicas = {"cpu:0": SimpleNamespace(rows=fast), "cpu:1": SimpleNamespace(rows=slow)}
+        return SimpleNamespace(users=users, replicas=replicas)
+
+    before = stats({"large0": user(1, 0.0), "small0": user(1, 9.0), "small1": user(1, 9.0)}, 100, 900)
+    after = stats({"large0": user(2, 0.5), "small0": user(2, 5.5), "small1": user(2, 6.5)}, 600, 1000)
+    assert list(balance.notes(before, after).values()) == pytest.approx([3.0, 4.0, 1.0, 1 / 6])
+
+
+def test_within_ten_percent_of_the_ideal_is_reached() -> None:
+    contest = CONTESTS["devices-balance"]
+    ideal = Result(IDEAL, seconds=(1.0,), member_steps=100)
+    for seconds, reached in ((1.09, True), (1.11, False)):
+        found = ratio(contest, [Result(FLEET, seconds=(seconds,), member_steps=100), ideal], ideal)
+        assert found is not None
+        assert found.reached is reached
+
+
+def test_a_table_has_its_unit_and_its_notes() -> None:
+    result = Result(FLEET, seconds=(2.0,), member_steps=500, notes={"small users waited, mean s": 0.125})
+    console = Console(width=100, record=True, file=StringIO())
+    show(Report(False, [(CONTESTS["devices-balance"], [result])]), console)
+    text = console.export_text()
+    assert "rows/s" in text
+    assert "250" in text
+    assert "modelfleet: small users waited, mean s 0.125" in text
+
+
+def test_every_entrant_has_its_module() -> None:
+    for contest in CONTESTS.values():
+        assert FLEET in contest.entrants
+        assert set(contest.bars) <= set(contest.entrants) - {FLEET}
+        for entrant in contest.entrants.values():
+            assert find_spec(f"benchmarks.peers.{entrant.module}") is not None

@@ -1,10 +1,13 @@
 """The command line: what its commands print, and how they refuse."""
 
+import json
+import os
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from torch import nn
 
 import modelfleet as mf
 from modelfleet import cli, demo, doctor, inspection
+from modelfleet.devices import Device, Memory
 
 
 def make_net(width: int) -> nn.Module:
@@ -108,28 +112,156 @@ def test_a_long_fleet_is_cut_short(tmp_path: Path) -> None:
     assert "… and 20 more" in console.export_text()
 
 
-def test_doctor_tells_what_is_here_and_how_to_get_what_is_not(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import torch
+def lines_of(out: str) -> dict[str, str]:
+    """The rows of the doctor's table, by their first cell."""
+    return {line.strip("│ ").split("│")[0].strip(): line for line in out.splitlines() if "│" in line}
+
+
+class Adapter:
+    """A framework that sees two GPUs, and tells the memory of one."""
+
+    def __init__(self, known: dict[str, Memory]) -> None:
+        self.known = known
+
+    def accelerators(self) -> list[Device]:
+        return [Device("cuda", 0), Device("cuda", 1)]
+
+    def native(self, device: Device) -> str:
+        return f"native {device}"
+
+    def memory(self, device: str) -> Memory | None:
+        return self.known.get(device)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with torch and TensorFlow, and with a JAX that is broken."""
+    adapters = {
+        "tensorflow": Adapter({}),
+        "torch": Adapter({"native cuda:0": Memory(80 * 10**9, 60 * 10**9)}),
+    }
 
     def version(package: str) -> str:
-        if package in ("polars", "scikit-learn", "jax"):
+        if package in ("polars", "scikit-learn", "keras", "ray"):
             raise PackageNotFoundError(package)
-        return torch.__version__
+        return "12.34"
+
+    def adapter(name: str) -> Adapter:
+        if name == "jax":
+            raise RuntimeError("jaxlib is\nof another [version]")
+        return adapters[name]
 
     monkeypatch.setattr(doctor, "version", version)
+    monkeypatch.setattr(doctor.frameworks, "adapter", adapter)
+    monkeypatch.setattr(doctor, "host_memory", lambda: Memory(16 * 10**9, 4 * 10**9))
+    monkeypatch.setattr(doctor, "cores", lambda: 6)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")
     monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.mark.usefixtures("machine")
+def test_doctor_tells_what_is_here_and_how_to_get_what_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "doctor")
     assert code == 0
-    lines = {line.strip("│ ").split("│")[0].strip(): line for line in out.splitlines() if "│" in line}
-    assert torch.__version__ in lines["torch"]
+    lines = lines_of(out)
+    assert "12.34" in lines["torch"]
     assert "pip install polars" in lines["polars"]
     assert "pip install 'modelfleet[demo]'" in lines["scikit-learn"]
-    assert "pip" not in lines["jax"]  # nothing uses it yet
+    assert "pip install 'modelfleet[keras]'" in lines["keras"]
+    assert "pip install 'modelfleet[ray]'" in lines["ray"]
+    assert "Ray cluster" not in lines
     assert "install g++" in lines["C++ compiler"]
-    assert "cpu" in lines["devices"]
+
+
+@pytest.mark.usefixtures("machine")
+def test_doctor_tells_every_device_its_memory_and_who_sees_it(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "doctor")
+    lines = lines_of(out)
+    assert "4.0 GB free of 16.0 GB" in lines["cpu"]
+    assert "seen by torch, tensorflow" in lines["cpu"]
+    assert "60.0 GB free of 80.0 GB" in lines["cuda:0"]
+    assert "memory not known" in lines["cuda:1"]
+    assert "seen by torch, tensorflow" in lines["cuda:1"]
+    assert "6 cores" in lines["cpu:0, cpu:1, …"]
+
+
+@pytest.mark.usefixtures("machine")
+def test_doctor_says_of_a_framework_that_does_not_import_why(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "doctor")
+    assert code == 0
+    assert "does not import: RuntimeError: jaxlib is of another [version]" in lines_of(out)["jax"]
+
+
+@pytest.mark.usefixtures("machine")
+def test_doctor_tells_it_to_programs_too(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "doctor", "--json")
+    assert code == 0
+    told = json.loads(out)
+    assert told["modelfleet"] == mf.__version__
+    assert told["devices"][1] == {
+        "device": "cuda:0",
+        "memory": {"total": 80 * 10**9, "free": 60 * 10**9},
+        "frameworks": ["torch", "tensorflow"],
+    }
+    assert {row["what"]: row["here"] for row in told["packages"]}["polars"] is None
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(("free", "warned"), [(64 * 10**6, True), (2 * 10**9, False)])
+def test_doctor_warns_of_little_shared_memory(
+    free: int, warned: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = SimpleNamespace(total=3 * 10**9, free=free)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
+    _, out, _ = run(capsys, "doctor")
+    row = lines_of(out)["shared memory, /dev/shm"]
+    assert "workers pass arrays through it" in row
+    assert ("--shm-size" in row) == warned
+
+
+@pytest.mark.parametrize(
+    ("connected", "address", "expected"),
+    [
+        (True, None, "connected"),
+        (False, "10.0.0.1:6379", "RAY_ADDRESS=10.0.0.1:6379"),
+        (False, None, "mf.connect"),
+    ],
+)
+def test_doctor_tells_whether_there_is_a_cluster(
+    connected: bool,
+    address: str | None,
+    expected: str,
+    machine: None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor, "version", lambda package: "1")
+    monkeypatch.setattr(doctor, "load", lambda: ({}, {}))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if address:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: connected))
+    _, out, _ = run(capsys, "doctor")
+    assert expected in lines_of(out)["Ray cluster"]
+
+
+def test_doctor_sees_the_frameworks_of_this_machine() -> None:
+    # In a process of its own: Keras's backend is fixed for a process.
+    script = (
+        "import json, sys; from modelfleet import doctor; told = doctor.examine().to_dict(); "
+        "print(json.dumps([told, 'ray' in sys.modules]))"
+    )
+    environment = {**os.environ, "KERAS_BACKEND": "torch"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120, env=environment
+    )
+    told, has_ray = json.loads(done.stdout.splitlines()[-1])
+    assert told["devices"][0]["frameworks"] == ["torch", "jax", "tensorflow", "keras"]
+    assert told["devices"][0]["memory"]["total"] >= told["devices"][0]["memory"]["free"] > 0
+    keras = next(row for row in told["packages"] if row["what"] == "keras")
+    assert keras["here"].endswith("backend torch")
+    assert not has_ray
 
 
 def test_bench_outside_of_a_checkout_says_where_it_runs(

@@ -1,9 +1,15 @@
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
-from modelfleet.devices import Device, parse_devices
+from modelfleet import devices as module
+from modelfleet.devices import Device, Memory, chosen, cores, host_memory, parse_devices, threads_of
 from modelfleet.errors import InputError
-from modelfleet.frameworks.torch.devices import accelerators, check, choose, native
+from modelfleet.frameworks.torch.devices import accelerators, choose, memory, native
+
+GPUS = [Device("cuda", 0), Device("cuda", 1)]
 
 
 @pytest.mark.parametrize(
@@ -17,6 +23,8 @@ from modelfleet.frameworks.torch.devices import accelerators, check, choose, nat
         (" cuda:1 , cpu,", (Device("cuda", 1), Device("cpu"))),
         (["cuda:0", "cuda:1"], (Device("cuda", 0), Device("cuda", 1))),
         (("cpu",), (Device("cpu"),)),
+        ("ray", (Device("ray"),)),
+        ("ray:0,ray:2", (Device("ray", 0), Device("ray", 2))),
         ("auto", None),
         (["auto"], None),
     ],
@@ -35,8 +43,8 @@ def test_a_device_is_shown_as_it_is_written(name: str) -> None:
 @pytest.mark.parametrize(
     ("devices", "message"),
     [
-        ("gpu:0", "unknown kind of device in 'gpu:0'. Known: cpu, cuda, mps, xpu."),
-        ("CPU", "unknown kind of device in 'CPU'. Known: cpu, cuda, mps, xpu."),
+        ("gpu:0", "unknown kind of device in 'gpu:0'. Known: cpu, cuda, mps, xpu, ray."),
+        ("CPU", "unknown kind of device in 'CPU'. Known: cpu, cuda, mps, xpu, ray."),
         ("cpu:0,cpu:0", "device 'cpu:0' is named twice. Name each device once."),
         (["cuda", "cuda:1"], "devices 'cuda' and 'cuda:1' may be the same. Name them as 'cuda:0', …"),
         (["cpu:1", "cpu"], "devices 'cpu:1' and 'cpu' may be the same. Name them as 'cpu:0', …"),
@@ -60,6 +68,99 @@ def test_a_name_that_is_no_device_is_refused(devices: str, message: str) -> None
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize(
+    ("wanted", "here", "expected"),
+    [
+        (None, [], ["cpu"]),
+        (None, GPUS[:1], ["cuda:0"]),
+        (None, GPUS, ["cuda:0", "cuda:1"]),
+        (None, [*GPUS, Device("xpu", 0)], ["cuda:0", "cuda:1"]),  # of one kind
+        ("cuda:1,cpu", GPUS, ["cuda:1", "cpu"]),
+        ("cuda", GPUS, ["cuda"]),
+        ("cpu:7,cpu:0", [], ["cpu:7", "cpu:0"]),  # logical CPUs always are here
+    ],
+)
+def test_devices_are_chosen_of_those_that_are_here(
+    wanted: str | None, here: list[Device], expected: list[str]
+) -> None:
+    asked = None if wanted is None else parse_devices(wanted)
+    assert [str(device) for device in chosen(asked, here, "torch")] == expected
+
+
+@pytest.mark.parametrize("absent", ["cuda:2", "xpu", "mps:0"])
+def test_a_device_that_is_not_here_is_refused_with_those_that_are(absent: str) -> None:
+    with pytest.raises(InputError) as caught:
+        chosen(parse_devices(f"cpu,{absent}"), GPUS, "JAX")
+    here = "JAX sees cpu, cuda:0, cuda:1. Name one of these, or say 'auto'."
+    assert str(caught.value) == f"device '{absent}' is not here: {here}"
+
+
+@pytest.mark.parametrize("name", ["ray", "ray:1"])
+def test_a_framework_has_no_device_of_a_cluster(name: str) -> None:
+    with pytest.raises(
+        InputError, match=f"'{name}' is one of a Ray cluster, not one that torch sees.*cpu, cuda:0"
+    ):
+        chosen(parse_devices(name), GPUS, "torch")
+
+
+@pytest.mark.parametrize(
+    ("usable", "names", "expected"),
+    [(8, "cpu:0,cpu:1", 4), (8, "cpu:0,cpu:1,cpu:2", 2), (2, "cpu:0,cpu:1,cpu:5", 1), (8, "cuda:0,cpu", 8)],
+)
+def test_logical_cpus_share_the_cores_that_the_process_may_use(
+    usable: int, names: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(usable)), raising=False)
+    found = parse_devices(names)
+    assert found is not None
+    assert cores() == usable
+    assert threads_of(found) == expected
+
+
+def test_without_an_affinity_all_cores_are_the_process_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    assert threads_of(GPUS) == 12
+
+
+def test_the_host_has_memory_and_some_of_it_is_free() -> None:
+    found = host_memory()
+    assert found is not None
+    assert 0 < found.free < found.total
+    assert found.used == found.total - found.free
+
+
+def container(folder: Path, limit: str, current: int) -> Path:
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{current}\n")
+    (folder / "memory.stat").write_text("anon 100\ninactive_file 50\nactive_file 7\n")
+    return folder
+
+
+def test_a_container_s_limit_is_its_memory_and_files_read_before_are_free(tmp_path: Path) -> None:
+    assert module._container_memory(container(tmp_path, "1000", 400)) == Memory(1000, 650)
+    assert module._container_memory(container(tmp_path, "max", 400)) is None
+    assert module._container_memory(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(
+    ("machine", "limited", "expected"),
+    [
+        (Memory(1000, 500), Memory(800, 700), Memory(800, 500)),
+        (Memory(1000, 500), Memory(5000, 300), Memory(1000, 300)),
+        (Memory(1000, 500), None, Memory(1000, 500)),
+        (None, Memory(800, 700), Memory(800, 700)),
+        (None, None, None),
+    ],
+)
+def test_the_smaller_of_machine_and_container_counts(
+    machine: Memory | None, limited: Memory | None, expected: Memory | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_machine_memory", lambda: machine)
+    monkeypatch.setattr(module, "_container_memory", lambda: limited)
+    assert host_memory() == expected
+
+
 def test_torch_has_logical_cpus_as_many_as_are_named() -> None:
     chosen = choose(parse_devices("cpu:0,cpu:7"))
     assert chosen == (Device("cpu", 0), Device("cpu", 7))
@@ -80,19 +181,25 @@ def test_auto_is_what_torch_has_here() -> None:
         assert choose(None) == (Device("cpu"),)
 
 
-def test_an_accelerator_that_is_not_here_is_refused_with_those_that_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def two(check_available: bool = False) -> torch.device:
+def test_torch_names_its_accelerators_and_takes_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def current(check_available: bool = False) -> torch.device:
         return torch.device("cuda")
 
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", two)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    assert accelerators() == [Device("cuda", 0), Device("cuda", 1)]
-    assert choose(None) == (Device("cuda", 0),)
+    assert accelerators() == GPUS
+    assert choose(None) == tuple(GPUS)
     assert choose((Device("cuda"), Device("cpu"))) == (Device("cuda"), Device("cpu"))
-    for absent in (Device("cuda", 2), Device("xpu")):
-        with pytest.raises(InputError) as caught:
-            check([Device("cuda", 1), absent])
-        here = "torch sees cpu, cuda:0, cuda:1. Name one of these, or say 'auto'."
-        assert str(caught.value) == f"device '{absent}' is not here: {here}"
+    with pytest.raises(InputError, match="device 'cuda:2' is not here: torch sees cpu, cuda:0, cuda:1"):
+        choose((Device("cuda", 2),))
+
+
+def test_torch_tells_an_accelerator_s_memory_and_not_the_cpu_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (30, 80), raising=False)
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 100)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 40)
+    assert memory(torch.device("cpu")) is None
+    assert memory(torch.device("cuda", 1)) == Memory(80, 30)
+    assert memory(torch.device("mps")) == Memory(100, 60)
+    monkeypatch.delattr(torch.accelerator, "get_memory_info")
+    assert memory(torch.device("xpu", 0)) is None

@@ -13,7 +13,7 @@ LAYERS: list[set[str]] = [
     {"cli", "demo", "doctor", "inspection", "__main__"},
     {"testing"},
     {"modelfleet"},
-    {"fleet", "fitting", "checkpoints", "saving"},
+    {"fleet", "fitting", "checkpoints", "saving", "replicas"},
     {"planning", "sharing", "workers"},
     {"lanes", "feeds", "store", "history", "callbacks", "progress", "tasks"},
     {"frameworks"},
@@ -30,7 +30,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "keras": ("frameworks/keras", "testing/keras.py"),
     "tensorflow": ("frameworks/tensorflow", "frameworks/keras/tensorflow.py"),
     "safetensors": ("frameworks/torch/files.py", "frameworks/files.py"),
-    "ray": (),
+    "ray": ("workers/ray.py",),
     "starlette": (),
     "uvicorn": (),
 }

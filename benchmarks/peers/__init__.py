@@ -11,18 +11,24 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from benchmarks.rows import ROWS, Row, growth
 
 
 @dataclass(frozen=True)
 class Round:
-    """What a round did: how many steps of one member, and the mean loss of its last epoch."""
+    """What a round did: how many steps of one member (or rows), and the mean loss of its last epoch.
+
+    `seconds` is what counts where it is not the clock's, and `notes` what else is worth telling.
+    """
 
     member_steps: int
     loss: float
+    seconds: float | None = None
+    notes: Mapping[str, float] = field(default_factory=dict)
 
 
 def serve(prepare: Callable[[Row], Callable[[], Round]]) -> None:
@@ -41,7 +47,7 @@ def serve(prepare: Callable[[Row], Callable[[], Round]]) -> None:
 def compete(prepare: Callable[..., Callable[[], Round]]) -> None:
     """Run a peer of a contest: `prepare` gets the words of its command line, and whether it is a smoke test."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("words", nargs="+")
+    parser.add_argument("words", nargs="*")
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
     _answer_rounds(lambda: prepare(*arguments.words, arguments.quick))
@@ -51,7 +57,7 @@ def _answer_rounds(prepare: Callable[[], Callable[[], Round]]) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a library that prints must not break the protocol
 
-    def answer(**values: float) -> None:
+    def answer(**values: Any) -> None:
         print(json.dumps(values), file=answers, flush=True)
 
     before, start = peak_memory(), time.perf_counter()
@@ -60,8 +66,15 @@ def _answer_rounds(prepare: Callable[[], Callable[[], Round]]) -> None:
     for _ in sys.stdin:
         start = time.perf_counter()
         done = train_round()
-        seconds = time.perf_counter() - start
-        answer(seconds=seconds, member_steps=done.member_steps, loss=done.loss, memory=peak_memory() - before)
+        seconds = time.perf_counter() - start if done.seconds is None else done.seconds
+        memory = peak_memory() - before
+        answer(
+            seconds=seconds,
+            member_steps=done.member_steps,
+            loss=done.loss,
+            memory=memory,
+            notes=dict(done.notes),
+        )
 
 
 def peak_memory() -> int:

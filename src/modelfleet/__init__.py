@@ -18,17 +18,34 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from modelfleet.callbacks import Callback, Checkpoint, EarlyStopping
-    from modelfleet.errors import FleetError, InputError, MissingExtraError, StoreError, StrategyError
+    from modelfleet.errors import (
+        ClosedError,
+        DeadlineError,
+        FleetError,
+        InputError,
+        MissingExtraError,
+        QueueFullError,
+        RowsError,
+        StoreError,
+        StrategyError,
+    )
     from modelfleet.feeds.tables import by
     from modelfleet.fleet import Fleet, load
     from modelfleet.frameworks.torch.schedules import Schedule
     from modelfleet.history import Failure, History
     from modelfleet.planning.plan import Plan
+    from modelfleet.replicas.mapping import Answers, imap, map
+    from modelfleet.replicas.pool import Replicas
+    from modelfleet.replicas.stats import Stats
+    from modelfleet.workers.ray import connect
 
 # Where each public name lives. It is imported when it is first asked for, so that `import modelfleet` stays light.
 _HOME = {
+    "Answers": "replicas.mapping",
     "Callback": "callbacks",
     "Checkpoint": "callbacks",
+    "ClosedError": "errors",
+    "DeadlineError": "errors",
     "EarlyStopping": "callbacks",
     "Failure": "history",
     "Fleet": "fleet",
@@ -37,16 +54,26 @@ _HOME = {
     "InputError": "errors",
     "MissingExtraError": "errors",
     "Plan": "planning.plan",
+    "QueueFullError": "errors",
+    "Replicas": "replicas.pool",
+    "RowsError": "errors",
     "Schedule": "frameworks.torch.schedules",
+    "Stats": "replicas.stats",
     "StoreError": "errors",
     "StrategyError": "errors",
     "by": "feeds.tables",
+    "connect": "workers.ray",
+    "imap": "replicas.mapping",
     "load": "fleet",
+    "map": "replicas.mapping",
 }
 
 __all__ = [
+    "Answers",
     "Callback",
     "Checkpoint",
+    "ClosedError",
+    "DeadlineError",
     "Each",
     "EarlyStopping",
     "Failure",
@@ -56,12 +83,19 @@ __all__ = [
     "InputError",
     "MissingExtraError",
     "Plan",
+    "QueueFullError",
+    "Replicas",
+    "RowsError",
     "Schedule",
+    "Stats",
     "StoreError",
     "StrategyError",
     "by",
+    "connect",
     "each",
+    "imap",
     "load",
+    "map",
 ]
 
 

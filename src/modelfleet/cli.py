@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from json import dumps
 from pathlib import Path
 from typing import NoReturn
 
@@ -73,13 +74,23 @@ def inspect(folder: Path) -> None:
 
 
 @app.command
-def doctor() -> None:
-    """Show what is installed, which devices there are, and what is missing for what."""
+def doctor(*, json: bool = False) -> None:
+    """Show what is installed, which devices there are with their memory, and what is missing for what.
+
+    Parameters
+    ----------
+    json
+        Print it for a program to read; memory in bytes.
+    """
     from rich.console import Console
 
-    from modelfleet.doctor import describe
+    from modelfleet.doctor import describe, examine
 
-    Console().print(describe())
+    report = examine()
+    if json:
+        print(dumps(report.to_dict(), indent=2))
+    else:
+        Console().print(describe(report))
 
 
 @app.command

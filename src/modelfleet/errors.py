@@ -1,7 +1,8 @@
 """The errors modelfleet raises: what came, what was expected, what to do now."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from typing import Any
 
 
 class FleetError(Exception):
@@ -18,6 +19,47 @@ class StrategyError(FleetError, ValueError):
 
 class StoreError(FleetError):
     """A folder of weights can't be read or written."""
+
+
+class QueueFullError(FleetError):
+    """As many requests wait as may wait; `wait` is the suggested number of seconds until the next attempt."""
+
+    def __init__(self, message: str, wait: float = 0.0) -> None:
+        super().__init__(message)
+        self.wait = wait
+
+
+class DeadlineError(FleetError, TimeoutError):
+    """A request was not answered before its deadline."""
+
+
+class ClosedError(FleetError):
+    """What was asked for has been closed."""
+
+
+class RowsError(FleetError):
+    """Some rows of a request failed; what was computed for the others is kept.
+
+    `rows` has the exception of every row that failed, `kept` the numbers of the other rows, and `answers` their
+    answers in this order (None if there are none).
+    """
+
+    # The defaults are for pickle, which calls with the message and then sets the attributes.
+    def __init__(
+        self,
+        message: str,
+        rows: Mapping[int, Exception] | None = None,
+        answers: Any = None,
+        kept: Sequence[int] = (),
+    ) -> None:
+        super().__init__(message)
+        self.rows: dict[int, Exception] = dict(rows or {})
+        self.answers = answers
+        self.kept = tuple(kept)
+
+
+class GroupError(FleetError):
+    """A rank of a group waited in vain for others; names them, and the step."""
 
 
 class MissingExtraError(FleetError, ImportError):

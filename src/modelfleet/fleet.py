@@ -19,7 +19,7 @@ from modelfleet.history import History
 from modelfleet.lanes import Lane
 from modelfleet.members import Member, check_name, member_seed
 from modelfleet.planning import supply
-from modelfleet.planning.assembly import Assembly, Part, refuse_here, refuse_unfused, settle
+from modelfleet.planning.assembly import Assembly, Part, refuse_here, refuse_undivided, refuse_unfused, settle
 from modelfleet.planning.placement import spread_out
 from modelfleet.planning.plan import LanePlan, Plan
 from modelfleet.planning.planner import Choice, Planner, usual_sharing
@@ -32,7 +32,7 @@ from modelfleet.sharing.shifts import Sharing, Shift
 from modelfleet.sharing.threads import everywhere
 from modelfleet.workers import CannotSendError
 
-STRATEGIES = ("auto", "fused", "interleaved", "threads", "processes")
+STRATEGIES = ("auto", "fused", "interleaved", "threads", "processes", "data_parallel")
 
 
 class Fleet:
@@ -69,6 +69,7 @@ class Fleet:
         self._recipe: Recipe | None = None  # for members to come
         self._lanes: list[Lane] | None = None
         self._asked: list[Part] = []  # what the lanes at hand were made for
+        self._parallel = False  # whether each of them is over all devices
         self._kind = ""  # what they can do: "predict" only, or all
         # Where a member's optimizer state is, between two sets of lanes.
         self._carried: dict[str, tuple[Lane, int]] = {}
@@ -254,7 +255,8 @@ class Fleet:
         epochs, batch_size: one value, or `each(...)`.
         shuffle: every member's rows in an order of its own, anew at every epoch.
         strategy: "auto" measures; "fused" insists on fusing; "interleaved" has the members take turns, "threads"
-            and "processes" run them side by side. On several devices "threads" and "processes" have one for each.
+            and "processes" run them side by side. On several devices "threads" and "processes" have one for each,
+            and "data_parallel" has every member on all of them.
         callbacks: of modelfleet, and those of Keras, which then work for every Keras member on its own.
         progress: a live table on a terminal and lines elsewhere; False for silence.
         share: how many turns a member takes while another takes one; best `each(...)`.
@@ -371,17 +373,23 @@ class Fleet:
             lanes = None
         if strategy == "fused":
             refuse_unfused(self._studied.groups)
+        parallel = strategy == "data_parallel" or (kept is not None and kept.sharing == "data_parallel")
+        if parallel:
+            members = list(self._members.values())
+            refuse_undivided(members, self._assembly.all_chosen(members))
         # On several devices there is a thread or a process for each, and groups need not be taken apart for them.
         whole = ("auto", "fused", "threads", "processes") if self._studied.scattered else ("auto", "fused")
-        alone = strategy not in whole
+        alone = strategy not in (*whole, "data_parallel")
         asked = self._studied.apart(f'strategy="{strategy}"') if alone else self._studied.groups
         if kept is not None and kept.members == set(self.names):
             asked = kept.placed(self._studied)
         parted = lanes is not None and strategy == "fused" and not all(lane.engine.fused for lane in lanes)
+        parted |= parallel != self._parallel
+        self._parallel = parallel
         if lanes is None or parted or [part.names for part in asked] != [part.names for part in self._asked]:
             self._regroup()
             self._asked = list(asked)
-            parts = asked if kept is not None else spread_out(self._studied, asked)
+            parts = asked if kept is not None or parallel else spread_out(self._studied, asked)
             self._lanes = lanes = [self._assembly.lane(self._studied, part) for part in parts]
             self._carry_over()
         else:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.clusters import two_nodes
 from tests.workers import tasks
 
 from modelfleet.workers import CannotSendError, WorkerDiedError
@@ -19,10 +20,18 @@ INLINE = InlinePlace("cpu", "cpu")
 PROCESS = ProcessPlace("cpu:1", "cpu:1", {"OMP_NUM_THREADS": "1", "MODELFLEET_DEVICE": "cpu:1"})
 
 
-@pytest.fixture(scope="module", params=[INLINE, PROCESS], ids=["inline", "process"])
+@pytest.fixture(scope="module", params=["inline", "process", "ray"])
 def place(request: pytest.FixtureRequest) -> Iterator[Any]:
-    yield request.param
-    dismiss()
+    if request.param == "inline":
+        yield INLINE
+    elif request.param == "process":
+        yield PROCESS
+        dismiss()
+    else:
+        with two_nodes():
+            from modelfleet.workers import ray
+
+            yield ray.places(None)[0]
 
 
 @pytest.fixture
@@ -71,7 +80,7 @@ def test_messages_may_grow(worker: Any) -> None:
         _, got = worker.receive()
         assert got.shape == (size,)
         assert (got == number).all()
-    del got
+        del got
     worker.answer(None)
     worker.receive()
 
@@ -160,7 +169,7 @@ def test_an_error_that_can_not_be_sent_is_told_in_words() -> None:
 
 def test_what_can_not_be_sent_says_how_to_write_it() -> None:
     worker = PROCESS.hire()
-    with pytest.raises(CannotSendError, match="the factory can't be sent .* at the top of a module"):
+    with pytest.raises(CannotSendError, match=r"the factory can't be sent .* at the top of a module"):
         worker.start(tasks.echo, lambda: None, "the factory")
     worker.close()
 

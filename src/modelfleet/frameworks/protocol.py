@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from modelfleet.devices import Device
+from modelfleet.devices import Device, Memory
 from modelfleet.errors import FleetError
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
@@ -119,8 +119,12 @@ class Adapter(Protocol):
         """Two models that would train the very same variable, and its name; None if there are none."""
         ...
 
+    def accelerators(self) -> list[Device]:
+        """Every accelerator that the framework can use in this process."""
+        ...
+
     def choose(self, wanted: tuple[Device, ...] | None) -> tuple[Device, ...]:
-        """The devices to use; None: choose."""
+        """The devices to use, by `devices.chosen`; None: choose."""
         ...
 
     def native(self, device: Device) -> Any:
@@ -130,8 +134,11 @@ class Adapter(Protocol):
     # An adapter whose steps on the CPU take as many threads as the calling thread was told to may also have
     # `threads() -> int` and `use_threads(count)`: then logical CPU devices have threads of their own.
 
-    def free_memory(self, device: Any) -> int | None:
-        """The bytes that are free on one of the framework's devices; None if it does not tell."""
+    # An adapter whose engines have `spread` also has `Group`, as in `frameworks.torch.parallel`; one whose models can
+    # be asked as they are may have `Replica` and `weight_bytes`, as in `frameworks.torch.replica`.
+
+    def memory(self, device: Any) -> Memory | None:
+        """The memory of one of the framework's own devices; None if it does not tell, as of the CPU."""
         ...
 
     def randomness(self) -> Any:
@@ -228,6 +235,12 @@ class Engine(Protocol):
 
     def train_some(self, slots: np.ndarray, hyper: Any, data: Any, *, shared: bool, pace: Any) -> None:
         """One step of the members in some slots, on data `cut` for them."""
+        ...
+
+    def spread(self, group: Any) -> None:
+        """Compute only this rank's rows of every train batch from now on, and sum over the ranks of a group, each
+        a process with the very same lane (None: whole batches again). Engines of other frameworks than torch may
+        lack it. `ready` and the first step raise `StrategyError` for members whose rows can't be told apart."""
         ...
 
     def ready(self, kind: str, hyper: Any, active: Any, data: Any, *, shared: bool) -> None:

@@ -200,12 +200,39 @@ def refuse_unfused(parts: Sequence[Part]) -> None:
 
 
 def refuse_here(strategy: str) -> None:
-    """Raise `StrategyError` for what can't be had on a cluster, where actors step all lanes."""
-    if strategy not in ("auto", "processes"):
+    """Raise `StrategyError` for what can't be on a cluster, whose lanes are always stepped by actors."""
+    if strategy not in ("auto", "processes", "data_parallel"):
         raise StrategyError(
             f'strategy="{strategy}" is for the devices of this machine, and the fleet is on a Ray cluster. '
             f'Use "auto" or "processes" there.'
         )
+
+
+def refuse_undivided(members: Sequence[Member], devices: Sequence[Device]) -> None:
+    """Raise `StrategyError` if members can't be spread over devices, whatever their models are."""
+    if len(devices) < 2:
+        raise StrategyError(
+            f'strategy="data_parallel" spreads each member over several devices, and there is only '
+            f'{", ".join(map(str, devices))}. Name more, as in devices="cuda:0,cuda:1".'
+        )
+    for member in members:
+        if not hasattr(member.framework, "Group"):
+            raise StrategyError(
+                f'strategy="data_parallel" is for torch models, and member {member.name!r} is of '
+                f"{member.framework.NAME}. Let whole members share the devices: leave the strategy out."
+            )
+
+
+def refuse_indivisible(lanes: Sequence[tuple[Lane, Feed]]) -> None:
+    """Raise `StrategyError` for a lane whose members need all rows of a batch at once."""
+    for lane, feed in lanes:
+        batch = feed.first()
+        reason = lane.engine.indivisible(batch.data, shared=batch.shared)
+        if reason is not None:
+            raise StrategyError(
+                f'strategy="data_parallel" can\'t be had for member {lane.names[0]!r}: {reason}. Use LayerNorm or '
+                f"GroupNorm, freeze that layer, or train it on one device."
+            )
 
 
 def settle(

@@ -3,10 +3,11 @@
 import os
 import re
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from modelfleet.devices import host_memory
 from modelfleet.errors import InputError
 from modelfleet.feeds import Feed
 from modelfleet.lanes import Lane
@@ -17,20 +18,44 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 def limit(lane: Lane) -> int | None:
-    """The bytes that lanes may take on a lane's device; None if that is not known.
+    """The bytes that lanes may take on a lane's device; None if that is not known."""
+    asked = _asked()
+    if asked is not None:
+        return asked
+    free = available(lane.members[0].framework, lane.engine.device, lane.device)
+    return None if free is None else free + lane.engine.bytes
+
+
+def available(framework: Any, device: Any, name: str) -> int | None:
+    """The bytes that may be planned for on a framework's device; None if that is not known.
 
     `MODELFLEET_MEMORY`, as in "6GB", sets it. Else it is most of what is free now.
     """
+    asked = _asked()
+    if asked is not None:
+        return asked
+    memory = framework.memory(device)
+    if memory is None and name.startswith("cpu"):
+        memory = host_memory()
+    return None if memory is None else int(memory.free * _PART)
+
+
+def _asked() -> int | None:
     asked = os.environ.get("MODELFLEET_MEMORY")
-    if asked:
-        match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]?)i?b?\s*", asked.lower())
-        if match is None:
-            raise InputError(f"MODELFLEET_MEMORY is {asked!r}; expected a size such as 6GB or 500MB.")
-        return int(float(match[1]) * _UNITS[match[2]])
-    free = lane.members[0].framework.free_memory(lane.engine.device)
-    if free is None and lane.device.startswith("cpu"):
-        free = _free_on_host()
-    return None if free is None else int(free * _PART) + lane.engine.bytes
+    if not asked:
+        return None
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]?)i?b?\s*", asked.lower())
+    if match is None:
+        raise InputError(f"MODELFLEET_MEMORY is {asked!r}; expected a size such as 6GB or 500MB.")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def of_weights(framework: Any, model: Any) -> int:
+    """What a model's weights take."""
+    told = getattr(framework, "weight_bytes", None)
+    if told is not None:
+        return told(model)
+    return sum(np.asarray(leaf).nbytes for leaf in framework.stacked_weights([model]).values())
 
 
 def need(lane: Lane, feed: Feed) -> int:
@@ -67,14 +92,3 @@ def pieces(count: int, names: Sequence[str]) -> list[tuple[str, ...]]:
         found.append(tuple(names[start:end]))
         start = end
     return found
-
-
-def _free_on_host() -> int | None:
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    names: Any = getattr(os, "sysconf_names", {})
-    if "SC_AVPHYS_PAGES" in names and "SC_PAGE_SIZE" in names:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None

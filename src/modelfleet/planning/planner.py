@@ -22,7 +22,7 @@ from modelfleet.feeds._base import spec
 from modelfleet.frameworks.protocol import CannotFuseError
 from modelfleet.lanes import Lane
 from modelfleet.planning import memory, paces, placement, supply, trials
-from modelfleet.planning.assembly import Part, Studied
+from modelfleet.planning.assembly import Part, Studied, refuse_indivisible
 from modelfleet.planning.placement import Load
 from modelfleet.planning.supply import Job
 from modelfleet.sharing.shifts import Sharing
@@ -69,7 +69,10 @@ class Planner:
         sharings: dict[str, Callable[[Job], Sharing]],
         kept: str | None,
     ) -> Choice:
-        """How lanes run by a strategy. `kept` is the sharing of a run that is resumed: its lanes stay."""
+        """How lanes run by a strategy. `kept` is the sharing of a resumed run: its lanes stay as they are."""
+        if "data_parallel" in (strategy, kept):
+            refuse_indivisible(lanes)
+            return Choice(list(lanes), "data_parallel")
         scattered, clustered = studied.scattered, bool(studied.assembly.places)
         sharing = strategy if strategy in ("interleaved", "threads", "processes") else usual_sharing(studied)
         if kept is not None or clustered:  # the devices of a cluster are not here to be measured
@@ -79,7 +82,7 @@ class Planner:
         if not scattered:
             if strategy != "auto":
                 return Choice(list(lanes), sharing)
-            return self.choose(studied, lanes, job, {n: s for n, s in sharings.items() if n != "interleaved"})
+            return self.choose(studied, lanes, job, {name: sharings[name] for name in ("threads", "processes")})
         lanes = self._place(studied, lanes, job)
         choice = Choice(list(lanes), sharing)
         if strategy in ("auto", "threads", "processes"):
@@ -370,7 +373,7 @@ def _where(parts: Iterable[Part]) -> _Where:
 
 
 def _all(lanes: Sequence[Fed], seconds: Sequence[float | None], steps: Sequence[int]) -> float:
-    """The seconds for so many steps of all lanes: in turns on each device, and the devices side by side."""
+    """The seconds for so many steps of all lanes: those of a device take turns, the devices do not."""
     busy: dict[str, float] = {}
     for (lane, _), pace, count in zip(lanes, seconds, steps, strict=True):
         busy[lane.device] = busy.get(lane.device, 0.0) + (pace or 0.0) * count

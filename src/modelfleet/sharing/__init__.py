@@ -17,10 +17,19 @@ def sharings(
 ) -> dict[str, Callable[[Any], Sharing]]:
     """The ways to share devices, for a job: of this machine, or the places of a cluster."""
     from modelfleet.sharing.processes import everywhere, processes
+    from modelfleet.sharing.team import TeamPlace
 
     def in_workers(job: Any) -> Sharing:
         if not cluster and len(devices) == 1:
             return partial(processes, orders(job))
         return partial(everywhere, orders(job), cluster or of_machine(devices))
 
-    return {"interleaved": lambda _: interleaved, "threads": lambda _: threads, "processes": in_workers}
+    def in_a_team(job: Any) -> Sharing:
+        return partial(everywhere, orders(job), [TeamPlace(tuple(cluster or of_machine(devices)))])
+
+    return {
+        "interleaved": lambda _: interleaved,
+        "threads": lambda _: threads,
+        "processes": in_workers,
+        "data_parallel": in_a_team,
+    }

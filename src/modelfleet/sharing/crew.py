@@ -18,6 +18,7 @@ from modelfleet.sharing.shifts import Ended, Report, Shift, Way
 from modelfleet.workers import Shared, interrupted
 
 Tensors = dict[str, np.ndarray]
+MEETING = 300.0  # seconds that workers which step together wait for each other: one of them may be compiling
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,11 @@ class Order:
     parallel: tuple[str, int, int] | None = None
     """For members that are trained on several devices at once: where these meet, the rank here, and how many."""
 
+    @staticmethod
+    def on(device: str) -> tuple[Device, ...] | None:
+        """What `devices` is for a worker on a device."""
+        return parse_devices(device)
+
 
 @dataclass(frozen=True)
 class Told:
@@ -94,9 +100,11 @@ _assemblies: dict[str, Assembly] = {}
 def work(order: Order) -> Generator[Told, Answer, None]:
     """Run the lanes of an order; tells every epoch's end, and waits for an answer."""
     yield Told([])
-    crew = _Crew(order)
+    group = _met(order)
+    crew = _Crew(order, group)
     side_by_side = supply.side_by_side(crew.lanes, crew.job)
-    way = Way(order.together, order.watched, interrupted, side_by_side, _indivisible)
+    stopped = interrupted if group is None else lambda: group.any(interrupted())
+    way = Way(order.together, order.watched, stopped, side_by_side, _indivisible)
     for shift in crew.shifts:
         shift.begin()
     try:
@@ -115,7 +123,19 @@ def work(order: Order) -> Generator[Told, Answer, None]:
         for shift in crew.shifts:
             shift.close()
             shift.lane.engine.stop()
+        if group is not None:
+            group.close()
     yield Told([crew.tell(shift, None) for shift in crew.shifts], crew.randomness())
+
+
+def _met(order: Order) -> Any:
+    """The group of an order whose lanes are spread over several workers, when all have met; else None."""
+    if order.parallel is None:
+        return None
+    address, rank, size = order.parallel
+    framework = frameworks.adapter(order.members[0][3])
+    kind = order.devices[0].kind if order.devices else "cpu"
+    return framework.Group.join(address, rank, size, MEETING, device=kind)
 
 
 def _indivisible(shift: Shift) -> None:
@@ -123,7 +143,8 @@ def _indivisible(shift: Shift) -> None:
 
 
 class _Crew:
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order, group: Any) -> None:
+        self._silent = order.parallel is not None and order.parallel[1] > 0  # another rank tells the state
         if order.fleet not in _assemblies:
             _assemblies.clear()
             _assemblies[order.fleet] = Assembly(order.devices)
@@ -142,6 +163,9 @@ class _Crew:
         fed = supply.feeds(self.lanes, self.job)
         for lane, feed in fed:
             supply.check(lane, feed, self.job)
+        if group is not None:
+            for lane in self.lanes:
+                lane.engine.spread(group)
         self.shifts = supply.shifts(fed, self.job)
         self._numbers = {id(shift): number for number, shift in enumerate(self.shifts)}
         for shift, standing, tensors in zip(self.shifts, order.standings, order.tensors, strict=True):
@@ -163,8 +187,8 @@ class _Crew:
         shift.schedules.restore(standing.schedules)
         shift.epoch, shift.position = standing.epoch, standing.position
         if len(slots) < len(shift.lane.members):
-            shift.feed = shift.feed.select(slots)
-            shift.validation = shift.validation and shift.validation.select(slots)
+            shift.feed = shift.feed.select(slots.tolist())
+            shift.validation = shift.validation and shift.validation.select(slots.tolist())
 
     def _restore(self, randomness: Mapping[str, Any]) -> None:
         for name, framework in self._frameworks.items():
@@ -177,7 +201,8 @@ class _Crew:
 
     def tell(self, shift: Shift, report: Report | None) -> tuple[int, Tensors, Standing, Report | None]:
         """A lane's state as it is now: the owner keeps it, whatever becomes of this worker."""
-        return self._numbers[id(shift)], shift.lane.tensors(), Standing.of(shift), report
+        tensors = {} if self._silent else shift.lane.tensors()
+        return self._numbers[id(shift)], tensors, Standing.of(shift), report
 
     def heed(self, answer: Answer, reports: list[tuple[Shift, Report]]) -> None:
         """Do as answered."""
@@ -221,7 +246,7 @@ class Orders:
             fleet=self.fleet,
             members=[(m.name, m.model, m.seed, m.framework.NAME) for m in members],
             recipes={name: self.recipes[name] for name in names},
-            devices=self.devices if device is None else parse_devices(device),
+            devices=self.devices if device is None else Order.on(device),
             parts=[
                 Part(tuple(shift.names), shift.lane.engine.fused, shift.lane.part.reason, shift.lane.part.wave)
                 for shift in shifts

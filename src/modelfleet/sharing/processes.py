@@ -41,7 +41,7 @@ def processes(orders: crew.Orders, shifts: Sequence[Shift], way: Way) -> Iterato
 def everywhere(
     orders: crew.Orders, places: Sequence[Place], shifts: Sequence[Shift], way: Way
 ) -> Iterator[Moment]:
-    """Run lanes at several places, or at those of a cluster; where a worker dies, another goes on with its lanes."""
+    """Run lanes at several places; what a worker was at when it died, another goes on with."""
     homes = {place.name: number for number, place in enumerate(places)}
     working = [shift for shift in shifts if shift.working]
     if way.together or way.watched or way.side_by_side:

@@ -32,6 +32,8 @@ class Worker(Protocol):
 
     last: object
     """What it worked on last; whoever hires it may note it."""
+    alongside: bool
+    """Whether it works while this process does other things, once it was answered."""
 
     @property
     def alive(self) -> bool:
@@ -91,10 +93,15 @@ class Shared(Protocol):
 class Place(Protocol):
     """Where workers for one device can be had."""
 
-    name: str
-    """The device as people name it: "cuda:0", "cpu:1", "ray:0"."""
-    device: str
-    """The device as the worker itself knows it."""
+    @property
+    def name(self) -> str:
+        """The device as people name it: "cuda:0", "cpu:1", "ray:0"."""
+        ...
+
+    @property
+    def device(self) -> str:
+        """The device as the worker itself knows it."""
+        ...
 
     def hire(self, last: object = None) -> Worker:
         """A worker: best an idle one that worked on `last`, or a new one. Does not wait until it is up."""

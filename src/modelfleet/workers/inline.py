@@ -13,6 +13,7 @@ class InlineWorker:
     """Runs its task here, while it is being received from."""
 
     alive = True
+    alongside = False
 
     def __init__(self) -> None:
         self.last: object = None

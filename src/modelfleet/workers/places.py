@@ -33,8 +33,8 @@ def on_cluster(wanted: tuple[Device, ...] | None) -> list[Place] | None:
         return None
     elif any(device.kind != "ray" for device in wanted):
         raise InputError(
-            f"devices {', '.join(map(str, wanted))} are partly of this machine and partly of a cluster. Name those "
-            f"of one of them; this machine can be a node of the cluster, too."
+            f"devices {', '.join(map(str, wanted))} are partly of this machine and partly of a cluster. Name "
+            f"those of one of them; this machine can be a node of the cluster, too."
         )
     from modelfleet.workers import ray
 

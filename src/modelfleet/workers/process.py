@@ -2,7 +2,6 @@
 
 import atexit
 import os
-import pickle
 import secrets
 import signal
 import threading
@@ -23,6 +22,8 @@ _environment = threading.Lock()
 
 class ProcessWorker:
     """One spawned process. `env` is set in it before anything is imported."""
+
+    alongside = True
 
     def __init__(self, env: Mapping[str, str]) -> None:
         context = get_context("spawn")
@@ -202,7 +203,7 @@ def _main(pipe: Connection, token: str) -> None:
             try:
                 host.run(parcel)
             except Exception as error:
-                pipe.send((ERROR, (portable(error), traceback.format_exc())))
+                pipe.send((ERROR, (shared.portable(error), traceback.format_exc())))
 
 
 class _Host:
@@ -243,13 +244,3 @@ class _Host:
             kind, _ = self._pipe.recv()
             self._told_to_stop = kind == END
         return self._told_to_stop
-
-
-def portable(error: Exception) -> Exception:
-    """An error that can be sent: itself, or its words."""
-    try:
-        pickled, views = shared.pickled(error, "an error")
-        pickle.loads(pickled, buffers=views)
-        return error
-    except Exception:  # a pickle may raise anything, when it is written and when it is read
-        return RuntimeError(f"{type(error).__name__}: {error}")

@@ -17,8 +17,8 @@ from modelfleet import frameworks
 from modelfleet.devices import Device
 from modelfleet.errors import InputError, MissingExtraError
 from modelfleet.workers._base import Task, WorkerDiedError, listen
-from modelfleet.workers.process import END, ERROR, ITEM, portable
-from modelfleet.workers.shared import pickled
+from modelfleet.workers.process import END, ERROR, ITEM
+from modelfleet.workers.shared import pickled, portable
 
 try:
     import ray
@@ -73,13 +73,13 @@ def connect(address: str | None = None) -> Cluster:
             ray.init(address, log_to_driver=False, include_dashboard=None if address else False)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise InputError(
-                f"there is no Ray cluster at {address!r}: {error}. Start one with `ray start --head`, and give its "
-                f'address as in "ray://host:10001", or "auto" on a machine that is part of it.'
+                f"there is no Ray cluster at {address!r}: {error}. Start one with `ray start --head`, and give "
+                f'its address as in "ray://host:10001", or "auto" on a machine that is part of it.'
             ) from error
     elif _cluster is not None and address not in (None, "auto", _cluster.address):
         raise InputError(
-            f"this process is connected to {_cluster.address or 'a Ray cluster'} already, and can't be to {address} "
-            f"as well. Close that connection first."
+            f"this process is connected to {_cluster.address or 'a Ray cluster'} already, and can't be to "
+            f"{address} as well. Close that connection first."
         )
     if _cluster is None:
         _cluster = Cluster(address, ours)
@@ -100,10 +100,16 @@ def places(wanted: Sequence[Device] | None) -> list["RayPlace"]:
         resources = node["Resources"]
         cpus, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
         for _ in range(gpus):
-            found.append(RayPlace(f"ray:{len(found)}", "cuda:0", node["NodeID"], gpus=1, cpus=0))
+            found.append(
+                RayPlace(f"ray:{len(found)}", "cuda:0", node["NodeID"], node["NodeManagerAddress"], gpus=1, cpus=0)
+            )
         if not gpus and cpus:
             env = {"OMP_NUM_THREADS": str(cpus)}
-            found.append(RayPlace(f"ray:{len(found)}", "cpu", node["NodeID"], gpus=0, cpus=1, env=env))
+            found.append(
+                RayPlace(
+                    f"ray:{len(found)}", "cpu", node["NodeID"], node["NodeManagerAddress"], gpus=0, cpus=1, env=env
+                )
+            )
     if not found:
         raise InputError("the Ray cluster has no devices: none of its nodes has a CPU or a GPU to give.")
     if wanted is None or wanted == (Device("ray"),):
@@ -128,6 +134,8 @@ class RayPlace:
     name: str
     device: str
     node: str
+    host: str
+    """The address of its node."""
     gpus: int
     cpus: int
     env: Mapping[str, str] = field(default_factory=dict)
@@ -142,7 +150,8 @@ class RayPlace:
         backend = os.environ.get("KERAS_BACKEND")
         if backend:
             env["KERAS_BACKEND"] = backend
-        return RayWorker(_Host.options(**options).remote(env))
+        actor: Any = _Host  # as decorated
+        return RayWorker(actor.options(**options).remote(env))
 
     def release(self, worker: "RayWorker") -> None:
         """End it: the cluster's devices are others', too."""
@@ -169,6 +178,8 @@ class InStore:
 
 class RayWorker:
     """One actor."""
+
+    alongside = True
 
     def __init__(self, actor: Any) -> None:
         self.last: object = None
@@ -224,7 +235,10 @@ class RayWorker:
         return [worker for worker in workers if worker._coming in ready]
 
 
-@ray.remote(concurrency_groups={"control": 1})  # so that an interruption is heard while a step runs
+_remote: Any = ray.remote
+
+
+@_remote(concurrency_groups={"control": 1})  # so that an interruption is heard while a step runs
 class _Host:
     """What an actor is: it runs a task from one item to the next."""
 

@@ -47,6 +47,16 @@ def pickled(value: Any, what: str, pickler: Any = _Pickler) -> tuple[bytes, list
     return stream.getvalue(), [buffer.raw() for buffer in buffers]
 
 
+def portable(error: Exception) -> Exception:
+    """An error that can be sent: itself, or its words."""
+    try:
+        pickle_, views = pickled(error, "an error")
+        pickle.loads(pickle_, buffers=views)
+        return error
+    except Exception:  # a pickle may raise anything, when it is written and when it is read
+        return RuntimeError(f"{type(error).__name__}: {error}")
+
+
 def pack(value: Any, what: str) -> tuple[Parcel, shared_memory.SharedMemory | None]:
     """Make a parcel; close and unlink the memory when the other side has opened it."""
     pickle_, views = pickled(value, what)

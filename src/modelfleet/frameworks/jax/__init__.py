@@ -16,7 +16,7 @@ from modelfleet.frameworks.jax.building import (
     stacked_weights,
     weights_key,
 )
-from modelfleet.frameworks.jax.devices import choose, free_memory, native
+from modelfleet.frameworks.jax.devices import accelerators, choose, memory, native
 from modelfleet.frameworks.jax.engine import engine as Engine
 from modelfleet.frameworks.jax.recipe import compile, prepare
 from modelfleet.frameworks.jax.schedules import Schedules
@@ -31,6 +31,7 @@ __all__ = [
     "NAME",
     "Engine",
     "Schedules",
+    "accelerators",
     "arrays",
     "check_model",
     "choose",
@@ -39,8 +40,8 @@ __all__ = [
     "difference",
     "files",
     "fill",
-    "free_memory",
     "is_model",
+    "memory",
     "native",
     "prepare",
     "randomness",

@@ -1,21 +1,15 @@
 """The devices that JAX sees."""
 
-from collections.abc import Iterable
-
 import jax
 
-from modelfleet.devices import Device
-from modelfleet.errors import InputError
+from modelfleet.devices import Device, Memory, chosen
 
 _PLATFORMS = {"gpu": "cuda", "cuda": "cuda", "rocm": "cuda", "METAL": "mps"}  # by JAX's names
 
 
-def choose(devices: tuple[Device, ...] | None) -> tuple[Device, ...]:
-    """The devices to use: those asked for, if they are here; for None the first accelerator, or else the CPU."""
-    if devices is None:
-        return tuple(accelerators()[:1]) or (Device("cpu"),)
-    check(devices)
-    return devices
+def choose(wanted: tuple[Device, ...] | None) -> tuple[Device, ...]:
+    """The devices to use: those wanted, if they are here; for None all accelerators, or else the CPU."""
+    return chosen(wanted, accelerators(), "JAX")
 
 
 def accelerators() -> list[Device]:
@@ -24,22 +18,12 @@ def accelerators() -> list[Device]:
     return [Device(_PLATFORMS[device.platform], number) for number, device in enumerate(found)]
 
 
-def check(devices: Iterable[Device]) -> None:
-    """Refuse a device that is not here. Logical CPUs always are, as many as are named."""
-    here = accelerators()
-    for device in devices:
-        wanted = device if device.index is not None else Device(device.kind, 0)
-        if device.kind != "cpu" and wanted not in here:
-            seen = ", ".join(map(str, [Device("cpu"), *here]))
-            raise InputError(f"device '{device}' is not here: JAX sees {seen}. Name one of these, or say 'auto'.")
-
-
-def free_memory(device: jax.Device) -> int | None:
-    """The bytes that are free on an accelerator; None for the CPU, whose memory is the host's."""
+def memory(device: jax.Device) -> Memory | None:
+    """The memory of an accelerator that JAX may use; None for the CPU, whose memory is the host's."""
     known = None if device.platform == "cpu" else device.memory_stats()
     if not known or "bytes_limit" not in known:
         return None
-    return int(known["bytes_limit"] - known["bytes_in_use"])
+    return Memory(int(known["bytes_limit"]), int(known["bytes_limit"] - known["bytes_in_use"]))
 
 
 def native(device: Device) -> jax.Device:

@@ -35,7 +35,8 @@ _engine, arrays, _devices, files = (
     import_module(f"modelfleet.frameworks.{part}") for part in _PARTS[keras.backend.backend()]
 )
 Engine = _engine.Engine
-choose, free_memory, native = _devices.choose, _devices.free_memory, _devices.native
+accelerators, choose = _devices.accelerators, _devices.choose
+memory, native = _devices.memory, _devices.native
 if keras.backend.backend() == "torch":
     threads, use_threads = _devices.threads, _devices.use_threads
 
@@ -43,6 +44,7 @@ __all__ = [
     "NAME",
     "Engine",
     "Schedules",
+    "accelerators",
     "arrays",
     "check_model",
     "choose",
@@ -51,8 +53,8 @@ __all__ = [
     "difference",
     "files",
     "fill",
-    "free_memory",
     "is_model",
+    "memory",
     "native",
     "prepare",
     "randomness",

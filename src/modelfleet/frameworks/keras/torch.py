@@ -20,7 +20,7 @@ from modelfleet.errors import InputError
 from modelfleet.frameworks.keras.labels import label_check
 from modelfleet.frameworks.keras.steps import Steps
 from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, CannotFuseError
-from modelfleet.frameworks.torch import engine, memory, programs, steps
+from modelfleet.frameworks.torch import engine, pages, programs, steps
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.random import DrawFromStreams, Streams
 from modelfleet.frameworks.torch.state import State
@@ -176,7 +176,7 @@ class Engine(engine.Engine):
         fused: bool,
         programs: Any = None,
     ) -> None:
-        memory.keep_freed_pages(device)
+        pages.keep_freed_pages(device)
         self.device = device
         self.several = 1
         self.programs = programs or _programs(members[0].model, task, fused=fused)

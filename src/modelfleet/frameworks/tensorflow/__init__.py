@@ -5,7 +5,7 @@ Keras models on TensorFlow are Keras's (`modelfleet.frameworks.keras`), which tr
 
 from modelfleet.frameworks import files
 from modelfleet.frameworks.tensorflow import arrays
-from modelfleet.frameworks.tensorflow.devices import choose, free_memory, native
+from modelfleet.frameworks.tensorflow.devices import accelerators, choose, memory, native
 from modelfleet.frameworks.tensorflow.engine import Engine
 from modelfleet.frameworks.tensorflow.models import (
     check_model,
@@ -27,6 +27,7 @@ __all__ = [
     "NAME",
     "Engine",
     "Schedules",
+    "accelerators",
     "arrays",
     "check_model",
     "choose",
@@ -35,8 +36,8 @@ __all__ = [
     "difference",
     "files",
     "fill",
-    "free_memory",
     "is_model",
+    "memory",
     "native",
     "prepare",
     "randomness",

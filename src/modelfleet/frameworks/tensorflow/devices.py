@@ -1,20 +1,15 @@
 """The devices that TensorFlow sees."""
 
-from collections.abc import Iterable
 from contextlib import suppress
 
 import tensorflow as tf
 
-from modelfleet.devices import Device
-from modelfleet.errors import InputError
+from modelfleet.devices import Device, Memory, chosen
 
 
-def choose(devices: tuple[Device, ...] | None) -> tuple[Device, ...]:
-    """The devices to use: those asked for, if they are here; for None the first accelerator, or else the CPU."""
-    if devices is None:
-        return tuple(accelerators()[:1]) or (Device("cpu"),)
-    check(devices)
-    return devices
+def choose(wanted: tuple[Device, ...] | None) -> tuple[Device, ...]:
+    """The devices to use: those wanted, if they are here; for None all accelerators, or else the CPU."""
+    return chosen(wanted, accelerators(), "TensorFlow")
 
 
 def accelerators() -> list[Device]:
@@ -28,18 +23,6 @@ def accelerators() -> list[Device]:
     return [Device("cuda", number) for number in range(len(found))]
 
 
-def check(devices: Iterable[Device]) -> None:
-    """Refuse a device that is not here. Logical CPUs always are, as many as are named."""
-    here = accelerators()
-    for device in devices:
-        wanted = device if device.index is not None else Device(device.kind, 0)
-        if device.kind != "cpu" and wanted not in here:
-            seen = ", ".join(map(str, [Device("cpu"), *here]))
-            raise InputError(
-                f"device '{device}' is not here: TensorFlow sees {seen}. Name one of these, or say 'auto'."
-            )
-
-
 def native(device: Device) -> str:
     """The device by TensorFlow's name; logical CPUs beyond those that TensorFlow was told of are its first."""
     if device.kind == "cpu":
@@ -48,5 +31,5 @@ def native(device: Device) -> str:
     return f"GPU:{device.index or 0}"
 
 
-def free_memory(device: str) -> None:
+def memory(device: str) -> Memory | None:
     """Not known: TensorFlow tells what it uses of an accelerator, but not what there is."""

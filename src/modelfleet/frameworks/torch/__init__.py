@@ -12,9 +12,11 @@ from modelfleet.frameworks.torch.building import (
     stacked_weights,
     weights_key,
 )
-from modelfleet.frameworks.torch.devices import choose, free_memory, native, threads, use_threads
+from modelfleet.frameworks.torch.devices import accelerators, choose, memory, native, threads, use_threads
 from modelfleet.frameworks.torch.engine import Engine
+from modelfleet.frameworks.torch.parallel import Group
 from modelfleet.frameworks.torch.recipe import compile, prepare
+from modelfleet.frameworks.torch.replica import Replica, weight_bytes
 from modelfleet.frameworks.torch.schedules import of_task as Schedules
 from modelfleet.frameworks.torch.structure import difference, signature, trained_twice
 
@@ -23,7 +25,10 @@ NAME = "torch"
 __all__ = [
     "NAME",
     "Engine",
+    "Group",
+    "Replica",
     "Schedules",
+    "accelerators",
     "arrays",
     "check_model",
     "choose",
@@ -32,8 +37,8 @@ __all__ = [
     "difference",
     "files",
     "fill",
-    "free_memory",
     "is_model",
+    "memory",
     "native",
     "prepare",
     "randomness",
@@ -44,5 +49,6 @@ __all__ = [
     "threads",
     "trained_twice",
     "use_threads",
+    "weight_bytes",
     "weights_key",
 ]

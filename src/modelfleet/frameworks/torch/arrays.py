@@ -1,5 +1,6 @@
 """Arrays of any kind as torch tensors, and the few operations that feeds need of them."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,4 +80,11 @@ def reduced(value: Any) -> Any:
     plain = type(value) is Tensor and value.device.type == "cpu" and value.layout == torch.strided
     if not plain or value.requires_grad or value.dtype == torch.bfloat16 or value.is_conj() or value.is_neg():
         return NotImplemented
-    return torch.from_numpy, (value.numpy(),)
+    return restored, (value.numpy(),)
+
+
+def restored(array: np.ndarray) -> Tensor:
+    """The tensor that `reduced` took apart. Where the array is only to be read, so is the tensor."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch can't know that nobody will write
+        return torch.from_numpy(array)

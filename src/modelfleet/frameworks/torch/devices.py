@@ -1,19 +1,13 @@
 """The devices that torch sees."""
 
-from collections.abc import Iterable
-
 import torch
 
-from modelfleet.devices import Device
-from modelfleet.errors import InputError
+from modelfleet.devices import Device, Memory, chosen
 
 
-def choose(devices: tuple[Device, ...] | None) -> tuple[Device, ...]:
-    """The devices to use: those asked for, if they are here; for None the first accelerator, or else the CPU."""
-    if devices is None:
-        return tuple(accelerators()[:1]) or (Device("cpu"),)
-    check(devices)
-    return devices
+def choose(wanted: tuple[Device, ...] | None) -> tuple[Device, ...]:
+    """The devices to use: those wanted, if they are here; for None all accelerators, or else the CPU."""
+    return chosen(wanted, accelerators(), "torch")
 
 
 def accelerators() -> list[Device]:
@@ -24,28 +18,27 @@ def accelerators() -> list[Device]:
     return [Device(found.type, index) for index in range(torch.accelerator.device_count())]
 
 
-def check(devices: Iterable[Device]) -> None:
-    """Refuse a device that is not here. Logical CPUs always are, as many as are named."""
-    here = accelerators()
-    for device in devices:
-        wanted = device if device.index is not None else Device(device.kind, 0)
-        if device.kind != "cpu" and wanted not in here:
-            seen = ", ".join(map(str, [Device("cpu"), *here]))
-            raise InputError(
-                f"device '{device}' is not here: torch sees {seen}. Name one of these, or say 'auto'."
-            )
-
-
-def free_memory(device: torch.device) -> int | None:
-    """The bytes that are free on an accelerator; None for the CPU, whose memory is the host's."""
-    if device.type == "cpu" or not hasattr(torch.accelerator, "get_memory_info"):
+def memory(device: torch.device) -> Memory | None:
+    """The memory of an accelerator; None for the CPU, whose memory is the host's, or if torch does not tell."""
+    if device.type == "cpu":
         return None
-    return int(torch.accelerator.get_memory_info(device)[0])
+    if device.type == "mps":
+        total = torch.mps.recommended_max_memory()
+        return Memory(total, max(0, total - torch.mps.driver_allocated_memory()))
+    if not hasattr(torch.accelerator, "get_memory_info"):  # as in older releases
+        return None
+    free, total = torch.accelerator.get_memory_info(device)
+    return Memory(int(total), int(free))
 
 
 def native(device: Device) -> torch.device:
     """The device as torch knows it; every logical CPU is the one CPU."""
     return torch.device("cpu") if device.kind == "cpu" else torch.device(str(device))
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the device is out of memory."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def threads() -> int:

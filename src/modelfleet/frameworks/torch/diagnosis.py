@@ -1,14 +1,6 @@
-"""What `modelfleet doctor` asks of torch."""
+"""What `modelfleet doctor` asks of torch alone."""
 
 from pathlib import Path
-
-from modelfleet.devices import Device
-from modelfleet.frameworks.torch.devices import accelerators
-
-
-def devices() -> list[str]:
-    """Every device that a fleet can be given."""
-    return [str(device) for device in (Device("cpu"), *accelerators())]
 
 
 def cache_folder() -> Path:

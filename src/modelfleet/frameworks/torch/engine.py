@@ -8,10 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from modelfleet.errors import InputError
-from modelfleet.frameworks.torch import arrays, memory
+from modelfleet.errors import InputError, StrategyError
+from modelfleet.frameworks.torch import arrays, pages
 from modelfleet.frameworks.torch import state as states
+from modelfleet.frameworks.torch.devices import out_of_memory
 from modelfleet.frameworks.torch.losses import check_range, check_targets
+from modelfleet.frameworks.torch.parallel import Group, indivisible
 from modelfleet.frameworks.torch.programs import Programs, mode, readable
 from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.structure import shared_parameters
@@ -37,7 +39,7 @@ class Engine:
         programs: Programs | None = None,
     ) -> None:
         models = [member.model for member in members]
-        memory.keep_freed_pages(device)
+        pages.keep_freed_pages(device)
         shared = shared_parameters(models) if len(models) > 1 else set()
         first = {**dict(models[0].named_parameters()), **dict(models[0].named_buffers())}
         self.device = device
@@ -52,6 +54,9 @@ class Engine:
         self._ahead: tuple[tuple[Any, Tensor], Iterator[dict[str, Tensor]]] | None = None
         self.several = 1
         self._bears_padding: dict[tuple[int, int], bool] = {}
+        self._group: Group | None = None
+        self._divisible = False  # whether the rows of a batch have been found to be computed apart
+        self._places: dict[tuple[int, int], dict[str, Tensor]] = {}
 
     @property
     def parameters(self) -> int:
@@ -119,7 +124,7 @@ class Engine:
         if steps is not None:
             return
         rest = (self._next_coefficients(hyper, active), active, data, weights)
-        self.programs.train((self.state, self.shared), rest, shared_data=shared, pace=pace)
+        self._step(self.state, rest, shared=shared, pace=pace)
 
     def train_some(self, slots: np.ndarray, hyper: Any, data: Any, *, shared: bool, pace: Any) -> None:
         """One step of the members in some slots, on data cut for them."""
@@ -129,8 +134,71 @@ class Engine:
         active = torch.ones(len(slots), dtype=torch.bool, device=self.device)
         self._ahead = None
         rest = (self._coefficients(part, some, 1)[0], active, data, None)
-        self.programs.train((part, self.shared), rest, shared_data=shared, pace=pace)
+        self._step(part, rest, shared=shared, pace=pace)
         states.put(self.state, rows, part)
+
+    def spread(self, group: Group | None) -> None:
+        """Compute only this rank's rows of every train batch from now on, together with the group's other ranks.
+
+        Each rank is given the whole batch and takes the same steps. Evaluating and predicting stay whole on every
+        rank. A loss that can't be told row by row (a function, an objective, the output's own `.loss`) is taken as
+        the mean over the rows it sees. `ready` and the first step raise `StrategyError` for a model that can't be
+        cut by rows. None: whole batches again.
+        """
+        self._group = group
+        self._places = {}
+
+    def indivisible(self, data: Any, *, shared: bool) -> str | None:
+        """Why the rows of batches like this one can't be spread over devices; None if they can."""
+        rows = data if shared else map_tree(lambda leaf: leaf[0], data)
+        return indivisible(self.programs.steps, self.state, self.shared, rows, self.inputs(rows))
+
+    def _step(self, state: State, rest: tuple[Any, ...], *, shared: bool, pace: Any) -> None:
+        """One train step of a state, alone or with the other ranks."""
+        lead = (state, self.shared)
+        if self._group is None:
+            self.programs.train(lead, rest, shared_data=shared, pace=pace)
+            return
+        coefficients, active, data, weights = rest
+        self._check_divisible(data, shared=shared)
+        part = self._own_rows(data, weights, shared=shared)
+        if part is None:
+            flat, columns = self.programs.steps.nothing(state)
+        else:
+            flat, columns = self.programs.gradients(lead, part, shared_data=shared, pace=pace)
+        self._group.sum([flat, columns])
+        self.programs.update(lead, (coefficients, active, flat, columns))
+
+    def _own_rows(self, data: Any, weights: Tensor | None, *, shared: bool) -> tuple[Any, ...] | None:
+        """This rank's rows of a batch, their weights, and their place in it; None if it has no rows."""
+        assert self._group is not None
+        start, end = self._group.rows(leaves(data)[0].shape[0 if shared else 1])
+        return None if start == end else self._cut(data, weights, (start, end), shared=shared)
+
+    def _cut(
+        self, data: Any, weights: Tensor | None, rows: tuple[int, int], *, shared: bool
+    ) -> tuple[Any, Tensor | None, dict[str, Tensor]]:
+        axis, (start, end) = 0 if shared else 1, rows
+        count = leaves(data)[0].shape[axis]
+        if (start, count) not in self._places:
+            self._places[start, count] = {
+                "start": torch.tensor(start, device=self.device),
+                "share": torch.tensor((end - start) / count, dtype=torch.float32, device=self.device),
+            }
+        own = map_tree(lambda leaf: leaf.narrow(axis, start, end - start).contiguous(), data)
+        weights = None if weights is None else weights[:, start:end].contiguous()
+        return own, weights, self._places[start, count]
+
+    def _check_divisible(self, data: Any, *, shared: bool) -> None:
+        if self._divisible:
+            return
+        reason = self.indivisible(data, shared=shared)
+        if reason is not None:
+            raise StrategyError(
+                f"member {self._first!r} can't be spread over several devices: {reason}. Use LayerNorm or "
+                f"GroupNorm in place of BatchNorm, freeze it (module.eval()), or train on one device."
+            )
+        self._divisible = leaves(data)[0].shape[0 if shared else 1] > 1  # a single row tells nothing
 
     def ready(self, kind: str, hyper: Any, active: Tensor, data: Any, *, shared: bool) -> None:
         """Trace a step for batches like this one, if that has not been done."""
@@ -140,6 +208,12 @@ class Engine:
                     f"member {self._first!r} has no parameter that takes a gradient. "
                     f"Set requires_grad=True on what is to be trained."
                 )
+            if self._group is not None:
+                self._check_divisible(data, shared=shared)
+                # A rank without rows tries one, so that all ranks find the same.
+                part = self._own_rows(data, None, shared=shared) or self._cut(data, None, (0, 1), shared=shared)
+                self.programs.program("gradients", (self.state, self.shared, *part), shared)
+                return
             rest: tuple[Any, ...] = (self._coefficients(self.state, hyper, 1)[0], active, data, None)
             self.programs.program("train", (self.state, self.shared, *rest), shared)
             return
@@ -472,7 +546,7 @@ class Engine:
 
     def out_of_memory(self, error: BaseException) -> bool:
         """Whether an error says that the device is out of memory."""
-        return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+        return out_of_memory(error)
 
     def working_bytes(self, batch: Any) -> int | None:
         """What a train step takes beside the state, by the tensors that live at once in its program."""

@@ -19,6 +19,7 @@ from modelfleet.frameworks.torch.tracing import TRACING, Program, plain, trace
 from modelfleet.trees import leaves, map_tree
 
 Key = tuple[Any, ...]
+TRAINING = ("train", "gradients", "update")  # whole, or the two halves of a step whose rows are on several devices
 ByWidth = dict[int, tuple[Program, Compiler]]
 
 
@@ -55,7 +56,7 @@ class Programs:
     @property
     def description(self) -> str:
         """How the train steps run, in a word."""
-        programs = [program for program, _ in self._all("train")]
+        programs = [program for program, _ in self._all(*TRAINING)]
         if not programs:
             return "not traced yet"
         if any(program.compiled for program in programs):
@@ -70,7 +71,7 @@ class Programs:
     @property
     def working_bytes(self) -> int | None:
         """The most that a train step takes beside the state, of those traced so far."""
-        known = [program.working_bytes for program, _ in self._all("train")]
+        known = [program.working_bytes for program, _ in self._all(*TRAINING)]
         return max((size for size in known if size is not None), default=None)
 
     def train(
@@ -82,6 +83,21 @@ class Programs:
         """
         program, compiler = self.program("train", (*lead, *rest), shared_data)
         compiler.consider(*pace)
+        program.run(*self._flat(lead), *leaves(rest))
+
+    def gradients(
+        self, lead: Sequence[Any], rest: Sequence[Any], *, shared_data: bool, pace: tuple[int, float | None]
+    ) -> tuple[Tensor, Tensor]:
+        """The first half of a train step, on some rows of a batch; what it gives is to be summed over all rows."""
+        program, compiler = self.program("gradients", (*lead, *rest), shared_data)
+        compiler.consider(*pace)
+        flat, columns = program.run(*self._flat(lead), *leaves(rest))
+        return flat, columns
+
+    def update(self, lead: Sequence[Any], rest: Sequence[Any]) -> None:
+        """The second half of a train step, in place."""
+        # Never compiled: the devices of a group would have it compiled at different steps, and round differently.
+        program, _ = self.program("update", (*lead, *rest), False)
         program.run(*self._flat(lead), *leaves(rest))
 
     def evaluate(self, args: tuple[Any, ...], *, shared_data: bool) -> dict[str, Tensor]:
@@ -135,11 +151,16 @@ class Programs:
 
     def _make(self, kind: str, args: tuple[Any, ...], shared_data: bool) -> tuple[Program, Compiler]:
         step: Callable[..., Any] = getattr(self.steps, kind)
-        data = {"train": (True, True, not shared_data, True), "evaluate": (not shared_data, True)}
+        data = {
+            "train": (True, True, not shared_data, True),
+            "gradients": (not shared_data, True, False),
+            "update": (True, True, True, True),
+            "evaluate": (not shared_data, True),
+        }
         stacked = (True, False, *data.get(kind, (not shared_data,)))
 
         def run(*args: Any) -> Any:
-            with mode(self.steps.model, train=kind == "train"):
+            with mode(self.steps.model, train=kind in TRAINING):
                 return step(*args, shared_data=shared_data, fused=self.fused)
 
         def at_width(width: int) -> Program:
@@ -151,8 +172,9 @@ class Programs:
             )
             return trace(run, tuple(few), stacked)
 
-        if kind == "train" and self.fused:
-            state, shared, _, _, batch, weights = args
+        if kind in ("train", "gradients") and self.fused:
+            state, shared = args[:2]
+            batch, weights = args[4:] if kind == "train" else args[2:4]
             with suppress(Exception), mode(self.steps.model, train=True):  # tracing will tell what is wrong
                 self.steps.find_unused(state, shared, batch, weights, shared_data=shared_data)
 

@@ -29,14 +29,20 @@ def _mix(x: Tensor) -> Tensor:
 
 
 class Streams:
-    """The random numbers of one step: of stacked members (`seed` is `(member,)`) or of one (`seed` is `()`)."""
+    """The random numbers of one step: of stacked members (`seed` is `(member,)`) or of one (`seed` is `()`).
 
-    def __init__(self, seed: Tensor, step: Tensor) -> None:
+    part: (the first row, the number of rows) if only these rows of a batch are computed here. Then a draw with so
+    many rows, or a multiple of them, in its first axis is what the whole batch would have drawn for them. A draw
+    of another shape is no row's own, and is drawn as it is.
+    """
+
+    def __init__(self, seed: Tensor, step: Tensor, part: tuple[Tensor, int] | None = None) -> None:
         step = step.to(torch.int64)
         low = _mix((seed & _WORD) ^ _mix(step & _WORD))
         self._key = _mix(low ^ ((seed >> 32) & _WORD)), _mix(low + 0x5BD1E995 & _WORD)
         self._stacked = seed.dim() == 1
         self._draws = 0
+        self._part = part
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Numbers in [0, 1); with stacked members the first axis of `shape` is the member."""
@@ -44,6 +50,9 @@ class Streams:
         self._draws += 1
         first, second = (_mix((key + self._draws * 0x9E3779B1) & _WORD) for key in self._key)
         position = torch.arange(math.prod(own), dtype=torch.int64, device=first.device).view(own)
+        if self._part is not None and own and own[0] % self._part[1] == 0:
+            start, rows = self._part
+            position = position + start * (math.prod(own) // rows)
         if self._stacked:
             first, second = (key.view(-1, *[1] * len(own)) for key in (first, second))
         bits = _mix((_mix((position & _WORD) ^ first) + second) & _WORD)
@@ -54,6 +63,14 @@ class Streams:
         """Standard normal numbers, by Box and Muller."""
         radius = torch.sqrt(-2.0 * torch.log1p(-self.uniform(shape, torch.float32)))
         return (radius * torch.cos(2.0 * math.pi * self.uniform(shape, torch.float32))).to(dtype)
+
+
+class Still(Streams):
+    """Every draw is the same number: to see what a step does to its rows apart from chance."""
+
+    def uniform(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The middle of [0, 1), everywhere."""
+        return torch.full(list(shape), 0.5, dtype=dtype, device=self._key[0].device)
 
 
 def _bernoulli(streams: Streams, like: Tensor, p: Any = 0.5, **_: Any) -> Tensor:

@@ -5,7 +5,7 @@ axis (`torch.func.vmap`); `fused=False` runs a lane of one member as any torch l
 mapped. Both give a member the same numbers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,11 +15,11 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, SCALE
-from modelfleet.frameworks.torch.random import DrawFromStreams, Streams
+from modelfleet.frameworks.torch.random import DrawFromStreams, Still, Streams
 from modelfleet.frameworks.torch.rules import Rules
-from modelfleet.frameworks.torch.state import State
+from modelfleet.frameworks.torch.state import State, exact
 from modelfleet.frameworks.torch.task import PRECISIONS, Task, call, logits
-from modelfleet.trees import map_tree
+from modelfleet.trees import leaves, map_tree
 
 GROWTH_STEPS = 2000  # torch.amp.GradScaler's interval, growth and backoff
 SMALLEST_SCALE = 2.0**-24
@@ -100,6 +100,114 @@ class Steps:
 
         if scale is not None:
             gradients = {name: g / _like(scale, g) for name, g in gradients.items()}
+        self._apply(state, coefficients, live, gradients, loss, sums, buffers=buffers)
+        return loss
+
+    def gradients(
+        self,
+        state: State,
+        shared: dict[str, Tensor],
+        data: Any,
+        weights: Tensor | None,
+        place: dict[str, Tensor],
+        *,
+        shared_data: bool,
+        fused: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """The first half of a train step, on some rows of a batch: what is to be summed over all of its rows.
+
+        Gives the gradients of the loss's total, `(member, number)` for all parameters in their order, and the
+        columns `(member, column)`: the total, its count, the rows, the epoch's sums, and for every parameter
+        whether it took part. `place` has the `start` of the rows in the batch and their `share` of it.
+        """
+        member, params, scale = state["member"], state["params"], state["member"].get("scale")
+
+        def unit(scale: Tensor, count: Tensor) -> Tensor:
+            # float16's scale is meant for the gradients of the whole batch's mean.
+            return scale * place["share"] / torch.where(count > 0, count, 1)
+
+        def total_of(params: Any, frozen: Any, buffers: Any, data: Any, weights: Any, scale: Any) -> Any:
+            buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+            total, count, sums = self._call(
+                {**params, **frozen, **shared}, buffers, self.task.share, data, weights
+            )
+            aux = total.detach(), count.detach(), sums
+            return total if scale is None else total * unit(scale, aux[1]), aux
+
+        axis = None if shared_data else 0
+        part = place["start"], leaves(data)[0].shape[0 if shared_data else 1]
+        with self._streams(member, fused, part=part):
+            args = (params, state["frozen"], state["buffers"], data, weights, scale)
+            found, (total, count, sums) = _gradients(total_of, args, (0, 0, 0, axis, 0, 0), fused=fused)
+        found = {name: g for name, g in found.items() if name not in self.unused}
+        if scale is not None:
+            found = {name: g / _like(unit(scale, count), g) for name, g in found.items()}
+
+        wide = _widest(params)
+        flat = torch.cat([_flat(found.get(name, torch.zeros_like(p))).to(wide) for name, p in params.items()], 1)
+        dtype = exact(flat.device)
+        total = total.to(dtype)
+        took_part, none = torch.ones_like(total), torch.zeros_like(total)
+        columns = [total, count, sums["rows"], *(sums[name] for name in _summed(state))]
+        columns += [took_part if name in found else none for name in params]
+        return flat, torch.stack([column.to(dtype) for column in columns], 1)
+
+    def nothing(self, state: State) -> tuple[Tensor, Tensor]:
+        """What `gradients` gives for no rows."""
+        params, seed = state["params"], state["member"]["seed"]
+        numbers = sum(p[0].numel() for p in params.values())
+        columns = 3 + len(_summed(state)) + len(params)
+        return (
+            torch.zeros(len(seed), numbers, dtype=_widest(params), device=seed.device),
+            torch.zeros(len(seed), columns, dtype=exact(seed.device), device=seed.device),
+        )
+
+    def update(
+        self,
+        state: State,
+        shared: dict[str, Tensor],
+        coefficients: dict[str, Tensor],
+        active: Tensor,
+        flat: Tensor,
+        columns: Tensor,
+        *,
+        shared_data: bool,
+        fused: bool,
+    ) -> Tensor:
+        """The second half of a train step, in place; gives the losses `(member,)`.
+
+        `flat` and `columns` are what `gradients` gave, summed over all rows of the batch.
+        """
+        params = state["params"]
+        total, count, rows, *rest = columns.unbind(1)
+        loss = total / count
+        sums = {**dict(zip(_summed(state), rest, strict=False)), "loss": loss * rows, "rows": rows}
+        used = dict(zip(params, (columns[:, -len(params) :] > 0).unbind(1), strict=True))
+        parts = (flat / _like(count, flat)).split([p[0].numel() for p in params.values()], 1)
+        gradients = {
+            name: part.reshape(p.shape).to(p.dtype) for (name, p), part in zip(params.items(), parts, strict=True)
+        }
+        live = active & (state["member"]["trouble"] == FINE)
+        self._apply(state, coefficients, live, gradients, loss, sums, used=used)
+        return loss
+
+    def _apply(
+        self,
+        state: State,
+        coefficients: dict[str, Tensor],
+        live: Tensor,
+        gradients: dict[str, Tensor],
+        loss: Tensor,
+        sums: Mapping[str, Tensor],
+        *,
+        buffers: Mapping[str, Tensor] | None = None,
+        used: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Step the live members by their gradients, those with a finite loss and gradient, and note what they did.
+
+        `used` says of each parameter for which members it took part in the loss; without it, for all.
+        """
+        member, task, scale = state["member"], self.task, state["member"].get("scale")
         finite = torch.isfinite(torch.stack([_flat(g * 0).sum(1) for g in gradients.values()]).sum(0))
         good_loss = torch.isfinite(loss)
         keep = live & good_loss & finite
@@ -110,11 +218,12 @@ class Steps:
             parameter = state["params"][name]
             slots = {slot: tensors[name] for slot, tensors in state["slots"].items()}
             updated, new_slots = task.optimizer.apply(parameter, gradient, slots, coefficients)
-            keep_new(keep, parameter, updated)
+            stepping = keep if used is None else keep & used[name]
+            keep_new(stepping, parameter, updated)
             for slot, tensor in slots.items():
-                keep_new(keep, tensor, new_slots[slot])
-        for name, buffer in state["buffers"].items():
-            keep_new(keep, buffer, buffers[name])
+                keep_new(stepping, tensor, new_slots[slot])
+        for name, buffer in (buffers or {}).items():
+            keep_new(keep, state["buffers"][name], buffer)
         for name, total in state["sums"].items():
             keep_new(keep, total, total + sums[name])
         keep_new(keep, member["step"], member["step"] + 1)
@@ -123,7 +232,6 @@ class Steps:
         if scale is not None:
             trouble = torch.where(good_loss, _rescale(member, live & good_loss, finite), LOSS)
         keep_new(live, member["trouble"], trouble)
-        return loss
 
     def evaluate(
         self,
@@ -159,6 +267,17 @@ class Steps:
         with torch.no_grad(), self._streams(state["member"], fused):
             return mapped(output_of, args, (0, 0, 0, None if shared_data else 0), fused=fused)
 
+    def observe(
+        self, state: State, shared: dict[str, Tensor], run: Callable[..., Any], data: Any
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """What `run(model, data)` gives for the first member, with every random draw the same number; and the
+        member's buffers after it."""
+        one = {part: map_tree(lambda t: t[0], state[part]) for part in ("params", "frozen", "buffers")}
+        buffers = {name: buffer.clone() for name, buffer in one["buffers"].items()}
+        with torch.no_grad(), self._streams(state["member"], fused=False, still=True):
+            result = self._call({**one["params"], **one["frozen"], **shared}, buffers, run, data)
+        return result, buffers
+
     def _call(self, own: Any, buffers: Any, run: Callable[..., Any], *args: Any) -> Any:
         own = {name: t.transpose(-1, -2) if name in self.layout else t for name, t in own.items()}
         tensors = {f"model.{name}": t for name, t in {**own, **buffers}.items()}
@@ -172,11 +291,19 @@ class Steps:
         return result
 
     @contextmanager
-    def _streams(self, member: dict[str, Tensor], fused: bool) -> Iterator[None]:
+    def _streams(
+        self,
+        member: dict[str, Tensor],
+        fused: bool,
+        *,
+        part: tuple[Tensor, int] | None = None,
+        still: bool = False,
+    ) -> Iterator[None]:
         # Attention's CPU kernels have no batching rule; its plain form has, and recurrent layers have ours. The
         # same forms are used unfused, so that a member's numbers and random draws do not depend on the strategy.
         seed, step = member["seed"], member["step"]
-        streams = Streams(seed, step) if fused else Streams(seed[0], step[0])
+        kind = Still if still else Streams
+        streams = kind(seed, step, part) if fused else kind(seed[0], step[0], part)
         with sdpa_kernel(SDPBackend.MATH), Rules(), DrawFromStreams(streams):
             yield
 
@@ -227,6 +354,19 @@ def _flat(tensor: Tensor) -> Tensor:
 def keep_new(keep: Tensor, old: Tensor, new: Tensor) -> None:
     """Overwrite `old` by `new` for the members in `keep`, and leave the others' bits alone."""
     old.copy_(torch.where(keep.view(-1, *[1] * (old.dim() - 1)), new.to(old.dtype), old))
+
+
+def _widest(params: Mapping[str, Tensor]) -> torch.dtype:
+    """The dtype in which gradients are summed: float32 at least."""
+    dtype = torch.float32
+    for parameter in params.values():
+        dtype = torch.promote_types(dtype, parameter.dtype)
+    return dtype
+
+
+def _summed(state: State) -> list[str]:
+    """The epoch's sums that are sums over rows as they are."""
+    return [name for name in state["sums"] if name not in ("loss", "rows")]
 
 
 def _clipped(gradients: dict[str, Tensor], most: Tensor) -> dict[str, Tensor]:

@@ -51,12 +51,7 @@ class Task:
             loss, extra = _loss_and_extra(self.objective(model, batch))
             sums = {name: torch.as_tensor(value).detach() * rows for name, value in extra.items()}
         elif self.loss is not None:
-            if not isinstance(batch, tuple) or len(batch) != 2:
-                raise InputError(
-                    f"the loss {self.loss.name!r} needs (x, y), but the data hold {_form(batch)}. "
-                    f"Give (x, y), or compile with an objective, which takes any batch."
-                )
-            x, target = batch
+            x, target = _pair(self.loss, batch)
             output = logits(call(model, x))
             if weights is not None:
                 loss = weighted(self.loss, output, target, weights)
@@ -75,6 +70,27 @@ class Task:
             sums = self._sums(logits(output), x["labels"], weights) if self.metrics else {}
         loss = _scalar(loss)
         return loss, {"loss": loss.detach() * rows, **sums, "rows": torch.as_tensor(rows, device=loss.device)}
+
+    def share(
+        self, model: nn.Module, batch: Any, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """What some rows of a batch add to its loss: (total, count, sums), each to be summed over all of its rows.
+
+        The whole batch's loss is the sum of the totals over the sum of the counts. A loss that can't be told row
+        by row (a function, an objective, the output's own `.loss`) is taken as the mean over its rows, as
+        DistributedDataParallel takes it.
+        """
+        if self.objective is not None or self.loss is None or self.loss.rows is None:
+            loss, sums = self.run(model, batch, weights)
+            return loss * sums["rows"], sums["rows"], sums
+        x, target = _pair(self.loss, batch)
+        output = logits(call(model, x))
+        totals, counts = self.loss.rows(output, target)
+        if weights is None:
+            rows = torch.as_tensor(_count(batch), device=totals.device)
+        else:
+            totals, counts, rows = weights * totals, weights * counts, weights.sum()
+        return totals.sum(), counts.sum(), {**self._sums(output, target, weights), "rows": rows}
 
     def values(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """The loss and the metrics from their sums over an epoch."""
@@ -128,6 +144,16 @@ def logits(output: Any) -> Any:
     if isinstance(output, Mapping):
         return {name: value for name, value in output.items() if isinstance(value, Tensor)}
     return output
+
+
+def _pair(loss: Loss, batch: Any) -> tuple[Any, Any]:
+    """The x and y that a loss needs."""
+    if not isinstance(batch, tuple) or len(batch) != 2:
+        raise InputError(
+            f"the loss {loss.name!r} needs (x, y), but the data hold {_form(batch)}. "
+            f"Give (x, y), or compile with an objective, which takes any batch."
+        )
+    return batch
 
 
 def _loss_and_extra(result: Any) -> tuple[Tensor, Mapping[str, Any]]:

@@ -1,4 +1,4 @@
-"""Memory for large temporary tensors on the CPU."""
+"""Pages for large temporary tensors on the CPU."""
 
 import ctypes
 import platform

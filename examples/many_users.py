@@ -1,0 +1,51 @@
+"""One model for fifty users on two devices: offline with `map`, then online, while a replica is killed."""
+
+import multiprocessing
+import os
+import signal
+
+import numpy as np
+import torch
+from torch import nn
+
+import modelfleet as mf
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 128), nn.ReLU(), nn.Linear(128, 4)).eval()
+
+
+def main() -> None:
+    net = model()
+    random = np.random.default_rng(0)
+    users = {
+        f"user-{number}": random.standard_normal((int(rows), 16), dtype=np.float32)
+        for number, rows in enumerate(random.integers(1, 400, 50))
+    }
+    with torch.no_grad():
+        expected = {user: net(torch.from_numpy(rows)).numpy() for user, rows in users.items()}
+
+    answers = mf.map(net, mf.each(users), devices="cpu:0,cpu:1")
+    same = all(np.allclose(answers[user], expected[user], atol=1e-5) for user in users)
+    rows = sum(map(len, users.values()))
+    print(f"map: {rows:,} rows of {len(answers)} users, the same as from the model itself: {same}")
+
+    with mf.Replicas(net, devices="cpu:0,cpu:1") as replicas:
+        futures = {user: replicas.submit(user, rows) for user, rows in users.items()}
+        victim = multiprocessing.active_children()[0].pid
+        assert victim is not None
+        os.kill(victim, signal.SIGKILL)  # what a crash or the system's memory killer does
+        same = all(np.allclose(future.result(), expected[user], atol=1e-5) for user, future in futures.items())
+        print(f"a replica was killed, and all answers are right: {same}")
+
+        wrong = users["user-0"].copy()[:, :7]
+        print("too narrow:", type(replicas.submit("user-0", wrong).exception()).__name__)
+        stats = replicas.stats()
+        longest = max(user.longest_wait for user in stats.users.values())
+        print(f"{stats.submitted} submitted, {stats.answered} answered, {stats.failed} failed")
+        print(f"nobody waited longer than {longest:.1f} s for their first row")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Where rows wait: a ring of users served in turns, and the batches that have to be tried again."""
+
+import heapq
+from collections import OrderedDict, deque
+from collections.abc import Hashable
+
+from modelfleet.replicas.requests import Batch, Request, Slice, cut, still_open
+
+
+class Line:
+    """What waits for the same replicas. Nothing here looks at every user or every request to fill a batch."""
+
+    def __init__(self) -> None:
+        self.retries: deque[Batch] = deque()
+        # Only users with rows that were never taken, and only such requests of theirs. Ordered dicts, as both
+        # ends and the middle are needed in constant time: turns go on at the front, a cancelled request leaves.
+        self.ring: OrderedDict[Hashable, OrderedDict[Request, None]] = OrderedDict()
+
+    def join(self, request: Request) -> None:
+        """Put a request behind the others of its user; a new user comes last in the ring."""
+        self.ring.setdefault(request.user, OrderedDict())[request] = None
+
+    def leave(self, request: Request) -> None:
+        """Take a request out, wherever it stands."""
+        requests = self.ring[request.user]
+        del requests[request]
+        if not requests:
+            del self.ring[request.user]
+
+    def retry(self, most: int) -> Batch | None:
+        """The next batch to be tried again, as it was but for rows nobody waits for; cut at `most` rows."""
+        while self.retries:
+            unit = self.retries.popleft()
+            first, rest = cut(still_open(unit.slices), most)
+            if rest:
+                self.retries.appendleft(Batch(rest, unit.strikes))
+            if first:
+                return Batch(first, unit.strikes)
+        return None
+
+    def fill(self, most: int, mixed: bool) -> Batch | None:
+        """Up to `most` rows that were never taken: of one user, or `mixed`, of all users in turns."""
+        spans: dict[Request, int] = {}  # the request and its first row in this batch
+        left = most
+        while left and self.ring and (mixed or not spans):
+            # Round by round: what small users leave of their part is dealt out again.
+            turns = len(self.ring) if mixed else 1
+            part = max(1, left // turns)
+            for _ in range(turns):
+                left -= self._turn(min(part, left), spans)
+                if not left:
+                    break
+        if not spans:
+            return None
+        return Batch(tuple(Slice(request, start, request.cursor) for request, start in spans.items()))
+
+    def _turn(self, most: int, spans: dict[Request, int]) -> int:
+        """Take up to `most` rows of the user whose turn it is; who has more goes to the end of the ring."""
+        user, requests = self.ring.popitem(last=False)
+        left = most
+        while left and requests:
+            request = next(iter(requests))
+            spans.setdefault(request, request.cursor)
+            rows = min(left, request.rows - request.cursor)
+            request.cursor += rows
+            left -= rows
+            if request.cursor == request.rows:
+                del requests[request]
+        if requests:
+            self.ring[user] = requests
+        return most - left
+
+
+class Deadlines:
+    """The open requests with a deadline, the nearest first."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Request]] = []
+        self._number = 0  # breaks ties: requests have no order
+        self._closed = 0
+
+    def add(self, request: Request) -> None:
+        """Watch a request, if it has a deadline."""
+        if request.deadline is not None:
+            self._number += 1
+            heapq.heappush(self._heap, (request.deadline, self._number, request))
+
+    def closed(self, request: Request) -> None:
+        """Forget a request that is open no more."""
+        if request.deadline is None:
+            return
+        # They are dropped when they come up, but a far deadline must not keep answered requests in memory.
+        self._closed += 1
+        if self._closed * 2 > len(self._heap) + 64:
+            self._heap = [entry for entry in self._heap if entry[2].status == "open"]
+            heapq.heapify(self._heap)
+            self._closed = 0
+
+    def nearest(self) -> Request | None:
+        """The open request with the nearest deadline."""
+        while self._heap and self._heap[0][2].status != "open":
+            heapq.heappop(self._heap)
+            self._closed -= 1
+        return self._heap[0][2] if self._heap else None

@@ -1,0 +1,178 @@
+"""`map` and `imap`: a model over the data of many users, offline."""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager, contextmanager, suppress
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from modelfleet.each import Each
+from modelfleet.errors import FleetError, InputError
+from modelfleet.replicas.pool import Replicas
+from modelfleet.replicas.rows import rows_of
+from modelfleet.trees import map_tree
+from modelfleet.words import count
+
+LOOK = 0.5  # seconds between two looks at the progress
+
+
+class Answers(dict[Hashable, Any]):
+    """Every user's answers, in the order of the data. Users that failed are not in it, but in `failed`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed: dict[Hashable, Exception] = {}
+        """What went wrong, by user. A `RowsError` has the answers of the rows that did not fail."""
+
+    def __missing__(self, user: Hashable) -> Any:
+        if user in self.failed:
+            raise FleetError(f"user {user!r} has no answers: {self.failed[user]}") from self.failed[user]
+        raise KeyError(user)
+
+
+def map(
+    model: Any,
+    data: Any,
+    *,
+    devices: str | Sequence[str] = "auto",
+    batch_size: int = 32,
+    balance: str = "least-busy",
+    isolation: str = "rows",
+    precision: str = "float32",
+    timeout: float = 120.0,
+    progress: str | bool = "auto",
+) -> Answers:
+    """A model's answers to every user's rows, computed on all devices at once: {user: array}.
+
+    data: `mf.each({user: rows})`, or a plain mapping; rows are an array `(row, …)`, or a tree of arrays.
+    The rest is as for `Replicas`. A user whose data fail is in `.failed` of the result; the others go on.
+
+        answers = mf.map(model, mf.each({"ada": x1, "bob": x2}), devices="cuda:0,cuda:1")
+    """
+    users = _users(data)
+    found: dict[Hashable, Any] = {}
+    answers = Answers()
+    stream = imap(
+        model,
+        users,
+        devices=devices,
+        batch_size=batch_size,
+        balance=balance,
+        isolation=isolation,
+        precision=precision,
+        timeout=timeout,
+        progress=progress,
+    )
+    for user, answer in stream:
+        if isinstance(answer, Exception):
+            answers.failed[user] = answer
+        else:
+            found[user] = answer
+    some = next((answer for user, answer in found.items() if rows_of(users[user], user)[1]), None)
+    for user in users:
+        if user in found:
+            empty = some is not None and not rows_of(users[user], user)[1]
+            answers[user] = map_tree(lambda leaf: leaf[:0], some) if empty else found[user]
+    return answers
+
+
+def imap(
+    model: Any,
+    data: Any,
+    *,
+    devices: str | Sequence[str] = "auto",
+    batch_size: int = 32,
+    balance: str = "least-busy",
+    isolation: str = "rows",
+    precision: str = "float32",
+    timeout: float = 120.0,
+    progress: str | bool = "auto",
+) -> Iterator[tuple[Hashable, Any]]:
+    """As `map`, but the answers as they come: (user, array), or (user, error) for one that failed."""
+    users = _users(data)
+    shown = _shown(progress)
+    replicas = Replicas(
+        model,
+        devices=devices,
+        max_queue=None,
+        batch_size=batch_size,
+        balance=balance,
+        isolation=isolation,
+        precision=precision,
+        timeout=timeout,
+    )
+    return _stream(replicas, users, shown)
+
+
+def _stream(replicas: Replicas, users: Mapping[Hashable, Any], shown: Any) -> Iterator[tuple[Hashable, Any]]:
+    done: SimpleQueue[tuple[Hashable, Any]] = SimpleQueue()
+    finished, rows = False, 0
+    try:
+        for user, data in users.items():
+            try:
+                future = replicas.submit(user, data)
+            except FleetError as error:
+                done.put((user, error))
+            else:
+                rows += rows_of(data, user)[1]
+                future.add_done_callback(lambda ended, user=user: done.put((user, _outcome(ended))))
+        with shown(rows, replicas) as show:
+            for _ in users:
+                while True:
+                    show()
+                    with suppress(Empty):
+                        user, answer = done.get(timeout=LOOK)
+                        break
+                yield user, answer
+            show()
+        finished = True
+    finally:
+        replicas.close(wait=finished)
+
+
+def _outcome(future: Future[Any]) -> Any:
+    if future.cancelled():
+        return CancelledError()
+    error = future.exception()
+    return future.result() if error is None else error
+
+
+def _users(data: Any) -> Mapping[Hashable, Any]:
+    values: Any = data.values if isinstance(data, Each) else data
+    if isinstance(values, list) and isinstance(data, Each):
+        values = {str(number): rows for number, rows in enumerate(values)}
+    if not isinstance(values, Mapping):
+        raise InputError(
+            f"the data are a {type(values).__name__}; expected mf.each({{user: rows}}): every user's rows by name."
+        )
+    if not values:
+        raise InputError("there are no users in the data. Give mf.each({user: rows}) with at least one.")
+    return values
+
+
+def _shown(progress: str | bool) -> Callable[[int, Replicas], AbstractContextManager[Callable[[], None]]]:
+    """What shows the progress: a bar on a terminal, nothing elsewhere."""
+    if progress not in ("auto", True, False):
+        raise InputError(f'progress is {progress!r}, expected "auto", True or False.')
+
+    @contextmanager
+    def shown(rows: int, replicas: Replicas) -> Iterator[Callable[[], None]]:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = Console()
+        if not progress or (progress == "auto" and not console.is_interactive):
+            yield lambda: None
+            return
+        columns = (TextColumn("rows"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+        with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
+            task = bar.add_task("", total=rows)
+
+            def show() -> None:
+                stats = replicas.stats()
+                failed = f"{count(stats.failed, 'user')} failed" if stats.failed else ""
+                bar.update(task, completed=sum(r.rows for r in stats.replicas.values()), description=failed)
+
+            yield show
+
+    return shown

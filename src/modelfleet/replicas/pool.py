@@ -1,0 +1,397 @@
+"""Replicas at work: a thread for each feeds it from the queue, tells the callers, and mends what breaks."""
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Hashable, Sequence
+from concurrent import futures
+from contextlib import suppress
+from typing import Any, Self
+
+import numpy as np
+
+from modelfleet import frameworks
+from modelfleet.devices import parse_devices
+from modelfleet.errors import ClosedError, FleetError, InputError, StrategyError, unknown
+from modelfleet.planning import memory
+from modelfleet.replicas.queue import Queue
+from modelfleet.replicas.requests import Batch, Request
+from modelfleet.replicas.rows import by_form, joined, parted, rows_of, taken
+from modelfleet.replicas.stats import Stats, Tally
+from modelfleet.replicas.work import Order, Reply, serve
+from modelfleet.words import size
+from modelfleet.workers import CannotSendError, Place, Worker, WorkerDiedError, places
+
+PRECISIONS = ("float32", "bf16", "fp16")
+STARTS = 3  # in vain, one after the other, before a replica is given up
+LOOK = 0.2  # seconds between two looks at whether all is over, where nothing would tell
+
+
+class Future(futures.Future[Any]):
+    """The answer to come. `result()` waits for it in a thread, `await` in asyncio; `cancel()` works until it is
+    there."""
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.wrap_future(self).__await__()
+
+
+class Replicas:
+    """One model on each device, answering many users at once.
+
+    model: of torch, Keras or JAX, or a function without arguments that returns one.
+    devices: "auto", or names: "cuda:0,cuda:1", "cpu:0,cpu:1", "ray" for all devices of a cluster. One device is
+        used by this process; several have a process each.
+    max_queue: so many requests may wait; `submit` refuses more with `QueueFullError`.
+    batch_size: rows that go through the model together, at most.
+    balance: "least-busy": whichever replica is free takes the next rows; "sticky": a user stays with a replica.
+    isolation: "rows": rows of several users may share a batch, never an answer; "batch": not even a batch;
+        "device": nor a device with whoever is not pinned to it, too.
+    precision: "float32", or "bf16" and "fp16" for what may be computed so.
+    timeout: seconds after which a replica that has not answered a batch is taken for hung, and started anew.
+
+        with mf.Replicas(model, devices="cuda:0,cuda:1") as replicas:
+            answer = replicas.submit("ada", x).result()
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        devices: str | Sequence[str] = "auto",
+        max_queue: int | None = 1024,
+        batch_size: int = 32,
+        balance: str = "least-busy",
+        isolation: str = "rows",
+        precision: str = "float32",
+        timeout: float = 120.0,
+    ) -> None:
+        if precision not in PRECISIONS:
+            raise unknown("precision", precision, PRECISIONS)
+        if not isinstance(timeout, int | float) or not timeout > 0:
+            raise InputError(f"timeout={timeout!r}. Give the seconds that a batch may take, more than 0.")
+        model, framework = _model(model)
+        if precision != "float32" and not hasattr(framework, "Replica"):
+            raise InputError(
+                f'precision="{precision}" is for torch models; this one is of {framework.NAME}. Set the precision '
+                f"in the model itself."
+            )
+        found = places.find(devices, framework)
+        self._queue = Queue(
+            [place.name for place in found],
+            batch_size=batch_size,
+            max_queue=max_queue,
+            balance=balance,
+            isolation=isolation,
+        )
+        for place in found:
+            _check_memory(framework, model, place)
+        self._timeout = float(timeout)
+        self._lock = threading.Lock()
+        self._news = threading.Condition(self._lock)  # rows to take, or the end
+        self._alarm = threading.Condition(self._lock)  # a nearer deadline, or the end
+        self._futures: dict[Request, Future] = {}
+        self._tally = Tally([place.name for place in found])
+        self._free = 0  # replicas that wait for rows
+        self._closing = self._ended = False
+        self._broken: dict[str, Exception] = {}
+        try:
+            self._shared = found[0].share(model, "the model")
+        except CannotSendError as error:
+            raise StrategyError(f"{error} Or use one device, for which nothing is sent.") from error
+        self._drivers = [
+            _Driver(self, place, Order(framework.NAME, self._shared, place.device, precision, batch_size))
+            for place in found
+        ]
+        self._clock = threading.Thread(target=self._watch, name="modelfleet-deadlines", daemon=True)
+        self._clock.start()
+        for driver in self._drivers:
+            driver.start()
+
+    def submit(self, user: Hashable, x: Any, *, deadline: float | None = None) -> Future:
+        """Ask for the answers to rows of a user's: a tree of arrays `(row, …)`. Gives a future at once.
+
+        deadline: seconds from now after which the answer is of no use.
+        """
+        data, rows = rows_of(x, user)
+        if deadline is not None and not isinstance(deadline, int | float):
+            raise InputError(f"deadline={deadline!r} of user {user!r}. Give seconds from now, or None.")
+        future = Future()
+        with self._lock:
+            if self._closing:
+                raise ClosedError(
+                    f"user {user!r} came after the replicas were closed. Submit within the `with` block, or make "
+                    f"new Replicas."
+                )
+            now = time.monotonic()
+            request = self._queue.submit(user, data, rows, now, None if deadline is None else now + deadline)
+            if request.status == "open":
+                self._futures[request] = future
+                self._news.notify_all()
+                if deadline is not None:
+                    self._alarm.notify()
+        if request.status != "open":
+            future.set_result(np.empty(0))  # of no rows: nobody can know their shape
+        future.add_done_callback(lambda done: self._cancelled(request) if done.cancelled() else None)
+        return future
+
+    def stats(self) -> Stats:
+        """What was done so far, by replica and by user."""
+        with self._lock:
+            return self._tally.stats(self._queue.counts, self._broken)
+
+    def close(self, wait: bool = True) -> None:
+        """Take no more requests, and end when those at hand are answered; without `wait`, cancel them."""
+        with self._lock:
+            self._closing = True
+            left = [] if wait else list(self._futures.values())
+        for future in left:
+            future.cancel()
+        with self._lock:
+            self._news.notify_all()
+        for driver in self._drivers:
+            driver.join()
+        with self._lock:
+            self._ended = True
+            self._alarm.notify()
+        self._clock.join()
+        self._shared.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self.close(wait=kind is None)
+
+    # --- between the drivers and the callers ---------------------------------------------------------------------
+
+    def _take(self, name: str, most: int | None) -> Batch | None:
+        """The next rows for a replica; waits for them. None: it is all over."""
+        with self._lock:
+            self._free += 1
+            try:
+                while (batch := self._queue.take(name, time.monotonic(), most)) is None:
+                    if self._over():
+                        return None
+                    self._news.wait()
+                return batch
+            finally:
+                self._free -= 1
+
+    def _take_ahead(self, name: str, most: int | None) -> Batch | None:
+        """Rows for a replica that is still busy; none if another one is free to take them now."""
+        with self._lock:
+            return None if self._free else self._queue.take(name, time.monotonic(), most)
+
+    def _over(self) -> bool:
+        """Whether nothing is left to do, and nothing will come."""
+        return self._closing and not self._queue.counts.open
+
+    def _report(self, report: Callable[[], list[Request] | None]) -> None:
+        """Enter what became of a batch into the books, and tell those who were waiting for it."""
+        with self._lock:
+            ended = report() or []
+            self._news.notify_all()  # rows may be back, or the last of them done
+        self._tell(ended)
+
+    def _tell(self, ended: Sequence[Request]) -> None:
+        for request in ended:
+            with self._lock:
+                future = self._futures.pop(request, None)
+                self._tally.ended(request)
+            if future is None:
+                continue
+            with suppress(futures.InvalidStateError):  # it was cancelled at this moment
+                if request.error is not None:
+                    future.set_exception(request.error)
+                    continue
+                try:
+                    answer = request.joined()
+                except FleetError as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(answer)
+        if ended:
+            with self._lock:
+                self._news.notify_all()
+
+    def _cancelled(self, request: Request) -> None:
+        with self._lock:
+            if self._queue.cancel(request):
+                self._tally.ended(request)
+            self._futures.pop(request, None)
+            self._news.notify_all()
+
+    def _watch(self) -> None:
+        """Fail requests when their deadline comes, also while every replica is busy."""
+        while True:
+            with self._lock:
+                if self._ended:
+                    return
+                now = time.monotonic()
+                expired = self._queue.expire(now)
+                if not expired:
+                    nearest = self._queue.next_deadline()
+                    self._alarm.wait(None if nearest is None else max(0.0, nearest - now))
+            self._tell(expired)
+
+    def _give_up(self, name: str, error: Exception) -> None:
+        """A replica can't be had. The others do its work; when there are none, nothing can be answered."""
+        with self._lock:
+            self._broken[name] = error
+            left = [driver for driver in self._drivers if driver.name not in self._broken]
+            ended = []
+            if not left:
+                failure = FleetError(f"no replica is left; the one on {name}: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+                ended = self._queue.close(failure)
+            self._news.notify_all()
+        self._tell(ended)
+
+
+class _Driver(threading.Thread):
+    """Feeds one replica, and starts it anew when it is lost."""
+
+    def __init__(self, pool: Replicas, place: Place, order: Order) -> None:
+        super().__init__(name=place.name, daemon=True)
+        self._pool, self._place, self._order = pool, place, order
+        self._most: int | None = None  # rows that its memory is known to be enough for
+
+    def run(self) -> None:
+        """Until it is all over."""
+        pool, in_vain = self._pool, 0
+        while not self._over():
+            worker = self._place.hire()
+            try:
+                if not self._begin(worker):
+                    worker.close()
+                    return
+                in_vain = 0
+                with pool._lock:
+                    pool._queue.back(self.name)
+                    pool._news.notify_all()
+                self._serve(worker)
+                worker.answer(None)
+                worker.receive()
+                self._place.release(worker)
+                return
+            except Exception as error:  # it died, or whatever a model's set-up raises
+                worker.close()
+                with pool._lock:
+                    pool._queue.lost(self.name)
+                    pool._tally.lost(self.name)
+                    pool._news.notify_all()
+                in_vain += 1
+                if in_vain >= STARTS or not isinstance(error, WorkerDiedError):
+                    pool._give_up(self.name, error)
+                    return
+
+    def _over(self) -> bool:
+        with self._pool._lock:
+            return self._pool._over()
+
+    def _begin(self, worker: Worker) -> bool:
+        """Have the model on the device; False if it is all over before that."""
+        worker.start(serve, self._order, "the model")
+        while not worker.poll(LOOK):  # on a cluster it may take until there is room
+            if self._over():
+                return False
+        worker.receive()
+        return True
+
+    def _serve(self, worker: Worker) -> None:
+        """Batch after batch, until it is all over or the worker is lost.
+
+        While the worker computes one, the next is made ready here; while it computes that, the answers to the
+        first are told.
+        """
+        ready: deque[tuple[Batch, Any]] = deque()
+        asked: Batch | None = None
+        try:
+            while True:
+                if not ready:
+                    batch = self._pool._take(self.name, self._most)
+                    if batch is None:
+                        return
+                    ready.extend(self._gathered(batch))
+                asked, rows = ready.popleft()
+                worker.answer(rows)
+                while asked is not None:
+                    if not ready and worker.alongside:
+                        ahead = self._pool._take_ahead(self.name, self._most)
+                        ready.extend([] if ahead is None else self._gathered(ahead))
+                    reply = self._reply(worker)
+                    outputs = [] if reply.error else parted(reply.outputs, asked)  # before others take their place
+                    done, asked = asked, None
+                    if ready:
+                        asked, rows = ready.popleft()
+                        try:
+                            worker.answer(rows)
+                        finally:
+                            self._heed(done, reply, outputs)
+                    else:
+                        self._heed(done, reply, outputs)
+        except WorkerDiedError as error:
+            if asked is not None:
+                lost, reason = asked, str(error)
+                self._pool._report(lambda: self._pool._queue.died(lost, reason))
+            for batch, _ in ready:
+                self._pool._report(lambda batch=batch: self._pool._queue.returned(batch))
+            raise
+
+    def _gathered(self, batch: Batch) -> list[tuple[Batch, Any]]:
+        """A batch with its rows; or several, where the rows are of several forms and can't be one array."""
+        groups = by_form(batch)
+        batches = [batch]
+        if len(groups) > 1:
+            with self._pool._lock:
+                batches = self._pool._queue.parted(batch, groups)
+        return [(part, joined([taken(piece) for piece in part.slices])) for part in batches]
+
+    def _reply(self, worker: Worker) -> Reply:
+        if not worker.poll(self._pool._timeout):
+            raise WorkerDiedError(f"it had not answered after {self._pool._timeout:g} s")
+        _, reply = worker.receive()
+        return reply
+
+    def _heed(self, batch: Batch, reply: Reply, outputs: list[Any]) -> None:
+        pool, queue = self._pool, self._pool._queue
+        error = reply.error
+        if error is None:
+
+            def answered() -> list[Request]:
+                queue.noted(self.name, batch.rows, reply.seconds)
+                pool._tally.answered(self.name, batch.rows, reply.seconds)
+                return queue.answered(batch, outputs, time.monotonic())
+
+            pool._report(answered)
+        elif reply.memory and batch.rows > 1:
+            self._most = max(1, batch.rows // 2)
+            pool._report(lambda: queue.returned(batch))
+        else:
+            pool._report(lambda: queue.failed(batch, error))
+
+
+def _model(given: Any) -> tuple[Any, Any]:
+    """A model and its framework's adapter; of a function, what it returns."""
+    try:
+        return given, frameworks.adapter_of(given, "model")
+    except InputError:
+        if not callable(given) or isinstance(given, type):
+            raise
+    model = given()
+    return model, frameworks.adapter_of(model, "model")
+
+
+def _check_memory(framework: Any, model: Any, place: Place) -> None:
+    """Refuse a model whose weights alone are more than a device of this machine has free."""
+    if place.name.startswith("ray"):
+        return  # only its worker can know
+    (device,) = parse_devices(place.device) or ()
+    there = memory.available(framework, framework.native(device), place.device)
+    need = memory.of_weights(framework, model)
+    if there is not None and need > there:
+        raise InputError(
+            f"device '{place.name}' has no memory for even one replica: the weights take {size(need)}, and "
+            f"{size(there)} are free. Free some, use a larger device, or a smaller model or precision."
+        )

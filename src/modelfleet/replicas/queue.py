@@ -1,0 +1,367 @@
+"""The books of the replicas' queue: whose rows go next, to which replica, and what became of every row.
+
+No threads, clocks or frameworks: the time is passed in as `now`, outputs are trees nobody looks into, and whoever
+holds the queue has one lock around every call.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from modelfleet.errors import ClosedError, DeadlineError, FleetError, InputError, QueueFullError, unknown
+from modelfleet.replicas.lines import Deadlines, Line
+from modelfleet.replicas.rates import Rates
+from modelfleet.replicas.requests import Batch, Request, Slice, Status, cut, still_open
+from modelfleet.words import count
+
+BALANCES = ("least-busy", "sticky")
+ISOLATIONS = ("rows", "batch", "device")
+DEATHS = 3  # that a single row is given before it fails
+HOPELESS = 32  # rows of a request that fail before any is answered: then the others, too, would
+WAIT = 1.0  # seconds to suggest while no replica's rate is known
+SHORTEST_WAIT = 0.01
+
+
+@dataclass
+class Counts:
+    """Requests by what became of them, and the rows of open requests that wait or run."""
+
+    submitted: int = 0
+    answered: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    waiting: int = 0
+    """Open requests with rows that wait: not taken yet, or to be tried again."""
+    waiting_rows: int = 0
+    running_rows: int = 0
+
+    @property
+    def open(self) -> int:
+        """Requests without an outcome."""
+        return self.submitted - self.answered - self.failed - self.cancelled
+
+
+class Queue:
+    """Deals the rows of many users out to replicas, fairly, and keeps the books.
+
+    `replicas` are their names. A batch has at most `batch_size` rows; at most `max_queue` requests wait (None:
+    any number). `balance` and `isolation` are those of `modelfleet.Replicas`. `counts` is always exact.
+
+    A free replica is given what `take` says. Each batch is then reported exactly once: `answered`, `failed` (the
+    model raised), `died` (the replica did) or `returned` (it was not run). The reports give the requests that
+    ended by them.
+    """
+
+    def __init__(
+        self, replicas: Sequence[str], *, batch_size: int, max_queue: int | None, balance: str, isolation: str
+    ) -> None:
+        if not replicas or len(set(replicas)) != len(replicas):
+            raise InputError(f"replicas are named {list(replicas)!r}. Give at least one name, and none twice.")
+        _check_positive("batch_size", batch_size)
+        if max_queue is not None:
+            _check_positive("max_queue", max_queue)
+        if balance not in BALANCES:
+            raise unknown("balance", balance, BALANCES)
+        if isolation not in ISOLATIONS:
+            raise unknown("isolation", isolation, ISOLATIONS)
+        self.counts = Counts()
+        self._batch_size = batch_size
+        self._max_queue = max_queue
+        self._mixed = isolation == "rows"
+        self._pinned = isolation == "device"
+        self._live = dict.fromkeys(replicas)
+        self._rates = Rates()
+        self._deadlines = Deadlines()
+        self._open: dict[Request, None] = {}
+        self._running: set[Batch] = set()
+        self._closed: Exception | None = None
+        # Users with a home wait in its line, all others in one line for all replicas.
+        self._homely = self._pinned or balance == "sticky"
+        self._lines: dict[str | None, Line] = {name: Line() for name in (replicas if self._homely else [None])}
+        self._homes: dict[Hashable, str] = {}
+        self._guests: dict[str, dict[Hashable, None]] = {name: {} for name in replicas}
+
+    def submit(self, user: Hashable, data: Any, rows: int, now: float, deadline: float | None = None) -> Request:
+        """Put a request in the queue; one without rows is answered at once. `deadline` is a time like `now`."""
+        if self._closed is not None:
+            raise ClosedError(f"a request of user {user!r} came after the end: {self._closed}") from self._closed
+        _check_request(user, rows, deadline)
+        if rows and self._max_queue is not None and self.counts.waiting >= self._max_queue:
+            wait = self.wait()
+            raise QueueFullError(
+                f"the request of user {user!r} finds the queue full: {self.counts.waiting:,} requests wait, "
+                f"and max_queue={self._max_queue}. Submit it again in {wait:.2g} s, submit more rows at once, "
+                f"or give a larger max_queue.",
+                wait,
+            )
+        request = Request(user, data, rows, now, deadline)
+        self.counts.submitted += 1
+        self._open[request] = None
+        self._deadlines.add(request)
+        if rows:
+            self._shift(request, waiting=rows)
+            self._line(user).join(request)
+        else:
+            self._end(request, "answered")
+        return request
+
+    def take(self, replica: str, now: float, most: int | None = None) -> Batch | None:
+        """The next rows for a free replica, at most `most`; None if there are none for it, or while it is lost.
+
+        Deadlines are not looked at: call `expire` before.
+        """
+        assert replica in self._guests, replica
+        assert most is None or most >= 1, most
+        if replica not in self._live:
+            return None
+        line = self._lines[replica if self._homely else None]
+        most = min(self._batch_size, most or self._batch_size)
+        batch = line.retry(most) or line.fill(min(most, self._share(replica)), self._mixed)
+        if batch is None:
+            return None
+        batch.replica = replica
+        self._running.add(batch)
+        for piece in batch.slices:
+            self._shift(piece.request, waiting=-piece.rows, running=piece.rows)
+            if piece.request.begun is None:
+                piece.request.begun = now
+        return batch
+
+    def answered(self, batch: Batch, outputs: Sequence[Any], now: float) -> list[Request]:
+        """Keep the outputs of a batch: a tree per slice, with as many rows (which is not looked at here)."""
+        assert len(outputs) == len(batch.slices), (len(outputs), len(batch.slices))
+        slices = self._reported(batch)
+        by_slice = dict(zip(batch.slices, outputs, strict=True))
+        for piece in slices:
+            piece.request.pieces[piece.start, piece.stop] = by_slice[piece]
+            piece.request.latest = now
+            self._shift(piece.request, running=-piece.rows)
+        return self._ended(slices)
+
+    def failed(self, batch: Batch, error: Exception) -> list[Request]:
+        """The model raised `error` on a batch: look for the guilty rows in its halves; a single row is guilty."""
+        slices = self._reported(batch)
+        if batch.rows == 1:
+            return self._guilty(slices, error)
+        self._halve(slices, batch.strikes)
+        return []
+
+    def died(self, batch: Batch, reason: str) -> list[Request]:
+        """A replica died or hung with a batch: try it once more as it was, then look for the guilty rows.
+
+        Bisecting begins with the second death, and from then on every death bisects. A single row fails when it is
+        charged with three. For the halves the deaths before count as one, so a row that was merely in bad company
+        needs two more of its own.
+        """
+        slices = self._reported(batch)
+        strikes = batch.strikes + 1
+        if batch.rows == 1 and strikes >= DEATHS:
+            where = "".join(f"row {piece.start} of user {piece.request.user!r}" for piece in slices)
+            message = (
+                f"replicas died again and again on {where}, the last one so: {reason}. It is not tried again."
+            )
+            return self._guilty(slices, FleetError(message))
+        if strikes == 1 or batch.rows == 1:
+            self._again(slices, strikes)
+        else:
+            self._halve(slices, strikes=1)
+        return []
+
+    def returned(self, batch: Batch) -> None:
+        """A batch was not run after all: it is the next to be taken, whole or cut smaller."""
+        self._again(self._reported(batch), batch.strikes, first=True)
+
+    def parted(self, batch: Batch, groups: Sequence[tuple[Slice, ...]]) -> list[Batch]:
+        """Several batches in the place of one that was taken: its slices, in groups that can go together."""
+        assert batch in self._running, "a batch that is not running was parted"
+        assert sum(len(group) for group in groups) == len(batch.slices)
+        self._running.remove(batch)
+        parts = [Batch(group, batch.strikes, batch.replica) for group in groups]
+        self._running.update(parts)
+        return parts
+
+    def cancel(self, request: Request) -> bool:
+        """Nobody waits for a request any more. False if it had ended before."""
+        if request.status != "open":
+            return False
+        self._end(request, "cancelled")
+        return True
+
+    def expire(self, now: float) -> list[Request]:
+        """Fail the requests whose deadline has come, those with rows in flight, too."""
+        ended: list[Request] = []
+        while (request := self._deadlines.nearest()) is not None:
+            assert request.deadline is not None
+            if request.deadline > now:
+                break
+            missing = request.waiting + request.running
+            error = DeadlineError(
+                f"{missing:,} of {count(request.rows, 'row')} of user {request.user!r} had no answer when the "
+                f"deadline came, {request.deadline - request.submitted:.3g} s after they were submitted. "
+                f"Give a later deadline, submit fewer rows at once, or use more devices."
+            )
+            self._end(request, "failed", error)
+            ended.append(request)
+        return ended
+
+    def next_deadline(self) -> float | None:
+        """When `expire` has something to do next."""
+        request = self._deadlines.nearest()
+        return None if request is None else request.deadline
+
+    def lost(self, replica: str) -> None:
+        """A replica takes nothing until it is back. Its sticky users move, those pinned to their device wait."""
+        self._live.pop(replica, None)
+        self._resettle()
+
+    def back(self, replica: str) -> None:
+        """A replica that was lost takes rows again."""
+        assert replica in self._guests, replica
+        self._live[replica] = None
+        self._resettle()
+
+    def close(self, error: Exception) -> list[Request]:
+        """Fail everything that is open with `error`, and take no more."""
+        self._closed = error
+        ended = list(self._open)
+        for request in ended:
+            self._end(request, "failed", error)
+        return ended
+
+    def noted(self, replica: str, rows: int, seconds: float) -> None:
+        """A batch of `rows` rows took a replica `seconds`: its rate decides its share of what waits."""
+        self._rates.note(replica, rows, seconds)
+
+    def wait(self) -> float:
+        """Seconds until there is room in the queue, by the replicas' rates; 0 if there is room now."""
+        if self._max_queue is None or self.counts.waiting < self._max_queue:
+            return 0.0
+        rate = self._rates.total(self._live)
+        if rate is None:
+            return WAIT
+        return max(SHORTEST_WAIT, self.counts.waiting_rows / self.counts.waiting / rate)
+
+    # Rows: every one of an open request waits, runs, or has its outcome.
+
+    def _shift(self, request: Request, waiting: int = 0, running: int = 0) -> None:
+        """Book rows of an open request in or out of those that wait and those that run."""
+        self.counts.waiting -= request.waiting > 0
+        request.waiting += waiting
+        request.running += running
+        self.counts.waiting += request.waiting > 0
+        self.counts.waiting_rows += waiting
+        self.counts.running_rows += running
+
+    def _reported(self, batch: Batch) -> tuple[Slice, ...]:
+        """The slices of a batch that somebody still waits for; a batch is reported once."""
+        assert batch in self._running, "a batch that is not running was reported"
+        self._running.remove(batch)
+        return still_open(batch.slices)
+
+    def _halve(self, slices: tuple[Slice, ...], strikes: int) -> None:
+        # Slices that nobody waits for any more are gone, and may have been the guilty ones: even a single row that
+        # is left has to be tried alone.
+        rows = sum(piece.rows for piece in slices)
+        for half in cut(slices, (rows + 1) // 2):
+            self._again(half, strikes)
+
+    def _again(self, slices: tuple[Slice, ...], strikes: int, first: bool = False) -> None:
+        if not slices:
+            return
+        for piece in slices:
+            self._shift(piece.request, waiting=piece.rows, running=-piece.rows)
+        retries = self._line(slices[0].request.user).retries
+        (retries.appendleft if first else retries.append)(Batch(slices, strikes))
+
+    def _guilty(self, slices: tuple[Slice, ...], error: Exception) -> list[Request]:
+        for piece in slices:
+            piece.request.errors[piece.start] = error
+            self._shift(piece.request, running=-1)
+        return self._ended(slices)
+
+    @staticmethod
+    def _hopeless(request: Request) -> bool:
+        # Data of the wrong shape, say: to try a million rows one by one would take time from the others.
+        return not request.pieces and len(request.errors) >= HOPELESS
+
+    def _ended(self, slices: Iterable[Slice]) -> list[Request]:
+        """End the requests of which every row has its outcome now."""
+        touched = dict.fromkeys(piece.request for piece in slices)
+        ended = [
+            request for request in touched if not (request.waiting or request.running) or self._hopeless(request)
+        ]
+        for request in ended:
+            if request.errors:
+                self._end(request, "failed", request.failure())
+            else:
+                self._end(request, "answered")
+        return ended
+
+    def _end(self, request: Request, status: Status, error: Exception | None = None) -> None:
+        assert request.status == "open", request.status
+        if request.cursor < request.rows:
+            self._line(request.user).leave(request)
+        self._shift(request, waiting=-request.waiting, running=-request.running)
+        request.status = status
+        request.error = error
+        setattr(self.counts, status, getattr(self.counts, status) + 1)
+        del self._open[request]
+        self._deadlines.closed(request)
+
+    # Replicas and their users.
+
+    def _share(self, replica: str) -> int:
+        """How many new rows a replica takes at most: the end of a long job must not hang on a slow one."""
+        share = None if self._homely else self._rates.share(replica, self._live, self.counts.waiting_rows)
+        if share is None:
+            return self._batch_size
+        least = max(1, self._batch_size // 8)
+        return min(self._batch_size, max(least, share))
+
+    def _line(self, user: Hashable) -> Line:
+        """Where the rows of a user wait. A user of a kind that stays with a replica gets one at first sight."""
+        if not self._homely:
+            return self._lines[None]
+        if user not in self._homes:
+            self._house(user)
+        return self._lines[self._homes[user]]
+
+    def _house(self, user: Hashable) -> None:
+        """Give a user the live replica that has the fewest; any, if none lives."""
+        home = min(self._live or self._guests, key=lambda name: len(self._guests[name]))
+        self._homes[user] = home
+        self._guests[home][user] = None
+
+    def _resettle(self) -> None:
+        """Move the sticky users of lost replicas, with all that waits for them, to live ones, if there are any."""
+        if not self._homely or self._pinned or not self._live:
+            return
+        for name in self._guests:
+            if name in self._live or not self._guests[name]:
+                continue
+            old, self._lines[name] = self._lines[name], Line()
+            users, self._guests[name] = self._guests[name], {}
+            for user in users:
+                self._house(user)
+            for user, requests in old.ring.items():
+                self._line(user).ring[user] = requests
+            for unit in old.retries:
+                self._line(unit.slices[0].request.user).retries.append(unit)
+
+
+def _check_positive(what: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"{what}={value!r}. Give a whole number, at least 1.")
+
+
+def _check_request(user: object, rows: int, deadline: float | None) -> None:
+    assert rows >= 0, rows
+    try:
+        hash(user)
+    except TypeError as error:
+        raise InputError(
+            f"a user is named by a {type(user).__name__}, {user!r}, which can't be a key of a dict. "
+            f"Name users by strings, numbers or tuples of them."
+        ) from error
+    if deadline is not None and deadline != deadline:
+        raise InputError(f"the deadline of user {user!r} is {deadline}. Give seconds, or None for no deadline.")

@@ -1,0 +1,79 @@
+"""Rows of users' data: taken from requests, put together into batches, and the answers cut apart again."""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from modelfleet.errors import InputError
+from modelfleet.replicas.requests import Batch, Slice
+from modelfleet.trees import leaves, map_tree, paths, rebuild
+
+
+def rows_of(x: Any, user: Hashable) -> tuple[Any, int]:
+    """A user's data as a tree of NumPy arrays, and how many rows they have."""
+    data = map_tree(lambda leaf: _array(leaf, user), x, _is_rows)
+    found = [(path, leaf) for path, leaf in paths(data)]
+    if not found:
+        raise InputError(f"user {user!r} gave no arrays: {x!r}. Give an array (row, …), or a tree of them.")
+    counts = {len(leaf) for _, leaf in found}
+    if len(counts) > 1:
+        listed = ", ".join(f"{path or 'x'} {leaf.shape}" for path, leaf in found)
+        raise InputError(
+            f"the arrays of user {user!r} have different numbers of rows: {listed}. Give as many of each."
+        )
+    return data, counts.pop()
+
+
+def _is_rows(leaf: Any) -> bool:
+    # A list of numbers, or of lists of them, is an array that was not made yet.
+    return isinstance(leaf, list) and not any(hasattr(item, "shape") for item in leaves(leaf))
+
+
+def _array(leaf: Any, user: Hashable) -> np.ndarray:
+    if hasattr(leaf, "detach"):  # of torch, wherever it is
+        leaf = leaf.detach().cpu()
+    try:
+        array = np.asarray(leaf)
+    except Exception as error:  # of ragged lists, and whatever else says that it is an array
+        raise InputError(f"the data of user {user!r} are no array: {error}. Give rows of one shape.") from error
+    if array.dtype == object or array.ndim == 0:
+        raise InputError(
+            f"user {user!r} gave a {type(leaf).__name__} of {array.dtype} and shape {array.shape}; expected "
+            f"numbers with the rows first, (row, …). For one row x, give x[None]."
+        )
+    return array
+
+
+def taken(piece: Slice) -> Any:
+    """The rows of a slice."""
+    return map_tree(lambda leaf: leaf[piece.start : piece.stop], piece.request.data)
+
+
+def by_form(batch: Batch) -> list[tuple[Slice, ...]]:
+    """The slices of a batch, those together whose rows have one form and can be one array."""
+    if len(batch.slices) == 1:
+        return [batch.slices]
+    groups: dict[Any, list[Slice]] = {}
+    for piece in batch.slices:
+        form = tuple((path, leaf.dtype, leaf.shape[1:]) for path, leaf in paths(piece.request.data))
+        groups.setdefault(form, []).append(piece)
+    return [tuple(group) for group in groups.values()]
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Rows of one form as one tree."""
+    if len(parts) == 1:
+        return parts[0]
+    columns = zip(*(leaves(part) for part in parts), strict=True)
+    return rebuild(parts[0], [np.concatenate(column) for column in columns])
+
+
+def parted(outputs: Any, batch: Batch) -> list[Any]:
+    """The outputs of a batch for each of its slices, copied: each user has memory of their own."""
+    found, start = [], 0
+    for piece in batch.slices:
+        stop = start + piece.rows
+        found.append(map_tree(lambda leaf, start=start, stop=stop: np.array(leaf[start:stop]), outputs))
+        start = stop
+    return found

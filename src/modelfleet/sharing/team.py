@@ -1,0 +1,123 @@
+"""Teams: workers on several devices that take the same steps together, each on its part of the rows."""
+
+import secrets
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from modelfleet.errors import GroupError
+from modelfleet.workers import Place, Shared, Worker, WorkerDiedError
+from modelfleet.workers._base import Task
+
+
+class TeamWorker:
+    """Several workers as one. All do the same; only what the first of them says is heard."""
+
+    alongside = True
+
+    def __init__(self, places: Sequence[Place], workers: Sequence[Worker]) -> None:
+        self.last: object = None
+        self._places, self.workers = list(places), list(workers)
+        self._meeting: Path | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether all of them are there."""
+        return all(worker.alive for worker in self.workers)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any of them is at something."""
+        return any(worker.busy for worker in self.workers)
+
+    def start(self, task: Task, order: Any, what: str) -> None:
+        """Have all of them begin, each with its rank and on its device."""
+        address = self._address()
+        size = len(self.workers)
+        for rank, (place, worker) in enumerate(zip(self._places, self.workers, strict=True)):
+            own = replace(order, devices=order.on(place.device), parallel=(address, rank, size))
+            worker.start(task, own, what)
+
+    def receive(self) -> tuple[bool, Any]:
+        """What the first says; all have come as far."""
+        try:
+            said = self.workers[0].receive()
+            for worker in self.workers[1:]:
+                worker.receive()
+        except GroupError as error:  # one of them is gone, and another has noticed it first
+            raise WorkerDiedError(str(error)) from error
+        return said
+
+    def poll(self, seconds: float | None = 0.0) -> bool:
+        """Whether the first has something to say."""
+        return self.workers[0].poll(seconds)
+
+    def answer(self, value: Any = None) -> None:
+        """Let all of them go on."""
+        for worker in self.workers:
+            worker.answer(value)
+
+    def interrupt(self) -> None:
+        """Tell all of them; they agree on the step after which they stop."""
+        for worker in self.workers:
+            worker.interrupt()
+
+    def close(self) -> None:
+        """End all of them."""
+        for worker in self.workers:
+            worker.close()
+        self._forget()
+
+    @classmethod
+    def wait(cls, workers: Sequence[Self]) -> list[Self]:
+        """There is one team, and it is waited for."""
+        workers[0].poll(None)
+        return list(workers[:1])
+
+    def _address(self) -> str:
+        """A new address for the ranks to meet at: on the first one's machine, or a file of this one."""
+        host = getattr(self._places[0], "host", None)
+        if host is not None:
+            return f"tcp://{host}:{20_000 + secrets.randbelow(10_000)}"
+        self._forget()
+        self._meeting = Path(tempfile.gettempdir()) / f"modelfleet-{secrets.token_hex(8)}"
+        return self._meeting.as_uri()
+
+    def _forget(self) -> None:
+        if self._meeting is not None:
+            with suppress(FileNotFoundError):
+                self._meeting.unlink()
+
+
+@dataclass(frozen=True)
+class TeamPlace:
+    """Several devices as one place."""
+
+    places: tuple[Place, ...]
+
+    @property
+    def name(self) -> str:
+        """All of their names."""
+        return ", ".join(place.name for place in self.places)
+
+    @property
+    def device(self) -> str:
+        """That of the first."""
+        return self.places[0].device
+
+    def hire(self, last: object = None) -> TeamWorker:
+        """A worker at each."""
+        return TeamWorker(self.places, [place.hire(last) for place in self.places])
+
+    def release(self, worker: TeamWorker) -> None:
+        """Have them back."""
+        for place, one in zip(self.places, worker.workers, strict=True):
+            place.release(one)
+        worker._forget()
+
+    def share(self, value: Any, what: str) -> Shared:
+        """A value for all of them."""
+        return self.places[0].share(value, what)

@@ -1,0 +1,115 @@
+"""Models for replicas, where workers can import them from. A row is `(mark, …)`: it says whose it is."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Marked(nn.Module):
+    """Gives `(mark, f(x))`: the owner's mark as it came, and something of the row itself."""
+
+    def __init__(self, features: int = 4) -> None:
+        super().__init__()
+        self.head = nn.Linear(features, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x[:, :1], self.head(x[:, 1:])], 1)
+
+
+class Refusing(Marked):
+    """Raises if a row of the batch is poison: its second number is -666."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (x[:, 1] == -666).any():
+            raise ValueError("poison")
+        return super().forward(x)
+
+
+class Deadly(Marked):
+    """Takes its process down if a row of the batch is poison."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (x[:, 1] == -666).any():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x)
+
+
+class Hanging(Marked):
+    """Never ends if a row of the batch is poison."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (x[:, 1] == -666).any():
+            threading.Event().wait()
+        return super().forward(x)
+
+
+class Greedy(Marked):
+    """Has memory for four rows at a time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 4:
+            raise torch.OutOfMemoryError("Tried to allocate too much")
+        return super().forward(x)
+
+
+class Mixing(nn.Module):
+    """Gives every row the number of different marks in its batch, and the device that it is on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        marks = float(len(torch.unique(x[:, 0])))
+        device = float(os.environ.get("MODELFLEET_DEVICE", "cpu:0").partition(":")[2])
+        return torch.tensor([[marks, device]]).expand(len(x), 2)
+
+
+class Gated(Marked):
+    """Answers nothing before its gate is open; tells when it is asked. For replicas of this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.asked = threading.Event(), threading.Event()
+        self.batches: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.batches.append(len(x))
+        self.asked.set()
+        self.gate.wait()
+        return super().forward(x)
+
+
+class Where(nn.Module):
+    """Tells whether its weights are in memory that processes share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4096))
+
+    def forward(self, x: Tensor) -> Tensor:
+        address, found = self.weight.data_ptr(), False
+        for line in Path("/proc/self/maps").read_text(encoding="ascii").splitlines():
+            span, *_, name = line.split(maxsplit=5)
+            first, last = (int(end, 16) for end in span.split("-"))
+            found |= first <= address < last and "/dev/shm/mf-" in name
+        return torch.full((len(x), 1), float(found))
+
+
+class Unloadable(nn.Module):
+    """Can be sent, and not be received."""
+
+    def __reduce__(self) -> Any:
+        return _refuse, ()
+
+
+def _refuse() -> None:
+    raise OSError("the weights' file is not on this machine")
+
+
+class Pair(nn.Module):
+    """Takes a dict, gives a dict."""
+
+    def forward(self, left: Tensor, right: Tensor) -> dict[str, Tensor]:
+        return {"sum": left + right, "first": left[:, 0]}

@@ -1,0 +1,560 @@
+"""The queue's rules one by one, with numbers worked out by hand."""
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from modelfleet.errors import ClosedError, DeadlineError, FleetError, InputError, QueueFullError, RowsError
+from modelfleet.replicas.queue import Queue
+from modelfleet.replicas.requests import Batch, Request
+
+
+def make(
+    *replicas: str,
+    batch_size: int = 8,
+    max_queue: int | None = None,
+    balance: str = "least-busy",
+    isolation: str = "rows",
+) -> Queue:
+    names = replicas or ("r0",)
+    return Queue(names, batch_size=batch_size, max_queue=max_queue, balance=balance, isolation=isolation)
+
+
+def spans(batch: Batch | None) -> list[tuple[Any, int, int]]:
+    assert batch is not None
+    return [(piece.request.user, piece.start, piece.stop) for piece in batch.slices]
+
+
+def took(queue: Queue, replica: str = "r0", most: int | None = None) -> Batch:
+    batch = queue.take(replica, 0.0, most)
+    assert batch is not None
+    return batch
+
+
+def answer(queue: Queue, batch: Batch, now: float = 0.0) -> list[Request]:
+    return queue.answered(batch, [np.arange(piece.start, piece.stop) for piece in batch.slices], now)
+
+
+def rows_of(batch: Batch) -> list[int]:
+    return [row for piece in batch.slices for row in range(piece.start, piece.stop)]
+
+
+def drain(queue: Queue, report: Callable[[Batch], object], replica: str = "r0") -> int:
+    """Take and report until nothing waits; how many batches it took."""
+    batches = 0
+    while (batch := queue.take(replica, 0.0)) is not None:
+        report(batch)
+        batches += 1
+    return batches
+
+
+def test_rows_are_taken_in_order_and_joined_in_order() -> None:
+    queue = make(batch_size=4)
+    request = queue.submit("ann", None, 10, now=1.0)
+    batches = [took(queue), took(queue), took(queue)]
+    assert [spans(batch) for batch in batches] == [[("ann", 0, 4)], [("ann", 4, 8)], [("ann", 8, 10)]]
+    assert queue.take("r0", 0.0) is None
+    assert [answer(queue, batches[n], 5.0 + n) for n in (2, 0)] == [[], []]
+    assert answer(queue, batches[1], 9.0) == [request]
+    assert request.status == "answered"
+    assert request.joined().tolist() == list(range(10))
+    assert request.latest == 9.0
+
+
+def test_requests_of_one_user_are_served_in_their_order() -> None:
+    queue = make(batch_size=5)
+    first, second = (queue.submit("ann", None, 3, now=0.0) for _ in range(2))
+    batch = took(queue)
+    assert [(piece.request, piece.start, piece.stop) for piece in batch.slices] == [(first, 0, 3), (second, 0, 2)]
+    assert answer(queue, batch) == [first]
+
+
+def test_a_batch_is_filled_in_turns_and_the_ring_goes_on_where_it_stopped() -> None:
+    queue = make(batch_size=8)
+    for user in "abc":
+        queue.submit(user, None, 100, now=0.0)
+    # 8 // 3 = 2 rows each, and the 2 that are left go to a and b. It's c's turn then.
+    assert spans(took(queue)) == [("a", 0, 3), ("b", 0, 3), ("c", 0, 2)]
+    assert spans(took(queue)) == [("c", 2, 5), ("a", 3, 6), ("b", 3, 5)]
+    assert spans(took(queue)) == [("b", 5, 8), ("c", 5, 8), ("a", 6, 8)]
+
+
+def test_what_small_users_leave_is_dealt_out_again() -> None:
+    queue = make(batch_size=9)
+    queue.submit("a", None, 1, now=0.0)
+    queue.submit("b", None, 100, now=0.0)
+    queue.submit("c", None, 1, now=0.0)
+    assert spans(took(queue)) == [("a", 0, 1), ("b", 0, 7), ("c", 0, 1)]
+
+
+def test_with_more_users_than_room_each_gets_one_row() -> None:
+    queue = make(batch_size=3)
+    for user in range(5):
+        queue.submit(user, None, 2, now=0.0)
+    assert spans(took(queue)) == [(0, 0, 1), (1, 0, 1), (2, 0, 1)]
+    assert spans(took(queue)) == [(3, 0, 1), (4, 0, 1), (0, 1, 2)]
+
+
+def test_one_with_many_rows_does_not_starve_those_with_few() -> None:
+    queue = make(batch_size=32)
+    big = queue.submit("big", None, 100_000, now=0.0)
+    small = [queue.submit(f"small{n}", None, 10, now=0.0) for n in range(9)]
+    # 3 rows each in a round of ten users: their tenth row is in the fourth batch.
+    for _ in range(4):
+        answer(queue, took(queue))
+    assert [request.status for request in small] == ["answered"] * 9
+    assert big.cursor == 4 * 32 - 90
+    assert queue.counts.waiting_rows == 100_000 - 38
+
+
+@pytest.mark.parametrize("isolation", ["batch", "device"])
+def test_isolated_users_share_no_batch(isolation: str) -> None:
+    queue = make(batch_size=4, isolation=isolation)
+    queue.submit("a", None, 6, now=0.0)
+    queue.submit("b", None, 1, now=0.0)
+    queue.submit("b", None, 1, now=0.0)
+    assert spans(took(queue)) == [("a", 0, 4)]
+    assert spans(took(queue)) == [("b", 0, 1), ("b", 0, 1)]
+    assert spans(took(queue)) == [("a", 4, 6)]
+
+
+def test_pinned_users_wait_for_their_device() -> None:
+    queue = make("r0", "r1", isolation="device")
+    for user in "abc":
+        queue.submit(user, None, 1, now=0.0)
+    assert spans(took(queue, "r1")) == [("b", 0, 1)]
+    assert queue.take("r1", 0.0) is None
+    queue.lost("r0")
+    assert queue.take("r0", 0.0) is None
+    assert queue.take("r1", 0.0) is None
+    queue.submit("d", None, 1, now=0.0)  # new ones go where something lives
+    assert spans(took(queue, "r1")) == [("d", 0, 1)]
+    queue.back("r0")
+    batch = took(queue, "r0")
+    assert spans(batch) == [("a", 0, 1)]
+    queue.died(batch, "killed")
+    assert queue.take("r1", 0.0) is None
+    assert spans(took(queue, "r0")) == [("a", 0, 1)]
+
+
+def test_sticky_users_stay_until_their_replica_is_lost() -> None:
+    queue = make("r0", "r1", balance="sticky")
+    for user in "abcd":
+        queue.submit(user, None, 1, now=0.0)
+    first = took(queue, "r0")
+    assert spans(first) == [("a", 0, 1), ("c", 0, 1)]
+    assert queue.take("r0", 0.0) is None
+    queue.submit("a", None, 2, now=0.0)
+    queue.died(first, "killed")
+    queue.lost("r0")
+    assert spans(took(queue, "r1")) == [("a", 0, 1), ("c", 0, 1)]
+    assert spans(took(queue, "r1")) == [("b", 0, 1), ("d", 0, 1), ("a", 0, 2)]
+    queue.back("r0")
+    queue.submit("a", None, 1, now=0.0)
+    queue.submit("e", None, 1, now=0.0)
+    assert spans(took(queue, "r0")) == [("e", 0, 1)]
+    assert spans(took(queue, "r1")) == [("a", 0, 1)]
+
+
+def test_sticky_users_move_to_the_first_replica_that_is_back() -> None:
+    queue = make("r0", "r1", balance="sticky")
+    queue.lost("r0")
+    queue.lost("r1")
+    queue.submit("a", None, 1, now=0.0)
+    queue.back("r1")
+    assert spans(took(queue, "r1")) == [("a", 0, 1)]
+
+
+def test_bisecting_finds_exactly_the_poison_rows() -> None:
+    queue = make(batch_size=64)
+    poison = {3, 17, 18, 63}
+    request = queue.submit("ann", None, 60, now=0.0)
+    other = queue.submit("bob", None, 4, now=0.0)
+
+    def report(batch: Batch) -> None:
+        marks = [row if piece.request is request else 60 + row for piece in batch.slices
+                 for row in range(piece.start, piece.stop)]  # fmt: skip
+        if poison & set(marks):
+            queue.failed(batch, ValueError(f"bad among {len(marks)}"))
+        else:
+            answer(queue, batch)
+
+    drain(queue, report)
+    assert isinstance(request.error, RowsError)
+    assert isinstance(other.error, RowsError)
+    bob_poison, ann_poison = {3}, {3, 17, 18}
+    assert set(request.error.rows) == ann_poison
+    assert {str(error) for error in request.error.rows.values()} == {"bad among 1"}
+    assert request.error.kept == tuple(row for row in range(60) if row not in ann_poison)
+    assert request.error.answers.tolist() == list(request.error.kept)
+    assert set(other.error.rows) == bob_poison
+    assert other.error.answers.tolist() == [0, 1, 2]
+    message = str(request.error)
+    assert "3 of 60 rows of user 'ann' failed: row 3 (ValueError: bad among 1), row 17" in message
+    assert request.error.__cause__ is request.errors[3]
+
+
+def test_halves_are_tried_before_new_rows_and_not_mixed_with_them() -> None:
+    queue = make(batch_size=4)
+    queue.submit("a", None, 5, now=0.0)
+    queue.failed(took(queue), ValueError("bad"))
+    queue.submit("b", None, 1, now=0.0)
+    assert [spans(took(queue)) for _ in range(3)] == [[("a", 0, 2)], [("a", 2, 4)], [("a", 4, 5), ("b", 0, 1)]]
+
+
+def test_a_row_left_by_a_cancelled_neighbour_is_tried_alone_before_it_is_blamed() -> None:
+    queue = make(batch_size=2)
+    innocent = queue.submit("a", None, 1, now=0.0)
+    guilty = queue.submit("b", None, 1, now=0.0)
+    batch = took(queue)
+    queue.cancel(guilty)
+    assert queue.failed(batch, ValueError("b's fault")) == []
+    assert answer(queue, took(queue)) == [innocent]
+    assert innocent.status == "answered"
+
+
+def test_a_row_on_which_replicas_die_three_times_fails_by_name() -> None:
+    queue = make()
+    request = queue.submit("ann", None, 1, now=0.0)
+    assert queue.died(took(queue), "killed") == []
+    assert queue.died(took(queue), "killed") == []
+    assert queue.died(took(queue), "signal 9") == [request]
+    assert isinstance(request.error, RowsError)
+    row_error = request.error.rows[0]
+    assert isinstance(row_error, FleetError)
+    assert "row 0 of user 'ann'" in str(row_error)
+    assert "signal 9" in str(row_error)
+    assert request.error.answers is None
+    assert request.error.kept == ()
+
+
+def test_the_first_death_retries_and_the_next_ones_bisect() -> None:
+    queue = make(batch_size=8)
+    request = queue.submit("ann", None, 8, now=0.0)
+    tried: list[int] = []
+
+    def report(batch: Batch) -> None:
+        if 5 in rows_of(batch):
+            tried.append(batch.rows)
+            queue.died(batch, "killed")
+        else:
+            answer(queue, batch)
+
+    drain(queue, report)
+    assert tried == [8, 8, 4, 2, 1, 1]
+    assert isinstance(request.error, RowsError)
+    assert list(request.error.rows) == [5]
+    assert request.error.answers.tolist() == [0, 1, 2, 3, 4, 6, 7]
+
+
+def test_a_returned_batch_is_next_and_can_be_cut_smaller() -> None:
+    queue = make(batch_size=8)
+    request = queue.submit("ann", None, 10, now=0.0)
+    queue.returned(took(queue))
+    assert (queue.counts.waiting_rows, queue.counts.running_rows) == (10, 0)
+    small = took(queue, most=3)
+    assert spans(small) == [("ann", 0, 3)]
+    assert small.strikes == 0
+    rest = [took(queue), took(queue)]
+    assert [spans(batch) for batch in rest] == [[("ann", 3, 8)], [("ann", 8, 10)]]
+    for batch in (small, *rest):
+        answer(queue, batch)
+    assert request.joined().tolist() == list(range(10))
+
+
+def test_a_deadline_fails_a_request_with_rows_in_flight_and_late_answers_are_ignored() -> None:
+    queue = make(batch_size=4)
+    late = queue.submit("ann", None, 10, now=1.0, deadline=3.5)
+    queue.submit("bob", None, 5, now=1.0, deadline=9.0)
+    fine = queue.submit("cyd", None, 1, now=1.0)
+    done, running = took(queue), took(queue)
+    assert spans(done) == [("ann", 0, 2), ("bob", 0, 1), ("cyd", 0, 1)]
+    assert spans(running) == [("bob", 1, 3), ("ann", 2, 4)]
+    answer(queue, done)
+    assert queue.next_deadline() == 3.5
+    assert queue.expire(3.4) == []
+    assert queue.expire(3.5) == [late]
+    assert queue.next_deadline() == 9.0
+    assert late.status == "failed"
+    assert isinstance(late.error, DeadlineError)
+    assert isinstance(late.error, TimeoutError)
+    assert "8 of 10 rows of user 'ann'" in str(late.error)
+    assert "2.5 s after" in str(late.error)
+    assert (queue.counts.failed, queue.counts.waiting_rows, queue.counts.running_rows) == (1, 2, 2)
+    assert answer(queue, running) == []
+    assert list(late.pieces) == [(0, 2)]
+    assert fine.status == "answered"
+
+
+def test_answered_requests_with_far_deadlines_are_forgotten() -> None:
+    queue = make()
+    for _ in range(1000):
+        queue.submit("ann", None, 1, now=0.0, deadline=1e9)
+        answer(queue, took(queue))
+    assert len(queue._deadlines._heap) < 100
+    assert queue.next_deadline() is None
+
+
+def test_cancelling_a_half_taken_request() -> None:
+    queue = make(batch_size=4)
+    request = queue.submit("ann", None, 10, now=0.0)
+    other = queue.submit("ann", None, 1, now=0.0)
+    batch = took(queue)
+    assert (queue.counts.waiting, queue.counts.waiting_rows, queue.counts.running_rows) == (2, 7, 4)
+    assert queue.cancel(request)
+    assert not queue.cancel(request)
+    assert (queue.counts.waiting, queue.counts.waiting_rows, queue.counts.running_rows) == (1, 1, 0)
+    assert answer(queue, batch) == []
+    assert request.pieces == {}
+    assert answer(queue, took(queue)) == [other]
+    assert (queue.counts.submitted, queue.counts.answered, queue.counts.cancelled) == (2, 1, 1)
+    assert queue.counts.open == 0
+
+
+def test_cancelled_rows_leave_a_batch_that_is_tried_again() -> None:
+    queue = make(batch_size=4)
+    request = queue.submit("ann", None, 2, now=0.0)
+    queue.submit("bob", None, 2, now=0.0)
+    queue.died(took(queue), "killed")
+    queue.cancel(request)
+    again = took(queue)
+    assert spans(again) == [("bob", 0, 2)]
+    assert again.strikes == 1
+    queue.died(again, "killed")
+    queue.cancel(again.slices[0].request)
+    assert queue.take("r0", 0.0) is None
+
+
+def test_a_full_queue_refuses_with_a_wait() -> None:
+    queue = make("r0", "r1", batch_size=4, max_queue=2)
+    assert queue.wait() == 0.0
+    queue.submit("ann", None, 30, now=0.0)
+    queue.submit("bob", None, 10, now=0.0)
+    with pytest.raises(
+        QueueFullError, match=r"user 'cyd'.*2 requests wait, and max_queue=2\. Submit it again"
+    ) as error:
+        queue.submit("cyd", None, 1, now=0.0)
+    assert error.value.wait == 1.0  # nothing is known yet
+    queue.noted("r0", rows=10, seconds=1.0)
+    # 20 rows a request at 10 rows/s of r0, and the same of r1, which is unknown.
+    assert queue.wait() == pytest.approx(1.0)
+    queue.noted("r1", rows=30, seconds=1.0)
+    assert queue.wait() == pytest.approx(0.5)
+    queue.lost("r1")
+    assert queue.wait() == pytest.approx(2.0)
+    assert queue.submit("cyd", None, 0, now=0.0).status == "answered"  # takes no place
+    assert queue.counts.submitted == 3
+    while queue.counts.waiting == 2:
+        took(queue)
+    queue.submit("cyd", None, 1, now=0.0)
+
+
+def test_a_request_without_rows_is_answered_at_once() -> None:
+    queue = make()
+    request = queue.submit("ann", None, 0, now=0.0, deadline=1.0)
+    assert (request.status, request.joined()) == ("answered", None)
+    assert (queue.counts.submitted, queue.counts.answered) == (1, 1)
+    assert queue.next_deadline() is None
+    assert queue.take("r0", 0.0) is None
+
+
+def test_a_slow_replica_takes_its_share_of_what_waits() -> None:
+    queue = make("fast", "slow", batch_size=32)
+    queue.submit("ann", None, 100, now=0.0)
+    queue.noted("fast", rows=50, seconds=1.0)
+    assert took(queue, "slow").rows == 32  # not all rates are known
+    queue.noted("slow", rows=10, seconds=1.0)
+    assert took(queue, "slow").rows == 12  # 68 / 6, rounded up
+    assert took(queue, "fast").rows == 32  # 56 · 5/6 = 47
+    assert took(queue, "fast").rows == 20  # 24 · 5/6
+    assert took(queue, "slow").rows == 4  # 4 / 6, but an eighth of a batch at least
+    queue.submit("ann", None, 30, now=0.0)
+    queue.lost("fast")
+    assert took(queue, "slow").rows == 30  # all is its own now
+
+
+def test_equal_replicas_split_what_little_waits() -> None:
+    queue = make("r0", "r1", "r2", batch_size=32)
+    for name in ("r0", "r1", "r2"):
+        queue.noted(name, rows=7, seconds=0.1)
+    queue.submit("ann", None, 30, now=0.0)
+    assert took(queue, "r0").rows == 10
+    assert took(queue, "r1", most=5).rows == 5
+
+
+def test_rates_follow_the_latest_batches() -> None:
+    queue = make("r0", "r1", batch_size=100)
+    queue.noted("r0", rows=1, seconds=100.0)  # it compiled
+    queue.noted("r1", rows=10, seconds=1.0)
+    for _ in range(20):
+        queue.noted("r0", rows=10, seconds=1.0)
+    queue.submit("ann", None, 100, now=0.0)
+    assert took(queue, "r0").rows == 50
+
+
+def test_the_wait_for_the_first_row_is_kept() -> None:
+    queue = make(batch_size=2)
+    request = queue.submit("ann", None, 3, now=1.0)
+    first = queue.take("r0", 2.5)
+    queue.take("r0", 4.0)
+    assert first is not None
+    queue.returned(first)
+    queue.take("r0", 5.0)
+    assert (request.submitted, request.begun) == (1.0, 2.5)
+
+
+def test_closing_fails_what_is_open_and_refuses_more() -> None:
+    queue = make(batch_size=2)
+    requests = [queue.submit(user, None, 2, now=0.0) for user in "abc"]
+    answer(queue, took(queue))
+    batch = took(queue)
+    done = [request for request in requests if request.status == "answered"]
+    error = ClosedError("the replicas were closed")
+    ended = queue.close(error)
+    assert ended == [request for request in requests if request not in done]
+    assert all(request.error is error for request in ended)
+    assert (queue.counts.open, queue.counts.waiting_rows, queue.counts.running_rows) == (0, 0, 0)
+    assert answer(queue, batch) == []
+    assert queue.take("r0", 0.0) is None
+    with pytest.raises(ClosedError, match=r"user 'd'.*the replicas were closed"):
+        queue.submit("d", None, 1, now=0.0)
+
+
+@pytest.mark.parametrize("again", ["answered", "failed", "died", "returned"])
+def test_a_batch_is_reported_once(again: str) -> None:
+    queue = make()
+    queue.submit("ann", None, 2, now=0.0)
+    batch = took(queue)
+    answer(queue, batch)
+    reports: dict[str, Callable[[], object]] = {
+        "answered": lambda: answer(queue, batch),
+        "failed": lambda: queue.failed(batch, ValueError()),
+        "died": lambda: queue.died(batch, "killed"),
+        "returned": lambda: queue.returned(batch),
+    }
+    with pytest.raises(AssertionError, match="not running"):
+        reports[again]()
+
+
+def test_trees_of_answers_are_joined_leaf_by_leaf() -> None:
+    queue = make(batch_size=2)
+    request = queue.submit("ann", None, 3, now=0.0)
+    for rows in ([0, 1], [2]):
+        tree = {
+            "logits": np.array(rows)[:, None],
+            "pair": [np.array(rows), None],
+            "names": [f"n{r}" for r in rows],
+        }
+        queue.answered(took(queue), [tree], 0.0)
+    joined = request.joined()
+    assert joined["logits"].tolist() == [[0], [1], [2]]
+    assert joined["pair"][0].tolist() == [0, 1, 2]
+    assert joined["pair"][1] is None
+    assert joined["names"] == ["n0", "n1", "n2"]
+
+
+def test_answers_that_cannot_be_joined_are_the_users_own_trouble() -> None:
+    queue = make(batch_size=2)
+    request = queue.submit("ann", None, 5, now=0.0)
+    queue.answered(took(queue), [np.zeros((2, 3))], 0.0)
+    queue.answered(took(queue), [np.zeros((2, 4))], 0.0)
+    assert queue.failed(took(queue), ValueError("bad")) == [request]
+    assert isinstance(request.error, InputError)
+    with pytest.raises(InputError, match=r"5 rows of user 'ann' came in 2 batches.*same shape per row"):
+        request.joined()
+    assert queue.counts.failed == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"batch_size": 2.0}, "batch_size=2.0"),
+        ({"max_queue": 0}, "max_queue=0"),
+        ({"balance": "stick"}, "Did you mean 'sticky'"),
+        ({"isolation": "row"}, "Did you mean 'rows'"),
+    ],
+)
+def test_options_are_checked_early(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make(**options)
+
+
+@pytest.mark.parametrize("names", [[], ["r0", "r0"]])
+def test_replicas_have_names_of_their_own(names: list[str]) -> None:
+    with pytest.raises(InputError, match="at least one name, and none twice"):
+        Queue(names, batch_size=1, max_queue=None, balance="sticky", isolation="rows")
+
+
+def test_bad_requests_leave_the_books_alone() -> None:
+    queue = make(balance="sticky")
+    with pytest.raises(InputError, match="named by a list"):
+        queue.submit([], None, 1, now=0.0)  # pyrefly: ignore
+    with pytest.raises(InputError, match="deadline of user 'ann' is nan"):
+        queue.submit("ann", None, 1, now=0.0, deadline=float("nan"))
+    assert queue.counts.submitted == 0
+
+
+def test_errors_survive_pickling() -> None:
+    full = pickle.loads(pickle.dumps(QueueFullError("full", 0.5)))
+    assert (str(full), full.wait) == ("full", 0.5)
+    rows = pickle.loads(pickle.dumps(RowsError("some", {1: ValueError("bad")}, [7], [0])))
+    assert (str(rows), str(rows.rows[1]), rows.answers, rows.kept) == ("some", "bad", [7], (0,))
+
+
+def test_filling_a_batch_does_not_look_at_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = make(batch_size=32)
+    turns = 0
+    line = queue._lines[None]
+    turn = line._turn
+
+    def counted(most: int, spans: dict[Request, int]) -> int:
+        nonlocal turns
+        turns += 1
+        return turn(most, spans)
+
+    monkeypatch.setattr(line, "_turn", counted)
+    for user in range(10_000):
+        queue.submit(user, None, 1_000_000, now=0.0)
+    for user in range(10_000, 12_000):
+        queue.cancel(queue.submit(user, None, 1, now=0.0))
+    assert took(queue).rows == 32
+    assert turns == 32
+
+
+def test_a_request_whose_first_rows_all_fail_is_not_tried_to_its_last_row() -> None:
+    queue = Queue(["a"], batch_size=8, max_queue=None, balance="least-busy", isolation="rows")
+    wrong = queue.submit("wrong", None, 1000, now=0.0)
+    fine = queue.submit("fine", None, 40, now=0.0)
+    tried = 0
+    while (batch := queue.take("a", 0.0)) is not None:
+        if any(piece.request is wrong for piece in batch.slices):
+            queue.failed(batch, ValueError("shapes"))
+            tried += 1
+        else:
+            queue.answered(batch, [list(range(piece.start, piece.stop)) for piece in batch.slices], 0.0)
+    assert wrong.status == "failed"
+    assert isinstance(wrong.error, RowsError)
+    assert len(wrong.error.rows) == 32
+    assert wrong.error.kept == ()
+    assert "the other 968 were not tried" in str(wrong.error)
+    assert tried < 100
+    assert fine.status == "answered"
+    assert queue.counts.waiting_rows == queue.counts.running_rows == 0
+
+
+def test_a_batch_may_be_parted_where_its_rows_can_not_be_one_array() -> None:
+    queue = Queue(["a"], batch_size=8, max_queue=None, balance="least-busy", isolation="rows")
+    requests = [queue.submit(user, None, 2, now=0.0) for user in "abc"]
+    batch = queue.take("a", 0.0)
+    assert batch is not None
+    first, second = queue.parted(batch, [batch.slices[:1], batch.slices[1:]])
+    assert (first.rows, second.rows) == (2, 4)
+    assert queue.answered(first, [[0, 1]], 0.0) == requests[:1]
+    queue.returned(second)
+    again = queue.take("a", 0.0)
+    assert again is not None
+    assert queue.answered(again, [[0, 1], [0, 1]], 0.0) == requests[1:]

@@ -1,0 +1,68 @@
+"""Replicas on a real Ray cluster of two nodes, one of them lost in the middle."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.clusters import NODE, two_nodes
+from tests.replicas import models
+from tests.replicas.test_pool import assert_answers, poisoned, rows
+
+import modelfleet as mf
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    with two_nodes() as made:
+        yield made
+
+
+def test_the_cluster_has_a_device_for_every_node(cluster: Any) -> None:
+    with mf.connect() as joined:
+        assert joined.devices == ["ray:0", "ray:1"]
+    with pytest.raises(mf.InputError, match="device 'ray:7' is not here: the cluster has ray:0, ray:1"):
+        mf.Replicas(models.Marked(), devices="ray:7")
+    with pytest.raises(mf.InputError, match="partly of this machine and partly of a cluster"):
+        mf.Replicas(models.Marked(), devices="ray:0,cpu:1")
+
+
+def test_map_on_all_nodes(cluster: Any) -> None:
+    model = models.Marked()
+    data = {mark: rows(mark, 40) for mark in range(6)}
+    with mf.connect():
+        answers = mf.map(model, data, batch_size=8)  # devices="auto" is the cluster now
+    for mark, x in data.items():
+        assert_answers(model, x, answers[mark])
+
+
+def test_a_poison_row_fails_alone(cluster: Any) -> None:
+    answers = mf.map(models.Refusing(), {"bad": poisoned(1, 9, 4), "good": rows(2, 9)}, devices="ray")
+    assert list(answers) == ["good"]
+    failed = answers.failed["bad"]
+    assert isinstance(failed, mf.RowsError)
+    assert list(failed.rows) == [4]
+
+
+@pytest.mark.slow
+def test_a_node_is_lost_and_replaced(cluster: Any) -> None:
+    model = models.Marked()
+    node = cluster.add_node(**NODE)
+    cluster.wait_for_nodes()
+    data = {mark: rows(mark, 300) for mark in range(20)}
+    with mf.Replicas(model, devices="ray", max_queue=None, batch_size=4) as replicas:
+        assert len(replicas.stats().replicas) == 3
+        futures = {mark: replicas.submit(mark, x) for mark, x in data.items()}
+        futures[0].result()
+        cluster.remove_node(node, allow_graceful=False)
+        for mark in range(10):
+            assert_answers(model, data[mark], futures[mark].result())
+        cluster.add_node(**NODE)
+        for mark in range(10, 20):
+            assert_answers(model, data[mark], futures[mark].result())
+        # What is submitted now may go to the new node, too.
+        again = {mark: replicas.submit(mark, x) for mark, x in data.items()}
+        for mark, x in data.items():
+            assert_answers(model, x, again[mark].result())
+    stats = replicas.stats()
+    assert (stats.answered, stats.failed) == (40, 0)
+    assert sum(replica.rows for replica in stats.replicas.values()) == 12_000
