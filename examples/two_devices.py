@@ -1,6 +1,6 @@
 """A fleet over two devices, and one large member over both: the same weights as on one device.
 
-`cpu:0` and `cpu:1` are logical devices, each with a part of the cores; on a machine with GPUs write "cuda:0,cuda:1".
+`cpu:0` and `cpu:1` are logical devices, each with a part of the cores; with GPUs write "cuda:0,cuda:1".
 """
 
 import numpy as np

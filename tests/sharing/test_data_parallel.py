@@ -95,5 +95,5 @@ def test_models_whose_rows_feel_each_other_are_refused() -> None:
 
 
 def test_one_device_is_not_enough() -> None:
-    with pytest.raises(mf.StrategyError, match="there is only cpu. Name more"):
+    with pytest.raises(mf.StrategyError, match=r"there is only cpu\. Name more"):
         fit(fleet_of("cpu"), (X, Y), strategy="data_parallel")

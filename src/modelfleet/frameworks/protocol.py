@@ -134,8 +134,8 @@ class Adapter(Protocol):
     # An adapter whose steps on the CPU take as many threads as the calling thread was told to may also have
     # `threads() -> int` and `use_threads(count)`: then logical CPU devices have threads of their own.
 
-    # An adapter whose engines have `spread` also has `Group`, as in `frameworks.torch.parallel`; one whose models can
-    # be asked as they are may have `Replica` and `weight_bytes`, as in `frameworks.torch.replica`.
+    # An adapter whose engines have `spread` also has `Group`, as in `frameworks.torch.parallel`; one whose models
+    # can be asked as they are may have `Replica` and `weight_bytes`, as in `frameworks.torch.replica`.
 
     def memory(self, device: Any) -> Memory | None:
         """The memory of one of the framework's own devices; None if it does not tell, as of the CPU."""

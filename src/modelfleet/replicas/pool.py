@@ -1,6 +1,7 @@
 """Replicas at work: a thread for each feeds it from the queue, tells the callers, and mends what breaks."""
 
 import asyncio
+import atexit
 import threading
 import time
 from collections import deque
@@ -8,6 +9,7 @@ from collections.abc import Callable, Generator, Hashable, Sequence
 from concurrent import futures
 from contextlib import suppress
 from typing import Any, Self
+from weakref import WeakSet
 
 import numpy as np
 
@@ -107,6 +109,7 @@ class Replicas:
         self._clock.start()
         for driver in self._drivers:
             driver.start()
+        _open.add(self)
 
     def submit(self, user: Hashable, x: Any, *, deadline: float | None = None) -> Future:
         """Ask for the answers to rows of a user's: a tree of arrays `(row, …)`. Gives a future at once.
@@ -247,6 +250,16 @@ class Replicas:
                 ended = self._queue.close(failure)
             self._news.notify_all()
         self._tell(ended)
+
+
+_open: WeakSet[Replicas] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """At the end of the program, end what nobody has closed: its workers and its shared memory."""
+    for replicas in list(_open):
+        replicas.close(wait=False)
 
 
 class _Driver(threading.Thread):

@@ -1,8 +1,8 @@
 """Lanes in workers: in processes of this machine, or on a cluster, at one place or at several.
 
 On one device some lanes go to each of a few workers, and one that dies fails its members. On several devices there
-is a worker for each. It is given the lanes of its device one at a time, and then those that wait for others; when a
-worker dies, another goes on with its lanes from their last whole epoch.
+is a worker for each. It is given the lanes of its device one at a time, and then those that wait for others; when
+a worker dies, another goes on with its lanes from their last whole epoch.
 """
 
 import os

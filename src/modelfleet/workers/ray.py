@@ -99,17 +99,12 @@ def places(wanted: Sequence[Device] | None) -> list["RayPlace"]:
     for node in sorted(_nodes(), key=lambda node: str(node["NodeID"])):
         resources = node["Resources"]
         cpus, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
+        where = node["NodeID"], node["NodeManagerAddress"]
         for _ in range(gpus):
-            found.append(
-                RayPlace(f"ray:{len(found)}", "cuda:0", node["NodeID"], node["NodeManagerAddress"], gpus=1, cpus=0)
-            )
+            found.append(RayPlace(f"ray:{len(found)}", "cuda:0", *where, gpus=1, cpus=0))
         if not gpus and cpus:
             env = {"OMP_NUM_THREADS": str(cpus)}
-            found.append(
-                RayPlace(
-                    f"ray:{len(found)}", "cpu", node["NodeID"], node["NodeManagerAddress"], gpus=0, cpus=1, env=env
-                )
-            )
+            found.append(RayPlace(f"ray:{len(found)}", "cpu", *where, gpus=0, cpus=1, env=env))
     if not found:
         raise InputError("the Ray cluster has no devices: none of its nodes has a CPU or a GPU to give.")
     if wanted is None or wanted == (Device("ray"),):
