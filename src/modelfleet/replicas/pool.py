@@ -48,7 +48,7 @@ class Replicas:
     batch_size: rows that go through the model together, at most.
     balance: "least-busy": whichever replica is free takes the next rows; "sticky": a user stays with a replica.
     isolation: "rows": rows of several users may share a batch, never an answer; "batch": not even a batch;
-        "device": nor a device with whoever is not pinned to it, too.
+        "device": nor that, and each user stays on one device.
     precision: "float32", or "bf16" and "fp16" for what may be computed so.
     timeout: seconds after which a replica that has not answered a batch is taken for hung, and started anew.
 

@@ -237,3 +237,12 @@ def test_a_saved_model_goes_on_alone(tmp_path: Any) -> None:
     for _ in range(2):
         expected["b"].fit(x, y, verbose=0, **options)
     models.same(alone, expected["b"])
+
+
+def test_map_gives_what_the_model_predicts() -> None:
+    layers = [keras.layers.Input((4,)), keras.layers.Dense(6, "relu"), keras.layers.Dropout(0.5)]
+    model = keras.Sequential([*layers, keras.layers.BatchNormalization(), keras.layers.Dense(3)])
+    users = {str(n): np.random.default_rng(n).normal(size=(3 + 5 * n, 4)).astype("float32") for n in range(3)}
+    answers = mf.map(model, users, devices="cpu", batch_size=8)
+    for user, rows in users.items():
+        np.testing.assert_allclose(answers[user], model.predict(rows, verbose=0), rtol=1e-4, atol=1e-5)
