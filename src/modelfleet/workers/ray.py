@@ -73,8 +73,9 @@ def connect(address: str | None = None) -> Cluster:
             ray.init(address, log_to_driver=False, include_dashboard=None if address else False)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise InputError(
-                f"no Ray cluster can be reached at {address!r}: {_first_line(error)} Start one with `ray start --head`, and give "
-                f'its address as in "ray://host:10001", or "auto" on a machine that is part of it.'
+                f"no Ray cluster can be reached at {address!r}: {_first_line(error)} Start one with "
+                f'`ray start --head`, and give its address as in "ray://host:10001", or "auto" on a machine that is '
+                f"part of it."
             ) from error
     elif _cluster is not None and address not in (None, "auto", _cluster.address):
         raise InputError(
