@@ -371,3 +371,13 @@ def test_a_function_may_make_the_model() -> None:
 
 def make() -> nn.Module:
     return models.Marked()
+
+
+def test_closing_without_waiting_does_not_wait_for_a_hung_replica() -> None:
+    model = models.Hanging()
+    replicas = mf.Replicas(model, devices=TWO, batch_size=1)
+    fine = replicas.submit("fine", rows(2, 1))
+    fine.result()  # a replica is up
+    hung = replicas.submit("hung", poisoned(1, 1, 0))
+    replicas.close(wait=False)  # its timeout is two minutes
+    assert hung.cancelled()

@@ -558,3 +558,19 @@ def test_a_batch_may_be_parted_where_its_rows_can_not_be_one_array() -> None:
     again = queue.take("a", 0.0)
     assert again is not None
     assert queue.answered(again, [[0, 1], [0, 1]], 0.0) == requests[1:]
+
+
+def test_users_pinned_to_a_replica_that_is_given_up_fail_and_the_others_do_not() -> None:
+    queue = Queue(["a", "b"], batch_size=4, max_queue=None, balance="least-busy", isolation="device")
+    on_a, on_b = queue.submit("ada", None, 6, now=0.0), queue.submit("bob", None, 6, now=0.0)
+    under_way = queue.take("a", 0.0)
+    assert under_way is not None
+    error = FleetError("no driver")
+    assert queue.given_up("a", error) == [on_a]
+    assert (on_a.status, on_a.error, on_b.status) == ("failed", error, "open")
+    queue.died(under_way, "it is gone")
+    with pytest.raises(ClosedError, match="user 'ada' is pinned to a replica that is gone: no driver"):
+        queue.submit("ada", None, 1, now=0.0)
+    eve = queue.submit("eve", None, 1, now=0.0)  # a new user has a replica that is there
+    batches = [queue.take("b", 0.0) for _ in range(3)]
+    assert {piece.request for batch in batches if batch for piece in batch.slices} == {on_b, eve}

@@ -242,12 +242,15 @@ class Replicas:
         """A replica can't be had. The others do its work; when there are none, nothing can be answered."""
         with self._lock:
             self._broken[name] = error
-            left = [driver for driver in self._drivers if driver.name not in self._broken]
-            ended = []
-            if not left:
-                failure = FleetError(f"no replica is left; the one on {name}: {type(error).__name__}: {error}")
+            reason = f"the replica on {name} is given up: {type(error).__name__}: {error}"
+            if all(driver.name in self._broken for driver in self._drivers):
+                failure = FleetError(f"no replica is left; {reason}")
                 failure.__cause__ = error
                 ended = self._queue.close(failure)
+            else:
+                failure = FleetError(reason)
+                failure.__cause__ = error
+                ended = self._queue.given_up(name, failure)
             self._news.notify_all()
         self._tell(ended)
 
@@ -274,8 +277,9 @@ class _Driver(threading.Thread):
         """Until it is all over."""
         pool, in_vain = self._pool, 0
         while not self._over():
-            worker = self._place.hire()
+            worker: Worker | None = None
             try:
+                worker = self._place.hire()
                 if not self._begin(worker):
                     worker.close()
                     return
@@ -289,7 +293,8 @@ class _Driver(threading.Thread):
                 self._place.release(worker)
                 return
             except Exception as error:  # it died, or whatever a model's set-up raises
-                worker.close()
+                if worker is not None:
+                    worker.close()
                 with pool._lock:
                     pool._queue.lost(self.name)
                     pool._tally.lost(self.name)
@@ -362,8 +367,12 @@ class _Driver(threading.Thread):
         return [(part, joined([taken(piece) for piece in part.slices])) for part in batches]
 
     def _reply(self, worker: Worker) -> Reply:
-        if not worker.poll(self._pool._timeout):
-            raise WorkerDiedError(f"it had not answered after {self._pool._timeout:g} s")
+        asked = time.monotonic()
+        while not worker.poll(LOOK):
+            if self._over():
+                raise WorkerDiedError("nobody waits for its answer any more")
+            if time.monotonic() - asked > self._pool._timeout:
+                raise WorkerDiedError(f"it had not answered after {self._pool._timeout:g} s")
         _, reply = worker.receive()
         return reply
 

@@ -75,6 +75,7 @@ class Queue:
         self._open: dict[Request, None] = {}
         self._running: set[Batch] = set()
         self._closed: Exception | None = None
+        self._given_up: dict[str, Exception] = {}
         # Users with a home wait in its line, all others in one line for all replicas.
         self._homely = self._pinned or balance == "sticky"
         self._lines: dict[str | None, Line] = {name: Line() for name in (replicas if self._homely else [None])}
@@ -86,6 +87,9 @@ class Queue:
         if self._closed is not None:
             raise ClosedError(f"a request of user {user!r} came after the end: {self._closed}") from self._closed
         _check_request(user, rows, deadline)
+        gone = self._given_up.get(self._homes.get(user, ""))
+        if gone is not None:
+            raise ClosedError(f"user {user!r} is pinned to a replica that is gone: {gone}") from gone
         if rows and self._max_queue is not None and self.counts.waiting >= self._max_queue:
             wait = self.wait()
             raise QueueFullError(
@@ -219,6 +223,17 @@ class Queue:
         assert replica in self._guests, replica
         self._live[replica] = None
         self._resettle()
+
+    def given_up(self, replica: str, error: Exception) -> list[Request]:
+        """A replica will never be back: those pinned to it fail with `error`, now and when they come again."""
+        self.lost(replica)
+        if not self._pinned:
+            return []
+        self._given_up[replica] = error
+        ended = [request for request in self._open if self._homes[request.user] == replica]
+        for request in ended:
+            self._end(request, "failed", error)
+        return ended
 
     def close(self, error: Exception) -> list[Request]:
         """Fail everything that is open with `error`, and take no more."""

@@ -74,8 +74,8 @@ def connect(address: str | None = None) -> Cluster:
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise InputError(
                 f"no Ray cluster can be reached at {address!r}: {_first_line(error)} Start one with "
-                f'`ray start --head`, and give its address as in "ray://host:10001", or "auto" on a machine that is '
-                f"part of it."
+                f'`ray start --head`, and give its address as in "ray://host:10001", or "auto" on a machine that '
+                f"is part of it."
             ) from error
     elif _cluster is not None and address not in (None, "auto", _cluster.address):
         raise InputError(
