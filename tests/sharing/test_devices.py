@@ -215,6 +215,35 @@ def test_a_lane_on_which_workers_die_again_and_again_fails_alone(tmp_path: Path)
     same(one, two)
 
 
+@pytest.mark.parametrize("strategy", WAYS)
+def test_ctrl_c_stops_all_devices_and_keeps_what_was_done(strategy: str) -> None:
+    class Press(mf.Callback):
+        together = False
+
+        def on_epoch_end(self, run: Any) -> None:
+            if run.epoch == 1:
+                signal.raise_signal(signal.SIGINT)
+
+    fleet = unlike(BOTH)
+    history = fit(fleet, (X, Y), epochs=400, batch_size=4, strategy=strategy, callbacks=[Press()])
+    epochs = [len(history[name].get("loss", ())) for name in fleet.names]
+    assert max(epochs) >= 1
+    assert max(epochs) < 400
+    assert not history.failed
+    fit(fleet, (X, Y))  # and they can go on
+
+
+def test_what_cannot_be_sent_is_told_before_anything_is_trained() -> None:
+    fleet = unlike(BOTH)
+    before = {name: [p.clone() for p in fleet[name].parameters()] for name in fleet.names}
+    data: dict[str, Any] = {name: Batches() for name in fleet.names}
+    data["m3"] = lambda: iter(Batches())
+    with pytest.raises(mf.StrategyError, match=r"members 'm3' with their data can't be sent .*top of a module"):
+        fit(fleet, mf.each(data), strategy="processes")
+    for name, parameters in before.items():
+        assert all(torch.equal(a, b) for a, b in zip(parameters, fleet[name].parameters(), strict=True))
+
+
 @pytest.mark.parametrize(
     ("strategy", "then"),
     [("threads", BOTH), ("threads", "cpu"), ("threads", "cpu:0,cpu:1,cpu:2"), ("processes", BOTH)],

@@ -1,22 +1,21 @@
 """A fleet on a Ray cluster: two real nodes, one of which is lost in the middle."""
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from tests.clusters import NODE, two_nodes
 from tests.helpers import fit, mlp, toy
 from tests.sharing.test_sharing import same
 
 import modelfleet as mf
 
-ray = pytest.importorskip("ray")
-# Ray leaves files and sockets to the collector, and warns of its own defaults.
+pytest.importorskip("ray")
+# Ray leaves files and sockets to the collector.
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning:ray", "ignore::DeprecationWarning"),
 ]
 
 X, Y = toy(44)
@@ -24,24 +23,8 @@ X, Y = toy(44)
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    from ray.cluster_utils import Cluster
-
-    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")}
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, before["PYTHONPATH"]]))
-    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    memory = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **memory})
-    made.add_node(num_cpus=1, object_store_memory=80 * 2**20)
-    ray.init(made.address, log_to_driver=False, include_dashboard=False)
-    yield made
-    ray.shutdown()
-    made.shutdown()
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+    with two_nodes() as made:
+        yield made
 
 
 def fleet_on(devices: str) -> mf.Fleet:
@@ -92,8 +75,10 @@ def test_a_node_that_is_lost_is_made_up_for(cluster: Any, together: bool) -> Non
     assert not history.failed
     assert all(len(history[name]["loss"]) == 3 for name in two.names)
     same(one, two)
-    cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
-    cluster.wait_for_nodes()
-    fit(one, (X, Y), batch_size=8)
-    fit(two, (X, Y), batch_size=8)
-    same(one, two)
+    if not together:
+        cluster.add_node(**NODE)
+        cluster.wait_for_nodes()
+        fit(one, (X, Y), batch_size=8)
+        fit(two, (X, Y), batch_size=8)
+        same(one, two)
+        assert {lane.device for lane in two.plan((X, Y)).lanes} == {"ray:0", "ray:1"}

@@ -91,7 +91,7 @@ class Assembly:
         columns = {key: np.array([row.columns[key] for row in own]) for key in own[0].columns}
         signature, task = own[0].signature, own[0].task
         device = part.device or self.chosen(framework)[0]
-        # What runs on a cluster has a stand-in here, which holds its last state.
+        # What is trained on a cluster has a stand-in here, which holds its last state; it evaluates and predicts.
         native = framework.native(HOST if device.kind == "ray" else device)
         known = (signature, task, part.fused, native)
         programs = next((p for *key, p in self.programs if tuple(key) == known), None)

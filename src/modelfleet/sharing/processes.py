@@ -2,7 +2,7 @@
 
 On one device some lanes go to each of a few workers, and one that dies fails its members. On several devices there
 is a worker for each. It is given the lanes of its device one at a time, and then those that wait for others; when
-a worker dies, another goes on with its lanes from their last whole epoch.
+it dies, another goes on with its lanes from their last whole epoch.
 """
 
 import os
@@ -17,10 +17,11 @@ from modelfleet.sharing.away import Crew, Reports, buried, work_of
 from modelfleet.sharing.shifts import Ended, Moment, Shift, Stepped, Way
 from modelfleet.workers import Place, Shared, Worker, WorkerDiedError
 from modelfleet.workers.process import ProcessPlace
+from modelfleet.workers.shared import pickled
 
 MOST_DEATHS = 2  # of workers in one epoch of a lane, until its members have failed
 MOST_STARTS = 3  # of workers that die before they have said a word, until it is thought to be of no use
-PATIENCE = 30.0  # seconds until a worker that has not begun is thought to wait for a device
+PATIENCE = 10.0  # seconds until a worker that has not begun is thought to wait for a device
 
 
 def processes(orders: crew.Orders, shifts: Sequence[Shift], way: Way) -> Iterator[Moment]:
@@ -52,6 +53,9 @@ def everywhere(
     else:
         crews = [Crew([shift], homes.get(shift.lane.device, 0)) for shift in working]
     hands = [_Hand(place, place.device) for place in places]
+    for own in crews:
+        if isinstance(places[0], ProcessPlace):  # what can't be sent is refused before anybody has trained
+            pickled(orders.order(own.shifts), _what(own))
     if crews:
         yield from _Foreman(orders, hands, crews, way, lasting=True).run()
 
@@ -76,7 +80,7 @@ class _Hand:
             self.worker = self.place.hire(order.fleet)
         self.crew, self.begun, self.since = own, False, time.monotonic()
         self.worker.last = order.fleet
-        self.worker.start(crew.work, order, f"members {own.names} with their data")
+        self.worker.start(crew.work, order, _what(own))
         own.sent()
 
     def drop(self) -> None:
@@ -238,7 +242,7 @@ class _Foreman:
         if not more:
             hand.crew = None
             return
-        hand.begun = True
+        hand.begun, hand.lost = True, False
         reports, stepped = own.heard(told)
         if stepped is not None:
             yield Stepped(stepped, 1)
@@ -286,6 +290,10 @@ class _Foreman:
         reports, left = own.bereaved(reason, MOST_DEATHS if begun else 0)
         self._ended += reports
         self._waiting += left
+
+
+def _what(own: Crew) -> str:
+    return f"members {own.names} with their data"
 
 
 def _dealt(shifts: Sequence[Shift], most: int) -> list[Crew]:

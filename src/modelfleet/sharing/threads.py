@@ -39,7 +39,7 @@ def _freely(pool: ThreadPoolExecutor, shifts: Sequence[Shift], way: Way) -> Iter
                 for shift in list(training):
                     try:
                         with shift.lane.engine.stream():
-                            if shift.turn():
+                            if all(shift.turn() for _ in range(shift.share)):
                                 continue
                             training.remove(shift)
                             if not way.stopped():
