@@ -6,6 +6,8 @@ from collections.abc import Hashable
 
 from modelfleet.replicas.requests import Batch, Request, Slice, cut, still_open
 
+PARTS = 4  # of a batch, at most, for users that have more rows: many small slices would cost more than the model
+
 
 class Line:
     """What waits for the same replicas. Nothing here looks at every user or every request to fill a batch."""
@@ -42,10 +44,11 @@ class Line:
         """Up to `most` rows that were never taken: of one user, or `mixed`, of all users in turns."""
         spans: dict[Request, int] = {}  # the request and its first row in this batch
         left = most
+        least = -(-most // PARTS)
         while left and self.ring and (mixed or not spans):
             # Round by round: what small users leave of their part is dealt out again.
             turns = len(self.ring) if mixed else 1
-            part = max(1, left // turns)
+            part = max(least, left // turns)
             for _ in range(turns):
                 left -= self._turn(min(part, left), spans)
                 if not left:

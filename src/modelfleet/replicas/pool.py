@@ -27,6 +27,8 @@ from modelfleet.workers import CannotSendError, Place, Worker, WorkerDiedError, 
 
 PRECISIONS = ("float32", "bf16", "fp16")
 STARTS = 3  # in vain, one after the other, before a replica is given up
+SPAN = 0.03  # seconds of work that a replica is given at once, in as many batches
+MOST_AT_ONCE = 8  # batches
 LOOK = 0.2  # seconds between two looks at whether all is over, where nothing would tell
 
 
@@ -168,12 +170,12 @@ class Replicas:
 
     # --- between the drivers and the callers ---------------------------------------------------------------------
 
-    def _take(self, name: str, most: int | None) -> Batch | None:
+    def _take(self, name: str, most: int | None, several: int) -> Batch | None:
         """The next rows for a replica; waits for them. None: it is all over."""
         with self._lock:
             self._free += 1
             try:
-                while (batch := self._queue.take(name, time.monotonic(), most)) is None:
+                while (batch := self._queue.take(name, time.monotonic(), most, several)) is None:
                     if self._over():
                         return None
                     self._news.wait()
@@ -181,10 +183,10 @@ class Replicas:
             finally:
                 self._free -= 1
 
-    def _take_ahead(self, name: str, most: int | None) -> Batch | None:
+    def _take_ahead(self, name: str, most: int | None, several: int) -> Batch | None:
         """Rows for a replica that is still busy; none if another one is free to take them now."""
         with self._lock:
-            return None if self._free else self._queue.take(name, time.monotonic(), most)
+            return None if self._free else self._queue.take(name, time.monotonic(), most, several)
 
     def _over(self) -> bool:
         """Whether nothing is left to do, and nothing will come."""
@@ -272,6 +274,7 @@ class _Driver(threading.Thread):
         super().__init__(name=place.name, daemon=True)
         self._pool, self._place, self._order = pool, place, order
         self._most: int | None = None  # rows that its memory is known to be enough for
+        self._several = 1  # batches that it is given at once
 
     def run(self) -> None:
         """Until it is all over."""
@@ -320,41 +323,35 @@ class _Driver(threading.Thread):
     def _serve(self, worker: Worker) -> None:
         """Batch after batch, until it is all over or the worker is lost.
 
-        While the worker computes one, the next is made ready here; while it computes that, the answers to the
-        first are told.
+        The worker is given the next batch while it computes one, so that it never waits for this thread.
         """
+        pool = self._pool
         ready: deque[tuple[Batch, Any]] = deque()
-        asked: Batch | None = None
+        asked: deque[Batch] = deque()
         try:
             while True:
-                if not ready:
-                    batch = self._pool._take(self.name, self._most)
+                if not asked and not ready:
+                    batch = pool._take(self.name, self._most, self._several)
                     if batch is None:
                         return
                     ready.extend(self._gathered(batch))
-                asked, rows = ready.popleft()
-                worker.answer(rows)
-                while asked is not None:
-                    if not ready and worker.alongside:
-                        ahead = self._pool._take_ahead(self.name, self._most)
-                        ready.extend([] if ahead is None else self._gathered(ahead))
-                    reply = self._reply(worker)
-                    outputs = [] if reply.error else parted(reply.outputs, asked)  # before others take their place
-                    done, asked = asked, None
-                    if ready:
-                        asked, rows = ready.popleft()
-                        try:
-                            worker.answer(rows)
-                        finally:
-                            self._heed(done, reply, outputs)
-                    else:
-                        self._heed(done, reply, outputs)
+                while len(asked) <= worker.ahead:
+                    if asked and not ready:
+                        batch = pool._take_ahead(self.name, self._most, self._several)
+                        ready.extend([] if batch is None else self._gathered(batch))
+                    if not ready:
+                        break
+                    asked.append(ready[0][0])
+                    worker.answer(ready.popleft()[1])
+                reply = self._reply(worker)
+                self._heed(asked.popleft(), reply)
         except WorkerDiedError as error:
-            if asked is not None:
-                lost, reason = asked, str(error)
-                self._pool._report(lambda: self._pool._queue.died(lost, reason))
-            for batch, _ in ready:
-                self._pool._report(lambda batch=batch: self._pool._queue.returned(batch))
+            reason = str(error)
+            for number, batch in enumerate([*asked, *(batch for batch, _ in ready)]):
+                if number == 0:  # what it was at
+                    pool._report(lambda batch=batch: pool._queue.died(batch, reason))
+                else:
+                    pool._report(lambda batch=batch: pool._queue.returned(batch))
             raise
 
     def _gathered(self, batch: Batch) -> list[tuple[Batch, Any]]:
@@ -376,10 +373,12 @@ class _Driver(threading.Thread):
         _, reply = worker.receive()
         return reply
 
-    def _heed(self, batch: Batch, reply: Reply, outputs: list[Any]) -> None:
+    def _heed(self, batch: Batch, reply: Reply) -> None:
         pool, queue = self._pool, self._pool._queue
         error = reply.error
         if error is None:
+            outputs = parted(reply.outputs, batch)
+            self._pace(reply.seconds / batch.rows * self._order.batch_size)
 
             def answered() -> list[Request]:
                 queue.noted(self.name, batch.rows, reply.seconds)
@@ -392,6 +391,11 @@ class _Driver(threading.Thread):
             pool._report(lambda: queue.returned(batch))
         else:
             pool._report(lambda: queue.failed(batch, error))
+
+    def _pace(self, seconds: float) -> None:
+        """Note what a batch has taken: of short ones, several are given at once, as each costs time here, too."""
+        fitting = min(MOST_AT_ONCE, int(SPAN / max(seconds, 1e-6)))
+        self._several = max(1, min(fitting, self._several + 1))
 
 
 def _model(given: Any) -> tuple[Any, Any]:

@@ -109,8 +109,10 @@ class Queue:
             self._end(request, "answered")
         return request
 
-    def take(self, replica: str, now: float, most: int | None = None) -> Batch | None:
+    def take(self, replica: str, now: float, most: int | None = None, several: int = 1) -> Batch | None:
         """The next rows for a free replica, at most `most`; None if there are none for it, or while it is lost.
+
+        `several` times the size of a batch may be taken at once, where so many rows wait.
 
         Deadlines are not looked at: call `expire` before.
         """
@@ -119,8 +121,9 @@ class Queue:
         if replica not in self._live:
             return None
         line = self._lines[replica if self._homely else None]
-        most = min(self._batch_size, most or self._batch_size)
-        batch = line.retry(most) or line.fill(min(most, self._share(replica)), self._mixed)
+        batch_size = min(self._batch_size, most or self._batch_size)
+        most = min(self._batch_size * several, most or self._batch_size * several)
+        batch = line.retry(batch_size) or line.fill(min(most, self._share(replica)), self._mixed)
         if batch is None:
             return None
         batch.replica = replica
@@ -330,8 +333,9 @@ class Queue:
         share = None if self._homely else self._rates.share(replica, self._live, self.counts.waiting_rows)
         if share is None:
             return self._batch_size
-        least = max(1, self._batch_size // 8)
-        return min(self._batch_size, max(least, share))
+        if share > self._batch_size:  # beyond a batch only half of it: rates are not that exact
+            return max(self._batch_size, share // 2)
+        return max(1, self._batch_size // 8, share)
 
     def _line(self, user: Hashable) -> Line:
         """Where the rows of a user wait. A user of a kind that stays with a replica gets one at first sight."""

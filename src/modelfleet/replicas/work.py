@@ -11,6 +11,7 @@ from modelfleet import frameworks
 from modelfleet.devices import parse_devices
 from modelfleet.errors import InputError
 from modelfleet.members import Member
+from modelfleet.replicas.rows import joined
 from modelfleet.trees import leaves, map_tree
 from modelfleet.workers import Shared
 from modelfleet.workers.shared import portable
@@ -55,17 +56,22 @@ def serve(order: Order) -> Generator[Reply, Any, None]:
     try:
         rows = yield Reply()
         while rows is not None:
-            rows = yield _answered(replica, rows)
+            rows = yield _answered(replica, rows, order.batch_size)
     finally:
         replica.close()
 
 
-def _answered(replica: Any, rows: Any) -> Reply:
+def _answered(replica: Any, rows: Any, size: int) -> Reply:
+    """The outputs for rows of one batch or of several."""
     begun = time.perf_counter()
     count = len(leaves(rows)[0])
     try:
-        outputs = replica(rows)
-        _check(outputs, count)
+        parts = []
+        for start in range(0, count, size):
+            batch = map_tree(lambda leaf, start=start: leaf[start : start + size], rows)
+            parts.append(replica(batch))
+            _check(parts[-1], min(size, count - start))
+        outputs = joined(parts)
     except Exception as error:  # a model may raise anything
         return Reply(error=portable(error), memory=replica.out_of_memory(error))
     return Reply(outputs, seconds=time.perf_counter() - begun)

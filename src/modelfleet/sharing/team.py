@@ -16,7 +16,7 @@ from modelfleet.workers._base import Task
 class TeamWorker:
     """Several workers as one. All do the same; only what the first of them says is heard."""
 
-    alongside = True
+    ahead = 0
 
     def __init__(self, places: Sequence[Place], workers: Sequence[Worker]) -> None:
         self.last: object = None

@@ -32,8 +32,9 @@ class Worker(Protocol):
 
     last: object
     """What it worked on last; whoever hires it may note it."""
-    alongside: bool
-    """Whether it works while this process does other things, once it was answered."""
+    ahead: int
+    """How many answers may be given before the items are received that they are for: 1 where the worker can go on
+    with one while its last item is on its way, 0 where it works in this process."""
 
     @property
     def alive(self) -> bool:
@@ -52,7 +53,7 @@ class Worker(Protocol):
     def receive(self) -> tuple[bool, Any]:
         """The next item, and whether there is one; blocks until then.
 
-        Arrays in it may be gone with the next answer. What the task raised is raised here.
+        Arrays in it may be gone with the next `receive`. What the task raised is raised here.
         """
         ...
 

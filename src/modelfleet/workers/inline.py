@@ -13,7 +13,7 @@ class InlineWorker:
     """Runs its task here, while it is being received from."""
 
     alive = True
-    alongside = False
+    ahead = 0
 
     def __init__(self) -> None:
         self.last: object = None

@@ -2,10 +2,12 @@
 
 import atexit
 import os
+import pickle
 import secrets
 import signal
 import threading
 import traceback
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,7 +25,7 @@ _environment = threading.Lock()
 class ProcessWorker:
     """One spawned process. `env` is set in it before anything is imported."""
 
-    alongside = True
+    ahead = 1
 
     def __init__(self, env: Mapping[str, str]) -> None:
         context = get_context("spawn")
@@ -76,7 +78,7 @@ class ProcessWorker:
         """The next item, and whether there is one; blocks until then."""
         while True:
             try:
-                kind, value = self._pipe.recv()
+                kind, value = pickle.loads(self._pipe.recv_bytes())
             except (EOFError, OSError) as error:
                 raise WorkerDiedError(self._obituary()) from error
             if kind == READY:
@@ -112,7 +114,7 @@ class ProcessWorker:
 
     def _send(self, message: Any) -> None:
         try:
-            self._pipe.send(message)
+            self._pipe.send_bytes(pickle.dumps(message))
         except OSError as error:
             raise WorkerDiedError(self._obituary()) from error
 
@@ -203,7 +205,7 @@ def _main(pipe: Connection, token: str) -> None:
             try:
                 host.run(parcel)
             except Exception as error:
-                pipe.send((ERROR, (shared.portable(error), traceback.format_exc())))
+                host.fail(error)
 
 
 class _Host:
@@ -211,17 +213,18 @@ class _Host:
         self._pipe = pipe
         self._inbox, self._outbox = shared.Inbox(f"{token}-in"), shared.Outbox(f"{token}-out")
         self._told_to_stop = False
+        self._early: deque[tuple[str, Any]] = deque()  # what came before it was waited for
 
     def run(self, parcel: shared.Parcel) -> None:
         self._told_to_stop = False
         (task, order), memory = shared.unpack(parcel)
-        self._pipe.send((READY, None))  # the memory can be unlinked now; it lives on here
+        self._say((READY, None))  # the memory can be unlinked now; it lives on here
         running = task(order)
         del order
         try:
             item = next(running)
             while True:
-                self._pipe.send((ITEM, self._outbox.pack(item, "a result")))
+                self._say((ITEM, self._outbox.pack(item, "a result")))
                 item = running.send(self._inbox.unpack(self.awaited(ITEM)))
         except StopIteration:
             pass
@@ -229,18 +232,31 @@ class _Host:
             running.close()
             del running
             shared.discard(memory, unlink=False)
-        self._pipe.send((END, None))
+        self._say((END, None))
+
+    def fail(self, error: Exception) -> None:
+        """Tell what a task has raised."""
+        self._say((ERROR, (shared.portable(error), traceback.format_exc())))
+
+    def _say(self, message: Any) -> None:
+        self._pipe.send_bytes(pickle.dumps(message))
 
     def awaited(self, kind: str) -> Any:
         """The next message of a kind; being told to stop is noted, whenever it comes."""
         while True:
-            found, value = self._pipe.recv()
+            found, value = self._early.popleft() if self._early else self._next()
             if found == kind:
                 return value
             self._told_to_stop = True
 
     def interrupted(self) -> bool:
         while not self._told_to_stop and self._pipe.poll():
-            kind, _ = self._pipe.recv()
-            self._told_to_stop = kind == END
+            message = self._next()
+            if message[0] == END:
+                self._told_to_stop = True
+            else:
+                self._early.append(message)
         return self._told_to_stop
+
+    def _next(self) -> tuple[str, Any]:
+        return pickle.loads(self._pipe.recv_bytes())

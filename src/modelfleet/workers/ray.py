@@ -7,6 +7,7 @@ actors are asked for again, and begin as soon as the cluster has room for them, 
 import os
 import pickle
 import traceback
+from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -175,24 +176,24 @@ class InStore:
 class RayWorker:
     """One actor."""
 
-    alongside = True
+    ahead = 1
 
     def __init__(self, actor: Any) -> None:
         self.last: object = None
         self.busy = False
         self.alive = True
         self._actor = actor
-        self._coming: Any = None  # what will be its next message
+        self._coming: deque[Any] = deque()  # what will be its next messages
 
     def start(self, task: Task, order: Any, what: str) -> None:
         """Have it begin a task."""
         parcel = _packed((task, order), what)
         self.busy = True
-        self._coming = self._actor.start.remote(parcel)
+        self._coming.append(self._actor.start.remote(parcel))
 
     def answer(self, value: Any = None) -> None:
         """Let it go on after an item."""
-        self._coming = self._actor.go.remote(_packed(value, "an answer"))
+        self._coming.append(self._actor.go.remote(_packed(value, "an answer")))
 
     def interrupt(self) -> None:
         """Tell it that it is to stop soon."""
@@ -200,12 +201,12 @@ class RayWorker:
 
     def poll(self, seconds: float | None = 0.0) -> bool:
         """Whether it has something to say, or has died."""
-        return bool(ray.wait([self._coming], timeout=seconds, fetch_local=True)[0])
+        return bool(ray.wait([self._coming[0]], timeout=seconds, fetch_local=True)[0])
 
     def receive(self) -> tuple[bool, Any]:
         """The next item, and whether there is one; blocks until then."""
         try:
-            kind, parcel = ray.get(self._coming)
+            kind, parcel = ray.get(self._coming.popleft())
         except RayError as error:
             self.alive = False
             what = "its actor died" if isinstance(error, RayActorError) else "its answer was lost"
@@ -227,8 +228,8 @@ class RayWorker:
     @classmethod
     def wait(cls, workers: Sequence[Self]) -> list[Self]:
         """Those that have something to say, or have died; blocks until there is one."""
-        ready, _ = ray.wait([worker._coming for worker in workers], num_returns=1)
-        return [worker for worker in workers if worker._coming in ready]
+        ready, _ = ray.wait([worker._coming[0] for worker in workers], num_returns=1)
+        return [worker for worker in workers if worker._coming[0] in ready]
 
 
 _remote: Any = ray.remote

@@ -77,57 +77,69 @@ def unpack(parcel: Parcel) -> tuple[Any, shared_memory.SharedMemory | None]:
 
 
 class Outbox:
-    """The sending end of a channel: one message at a time, in memory that is used again and grows as needed."""
+    """The sending end of a channel: messages in memory that is used again and grows as needed.
+
+    There are two pieces of memory, for messages in turns: one can be written while the other is read.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._number = 0
-        self._memory: shared_memory.SharedMemory | None = None
+        self._memories: list[shared_memory.SharedMemory | None] = [None, None]
 
     def pack(self, value: Any, what: str) -> Parcel:
-        """A message; the one before it is gone."""
+        """A message; the last but one is gone."""
         pickle_, views = pickled(value, what)
         if not views:
             return Parcel(pickle_, None, ())
         spans, end = _laid_out(views)
-        if self._memory is None or self._memory.size < end:
-            larger = max(_LEAST, end, 0 if self._memory is None else 2 * self._memory.size)
-            self.close()
+        memory, other = self._memories
+        if memory is None or memory.size < end:
+            larger = max(_LEAST, end, 0 if memory is None else 2 * memory.size)
+            discard(memory, unlink=True)
             self._number += 1
-            self._memory = _new(_numbered(self._name, self._number), larger)
-        _fill(self._memory, spans, views)
-        return Parcel(pickle_, self._memory.name, spans)
+            memory = _new(_numbered(self._name, self._number), larger)
+        self._memories = [other, memory]
+        _fill(memory, spans, views)
+        return Parcel(pickle_, memory.name, spans)
 
     def close(self) -> None:
         """Give the memory back."""
-        discard(self._memory, unlink=True)
-        self._memory = None
+        for memory in self._memories:
+            discard(memory, unlink=True)
+        self._memories = [None, None]
 
 
 class Inbox:
-    """The receiving end of a channel. A message's arrays are gone when the next one is sent."""
+    """The receiving end of a channel. A message's arrays are gone when the next but one is sent."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._memory: shared_memory.SharedMemory | None = None
+        self._memories: list[shared_memory.SharedMemory] = []  # that were written last, at most two
         self._number = 0
 
     def unpack(self, parcel: Parcel) -> Any:
         """A message's value."""
         if parcel.memory is None:
             return pickle.loads(parcel.pickled)
-        if self._memory is None or self._memory.name != parcel.memory:
-            discard(self._memory, unlink=False)
-            self._memory = _open(parcel.memory)
+        memory = next((known for known in self._memories if known.name == parcel.memory), None)
+        if memory is None:
+            memory = _open(parcel.memory)
             self._number = int(parcel.memory.rpartition("-")[2])
-        return _loaded(parcel, self._memory)
+            if len(self._memories) == 2:
+                discard(self._memories.pop(0), unlink=False)
+        else:
+            self._memories.remove(memory)
+        self._memories.append(memory)
+        return _loaded(parcel, memory)
 
     def close(self, *, sweep: bool = False) -> None:
         """Stop reading; `sweep` deletes what a sender that was killed may have left."""
-        discard(self._memory, unlink=False)
-        self._memory = None
-        if sweep:
-            for number in (self._number, self._number + 1):
+        for memory in self._memories:
+            discard(memory, unlink=False)
+        self._memories = []
+        if sweep:  # the two that were read last, and two that may have been made since
+            for number in range(max(1, self._number - 1), self._number + 3):
                 with suppress(FileNotFoundError):
                     discard(_open(_numbered(self._name, number)), unlink=True)
 

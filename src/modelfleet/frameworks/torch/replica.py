@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from modelfleet.frameworks.torch import arrays
+from modelfleet.frameworks.torch import arrays, pages
 from modelfleet.frameworks.torch.devices import out_of_memory
 from modelfleet.frameworks.torch.programs import mode
 from modelfleet.frameworks.torch.task import PRECISIONS, call, logits
@@ -21,6 +21,7 @@ class Replica:
     def __init__(self, model: nn.Module, device: torch.device, precision: str) -> None:
         if device.type != "cpu":
             model = copy.deepcopy(model).to(device)
+        pages.keep_freed_pages(device)
         self._model = model
         self._device = device
         self._precision = PRECISIONS[precision]
