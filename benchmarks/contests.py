@@ -13,7 +13,7 @@ FIT = "keras fit, one after the other"
 LOOP = "tf.function loop by hand"
 ALONE = "one by one"
 ONE = "one device, one thread"
-PROCESSES = 'two devices, "processes"'
+THREADS = 'two devices, "threads"'
 POOL = "multiprocessing.Pool(2)"
 SPLIT = "DataParallel-style, 2 threads"
 RAY = "2 Ray actors by hand"
@@ -96,8 +96,8 @@ _TWO = "cpu:0,cpu:1"
 def _devices() -> list[Contest]:
     fleet = {
         ONE: Entrant("sharded", ("cpu:0", "fused"), _THREAD),
-        PROCESSES: Entrant("sharded", (_TWO, "processes"), _THREAD),
-        FLEET: Entrant("sharded", (_TWO, "auto"), _THREAD),
+        THREADS: Entrant("sharded", (_TWO, "threads"), _THREAD),
+        FLEET: Entrant("sharded", (_TWO, "processes"), _THREAD),
     }
     users = {
         FLEET: Entrant("map_fleet", (_TWO,), _THREAD),
@@ -111,7 +111,7 @@ def _devices() -> list[Contest]:
         IDEAL: Entrant("balance", (IDEAL,), _THREAD),
     }
     return [
-        Contest("devices-fleet", "64 MLPs 128-256-256-10 on two CPU devices", fleet, {ONE: 1.8, PROCESSES: 0.9}),
+        Contest("devices-fleet", "64 MLPs 64-128-128-10 on two CPU devices", fleet, {ONE: 1.8, THREADS: 1}),
         Contest(
             "devices-map",
             "one CNN, 50 users' rows, two CPU devices",
