@@ -127,7 +127,7 @@ def test_a_model_of_unknown_shape_is_told_to_be_called_once() -> None:
 def test_devices_that_are_not_there_are_named() -> None:
     refused(lambda: mf.Fleet([mlp()], devices="cuda:7"), "cuda:7")
     refused(lambda: mf.Fleet([mlp()], devices="gpu"), "gpu")
-    refused(lambda: mf.Fleet([mlp()], devices=["cpu:0", "cpu:1"]), "one device for now")
+    refused(lambda: mf.Fleet([mlp()], devices=["cpu:0", "cpu:0"]), "named twice")
 
 
 # --- each

@@ -9,7 +9,7 @@ from torch import nn
 import modelfleet as mf
 from benchmarks.peers import Round, compete
 
-MEMBERS, BATCH, STEPS, EPOCHS = 64, 64, 32, 4
+MEMBERS, BATCH, STEPS, EPOCHS = 64, 64, 32, 10
 WIDTHS = (64, 128, 128, 10)
 
 

@@ -76,10 +76,34 @@ def test_a_batch_is_filled_in_turns_and_the_ring_goes_on_where_it_stopped() -> N
     queue = make(batch_size=8)
     for user in "abc":
         queue.submit(user, None, 100, now=0.0)
-    # 8 // 3 = 2 rows each, and the 2 that are left go to a and b. It's c's turn then.
-    assert spans(took(queue)) == [("a", 0, 3), ("b", 0, 3), ("c", 0, 2)]
-    assert spans(took(queue)) == [("c", 2, 5), ("a", 3, 6), ("b", 3, 5)]
-    assert spans(took(queue)) == [("b", 5, 8), ("c", 5, 8), ("a", 6, 8)]
+    # 8 // 3 = 2 rows each, a quarter of the batch, and the 2 that are left go to a. It's b's turn then.
+    assert spans(took(queue)) == [("a", 0, 4), ("b", 0, 2), ("c", 0, 2)]
+    assert spans(took(queue)) == [("b", 2, 6), ("c", 2, 4), ("a", 4, 6)]
+    assert spans(took(queue)) == [("c", 4, 8), ("a", 6, 8), ("b", 6, 8)]
+
+
+def test_of_many_users_with_many_rows_a_batch_has_four() -> None:
+    queue = make(batch_size=32)
+    for user in range(10):
+        queue.submit(user, None, 20, now=0.0)
+    assert spans(took(queue)) == [(0, 0, 8), (1, 0, 8), (2, 0, 8), (3, 0, 8)]
+    assert spans(took(queue)) == [(4, 0, 8), (5, 0, 8), (6, 0, 8), (7, 0, 8)]
+    assert spans(took(queue)) == [(8, 0, 8), (9, 0, 8), (0, 8, 16), (1, 8, 16)]
+
+
+def test_several_batches_at_once_where_so_many_rows_wait() -> None:
+    queue = Queue(["a", "b"], batch_size=8, max_queue=None, balance="least-busy", isolation="rows")
+    queue.submit("a", None, 100, now=0.0)
+    first = queue.take("a", 0.0, several=4)
+    assert first is not None
+    assert first.rows == 8  # nothing is known of the replicas yet
+    for replica in "ab":
+        queue.noted(replica, 8, 1.0)
+    rows = [batch.rows for batch in iter(lambda: queue.take("a", 0.0, several=4), None)]
+    # Of 92 rows half is this replica's, and it takes half of that; towards the end ever less.
+    assert rows[:3] == [23, 17, 13]
+    assert sum(rows) == 92
+    assert max(rows) <= 32
 
 
 def test_what_small_users_leave_is_dealt_out_again() -> None:
@@ -522,7 +546,7 @@ def test_filling_a_batch_does_not_look_at_everybody(monkeypatch: pytest.MonkeyPa
     for user in range(10_000, 12_000):
         queue.cancel(queue.submit(user, None, 1, now=0.0))
     assert took(queue).rows == 32
-    assert turns == 32
+    assert turns == 4
 
 
 def test_a_request_whose_first_rows_all_fail_is_not_tried_to_its_last_row() -> None:

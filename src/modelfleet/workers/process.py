@@ -29,7 +29,8 @@ class ProcessWorker:
 
     def __init__(self, env: Mapping[str, str]) -> None:
         context = get_context("spawn")
-        token = f"mf-{secrets.token_hex(8)}"
+        self.token = token = f"mf-{secrets.token_hex(8)}"
+        """What the names of its shared memory begin with."""
         self.env = dict(env)
         self.last: object = None
         self.busy = False

@@ -136,10 +136,10 @@ class Inbox:
     def close(self, *, sweep: bool = False) -> None:
         """Stop reading; `sweep` deletes what a sender that was killed may have left."""
         for memory in self._memories:
-            discard(memory, unlink=False)
+            discard(memory, unlink=sweep)
         self._memories = []
-        if sweep:  # the two that were read last, and two that may have been made since
-            for number in range(max(1, self._number - 1), self._number + 3):
+        if sweep:  # and two that may have been made since
+            for number in (self._number + 1, self._number + 2):
                 with suppress(FileNotFoundError):
                     discard(_open(_numbered(self._name, number)), unlink=True)
 
