@@ -17,7 +17,7 @@ def threads(shifts: Sequence[Shift], way: Way) -> Iterator[Moment]:
     """Run lanes side by side; whoever ends an epoch is heard before it goes on.
 
     The lanes of one device have a thread each. Of several devices each has a thread, and takes its lanes one after
-    the other; or in turns, where all lanes are to go together.
+    the other, and then those that wait for another CPU; or in turns, where all lanes are to go together.
     """
     with (
         cores(shift.lane for shift in shifts) as begin,
@@ -51,11 +51,17 @@ def _freely(pool: ThreadPoolExecutor, shifts: Sequence[Shift], way: Way) -> Iter
             errors.append(error)
         told.put((own, reports, errors))
 
+    begun: set[int] = set()
+
+    def submit(own: list[Shift]) -> None:
+        begun.update(id(shift) for shift in own)
+        pool.submit(epoch, own)
+
     while any(shift.working for shift in shifts) and not way.stopped():
         ended: list[tuple[Shift, Report]] = []
         due = _due(shifts, way)
         for own in due:
-            pool.submit(epoch, own)
+            submit(own)
         busy = len(due)
         while busy:
             own, reports, errors = told.get()
@@ -69,9 +75,9 @@ def _freely(pool: ThreadPoolExecutor, shifts: Sequence[Shift], way: Way) -> Iter
                 continue
             if reports:
                 yield Ended(reports)
-            following = own if own[0].working else _next(own[0], shifts)
+            following = own if own[0].working else _next(own[0], shifts, begun)
             if following and not way.stopped():
-                pool.submit(epoch, following)
+                submit(following)
                 busy += 1
         if ended:
             yield Ended(ended)
@@ -86,10 +92,17 @@ def _due(shifts: Sequence[Shift], way: Way) -> list[list[Shift]]:
     return waves if way.together else [wave[:1] for wave in waves]
 
 
-def _next(shift: Shift, shifts: Sequence[Shift]) -> list[Shift]:
-    """The lane that a device takes when it is done with one; on the only device all have begun."""
+def _next(shift: Shift, shifts: Sequence[Shift], begun: set[int]) -> list[Shift]:
+    """The lane that a device takes when it is done with one: of its own, or, as all CPU devices are the one CPU,
+    one that waits for another of these. On the only device all have begun."""
     by_device = _by_device(shifts)
-    return next_wave(by_device[shift.lane.device])[:1] if len(by_device) > 1 else []
+    if len(by_device) == 1:
+        return []
+    waiting = [own for own in next_wave(by_device.pop(shift.lane.device)) if id(own) not in begun]
+    if not waiting and shift.lane.device.startswith("cpu"):
+        others = [own for device, own in by_device.items() if device.startswith("cpu")]
+        waiting = [one for own in others for one in next_wave(own) if id(one) not in begun]
+    return waiting[:1]
 
 
 def _in_step(pool: ThreadPoolExecutor, shifts: Sequence[Shift], way: Way) -> Iterator[Moment]:
