@@ -16,8 +16,7 @@ demo: $(VENV)/.demo  ## 64 variants of a network on one device, in under a minut
 	$(BIN)/modelfleet demo
 
 test: lint  ## lint, types and all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --ignore tests/frameworks/test_keras.py
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 tests/frameworks/test_keras.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
 lint: setup  ## ruff and pyrefly
 	$(BIN)/ruff check .

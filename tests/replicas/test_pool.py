@@ -254,10 +254,10 @@ def test_an_error_within_the_block_does_not_wait() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "words"), [(models.Deadly(), "killed by SIGKILL"), (models.Hanging(), "not answered after 3 s")]
+    ("model", "words"), [(models.Deadly(), "killed by SIGKILL"), (models.Hanging(), "not answered after 5 s")]
 )
 def test_rows_that_take_replicas_down_fail_by_name(model: models.Marked, words: str) -> None:
-    with mf.Replicas(model, devices=TWO, batch_size=2, timeout=3) as replicas:
+    with mf.Replicas(model, devices=TWO, batch_size=2, timeout=5) as replicas:
         guilty = replicas.submit("guilty", poisoned(1, 6, 2))
         others = {mark: replicas.submit(mark, rows(mark, 25)) for mark in range(2, 6)}
         for mark, future in others.items():
