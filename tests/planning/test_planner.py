@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.helpers import fit, fleet_of, mlp, toy
+from torch import nn
 
 import modelfleet as mf
 from modelfleet import testing
@@ -143,3 +144,21 @@ def test_nothing_is_kept_where_nothing_is_to_be(monkeypatch: pytest.MonkeyPatch,
     known.put("a", float(np.float32(0.5)))
     known.save()
     assert paces.Paces().get("a") == 0.5
+
+
+def test_long_runs_on_several_cpus_take_processes_and_what_can_not_be_sent_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(planner, "WORKER_START", 0.0)  # as if the run were long
+    monkeypatch.setattr(planner.Planner, "_share", lambda self, studied, choice, *_: setattr(choice, "epoch", 1.0))
+    x, y = toy(64)
+
+    def sharing(fleet: mf.Fleet) -> str:
+        fleet.compile("sgd", "cross_entropy", lr=0.1)
+        return fleet.plan((x, y), batch_size=8).sharing
+
+    class Local(nn.Linear):
+        """Can't be pickled."""
+
+    assert sharing(mf.Fleet([mlp(), mlp()], devices="cpu:0,cpu:1")) == "processes"
+    assert sharing(mf.Fleet([Local(4, 3), Local(4, 3)], devices="cpu:0,cpu:1")) == "threads"

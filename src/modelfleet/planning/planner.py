@@ -26,7 +26,9 @@ from modelfleet.planning.assembly import Part, Studied, refuse_indivisible
 from modelfleet.planning.placement import Load
 from modelfleet.planning.supply import Job
 from modelfleet.sharing.shifts import Sharing
+from modelfleet.workers import CannotSendError
 from modelfleet.workers.process import idle
+from modelfleet.workers.shared import pickled
 
 PART_OF_RUN = 0.05  # that measuring may take
 SHORT = 300  # steps: a run of fewer is over before measuring has paid
@@ -88,8 +90,28 @@ class Planner:
         if strategy in ("auto", "threads", "processes"):
             others = {"processes": sharings["processes"]} if strategy == "auto" else {}
             choice = self.choose(studied, lanes, job, others, sharing)
+            if strategy == "auto" and self._worth_processes(studied, choice, job):
+                choice.sharing = "processes"
         self._placed = self._placed[0], _where(lane.part for lane, _ in choice.lanes)
         return choice
+
+    @staticmethod
+    def _worth_processes(studied: Studied, choice: Choice, job: Job) -> bool:
+        """Whether lanes on several CPU devices had better be in processes, though nobody measured it.
+
+        Compiled steps keep Python's lock, so that threads wait for each other: two took twice as long as one.
+        """
+        devices = {lane.device for lane, _ in choice.lanes}
+        if choice.epoch is None or len(devices) == 1 or not all(name.startswith("cpu") for name in devices):
+            return False
+        epochs = max(int(epoch) for epoch in spread(job.epochs, job.names, "epochs"))
+        if choice.epoch * epochs < 2 * WORKER_START and idle() < len(devices):
+            return False
+        try:
+            pickled([[row.member.model for row in studied.rows.values()], job], "the members")
+        except CannotSendError:
+            return False
+        return True
 
     def choose(
         self,
