@@ -74,7 +74,7 @@ def test_each_member_predicts_on_its_own_data() -> None:
     data = {"a": X[:7], "b": X[3:]}
     found = mf.Fleet(modules).predict(mf.each(data), batch_size=4)
     for name, module in modules.items():
-        np.testing.assert_allclose(found[name], expected(module, data[name]), rtol=1e-5, atol=1e-6)  # sums may cancel
+        np.testing.assert_allclose(found[name], expected(module, data[name]), rtol=1e-5, atol=1e-6)
 
 
 def test_new_weights_are_seen_and_nothing_is_traced_anew() -> None:
