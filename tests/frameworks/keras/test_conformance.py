@@ -53,21 +53,6 @@ def outputs(model: keras.Model, x: Any) -> Any:
 case = conformance.Case(make=make, compile=compile, alone=alone, weights=weights, outputs=outputs, tolerance=3e-5)
 
 
-# What hangs on fleets and on Keras's side of the adapter, but not on the backend: the fastest one shows it.
-SHOWN_ON_JAX = (
-    conformance.own_epochs_as_alone,
-    conformance.position_and_company_do_not_matter,
-    conformance.fitting_twice_is_fitting_longer,
-    conformance.failing_data_are_set_aside,
-    conformance.members_come_and_go,
-)
-CHECKS = [
-    check
-    for check in conformance.CHECKS
-    if keras.backend.backend() == "jax" or not check.__name__.startswith(tuple(f.__name__ for f in SHOWN_ON_JAX))
-]
-
-
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", conformance.CHECKS)
 def test_keras(check: conformance.Check) -> None:
     check(case)
