@@ -321,7 +321,7 @@ class Engine:
     def _same_rows(self, x: Any, real: int) -> bool:
         one = states.select(self.state, torch.zeros(1, dtype=torch.int64, device=self.device))
         steps = self.programs.steps
-        x = map_tree(lambda leaf: _padded_otherwise(leaf, real), x)
+        x = map_tree(lambda leaf: arrays.padded_otherwise(leaf, real), x)
         with mode(steps.model, train=True):
             try:
                 padded = steps.predict(one, self.shared, x, shared_data=True, fused=False)
@@ -592,15 +592,6 @@ class Engine:
     @staticmethod
     def _weights(state: State) -> State:
         return {part: state[part] for part in ("params", "frozen", "buffers")}
-
-
-def _padded_otherwise(leaf: Tensor, real: int) -> Tensor:
-    """The rows of a batch with other padding: its own, real rows again, might leave means and variances alone."""
-    leaf = leaf.clone()
-    leaf[real:] = leaf[0]
-    if leaf.is_floating_point():
-        leaf[real:] = 1.5 * leaf[real:] + 0.5
-    return leaf
 
 
 def _shapes(data: Any) -> str:
