@@ -20,7 +20,7 @@ from modelfleet.errors import InputError
 from modelfleet.frameworks.keras.labels import label_check
 from modelfleet.frameworks.keras.steps import Steps
 from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, CannotFuseError
-from modelfleet.frameworks.torch import engine, pages, programs, steps
+from modelfleet.frameworks.torch import engine, programs, steps
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.random import DrawFromStreams, Streams
 from modelfleet.frameworks.torch.state import State
@@ -176,15 +176,8 @@ class Engine(engine.Engine):
         fused: bool,
         programs: Any = None,
     ) -> None:
-        pages.keep_freed_pages(device)
-        self.device = device
-        self.several = 1
-        self.programs = programs or _programs(members[0].model, task, fused=fused)
-        self.shared: dict[str, Tensor] = {}  # every Keras model has variables of its own
-        self._first = members[0].name
-        self._whole: tuple[State, Tensor] | None = None
-        self._ahead = None
-        self._bears_padding: dict[tuple[int, int], bool] = {}
+        # Nothing is `shared`: every Keras model has variables of its own.
+        self._begin(members[0].name, programs or _programs(members[0].model, task, fused=fused), device)
         self.state = self._from_models(members)
 
     @property

@@ -39,17 +39,22 @@ class Engine:
         programs: Programs | None = None,
     ) -> None:
         models = [member.model for member in members]
-        pages.keep_freed_pages(device)
+        self._begin(members[0].name, programs or Programs(models[0], task, fused=fused), device)
         shared = shared_parameters(models) if len(models) > 1 else set()
         first = {**dict(models[0].named_parameters()), **dict(models[0].named_buffers())}
-        self.device = device
-        self.programs = programs or Programs(models[0], task, fused=fused)
-        self.layout = self.programs.steps.layout
-        self._first = members[0].name
         self.shared = {
             name: states.placed(first[name], device, transpose=name in self.layout) for name in sorted(shared)
         }
         self.state = self._stacked(members, columns)
+
+    def _begin(self, first: str, programs: Programs, device: torch.device) -> None:
+        """Everything but the members' numbers, which `state` and `shared` will hold."""
+        pages.keep_freed_pages(device)
+        self.device = device
+        self.programs = programs
+        self.layout = programs.steps.layout
+        self.shared: dict[str, Tensor] = {}
+        self._first = first
         self._whole: tuple[State, Tensor] | None = None
         self._ahead: tuple[tuple[Any, Tensor], Iterator[dict[str, Tensor]]] | None = None
         self.several = 1
