@@ -90,6 +90,7 @@ def _mix(name: str) -> Contest:
 
 # One thread for each device, and none that spins while it waits: the peers' processes are all there at once.
 _THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+_RAY = _THREAD | {"RAY_USAGE_STATS_ENABLED": "0"}
 _TWO = "cpu:0,cpu:1"
 
 
@@ -98,20 +99,28 @@ def _devices() -> list[Contest]:
         ONE: Entrant("sharded", ("cpu:0", "fused"), _THREAD),
         THREADS: Entrant("sharded", (_TWO, "threads"), _THREAD),
         FLEET: Entrant("sharded", (_TWO, "processes"), _THREAD),
+        POOL: Entrant("sharded_pool", (), _THREAD),
+        SPLIT: Entrant("sharded_split", (), _THREAD),
+        RAY: Entrant("sharded_ray", (), _RAY),
     }
     users = {
         FLEET: Entrant("map_fleet", (_TWO,), _THREAD),
         ONE: Entrant("map_fleet", ("cpu:0",), _THREAD),
         POOL: Entrant("map_pool", (), _THREAD),
         SPLIT: Entrant("map_split", (), _THREAD),
-        RAY: Entrant("map_ray", (), _THREAD | {"RAY_USAGE_STATS_ENABLED": "0"}),
+        RAY: Entrant("map_ray", (), _RAY),
     }
     balance = {
         FLEET: Entrant("balance", (FLEET,), _THREAD),
         IDEAL: Entrant("balance", (IDEAL,), _THREAD),
     }
     return [
-        Contest("devices-fleet", "64 MLPs 64-128-128-10 on two CPU devices", fleet, {ONE: 1.8, THREADS: 1}),
+        Contest(
+            "devices-fleet",
+            "64 MLPs 64-128-128-10 on two CPU devices",
+            fleet,
+            {ONE: 1.8, THREADS: 1, POOL: 1, SPLIT: 1, RAY: 1},
+        ),
         Contest(
             "devices-map",
             "one CNN, 50 users' rows, two CPU devices",

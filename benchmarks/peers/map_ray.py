@@ -28,13 +28,18 @@ class Replica:
         return answer(self._net, rows.copy())
 
 
-def prepare(quick: bool) -> Callable[[], Round]:
-    # A cluster that nobody else finds: with a folder of its own, and a token, which Ray would else write into the
-    # home folder.
+def own_cluster() -> Any:
+    """Ray, on a cluster of two CPUs that nobody else finds."""
+    # With a folder of its own, and a token, which Ray would else write into the home folder.
     os.environ |= {"RAY_AUTH_TOKEN": token_hex(), "RAY_TMPDIR": mkdtemp(prefix="ray")}
     import ray
 
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    return ray
+
+
+def prepare(quick: bool) -> Callable[[], Round]:
+    ray = own_cluster()
     rows, net = crowd(quick), ray.put(network())
     actor: Any = ray.remote(num_cpus=1)(Replica)
     actors = [actor.remote(net) for _ in range(2)]
