@@ -12,7 +12,9 @@ IsLeaf = Callable[[Any], bool]
 
 def leaves(tree: Any, is_leaf: IsLeaf | None = None) -> list[Any]:
     """Every leaf, from left to right. `is_leaf` can call a container a leaf."""
-    return [leaf for _, leaf in _walk(tree, "", is_leaf)]
+    found: list[Any] = []
+    _gather(tree, is_leaf, found)
+    return found
 
 
 def paths(tree: Any, is_leaf: IsLeaf | None = None) -> list[tuple[str, Any]]:
@@ -40,6 +42,22 @@ def rebuild(tree: Any, values: Iterable[Any], is_leaf: IsLeaf | None = None) -> 
     """The same tree with `values` in the place of its leaves, from left to right."""
     following = iter(values)
     return map_tree(lambda _: next(following), tree, is_leaf)
+
+
+def _gather(tree: Any, is_leaf: IsLeaf | None, found: list[Any]) -> None:
+    # What `_walk` does, without the paths: this one is called for every batch.
+    if tree is None:
+        return
+    if is_leaf is not None and is_leaf(tree):
+        found.append(tree)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            _gather(value, is_leaf, found)
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            _gather(value, is_leaf, found)
+    else:
+        found.append(tree)
 
 
 def _walk(tree: Any, path: str, is_leaf: IsLeaf | None) -> Iterator[tuple[str, Any]]:

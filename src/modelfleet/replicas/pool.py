@@ -27,7 +27,6 @@ from modelfleet.workers import CannotSendError, Place, Worker, WorkerDiedError, 
 
 PRECISIONS = ("float32", "bf16", "fp16")
 STARTS = 3  # in vain, one after the other, before a replica is given up
-SPAN = 0.03  # seconds of work that a replica is given at once, in as many batches
 MOST_AT_ONCE = 8  # batches
 LOOK = 0.2  # seconds between two looks at whether all is over, where nothing would tell
 
@@ -57,6 +56,8 @@ class Replicas:
         with mf.Replicas(model, devices="cuda:0,cuda:1") as replicas:
             answer = replicas.submit("ada", x).result()
     """
+
+    _span = 0.03  # seconds of work that a replica is given at once, in several batches where these are short
 
     def __init__(
         self,
@@ -394,8 +395,8 @@ class _Driver(threading.Thread):
 
     def _pace(self, seconds: float) -> None:
         """Note what a batch has taken: of short ones, several are given at once, as each costs time here, too."""
-        fitting = min(MOST_AT_ONCE, int(SPAN / max(seconds, 1e-6)))
-        self._several = max(1, min(fitting, self._several + 1))
+        fitting = min(MOST_AT_ONCE, int(self._pool._span / max(seconds, 1e-6)))
+        self._several = max(1, min(fitting, 2 * self._several))
 
 
 def _model(given: Any) -> tuple[Any, Any]:

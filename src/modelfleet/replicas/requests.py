@@ -32,6 +32,8 @@ class Request:
     errors: dict[int, Exception] = field(default_factory=dict)
     error: Exception | None = None
     """Why it failed, when it failed."""
+    form: Any = field(default=None, repr=False)
+    """What its rows look like, as `rows.form` has found it."""
 
     # Every row without an outcome waits or runs. Those from `cursor` on have never been taken.
     cursor: int = 0

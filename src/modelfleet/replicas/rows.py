@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from modelfleet.errors import InputError
-from modelfleet.replicas.requests import Batch, Slice
+from modelfleet.replicas.requests import Batch, Request, Slice
 from modelfleet.trees import leaves, map_tree, paths, rebuild
 
 
@@ -56,9 +56,15 @@ def by_form(batch: Batch) -> list[tuple[Slice, ...]]:
         return [batch.slices]
     groups: dict[Any, list[Slice]] = {}
     for piece in batch.slices:
-        form = tuple((path, leaf.dtype, leaf.shape[1:]) for path, leaf in paths(piece.request.data))
-        groups.setdefault(form, []).append(piece)
+        groups.setdefault(form(piece.request), []).append(piece)
     return [tuple(group) for group in groups.values()]
+
+
+def form(request: Request) -> Any:
+    """What tells whether rows of two requests can be one array."""
+    if request.form is None:
+        request.form = tuple((path, leaf.dtype, leaf.shape[1:]) for path, leaf in paths(request.data))
+    return request.form
 
 
 def joined(parts: Sequence[Any]) -> Any:
