@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable, Sequence
 from concurrent import futures
 from contextlib import suppress
+from functools import partial
+from numbers import Real
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -22,11 +24,14 @@ from modelfleet.replicas.requests import Batch, Request
 from modelfleet.replicas.rows import by_form, joined, parted, rows_of, taken
 from modelfleet.replicas.stats import Stats, Tally
 from modelfleet.replicas.work import Order, Reply, serve
+from modelfleet.trees import map_tree
 from modelfleet.words import size
 from modelfleet.workers import CannotSendError, Place, Worker, WorkerDiedError, places
 
 PRECISIONS = ("float32", "bf16", "fp16")
 STARTS = 3  # in vain, one after the other, before a replica is given up
+MORE_STARTS = 6  # of one that has been there before
+FIRST_PAUSE = 0.5  # seconds before a second start in vain is followed by a third; twice as long each time
 MOST_AT_ONCE = 8  # batches
 LOOK = 0.2  # seconds between two looks at whether all is over, where nothing would tell
 
@@ -51,7 +56,10 @@ class Replicas:
     isolation: "rows": rows of several users may share a batch, never an answer; "batch": not even a batch;
         "device": nor that, and each user stays on one device.
     precision: "float32", or "bf16" and "fp16" for what may be computed so.
-    timeout: seconds after which a replica that has not answered a batch is taken for hung, and started anew.
+    timeout: seconds after which a replica that has not answered a batch is taken for hung, and started anew. In
+        this process a hung thread can't be ended: it is left behind.
+
+    Leave the model's weights as they are while it is asked: who looks at them, and when, depends on the devices.
 
         with mf.Replicas(model, devices="cuda:0,cuda:1") as replicas:
             answer = replicas.submit("ada", x).result()
@@ -73,7 +81,7 @@ class Replicas:
     ) -> None:
         if precision not in PRECISIONS:
             raise unknown("precision", precision, PRECISIONS)
-        if not isinstance(timeout, int | float) or not timeout > 0:
+        if not isinstance(timeout, Real) or not timeout > 0:
             raise InputError(f"timeout={timeout!r}. Give the seconds that a batch may take, more than 0.")
         model, framework = _model(model)
         if precision != "float32" and not hasattr(framework, "Replica"):
@@ -100,6 +108,7 @@ class Replicas:
         self._free = 0  # replicas that wait for rows
         self._closing = self._ended = False
         self._broken: dict[str, Exception] = {}
+        self._failure: FleetError | None = None  # why nothing can be answered any more
         try:
             self._shared = found[0].share(model, "the model")
         except CannotSendError as error:
@@ -119,9 +128,14 @@ class Replicas:
 
         deadline: seconds from now after which the answer is of no use.
         """
-        data, rows = rows_of(x, user)
-        if deadline is not None and not isinstance(deadline, int | float):
+        if deadline is not None and not isinstance(deadline, Real):
             raise InputError(f"deadline={deadline!r} of user {user!r}. Give seconds from now, or None.")
+        data, rows = rows_of(x, user)
+        # Copied: the caller may fill the same arrays with other rows before these are answered.
+        return self._submit(user, map_tree(np.array, data), rows, deadline)
+
+    def _submit(self, user: Hashable, data: Any, rows: int, deadline: float | None = None) -> Future:
+        """As `submit`, of rows that nobody will change."""
         future = Future()
         with self._lock:
             if self._closing:
@@ -238,7 +252,8 @@ class Replicas:
                 expired = self._queue.expire(now)
                 if not expired:
                     nearest = self._queue.next_deadline()
-                    self._alarm.wait(None if nearest is None else max(0.0, nearest - now))
+                    wait = None if nearest is None else min(max(0.0, nearest - now), threading.TIMEOUT_MAX)
+                    self._alarm.wait(wait)
             self._tell(expired)
 
     def _give_up(self, name: str, error: Exception) -> None:
@@ -247,7 +262,7 @@ class Replicas:
             self._broken[name] = error
             reason = f"the replica on {name} is given up: {type(error).__name__}: {error}"
             if all(driver.name in self._broken for driver in self._drivers):
-                failure = FleetError(f"no replica is left; {reason}")
+                self._failure = failure = FleetError(f"no replica is left; {reason}")
                 failure.__cause__ = error
                 ended = self._queue.close(failure)
             else:
@@ -276,10 +291,12 @@ class _Driver(threading.Thread):
         self._pool, self._place, self._order = pool, place, order
         self._most: int | None = None  # rows that its memory is known to be enough for
         self._several = 1  # batches that it is given at once
+        self._begun = False  # whether it ever had the model on its device
+        self._in_vain = 0  # starts since it last had
 
     def run(self) -> None:
         """Until it is all over."""
-        pool, in_vain = self._pool, 0
+        pool = self._pool
         while not self._over():
             worker: Worker | None = None
             try:
@@ -287,7 +304,7 @@ class _Driver(threading.Thread):
                 if not self._begin(worker):
                     worker.close()
                     return
-                in_vain = 0
+                self._begun, self._in_vain = True, 0
                 with pool._lock:
                     pool._queue.back(self.name)
                     pool._news.notify_all()
@@ -303,10 +320,24 @@ class _Driver(threading.Thread):
                     pool._queue.lost(self.name)
                     pool._tally.lost(self.name)
                     pool._news.notify_all()
-                in_vain += 1
-                if in_vain >= STARTS or not isinstance(error, WorkerDiedError):
+                self._in_vain += 1
+                if self._hopeless(error):
                     pool._give_up(self.name, error)
                     return
+                self._pause()
+
+    def _hopeless(self, error: Exception) -> bool:
+        """Whether to start it once more would be of no use."""
+        if self._begun:  # what is wrong now (memory that another program has taken, say) may pass
+            return self._in_vain >= MORE_STARTS
+        return self._in_vain >= STARTS or not isinstance(error, WorkerDiedError)
+
+    def _pause(self) -> None:
+        """Wait before yet another start, the longer the more were in vain; not when all is over."""
+        if self._in_vain < 2:
+            return
+        with self._pool._lock:
+            self._pool._news.wait_for(self._pool._over, FIRST_PAUSE * 2 ** (self._in_vain - 2))
 
     def _over(self) -> bool:
         with self._pool._lock:
@@ -327,7 +358,7 @@ class _Driver(threading.Thread):
         The worker is given the next batch while it computes one, so that it never waits for this thread.
         """
         pool = self._pool
-        ready: deque[tuple[Batch, Any]] = deque()
+        ready: deque[Batch] = deque()
         asked: deque[Batch] = deque()
         try:
             while True:
@@ -335,34 +366,46 @@ class _Driver(threading.Thread):
                     batch = pool._take(self.name, self._most, self._several)
                     if batch is None:
                         return
-                    ready.extend(self._gathered(batch))
+                    ready.extend(self._of_one_form(batch))
                 while len(asked) <= worker.ahead:
                     if asked and not ready:
                         batch = pool._take_ahead(self.name, self._most, self._several)
-                        ready.extend([] if batch is None else self._gathered(batch))
+                        ready.extend([] if batch is None else self._of_one_form(batch))
                     if not ready:
                         break
-                    asked.append(ready[0][0])
-                    worker.answer(ready.popleft()[1])
-                reply = self._reply(worker)
-                self._heed(asked.popleft(), reply)
-        except WorkerDiedError as error:
-            reason = str(error)
-            for number, batch in enumerate([*asked, *(batch for batch, _ in ready)]):
+                    self._ask(worker, ready, asked)
+                if asked:
+                    self._heed(asked[0], self._reply(worker))
+                    asked.popleft()
+        except Exception as error:  # it died, or can't go on for whatever reason: no batch may be lost by that
+            reason = str(error) if isinstance(error, WorkerDiedError) else f"{type(error).__name__}: {error}"
+            for number, batch in enumerate([*asked, *ready]):
                 if number == 0:  # what it was at
-                    pool._report(lambda batch=batch: pool._queue.died(batch, reason))
+                    pool._report(partial(pool._queue.died, batch, reason))
                 else:
-                    pool._report(lambda batch=batch: pool._queue.returned(batch))
-            raise
+                    pool._report(partial(pool._queue.returned, batch))
+            if isinstance(error, WorkerDiedError):
+                raise
+            raise WorkerDiedError(reason) from error
 
-    def _gathered(self, batch: Batch) -> list[tuple[Batch, Any]]:
-        """A batch with its rows; or several, where the rows are of several forms and can't be one array."""
+    def _ask(self, worker: Worker, ready: deque[Batch], asked: deque[Batch]) -> None:
+        """Send the next batch. What can't be sent fails, and the worker is none the worse for it."""
+        batch = ready[0]
+        try:
+            worker.answer(joined([taken(piece) for piece in batch.slices]))
+        except CannotSendError as error:
+            ready.popleft()
+            self._pool._report(partial(self._pool._queue.failed, batch, error))
+        else:
+            asked.append(ready.popleft())
+
+    def _of_one_form(self, batch: Batch) -> list[Batch]:
+        """A batch; or several, where the rows are of several forms and can't be one array."""
         groups = by_form(batch)
-        batches = [batch]
-        if len(groups) > 1:
-            with self._pool._lock:
-                batches = self._pool._queue.parted(batch, groups)
-        return [(part, joined([taken(piece) for piece in part.slices])) for part in batches]
+        if len(groups) == 1:
+            return [batch]
+        with self._pool._lock:
+            return self._pool._queue.parted(batch, groups)
 
     def _reply(self, worker: Worker) -> Reply:
         asked = time.monotonic()
@@ -389,9 +432,9 @@ class _Driver(threading.Thread):
             pool._report(answered)
         elif reply.memory and batch.rows > 1:
             self._most = max(1, batch.rows // 2)
-            pool._report(lambda: queue.returned(batch))
+            pool._report(partial(queue.returned, batch))
         else:
-            pool._report(lambda: queue.failed(batch, error))
+            pool._report(partial(queue.failed, batch, error))
 
     def _pace(self, seconds: float) -> None:
         """Note what a batch has taken: of short ones, several are given at once, as each costs time here, too."""

@@ -187,8 +187,8 @@ class _Crew:
         shift.schedules.restore(standing.schedules)
         shift.epoch, shift.position = standing.epoch, standing.position
         if len(slots) < len(shift.lane.members):
-            shift.feed = shift.feed.select(slots.tolist())
-            shift.validation = shift.validation and shift.validation.select(slots.tolist())
+            shift.feed = shift.feed.select(slots)
+            shift.validation = shift.validation and shift.validation.select(slots)
 
     def _restore(self, randomness: Mapping[str, Any]) -> None:
         for name, framework in self._frameworks.items():

@@ -1,74 +1,94 @@
-"""Workers in this process: a task runs in whatever thread asks for its next item."""
+"""Workers in this process: each task runs in a thread of its own."""
 
-from collections.abc import Generator, Sequence
+import threading
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from modelfleet.workers._base import Task, listen
 
-_FRESH = object()
-
 
 class InlineWorker:
-    """Runs its task here, while it is being received from."""
+    """Runs its task in a thread. One that hangs can't be ended: `close` leaves it behind."""
 
     alive = True
-    ahead = 0
+    ahead = 1
+    _news = threading.Condition()  # of all of them: so `wait` can wait for any
 
     def __init__(self) -> None:
         self.last: object = None
-        self._running: Generator[Any, Any, None] | None = None
-        self._answer: Any = _FRESH
-        self._told_to_stop = False
-
-    @property
-    def busy(self) -> bool:
-        """Whether it has begun something that it has not ended."""
-        return self._running is not None
+        self.busy = False
+        self._said: deque[tuple[bool, Any]] = deque()  # items; and not an item: how it ended
+        self._answers: deque[Any] = deque()
+        self._told_to_stop = self._closed = False
 
     def start(self, task: Task, order: Any, what: str) -> None:
-        """Begin a task; nothing of it runs before `receive`."""
-        self._told_to_stop = False
-        self._running, self._answer = task(order), _FRESH
+        """Begin a task."""
+        self.busy, self._told_to_stop = True, False
+        self._answers.clear()
+        threading.Thread(target=self._run, args=(task, order), name="modelfleet-inline", daemon=True).start()
 
     def receive(self) -> tuple[bool, Any]:
-        """Run the task to its next item."""
-        assert self._running is not None
-        listen(lambda: self._told_to_stop)
-        try:
-            fresh, self._answer = self._answer, None
-            return True, next(self._running) if fresh is _FRESH else self._running.send(fresh)
-        except StopIteration:
-            self._running = None
-            return False, None
-        except Exception:
-            self._running = None
-            raise
-        finally:
-            listen(lambda: False)
+        """The task's next item, and whether there is one; blocks until then."""
+        self.poll(None)
+        more, item = self._said.popleft()
+        if not more:
+            self.busy = False
+            if item is not None:
+                raise item
+        return more, item
 
     def poll(self, seconds: float | None = 0.0) -> bool:
-        """It always has something to say, once asked."""
-        return True
+        """Whether it has something to say."""
+        with self._news:
+            return self._news.wait_for(lambda: bool(self._said), seconds)
 
     def answer(self, value: Any = None) -> None:
-        """Let it go on, when it is received from next."""
-        self._answer = value
+        """Let it go on after an item."""
+        with self._news:
+            self._answers.append(value)
+            self._news.notify_all()
 
     def interrupt(self) -> None:
         """Tell the task that it is to stop soon."""
         self._told_to_stop = True
 
     def close(self) -> None:
-        """Give up the task at hand."""
-        if self._running is not None:
-            self._running.close()
-            self._running = None
+        """Give up the task at hand, at its next item."""
+        with self._news:
+            self._closed = True
+            self._news.notify_all()
 
     @classmethod
     def wait(cls, workers: Sequence[Self]) -> list[Self]:
-        """All of them."""
-        return list(workers)
+        """Those that have something to say; blocks until there is one."""
+        with cls._news:
+            cls._news.wait_for(lambda: any(worker._said for worker in workers))
+            return [worker for worker in workers if worker._said]
+
+    def _run(self, task: Task, order: Any) -> None:
+        listen(lambda: self._told_to_stop)
+        running = task(order)
+        try:
+            item = next(running)
+            while self._say(True, item):
+                item = running.send(self._answers.popleft())
+        except StopIteration:
+            self._say(False, None)
+        except Exception as error:  # it is the owner's to hear
+            self._say(False, error)
+        finally:
+            running.close()
+
+    def _say(self, more: bool, item: Any) -> bool:
+        """Hand out an item; wait for its answer, if there is more to come. False: nobody wants more."""
+        with self._news:
+            self._said.append((more, item))
+            self._news.notify_all()
+            if more:
+                self._news.wait_for(lambda: self._closed or bool(self._answers))
+            return not self._closed
 
 
 @dataclass(frozen=True)

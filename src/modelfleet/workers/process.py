@@ -5,11 +5,12 @@ import os
 import pickle
 import secrets
 import signal
+import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
@@ -42,7 +43,8 @@ class ProcessWorker:
             before = {name: os.environ.get(name) for name in env}
             os.environ.update(env)  # inherited: what the main module imports anew sees it, too
             try:
-                self.process.start()
+                with _without_a_script():
+                    self.process.start()
             finally:
                 for name, value in before.items():
                     if value is None:
@@ -131,6 +133,21 @@ class ProcessWorker:
             f"its worker process ended with code {code}. A script that uses processes keeps what it runs under "
             f'if __name__ == "__main__":'
         )
+
+
+@contextmanager
+def _without_a_script() -> Iterator[None]:
+    """Within this context a new process does not look for a script that is none, as in `python -`."""
+    main = sys.modules["__main__"]
+    named = getattr(main, "__file__", None)
+    if named is None or shared.importable_main():
+        yield
+        return
+    main.__file__ = None
+    try:
+        yield
+    finally:
+        main.__file__ = named
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,11 @@ What is pickled goes from one process of ours to another that it has started, an
 """
 
 import io
+import os
 import pickle
 import secrets
+import shutil
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,10 +16,12 @@ from multiprocessing import shared_memory
 from typing import Any
 
 from modelfleet import frameworks
+from modelfleet.words import size as size_of
 from modelfleet.workers._base import CannotSendError
 
 _ALIGN = 64
 _LEAST = 1 << 16  # bytes of a channel's memory at first
+_FOLDER = "/dev/shm"  # where Linux has shared memory
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,8 @@ class _Pickler(pickle.Pickler):
 
 def pickled(value: Any, what: str, pickler: Any = _Pickler) -> tuple[bytes, list[memoryview]]:
     """A value's pickle, and the arrays that are to go beside it."""
+    if pickler is _Pickler and not importable_main():
+        pickler = _by_value()
     buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
     try:
@@ -45,6 +52,27 @@ def pickled(value: Any, what: str, pickler: Any = _Pickler) -> tuple[bytes, list
             f"functions at the top of a module that can be imported, not inside of a function or as a lambda."
         ) from error
     return stream.getvalue(), [buffer.raw() for buffer in buffers]
+
+
+def importable_main() -> bool:
+    """Whether another process can import the script that is run: not in a notebook, nor at a prompt."""
+    main = sys.modules["__main__"]
+    if getattr(main, "__spec__", None) is not None:  # python -m
+        return True
+    found = getattr(main, "__file__", None)
+    return found is not None and os.path.isfile(found)
+
+
+def _by_value() -> Any:
+    """Pickles what was defined at a prompt with its code: nobody else can import it."""
+    import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            found = frameworks.reduced(obj)
+            return super().reducer_override(obj) if found is NotImplemented else found
+
+    return Pickler
 
 
 def portable(error: Exception) -> Exception:
@@ -211,13 +239,28 @@ def _loaded(parcel: Parcel, memory: shared_memory.SharedMemory) -> Any:
 
 
 class _Memory(shared_memory.SharedMemory):
+    _fd: int
+
     def __del__(self) -> None:
         with suppress(BufferError):  # arrays on it have outlived it; the memory goes with the last of them
             super().__del__()
 
 
-def _new(name: str, size: int) -> shared_memory.SharedMemory:
-    return _Memory(name, create=True, size=size)
+def _new(name: str, size: int) -> _Memory:
+    memory = _Memory(name, create=True, size=size)
+    if hasattr(os, "posix_fallocate"):
+        # Else memory that is not there shows when it is written to, by a signal that ends the process.
+        try:
+            os.posix_fallocate(memory._fd, 0, size)
+        except OSError as error:
+            discard(memory, unlink=True)
+            free = size_of(shutil.disk_usage(_FOLDER).free) if os.path.isdir(_FOLDER) else "less"
+            raise CannotSendError(
+                f"{size_of(size)} of shared memory can't be had, {free} of it is free. Give the machine more "
+                f"(`docker run --shm-size=8g`, an emptyDir with medium: Memory at {_FOLDER}), or send less at "
+                f"once."
+            ) from error
+    return memory
 
 
 def _open(name: str) -> shared_memory.SharedMemory:

@@ -1,4 +1,4 @@
-"""A torch model as it is, to be asked only: no state is stacked, and its weights may be another's memory."""
+"""A torch model to be asked only: no state is stacked, and on the CPU its weights may be another's memory."""
 
 import copy
 from contextlib import ExitStack
@@ -16,13 +16,17 @@ from modelfleet.trees import map_tree
 
 
 class Replica:
-    """Answers batches with a model, in evaluation mode until it is closed. On the CPU the model is not copied."""
+    """Answers batches with a model, in evaluation mode until it is closed.
+
+    On the CPU the parameters are not copied. All else of the model is the replica's own: what a forward pass keeps
+    in a buffer, say, is no other replica's.
+    """
 
     def __init__(self, model: nn.Module, device: torch.device, precision: str) -> None:
-        if device.type != "cpu":
-            model = copy.deepcopy(model).to(device)
+        model = _own(model).to(device)
         pages.keep_freed_pages(device)
         self._model = model
+        self._dtype = _low(model)
         self._device = device
         self._precision = PRECISIONS[precision]
         self._modes = ExitStack()
@@ -30,11 +34,15 @@ class Replica:
 
     def __call__(self, rows: Any) -> Any:
         """The model's outputs on a tree of NumPy arrays `(row, …)`, as one."""
-        inputs = map_tree(lambda leaf: arrays.place(leaf, self._device), rows)
+        inputs = map_tree(self._placed, rows)
         low = self._precision
         with torch.inference_mode(), torch.autocast(self._device.type, dtype=low, enabled=low is not None):
             outputs = logits(call(self._model, inputs))
         return map_tree(_host, outputs)
+
+    def _placed(self, leaf: np.ndarray) -> Tensor:
+        tensor = arrays.place(leaf, self._device)
+        return tensor if self._dtype is None or not tensor.is_floating_point() else tensor.to(self._dtype)
 
     def out_of_memory(self, error: BaseException) -> bool:
         """Whether an error says that the device is out of memory."""
@@ -43,6 +51,21 @@ class Replica:
     def close(self) -> None:
         """Leave the model as it was."""
         self._modes.close()
+
+
+def _own(model: nn.Module) -> nn.Module:
+    """A copy with the same parameters, the very same tensors."""
+    try:
+        return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    except Exception:  # a model may hold anything, a lock or an open file too: then it is taken as it is
+        return model
+
+
+def _low(model: nn.Module) -> torch.dtype | None:
+    """The dtype that rows are to have, where all of a model is in one that NumPy does not have or models rarely
+    convert to by themselves."""
+    found = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    return found.pop() if len(found) == 1 and found <= {torch.bfloat16, torch.float16} else None
 
 
 def weight_bytes(model: nn.Module) -> int:
