@@ -4,11 +4,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Mapping
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-from modelfleet.errors import FleetError, InputError, RowsError
+from modelfleet.errors import FleetError, RowsError
 from modelfleet.feeds.loaders import opened, steps_of
 from modelfleet.replicas.pool import Replicas
 from modelfleet.replicas.queue import HOPELESS
@@ -117,7 +118,7 @@ class Reading:
     def _has_room(self, stream: "_Stream") -> bool:
         """Wait until a stream may be read on; False if it should not be."""
         with self._changed:
-            # The fewer are left, the more each may have: never more in all.
+            # The fewer are left, the more each may have.
             self._changed.wait_for(
                 lambda: (
                     self._closed
@@ -169,7 +170,7 @@ class _Stream:
     def __init__(self, user: Hashable, loader: Any) -> None:
         self.user = user
         self.loader = loader
-        self.left = steps_of(loader)
+        self.left: int | None = None
         """Batches to be read, where it is known."""
         self.unanswered = 0
         """Rows that were submitted and have no outcome."""
@@ -181,6 +182,8 @@ class _Stream:
         """What its loader raised."""
         self.error: Exception | None = None
         """Why nothing of it can be answered."""
+        with suppress(Exception):  # of a user's own __len__: reading them will tell whether they are in order
+            self.left = steps_of(loader)
         # All rows as if they had been submitted at once, so that errors and answers are those of arrays.
         self._whole = Request(user, None, 0, 0.0)
 
@@ -233,7 +236,7 @@ class _Stream:
                     return failure
                 return self._failure(f"{failure} Nothing more was read.", failure.rows, failure.__cause__)
             answer = whole.joined()
-        except InputError as error:  # answers that can't be joined
+        except Exception as error:  # answers that can't be joined; whatever it is, the caller has to be told
             return error
         return np.empty(0) if answer is None else answer
 
