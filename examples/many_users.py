@@ -1,8 +1,9 @@
-"""One model for fifty users on two devices: offline with `map`, then online, while a replica is killed."""
+"""One model for fifty users on two devices: offline (`map`, `imap`), then online, while a replica is killed."""
 
 import multiprocessing
 import os
 import signal
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -30,6 +31,13 @@ def main() -> None:
     same = all(np.allclose(answers[user], expected[user], atol=1e-5) for user in users)
     rows = sum(map(len, users.values()))
     print(f"map: {rows:,} rows of {len(answers)} users, the same as from the model itself: {same}")
+
+    def archive() -> Iterator[np.ndarray]:  # read as it is needed: it may be larger than memory
+        for day in range(200):
+            yield np.full((100, 16), day, np.float32)
+
+    for user, answer in mf.imap(net, {"archive": archive}, devices="cpu:0,cpu:1"):
+        print(f"imap: {len(answer):,} rows of {user}")
 
     with mf.Replicas(net, devices="cpu:0,cpu:1") as replicas:
         futures = {user: replicas.submit(user, rows) for user, rows in users.items()}

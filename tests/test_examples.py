@@ -18,7 +18,10 @@ EXPECTED = {
     "huggingface": r"fused: True(?s:.*)lr 0\.003: loss 0\.\d+, accuracy (0\.9\d|1\.00)",
     "mixed": r"narrow-1: its data raised OSError: the disk is gone(?s:.*)keras-fast: loss 1\.\d+ → 0\.\d+",
     "three_keras_models": r"digits: loss [12]\.\d+ → 0\.\d+ in 6 epochs, Sequential(?s:.*)price: loss",
-    "many_users": r"as from the model itself: True\na replica was killed, and all answers are right: True",
+    "many_users": (
+        r"as from the model itself: True\nimap: 20,000 rows of archive\n"
+        r"a replica was killed, and all answers are right: True"
+    ),
     "two_devices": r"cpu:1(?s:.*)two devices: .* differ by \de[-+]0[05-9](?s:.*)both devices: .* \de-0[5-9]",
     "resume": r"went on to epoch 6\nthe same weights as the unbroken run: True",
 }

@@ -221,12 +221,59 @@ def test_bisecting_finds_exactly_the_poison_rows() -> None:
     assert request.error.__cause__ is request.errors[3]
 
 
-def test_halves_are_tried_before_new_rows_and_not_mixed_with_them() -> None:
+def test_halves_take_turns_with_new_rows_and_are_not_mixed_with_them() -> None:
     queue = make(batch_size=4)
     queue.submit("a", None, 5, now=0.0)
     queue.failed(took(queue), ValueError("bad"))
-    queue.submit("b", None, 1, now=0.0)
-    assert [spans(took(queue)) for _ in range(3)] == [[("a", 0, 2)], [("a", 2, 4)], [("a", 4, 5), ("b", 0, 1)]]
+    queue.submit("b", None, 5, now=0.0)
+    assert [spans(took(queue)) for _ in range(4)] == [
+        [("a", 0, 2)],
+        [("b", 0, 4)],  # and not the last row of a, who is suspected
+        [("a", 2, 4)],
+        [("b", 4, 5), ("a", 4, 5)],
+    ]
+
+
+def test_halves_of_a_batch_of_several_users_come_first() -> None:
+    queue = make(batch_size=4)
+    for user in "abcd":
+        queue.submit(user, None, 1, now=0.0)
+    queue.failed(took(queue), ValueError("bad"))
+    queue.submit("e", None, 1, now=0.0)
+    assert [spans(took(queue)) for _ in range(3)] == [
+        [("a", 0, 1), ("b", 0, 1)],
+        [("c", 0, 1), ("d", 0, 1)],
+        [("e", 0, 1)],
+    ]
+
+
+@pytest.mark.parametrize("isolation", ["rows", "batch", "device"])
+def test_a_user_whose_every_row_is_poison_costs_another_few_batches(isolation: str) -> None:
+    queue = make(batch_size=32, isolation=isolation)
+    for _ in range(20):
+        queue.submit("poison", None, 1000, now=0.0)
+
+    def step() -> None:
+        batch = took(queue)
+        if any(piece.request.user == "poison" for piece in batch.slices):
+            queue.failed(batch, ValueError("poison"))
+        else:
+            answer(queue, batch)
+
+    delays = []
+    for wait in range(200):  # whenever it comes: in the middle of a search, or just before one begins
+        fine = queue.submit("fine", None, 4, now=0.0)
+        batches = 0
+        while fine.status == "open":
+            step()
+            batches += 1
+        delays.append(batches)
+        for _ in range(wait % 7):
+            step()
+    assert queue.counts.open  # there was poison all the time
+    # At most once in a search, the rows share a batch with poison, and are found among them by halves.
+    assert max(delays) <= 6
+    assert sum(delays) <= 1.5 * len(delays)
 
 
 def test_a_row_left_by_a_cancelled_neighbour_is_tried_alone_before_it_is_blamed() -> None:

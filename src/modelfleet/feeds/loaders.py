@@ -242,22 +242,12 @@ class _Source:
     @property
     def steps(self) -> int | None:
         """Its number of batches, where it knows."""
-        try:
-            return len(self._loader)
-        except TypeError:  # no __len__, or a DataLoader over a stream, or a tf.data.Dataset that can't tell
-            return None
+        return steps_of(self._loader)
 
     def open(self) -> None:
         """Begin the coming epoch, if it has not begun."""
         if self._batches is None:
-            called = callable(self._loader) and not hasattr(self._loader, "__iter__")
-            batches = self._loader() if called else self._loader
-            if not hasattr(batches, "__iter__"):
-                raise InputError(
-                    f"{self.where} is a function that returned {type(batches).__name__}. "
-                    f"It must return an iterator of batches."
-                )
-            self._batches = iter(batches)
+            self._batches = opened(self._loader, self.where)
 
     def peek(self) -> Any:
         """The first batch of the coming epoch."""
@@ -286,6 +276,25 @@ class _Source:
         self._peeked, self._batches = [], None
         yield first
         yield from rest
+
+
+def opened(loader: Any, where: str) -> Iterator[Any]:
+    """The batches of a loader, from the first on."""
+    called = callable(loader) and not hasattr(loader, "__iter__")
+    batches = loader() if called else loader
+    if not hasattr(batches, "__iter__"):
+        raise InputError(
+            f"{where} is a function that returned {type(batches).__name__}. It must return an iterator of batches."
+        )
+    return iter(batches)
+
+
+def steps_of(loader: Any) -> int | None:
+    """A loader's number of batches, where it knows."""
+    try:
+        return len(loader)
+    except TypeError:  # no __len__, or a DataLoader over a stream, or a tf.data.Dataset that can't tell
+        return None
 
 
 def ahead(source: Iterator[T], depth: int = 2) -> Generator[T, None, None]:

@@ -86,6 +86,10 @@ class Adapter(Protocol):
         """Whether this adapter takes it as a model. Called for values whose class is of the framework."""
         ...
 
+    def inputs(self, batch: Any) -> Any:
+        """The inputs of a batch: the x of (x, y), or the batch itself; as `Engine.inputs`."""
+        ...
+
     def seeding(self, seed: int) -> AbstractContextManager[None]:
         """Seed the framework's global generators for a while, for a factory to run in; then they are as before."""
         ...

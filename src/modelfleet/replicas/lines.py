@@ -10,34 +10,73 @@ PARTS = 4  # of a batch, at most, for users that have more rows: many small slic
 
 
 class Line:
-    """What waits for the same replicas. Nothing here looks at every user or every request to fill a batch."""
+    """What waits for the same replicas. Nothing here looks at every user or every request to fill a batch.
+
+    Rows that have to be tried again take their user's turn: they take turns with other users' new rows, and until
+    they have their outcome, the user's own new rows wait. So whoever has poison rows costs the others one batch
+    for each of theirs, and spoils no more batches meanwhile.
+    """
 
     def __init__(self) -> None:
-        self.retries: deque[Batch] = deque()
+        self.returned: deque[Batch] = deque()  # not run after all: before everything else
+        # To be tried again: batches of several users, which are few and hold back the innocent; then those of one
+        # user each, the users in turns.
+        self.shared: deque[Batch] = deque()
+        self.trials: OrderedDict[Hashable, deque[Batch]] = OrderedDict()
         # Only users with rows that were never taken, and only such requests of theirs. Ordered dicts, as both
         # ends and the middle are needed in constant time: turns go on at the front, a cancelled request leaves.
         self.ring: OrderedDict[Hashable, OrderedDict[Request, None]] = OrderedDict()
+        self.parked: dict[Hashable, OrderedDict[Request, None]] = {}  # the same of the users in `trials`
+        self._tried = False  # the last batch was of `trials`
 
     def join(self, request: Request) -> None:
         """Put a request behind the others of its user; a new user comes last in the ring."""
-        self.ring.setdefault(request.user, OrderedDict())[request] = None
+        place = self.parked if request.user in self.trials else self.ring
+        place.setdefault(request.user, OrderedDict())[request] = None
 
     def leave(self, request: Request) -> None:
         """Take a request out, wherever it stands."""
-        requests = self.ring[request.user]
+        place = self.parked if request.user in self.trials else self.ring
+        requests = place[request.user]
         del requests[request]
         if not requests:
-            del self.ring[request.user]
+            del place[request.user]
 
-    def retry(self, most: int) -> Batch | None:
-        """The next batch to be tried again, as it was but for rows nobody waits for; cut at `most` rows."""
-        while self.retries:
-            unit = self.retries.popleft()
-            first, rest = cut(still_open(unit.slices), most)
-            if rest:
-                self.retries.appendleft(Batch(rest, unit.strikes))
-            if first:
-                return Batch(first, unit.strikes)
+    def again(self, unit: Batch) -> None:
+        """Have a batch tried again."""
+        user, *others = dict.fromkeys(piece.request.user for piece in unit.slices)
+        if others:
+            self.shared.append(unit)
+            return
+        self.trials.setdefault(user, deque()).append(unit)
+        if user in self.ring:
+            self.parked[user] = self.ring.pop(user)
+
+    def take(self, size: int, most: int, mixed: bool) -> Batch | None:
+        """What comes next: up to `size` rows to be tried again, or up to `most` new ones (`fill`)."""
+        batch = _first(self.returned, size) or _first(self.shared, size)
+        if batch is not None:
+            return batch
+        if self._tried:
+            self._tried = False
+            batch = self.fill(most, mixed)
+            if batch is not None:
+                return batch
+        batch = self._trial(size)
+        self._tried = batch is not None
+        return batch or self.fill(most, mixed)
+
+    def _trial(self, most: int) -> Batch | None:
+        """The next batch of one user to be tried again; of users that have several, in turns."""
+        while self.trials:
+            user, units = self.trials.popitem(last=False)
+            batch = _first(units, most)
+            if units:
+                self.trials[user] = units
+            elif user in self.parked:
+                self.ring[user] = self.parked.pop(user)
+            if batch is not None:
+                return batch
         return None
 
     def fill(self, most: int, mixed: bool) -> Batch | None:
@@ -72,6 +111,18 @@ class Line:
         if requests:
             self.ring[user] = requests
         return most - left
+
+
+def _first(units: deque[Batch], most: int) -> Batch | None:
+    """The first batch, as it was but for rows nobody waits for; cut at `most` rows."""
+    while units:
+        unit = units.popleft()
+        first, rest = cut(still_open(unit.slices), most)
+        if rest:
+            units.appendleft(Batch(rest, unit.strikes))
+        if first:
+            return Batch(first, unit.strikes)
+    return None
 
 
 class Deadlines:

@@ -1,19 +1,21 @@
 """`map` and `imap`: a model over the data of many users, offline."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from modelfleet.each import Each
 from modelfleet.errors import FleetError, InputError
-from modelfleet.replicas.pool import Replicas
+from modelfleet.feeds import is_loader
+from modelfleet.replicas.pool import MOST_AT_ONCE, Replicas
+from modelfleet.replicas.reading import Reading, outcome
 from modelfleet.replicas.rows import rows_of
-from modelfleet.trees import map_tree
+from modelfleet.trees import leaves, map_tree
 from modelfleet.words import count
 
 LOOK = 0.5  # seconds between two looks at the progress
+AHEAD = 2  # times what all replicas can be given at once: so many rows of streams are read before their turn
 
 
 class Answers(dict[Hashable, Any]):
@@ -44,7 +46,9 @@ def map(
 ) -> Answers:
     """A model's answers to every user's rows, computed on all devices at once: {user: array}.
 
-    data: `mf.each({user: rows})`, or a plain mapping; rows are an array `(row, …)`, or a tree of arrays.
+    data: `mf.each({user: rows})`, or a plain mapping. Rows are an array `(row, …)` or a tree of arrays; or a
+        stream of batches: a `DataLoader` or any iterable of batches, a `tf.data.Dataset`, a function that returns
+        an iterator. Streams are read as their rows are needed; of an (x, y) batch the y is left aside.
     The rest is as for `Replicas`. A user whose data fail is in `.failed` of the result; the others go on.
 
         answers = mf.map(model, mf.each({"ada": x1, "bob": x2}), devices="cuda:0,cuda:1")
@@ -68,10 +72,10 @@ def map(
             answers.failed[user] = answer
         else:
             found[user] = answer
-    some = next((answer for user, answer in found.items() if rows_of(users[user], user)[1]), None)
+    some = next((answer for answer in found.values() if not _is_empty(answer)), None)
     for user in users:
         if user in found:
-            empty = some is not None and not rows_of(users[user], user)[1]
+            empty = some is not None and _is_empty(found[user])
             answers[user] = map_tree(lambda leaf: leaf[:0], some) if empty else found[user]
     return answers
 
@@ -88,7 +92,10 @@ def imap(
     timeout: float = 120.0,
     progress: str | bool = "auto",
 ) -> Iterator[tuple[Hashable, Any]]:
-    """As `map`, but the answers as they come: (user, array), or (user, error) for one that failed."""
+    """As `map`, but the answers as they come: (user, array), or (user, error) for one that failed.
+
+    Of users' streams only few rows are in memory, and the answers of the users that are being read.
+    """
     users = _users(data)
     shown = _shown(progress)
     replicas = Replicas(
@@ -101,40 +108,55 @@ def imap(
         precision=precision,
         timeout=timeout,
     )
-    return _stream(replicas, users, shown)
+    room = AHEAD * len(replicas.stats().replicas) * batch_size * MOST_AT_ONCE
+    return _stream(replicas, users, shown, room)
 
 
-def _stream(replicas: Replicas, users: Mapping[Hashable, Any], shown: Any) -> Iterator[tuple[Hashable, Any]]:
+def _stream(
+    replicas: Replicas, users: Mapping[Hashable, Any], shown: Any, room: int
+) -> Iterator[tuple[Hashable, Any]]:
     done: SimpleQueue[tuple[Hashable, Any]] = SimpleQueue()
-    finished, rows = False, 0
+    reading: Reading | None = None
+    framework = replicas._framework
+    streams: dict[Hashable, Any] = {}
+    finished, rows, failed = False, 0, 0
     try:
         for user, data in users.items():
             try:
+                # An iterator will do here: data are read only once.
+                where = f"the data of user {user!r}"
+                if isinstance(data, Iterator) or is_loader(data, framework.arrays, where):
+                    streams[user] = data
+                    continue
                 future = replicas.submit(user, data)
             except FleetError as error:
                 done.put((user, error))
             else:
                 rows += rows_of(data, user)[1]
-                future.add_done_callback(lambda ended, user=user: done.put((user, _outcome(ended))))
-        with shown(rows, replicas) as show:
+                future.add_done_callback(lambda ended, user=user: done.put((user, outcome(ended))))
+        reading = Reading(replicas, streams, room=room, inputs=framework.inputs, told=done.put)
+        with shown(replicas, rows, reading) as show:
             for _ in users:
                 while True:
-                    show()
+                    show(failed)
                     with suppress(Empty):
                         user, answer = done.get(timeout=LOOK)
                         break
+                failed += isinstance(answer, Exception)
+                if user in streams:
+                    reading.handed_out()
                 yield user, answer
-            show()
+            show(failed)
         finished = True
     finally:
+        if reading is not None:
+            reading.close()
         replicas.close(wait=finished)
 
 
-def _outcome(future: Future[Any]) -> Any:
-    if future.cancelled():
-        return CancelledError()
-    error = future.exception()
-    return future.result() if error is None else error
+def _is_empty(answer: Any) -> bool:
+    found = leaves(answer)
+    return bool(found) and not len(found[0])
 
 
 def _users(data: Any) -> Mapping[Hashable, Any]:
@@ -150,28 +172,29 @@ def _users(data: Any) -> Mapping[Hashable, Any]:
     return values
 
 
-def _shown(progress: str | bool) -> Callable[[int, Replicas], AbstractContextManager[Callable[[], None]]]:
-    """What shows the progress: a bar on a terminal, nothing elsewhere."""
+def _shown(progress: str | bool) -> Callable[..., AbstractContextManager[Callable[[int], None]]]:
+    """What shows the progress, told how many users have failed: a bar on a terminal, nothing elsewhere."""
     if progress not in ("auto", True, False):
         raise InputError(f'progress is {progress!r}, expected "auto", True or False.')
 
     @contextmanager
-    def shown(rows: int, replicas: Replicas) -> Iterator[Callable[[], None]]:
+    def shown(replicas: Replicas, rows: int, reading: Reading) -> Iterator[Callable[[int], None]]:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         console = Console()
         if not progress or (progress == "auto" and not console.is_interactive):
-            yield lambda: None
+            yield lambda failed: None
             return
         columns = (TextColumn("rows"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
         with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
-            task = bar.add_task("", total=rows)
+            task = bar.add_task("", total=None)
 
-            def show() -> None:
-                stats = replicas.stats()
-                failed = f"{count(stats.failed, 'user')} failed" if stats.failed else ""
-                bar.update(task, completed=sum(r.rows for r in stats.replicas.values()), description=failed)
+            def show(failed: int) -> None:
+                more = reading.rows()
+                done = sum(replica.rows for replica in replicas.stats().replicas.values())
+                text = f"{count(failed, 'user')} failed" if failed else ""
+                bar.update(task, completed=done, total=None if more is None else rows + more, description=text)
 
             yield show
 

@@ -89,6 +89,7 @@ class Replicas:
                 f'precision="{precision}" is for torch models; this one is of {framework.NAME}. Set the precision '
                 f"in the model itself."
             )
+        self._framework = framework
         found = places.find(devices, framework)
         self._queue = Queue(
             [place.name for place in found],

@@ -6,6 +6,7 @@ holds the queue has one lock around every call.
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from modelfleet.errors import ClosedError, DeadlineError, FleetError, InputError, QueueFullError, unknown
@@ -123,7 +124,7 @@ class Queue:
         line = self._lines[replica if self._homely else None]
         batch_size = min(self._batch_size, most or self._batch_size)
         most = min(self._batch_size * several, most or self._batch_size * several)
-        batch = line.retry(batch_size) or line.fill(min(most, self._share(replica)), self._mixed)
+        batch = line.take(batch_size, min(most, self._share(replica)), self._mixed)
         if batch is None:
             return None
         batch.replica = replica
@@ -288,8 +289,11 @@ class Queue:
             return
         for piece in slices:
             self._shift(piece.request, waiting=piece.rows, running=-piece.rows)
-        retries = self._line(slices[0].request.user).retries
-        (retries.appendleft if first else retries.append)(Batch(slices, strikes))
+        line, unit = self._line(slices[0].request.user), Batch(slices, strikes)
+        if first:
+            line.returned.appendleft(unit)
+        else:
+            line.again(unit)
 
     def _guilty(self, slices: tuple[Slice, ...], error: Exception) -> list[Request]:
         for piece in slices:
@@ -362,10 +366,13 @@ class Queue:
             users, self._guests[name] = self._guests[name], {}
             for user in users:
                 self._house(user)
-            for user, requests in old.ring.items():
-                self._line(user).ring[user] = requests
-            for unit in old.retries:
-                self._line(unit.slices[0].request.user).retries.append(unit)
+            for requests in (*old.ring.values(), *old.parked.values()):
+                for request in requests:
+                    self._line(request.user).join(request)
+            for unit in old.returned:
+                self._line(unit.slices[0].request.user).returned.append(unit)
+            for unit in chain(old.shared, *old.trials.values()):
+                self._line(unit.slices[0].request.user).again(unit)
 
 
 def _check_positive(what: str, value: object) -> None:

@@ -1,6 +1,6 @@
 """Rows of users' data: taken from requests, put together into batches, and the answers cut apart again."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,12 +37,26 @@ def _array(leaf: Any, user: Hashable) -> np.ndarray:
         array = np.asarray(leaf)
     except Exception as error:  # of ragged lists, and whatever else says that it is an array
         raise InputError(f"the data of user {user!r} are no array: {error}. Give rows of one shape.") from error
+    if array.ndim == 0 and (callable(leaf) or hasattr(leaf, "__iter__")) and not isinstance(leaf, str | bytes):
+        raise InputError(
+            f"user {user!r} gave a {type(leaf).__name__}, which has to be read batch by batch; expected arrays "
+            f"with the rows first, (row, …). Submit its batches one by one, or give it to mf.map or mf.imap as "
+            f"this user's data."
+        )
     if array.dtype == object or array.ndim == 0:
         raise InputError(
             f"user {user!r} gave a {type(leaf).__name__} of {array.dtype} and shape {array.shape}; expected "
             f"numbers with the rows first, (row, …). For one row x, give x[None]."
         )
     return array
+
+
+def batch_rows(batch: Any, inputs: Callable[[Any], Any], user: Hashable) -> tuple[Any, int]:
+    """The inputs of a batch that a stream gave, as a tree of NumPy arrays, and how many rows they have."""
+    if isinstance(batch, list) and not _is_rows(batch):
+        batch = tuple(batch)  # [x, y] is (x, y), as a DataLoader means it
+    data, rows = rows_of(inputs(batch), user)
+    return map_tree(np.array, data), rows  # copies: a loader may write its next batch where this one is
 
 
 def taken(piece: Slice) -> Any:

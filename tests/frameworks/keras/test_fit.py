@@ -243,6 +243,8 @@ def test_map_gives_what_the_model_predicts() -> None:
     layers = [keras.layers.Input((4,)), keras.layers.Dense(6, "relu"), keras.layers.Dropout(0.5)]
     model = keras.Sequential([*layers, keras.layers.BatchNormalization(), keras.layers.Dense(3)])
     users = {str(n): np.random.default_rng(n).normal(size=(3 + 5 * n, 4)).astype("float32") for n in range(3)}
-    answers = mf.map(model, users, devices="cpu", batch_size=8)
+    weighted = [(users["2"][start : start + 5], np.zeros(5), np.ones(5)) for start in range(0, 10, 5)]
+    answers = mf.map(model, {**users, "weighted": weighted}, devices="cpu", batch_size=8)
+    users["weighted"] = users["2"][:10]
     for user, rows in users.items():
         np.testing.assert_allclose(answers[user], model.predict(rows, verbose=0), rtol=1e-4, atol=1e-5)

@@ -82,6 +82,15 @@ def test_each_member_predicts_on_its_own_data() -> None:
         np.testing.assert_allclose(found[name], expected(module, data[name]), rtol=1e-5)
 
 
+def test_map_reads_datasets() -> None:
+    model = Affine()
+    x = X.astype("float32")
+    data = tf.data.Dataset.from_tensor_slices((x, np.arange(10))).batch(4)
+    answers = mf.map(model, mf.each({"ada": data, "bob": x}), devices="cpu")
+    np.testing.assert_allclose(answers["ada"], model(x), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(answers["ada"], answers["bob"])
+
+
 def test_new_weights_are_seen_and_nothing_is_traced_anew() -> None:
     traces = []
 

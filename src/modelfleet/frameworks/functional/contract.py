@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from modelfleet.frameworks import batches
 from modelfleet.members import Member
 
 State = dict[str, dict[str, Any]]
@@ -71,7 +72,7 @@ class Definition(Protocol):
 
     def inputs(self, data: Any) -> Any:
         """The inputs of a batch: the x of (x, y), or the batch itself."""
-        return data[0] if isinstance(data, tuple) and 1 <= len(data) <= 2 else data
+        return batches.inputs(data)
 
     def check_targets(self, output_shape: tuple[int, ...], target: Any, name: str | None) -> None:
         """Refuse targets of a whole data set that the loss can't take; as a batch of them, if nothing else."""

@@ -3,6 +3,7 @@
 import os
 
 from modelfleet.frameworks import files
+from modelfleet.frameworks.batches import inputs
 from modelfleet.frameworks.jax import arrays
 from modelfleet.frameworks.jax.building import (
     check_model,
@@ -40,6 +41,7 @@ __all__ = [
     "difference",
     "files",
     "fill",
+    "inputs",
     "is_model",
     "memory",
     "native",

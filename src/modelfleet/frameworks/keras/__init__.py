@@ -7,6 +7,7 @@ from importlib import import_module
 
 import keras
 
+from modelfleet.frameworks.batches import weighted_inputs as inputs
 from modelfleet.frameworks.keras.building import (
     check_model,
     copy_model,
@@ -53,6 +54,7 @@ __all__ = [
     "difference",
     "files",
     "fill",
+    "inputs",
     "is_model",
     "memory",
     "native",

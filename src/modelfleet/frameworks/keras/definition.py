@@ -7,6 +7,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from modelfleet.frameworks import batches
 from modelfleet.frameworks.functional import Definition, FunctionalEngine, State
 from modelfleet.frameworks.keras.labels import label_check
 from modelfleet.frameworks.keras.steps import Steps
@@ -82,7 +83,7 @@ class KerasDefinition(Definition):
 
     def inputs(self, data: Any) -> Any:
         """The inputs of a batch: the x of (x,), (x, y) or (x, y, sample_weight), or the batch itself."""
-        return data[0] if isinstance(data, tuple) and 1 <= len(data) <= 3 else data
+        return batches.weighted_inputs(data)
 
     def check_targets(self, output_shape: tuple[int, ...], target: Any, name: str | None) -> None:
         """Refuse labels that the model has no output for."""

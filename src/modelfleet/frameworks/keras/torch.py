@@ -17,6 +17,7 @@ from keras.src.random.seed_generator import draw_seed
 from torch import Tensor
 
 from modelfleet.errors import InputError
+from modelfleet.frameworks import batches
 from modelfleet.frameworks.keras.labels import label_check
 from modelfleet.frameworks.keras.steps import Steps
 from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, CannotFuseError
@@ -247,7 +248,7 @@ class Engine(engine.Engine):
     @staticmethod
     def inputs(data: Any) -> Any:
         """The x of (x,), (x, y) and (x, y, sample_weight), or the batch itself."""
-        return data[0] if isinstance(data, tuple) and 1 <= len(data) <= 3 else data
+        return batches.weighted_inputs(data)
 
     def maskable(self, batch: Any) -> bool:
         """Whether padded rows can be weighted out without being felt, found by trying on one member."""

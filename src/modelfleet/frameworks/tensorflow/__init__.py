@@ -4,6 +4,7 @@ Keras models on TensorFlow are Keras's (`modelfleet.frameworks.keras`), which tr
 """
 
 from modelfleet.frameworks import files
+from modelfleet.frameworks.batches import inputs
 from modelfleet.frameworks.tensorflow import arrays
 from modelfleet.frameworks.tensorflow.devices import accelerators, choose, memory, native
 from modelfleet.frameworks.tensorflow.engine import Engine
@@ -36,6 +37,7 @@ __all__ = [
     "difference",
     "files",
     "fill",
+    "inputs",
     "is_model",
     "memory",
     "native",

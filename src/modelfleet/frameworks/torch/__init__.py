@@ -1,5 +1,6 @@
 """Torch models in fleets. What the layers above use of torch is named here."""
 
+from modelfleet.frameworks.batches import inputs
 from modelfleet.frameworks.torch import arrays, files
 from modelfleet.frameworks.torch.building import (
     check_model,
@@ -37,6 +38,7 @@ __all__ = [
     "difference",
     "files",
     "fill",
+    "inputs",
     "is_model",
     "memory",
     "native",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.errors import InputError, StrategyError
+from modelfleet.frameworks import batches
 from modelfleet.frameworks.torch import arrays, pages
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.devices import out_of_memory
@@ -285,7 +286,7 @@ class Engine:
     @staticmethod
     def inputs(data: Any) -> Any:
         """The inputs of a batch: the x of (x, y), or the batch itself."""
-        return data[0] if isinstance(data, tuple) and 1 <= len(data) <= 2 else data
+        return batches.inputs(data)
 
     def rows(self, outputs: Any, slot: int, count: int) -> Any:
         """One member's real rows of a batch of outputs, on the host."""
