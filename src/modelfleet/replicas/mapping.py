@@ -1,6 +1,8 @@
 """`map` and `imap`: a model over the data of many users, offline."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -15,7 +17,9 @@ from modelfleet.trees import leaves, map_tree
 from modelfleet.words import count
 
 LOOK = 0.5  # seconds between two looks at the progress
+SPAN = 0.1  # seconds of work that a replica is given at once: here nobody waits for a single row
 AHEAD = 2  # times what all replicas can be given at once: so many rows of streams are read before their turn
+WAITING = 4  # times that: so many rows of arrays wait for their turn at least, while there are more
 
 
 class Answers(dict[Hashable, Any]):
@@ -108,18 +112,75 @@ def imap(
         precision=precision,
         timeout=timeout,
     )
-    room = AHEAD * len(replicas.stats().replicas) * batch_size * MOST_AT_ONCE
-    return _stream(replicas, users, shown, room)
+    replicas._span = SPAN
+    room = len(replicas.stats().replicas) * batch_size * MOST_AT_ONCE
+    # Users that stay with a replica all come at once: else one replica might have no user of its own for a while.
+    settled = balance == "sticky" or isolation == "device"
+    return _Stream(replicas, _answers(replicas, users, shown, room, None if settled else WAITING * room))
 
 
-def _stream(
-    replicas: Replicas, users: Mapping[Hashable, Any], shown: Any, room: int
-) -> Iterator[tuple[Hashable, Any]]:
+class _Stream(Iterator[tuple[Hashable, Any]]):
+    """The answers as they come. Whoever drops it has dropped the replicas, too."""
+
+    def __init__(self, replicas: Replicas, answers: Generator[tuple[Hashable, Any], None, None]) -> None:
+        self._replicas, self._answers = replicas, answers
+
+    def __next__(self) -> tuple[Hashable, Any]:
+        return next(self._answers)
+
+    def close(self) -> None:
+        """Ask for no more."""
+        self._answers.close()
+        self._replicas.close(wait=False)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _Turns:
+    """Submits users with arrays a few at a time, those with the fewest rows first: so the first are done soon."""
+
+    def __init__(self, replicas: Replicas, most: int | None, told: Callable[[tuple[Hashable, Any]], None]) -> None:
+        self._replicas, self._most, self._told = replicas, most, told
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[Hashable, Any, int]] = deque()
+        self.rows = 0
+        """Of all users."""
+
+    def add(self, user: Hashable, data: Any) -> None:
+        """Note a user's arrays."""
+        found, rows = rows_of(data, user)
+        self._waiting.append((user, found, rows))
+        self.rows += rows
+
+    def begin(self) -> None:
+        """Submit the first, and others as the replicas take rows."""
+        self._waiting = deque(sorted(self._waiting, key=lambda one: one[2]))
+        self._replicas._hungry = self.more
+        self.more()
+
+    def more(self) -> None:
+        """Submit users until enough rows wait."""
+        with self._lock:
+            while self._waiting and (self._most is None or self._replicas.waiting_rows < self._most):
+                user, data, rows = self._waiting.popleft()
+                try:
+                    future = self._replicas._submit(user, data, rows)
+                except FleetError as error:
+                    self._told((user, error))
+                else:
+                    future.add_done_callback(lambda ended, user=user: self._told((user, outcome(ended))))
+
+
+def _answers(
+    replicas: Replicas, users: Mapping[Hashable, Any], shown: Any, room: int, waiting: int | None
+) -> Generator[tuple[Hashable, Any], None, None]:
     done: SimpleQueue[tuple[Hashable, Any]] = SimpleQueue()
     reading: Reading | None = None
     framework = replicas._framework
+    turns = _Turns(replicas, waiting, done.put)
     streams: dict[Hashable, Any] = {}
-    finished, rows, failed = False, 0, 0
+    finished, failed = False, 0
     try:
         for user, data in users.items():
             try:
@@ -127,21 +188,21 @@ def _stream(
                 where = f"the data of user {user!r}"
                 if isinstance(data, Iterator) or is_loader(data, framework.arrays, where):
                     streams[user] = data
-                    continue
-                future = replicas.submit(user, data)
+                else:
+                    turns.add(user, data)
             except FleetError as error:
                 done.put((user, error))
-            else:
-                rows += rows_of(data, user)[1]
-                future.add_done_callback(lambda ended, user=user: done.put((user, outcome(ended))))
-        reading = Reading(replicas, streams, room=room, inputs=framework.inputs, told=done.put)
-        with shown(replicas, rows, reading) as show:
+        turns.begin()
+        reading = Reading(replicas, streams, room=AHEAD * room, inputs=framework.inputs, told=done.put)
+        with shown(replicas, turns.rows, reading) as show:
             for _ in users:
                 while True:
                     show(failed)
                     with suppress(Empty):
                         user, answer = done.get(timeout=LOOK)
                         break
+                if replicas.failure is not None:  # no user's fault, and nobody's answer is to come
+                    raise replicas.failure
                 failed += isinstance(answer, Exception)
                 if user in streams:
                     reading.handed_out()

@@ -109,7 +109,9 @@ class Replicas:
         self._free = 0  # replicas that wait for rows
         self._closing = self._ended = False
         self._broken: dict[str, Exception] = {}
-        self._failure: FleetError | None = None  # why nothing can be answered any more
+        self.failure: FleetError | None = None
+        """Why nothing can be answered any more: no replica is left."""
+        self._hungry: Callable[[], None] | None = None  # called when rows were taken: others may follow
         try:
             self._shared = found[0].share(model, "the model")
         except CannotSendError as error:
@@ -156,6 +158,11 @@ class Replicas:
         future.add_done_callback(lambda done: self._cancelled(request) if done.cancelled() else None)
         return future
 
+    @property
+    def waiting_rows(self) -> int:
+        """How many rows wait for a replica."""
+        return self._queue.counts.waiting_rows
+
     def stats(self) -> Stats:
         """What was done so far, by replica and by user."""
         with self._lock:
@@ -188,6 +195,12 @@ class Replicas:
 
     def _take(self, name: str, most: int | None, several: int) -> Batch | None:
         """The next rows for a replica; waits for them. None: it is all over."""
+        batch = self._awaited(name, most, several)
+        if self._hungry is not None:
+            self._hungry()
+        return batch
+
+    def _awaited(self, name: str, most: int | None, several: int) -> Batch | None:
         with self._lock:
             self._free += 1
             try:
@@ -202,7 +215,10 @@ class Replicas:
     def _take_ahead(self, name: str, most: int | None, several: int) -> Batch | None:
         """Rows for a replica that is still busy; none if another one is free to take them now."""
         with self._lock:
-            return None if self._free else self._queue.take(name, time.monotonic(), most, several)
+            batch = None if self._free else self._queue.take(name, time.monotonic(), most, several)
+        if self._hungry is not None:
+            self._hungry()
+        return batch
 
     def _over(self) -> bool:
         """Whether nothing is left to do, and nothing will come."""
@@ -263,7 +279,7 @@ class Replicas:
             self._broken[name] = error
             reason = f"the replica on {name} is given up: {type(error).__name__}: {error}"
             if all(driver.name in self._broken for driver in self._drivers):
-                self._failure = failure = FleetError(f"no replica is left; {reason}")
+                self.failure = failure = FleetError(f"no replica is left; {reason}")
                 failure.__cause__ = error
                 ended = self._queue.close(failure)
             else:

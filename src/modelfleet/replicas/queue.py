@@ -7,6 +7,7 @@ holds the queue has one lock around every call.
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from numbers import Integral
 from typing import Any
 
 from modelfleet.errors import ClosedError, DeadlineError, FleetError, InputError, QueueFullError, unknown
@@ -350,8 +351,9 @@ class Queue:
         return self._lines[self._homes[user]]
 
     def _house(self, user: Hashable) -> None:
-        """Give a user the live replica that has the fewest; any, if none lives."""
-        home = min(self._live or self._guests, key=lambda name: len(self._guests[name]))
+        """Give a user the live replica that has the fewest; if none lives, any that may come back."""
+        homes = self._live or [name for name in self._guests if name not in self._given_up] or self._guests
+        home = min(homes, key=lambda name: len(self._guests[name]))
         self._homes[user] = home
         self._guests[home][user] = None
 
@@ -376,7 +378,7 @@ class Queue:
 
 
 def _check_positive(what: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
         raise InputError(f"{what}={value!r}. Give a whole number, at least 1.")
 
 

@@ -130,7 +130,7 @@ class Reading:
 
     def _submit(self, stream: "_Stream", data: Any, rows: int) -> None:
         try:
-            future = self._replicas.submit(stream.user, data)
+            future = self._replicas._submit(stream.user, data, rows)
         except FleetError as error:  # there are no replicas any more
             stream.error = error
             return
