@@ -18,6 +18,8 @@ from modelfleet.trees import map_tree
 class Replica:
     """Answers batches with a model, in evaluation mode until it is closed. On the CPU the model is not copied."""
 
+    pads = False
+
     def __init__(self, model: nn.Module, device: torch.device, precision: str) -> None:
         if device.type != "cpu":
             model = copy.deepcopy(model).to(device)
