@@ -11,6 +11,7 @@ from tests.replicas.memory import asked_by_two
 
 import modelfleet as mf
 from modelfleet.frameworks import keras as adapter
+from modelfleet.workers import CannotSendError
 from modelfleet.workers.process import dismiss
 from modelfleet.workers.shared import InMemory
 
@@ -115,6 +116,13 @@ def test_what_can_not_be_asked_for() -> None:
         mf.Replicas(models.mlp(), precision="bf16")
     with pytest.raises(mf.InputError, match="has no weights yet"):
         mf.Replicas(keras.Sequential([layers.Dense(3)]))
+
+
+def test_two_classes_of_one_name_are_not_taken_for_each_other() -> None:
+    namesake = type("Scaled", (Scaled,), {"__module__": "elsewhere"})
+    model = keras.Sequential([keras.Input((4,)), Scaled(4), namesake(4)])
+    with pytest.raises(CannotSendError, match=r"two classes named 'Scaled', of .*test_replica and of elsewhere"):
+        InMemory.put(adapter.frozen(model), "the model")
 
 
 class Forgetful(Scaled):

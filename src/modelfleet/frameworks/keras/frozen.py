@@ -34,15 +34,12 @@ class Frozen:
         with ObjectSharingScope():
             config: Any = keras.saving.serialize_keras_object(self.model)
         config["compile_config"] = None
-        # By their classes, which pickle finds: Keras alone would find those only that are registered with it.
-        layers = {type(layer) for layer in self.model._flatten_layers()}
-        own = {keras.saving.get_registered_name(layer): layer for layer in layers}
         variables = self.model.variables
         weights = {
             key: _backend().numbers(variable)
             for key, variable in zip(structural_keys(variables), variables, strict=True)
         }
-        return restored, (json.dumps(config), own, weights)
+        return restored, (json.dumps(config), _own_classes(self.model), weights)
 
 
 def frozen(model: keras.Model) -> Frozen:
@@ -51,10 +48,10 @@ def frozen(model: keras.Model) -> Frozen:
     return Frozen(model)
 
 
-def restored(config: str, layers: Mapping[str, Any], weights: Mapping[str, np.ndarray]) -> keras.Model:
+def restored(config: str, classes: Mapping[str, Any], weights: Mapping[str, np.ndarray]) -> keras.Model:
     """The model that was taken apart. Where the backend can have it so, its weights are these very arrays."""
     with ObjectSharingScope():
-        model: Any = keras.saving.deserialize_keras_object(json.loads(config), dict(layers), safe_mode=False)
+        model: Any = keras.saving.deserialize_keras_object(json.loads(config), dict(classes), safe_mode=False)
     own = dict(zip(structural_keys(model.variables), model.variables, strict=True))
     shapes = {key: tuple(variable.shape) for key, variable in own.items()}
     sent = {key: array.shape for key, array in weights.items()}
@@ -81,6 +78,23 @@ def _keeps_more(layer: Any) -> bool:
     hooks = ("load_own_variables", "load_assets")
     owners = [cls.__module__ for hook in hooks for cls in type(layer).__mro__ if hook in vars(cls)]
     return not all(f"{owner}.".startswith(_PLAIN) for owner in owners)
+
+
+def _own_classes(model: keras.Model) -> dict[str, type]:
+    """The classes of layers that are not Keras's, by the names in configs.
+
+    Pickle finds them where they are defined; Keras would find those only that are registered with it.
+    """
+    found: dict[str, type] = {}
+    for kind in map(type, model._flatten_layers()):
+        name = keras.saving.get_registered_name(kind)
+        if kind.__module__.partition(".")[0] != "keras" and found.setdefault(name, kind) is not kind:
+            raise InputError(
+                f"the model has layers of two classes named {name!r}, of {found[name].__module__} and of "
+                f"{kind.__module__}; a config tells classes apart by name. Register them with Keras, each with "
+                f"a package of its own: @keras.saving.register_keras_serializable(package=...)."
+            )
+    return found
 
 
 def _as_it_came(model: keras.Model) -> keras.Model:
