@@ -2,9 +2,12 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from multiprocessing import active_children
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,6 +69,60 @@ def test_answers_come_as_they_are_done() -> None:
     first, second = list(stream)
     assert (first[0], second[0]) == ("small", "large")
     assert_answers(model, data["large"], second[1])
+
+
+def test_only_a_few_users_wait_at_a_time() -> None:
+    model = models.Gated()
+    data = {mark: rows(mark, 64) for mark in range(100)}
+    stream: Any = mf.imap(model, data, devices="cpu", batch_size=8)
+    first: list[Any] = []
+    asking = threading.Thread(target=lambda: first.append(next(stream)))
+    asking.start()
+    model.asked.wait()
+    assert stream._replicas.stats().submitted < 10  # the others would only finish together with these
+    model.gate.set()
+    asking.join()
+    found = dict([*first, *stream])
+    assert len(found) == 100
+    for mark, x in data.items():
+        assert_answers(model, x, found[mark])
+
+
+def test_a_stream_that_is_dropped_ends_its_replicas() -> None:
+    before = threading.active_count()
+    stream = mf.imap(models.Marked(), {"ada": rows(1, 5)}, devices="cpu")
+    assert threading.active_count() > before
+    del stream
+    assert threading.active_count() == before
+
+
+def test_where_no_replica_can_be_had_nothing_is_answered() -> None:
+    with pytest.raises(mf.FleetError, match=r"no replica is left.*the weights' file is not on this machine"):
+        mf.map(models.Unloadable(), {"ada": rows(1, 3), "bob": rows(2, 3)}, devices="cpu:0,cpu:1")
+
+
+PROMPT = """
+import numpy as np
+from torch import nn
+import modelfleet as mf
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = lambda x: 2 * x
+
+    def forward(self, x):
+        return self.scale(x)
+
+print(mf.map(Net(), {"ada": np.ones((3, 2), np.float32)}, devices="cpu:0,cpu:1")["ada"].sum())
+"""
+
+
+def test_classes_of_a_prompt_are_sent_with_their_code(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-"], input=PROMPT, capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert (done.stdout, done.stderr) == ("12.0\n", "")
 
 
 def test_a_stream_that_is_left_ends_its_replicas() -> None:

@@ -1,7 +1,9 @@
 """Replicas: many users' rows on every device, nobody's trouble another's, and nothing lost."""
 
 import asyncio
+import os
 import re
+import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from typing import Any
@@ -13,6 +15,7 @@ from tests.replicas import models
 from torch import nn
 
 import modelfleet as mf
+from modelfleet.replicas import pool
 from modelfleet.workers.process import dismiss
 
 TWO = "cpu:0,cpu:1"
@@ -121,6 +124,24 @@ def models_like(model: models.Marked) -> nn.Module:
     like = models.Marked()
     like.load_state_dict(model.state_dict())
     return like
+
+
+def test_what_a_model_keeps_is_no_other_replicas() -> None:
+    model = models.Keeping()
+    with mf.Replicas(model, devices=TWO, batch_size=4, isolation="batch") as replicas:
+        asked = {mark: replicas.submit(mark, rows(mark, 40)) for mark in range(1, 21)}
+        for mark, future in asked.items():
+            np.testing.assert_array_equal(future.result(), np.full((40, 3), mark))
+    assert not model.kept.any()
+
+
+def test_rows_are_those_that_were_submitted(gated: tuple[models.Gated, mf.Replicas]) -> None:
+    model, replicas = gated
+    x = rows(1, 3)
+    future = replicas.submit("ada", x)
+    x[:] = 9
+    model.gate.set()
+    assert_answers(model, rows(1, 3), future.result())
 
 
 def test_not_a_number_stays_with_its_row() -> None:
@@ -270,6 +291,64 @@ def test_rows_that_take_replicas_down_fail_by_name(model: models.Marked, words: 
     assert sum(replica.restarts for replica in replicas.stats().replicas.values()) >= 3
 
 
+def test_a_row_that_hangs_in_this_process_fails_by_name() -> None:
+    with mf.Replicas(models.Hanging(), devices="cpu", batch_size=4, timeout=0.3) as replicas:
+        guilty = replicas.submit("guilty", poisoned(1, 5, 2))
+        other = replicas.submit("other", rows(2, 5))
+        assert other.result().shape == (5, 2)
+        with pytest.raises(mf.RowsError, match=re.escape("row 2 of user 'guilty'")) as caught:
+            guilty.result()
+    assert list(caught.value.rows) == [2]
+
+
+@pytest.mark.parametrize("trouble", [OSError(24, "Too many open files"), MemoryError()])
+def test_trouble_of_this_process_loses_no_rows(trouble: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, raised = models.Marked(), threading.Event()
+    reply = pool._Driver._reply
+
+    def once(self: Any, worker: Any) -> Any:
+        if not raised.is_set():
+            raised.set()
+            raise trouble
+        return reply(self, worker)
+
+    monkeypatch.setattr(pool._Driver, "_reply", once)
+    with mf.Replicas(model, devices="cpu", batch_size=4) as replicas:
+        assert_answers(model, rows(1, 9), replicas.submit("ada", rows(1, 9)).result())
+    assert raised.is_set()
+
+
+def test_rows_for_which_there_is_no_shared_memory_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    fallocate = os.posix_fallocate
+
+    def small(fd: int, start: int, size: int) -> None:
+        if size > 1_000_000:
+            raise OSError(28, "No space left on device")
+        fallocate(fd, start, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", small)
+    model = models.Pair()
+    with mf.Replicas(model, devices=TWO, batch_size=4) as replicas:
+        large = np.ones((2, 300_000), np.float32)
+        failing = replicas.submit("large", {"left": large, "right": large})
+        small_rows = {"left": np.ones((9, 2), np.float32), "right": np.ones((9, 2), np.float32)}
+        np.testing.assert_array_equal(replicas.submit("small", small_rows).result()["sum"], np.full((9, 2), 2))
+        with pytest.raises(mf.RowsError, match="of shared memory can't be had"):
+            failing.result()
+
+
+def test_a_deadline_that_never_comes_does_not_end_the_others() -> None:
+    model = models.Gated()
+    with mf.Replicas(model, devices="cpu", batch_size=1) as replicas:
+        patient = replicas.submit("patient", rows(1, 1), deadline=float("inf"))
+        model.asked.wait()
+        hasty = replicas.submit("hasty", rows(2, 1), deadline=0.05)
+        with pytest.raises(mf.DeadlineError):
+            hasty.result()
+        model.gate.set()
+        assert_answers(model, rows(1, 1), patient.result())
+
+
 def test_a_batch_that_is_too_large_for_the_memory_is_cut() -> None:
     model = models.Greedy()
     with mf.Replicas(model, devices="cpu", batch_size=32) as replicas:
@@ -292,6 +371,15 @@ def test_a_model_that_can_not_be_received_fails_the_requests_with_the_reason() -
 def test_the_weights_are_shared_by_the_replicas_of_a_machine() -> None:
     with mf.Replicas(models.Where(), devices=TWO, batch_size=1) as replicas:
         assert replicas.submit("ada", rows(1, 20)).result().all()
+
+
+def test_a_model_in_lower_precision_takes_rows_of_any() -> None:
+    model = nn.Linear(4, 2).bfloat16()
+    x = torch.randn(3, 4)
+    with mf.Replicas(model, devices="cpu") as replicas, torch.no_grad():
+        expected = model(x.bfloat16()).float().numpy()
+        for given in (x, x.bfloat16(), x.numpy()):
+            np.testing.assert_array_equal(replicas.submit("ada", given).result(), expected)
 
 
 def test_lower_precision_where_it_is_asked_for() -> None:
@@ -350,11 +438,9 @@ def test_no_memory_for_even_one_replica(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_model_that_can_not_be_sent_says_how_to_write_one() -> None:
-    class Local(nn.Module):
-        pass
-
-    with pytest.raises(mf.StrategyError, match=r"the model can't be sent .* at the top of a module"):
-        mf.Replicas(Local(), devices=TWO)
+    model = models.Gated()  # it holds events, which belong to this process
+    with pytest.raises(mf.StrategyError, match=r"the model can't be sent .* at the top of a module.* locks"):
+        mf.Replicas(model, devices=TWO)
 
 
 def test_a_model_whose_outputs_are_not_by_row_is_refused_with_the_shapes() -> None:

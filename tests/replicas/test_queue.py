@@ -645,3 +645,14 @@ def test_users_pinned_to_a_replica_that_is_given_up_fail_and_the_others_do_not()
     eve = queue.submit("eve", None, 1, now=0.0)  # a new user has a replica that is there
     batches = [queue.take("b", 0.0) for _ in range(3)]
     assert {piece.request for batch in batches if batch for piece in batch.slices} == {on_b, eve}
+
+
+def test_a_new_user_is_never_pinned_to_a_replica_that_is_given_up() -> None:
+    queue = Queue(["a", "b"], batch_size=4, max_queue=None, balance="least-busy", isolation="device")
+    queue.given_up("a", FleetError("no driver"))
+    queue.lost("b")
+    eve = queue.submit("eve", None, 1, now=0.0)
+    queue.back("b")
+    batch = queue.take("b", 0.0)
+    assert batch is not None
+    assert batch.slices[0].request is eve

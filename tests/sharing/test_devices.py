@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.helpers import fit, mlp, toy
-from tests.sharing.test_sharing import Batches, Dropping, same
+from tests.sharing.test_sharing import Batches, Dropping, Locked, same
 from torch.utils.data import DataLoader, TensorDataset
 
 import modelfleet as mf
@@ -199,6 +199,18 @@ def test_the_lanes_of_a_killed_worker_go_on_from_their_last_epoch(together: bool
     same(one, two)
 
 
+def test_a_lane_some_of_whose_members_are_done_goes_on_elsewhere(tmp_path: Path) -> None:
+    epochs = mf.each([1, 1, 3])
+    one, two = (mf.Fleet.build(mlp, 3, devices=devices) for devices in ("cpu", BOTH))
+    for fleet in (one, two):
+        fleet.compile("adam", "cross_entropy", lr=0.01)
+    fit(one, Batches(), epochs=epochs)
+    history = fit(two, Deadly(tmp_path, 1), epochs=epochs, strategy="processes")
+    assert len(list(tmp_path.glob("death*"))) == 1
+    assert not history.failed
+    same(one, two)
+
+
 def test_a_lane_on_which_workers_die_again_and_again_fails_alone(tmp_path: Path) -> None:
     alone, one, two = unlike("cpu"), unlike("cpu"), unlike(BOTH)
     fit(alone, Batches(), epochs=1)
@@ -219,9 +231,11 @@ def test_a_lane_on_which_workers_die_again_and_again_fails_alone(tmp_path: Path)
 def test_ctrl_c_stops_all_devices_and_keeps_what_was_done(strategy: str) -> None:
     class Press(mf.Callback):
         together = False
+        pressed = False
 
         def on_epoch_end(self, run: Any) -> None:
-            if run.epoch == 1:
+            if run.epoch == 1 and not self.pressed:  # on both devices at once it would be pressed twice
+                self.pressed = True
                 signal.raise_signal(signal.SIGINT)
 
     fleet = unlike(BOTH)
@@ -237,7 +251,7 @@ def test_what_cannot_be_sent_is_told_before_anything_is_trained() -> None:
     fleet = unlike(BOTH)
     before = {name: [p.clone() for p in fleet[name].parameters()] for name in fleet.names}
     data: dict[str, Any] = {name: Batches() for name in fleet.names}
-    data["m3"] = lambda: iter(Batches())
+    data["m3"] = Locked()
     with pytest.raises(mf.StrategyError, match=r"members 'm3' with their data can't be sent .*top of a module"):
         fit(fleet, mf.each(data), strategy="processes")
     for name, parameters in before.items():

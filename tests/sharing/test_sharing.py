@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,13 @@ class Batches:
     def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for first in range(0, 40, 8):
             yield X[first : first + 8], Y[first : first + 8]
+
+
+class Locked(Batches):
+    """Batches that no other process can have."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
 
 
 @pytest.mark.parametrize("strategy", SHARINGS)
@@ -212,7 +220,7 @@ def test_what_cannot_be_sent_to_a_worker_is_told_before_anything_is_trained() ->
     fleet = mixed()
     before = {name: parameter.clone() for name, parameter in fleet["a"].named_parameters()}
     with pytest.raises(mf.StrategyError, match=r"can't be sent to a worker process: .*top of a module"):
-        fit(fleet, lambda: iter(Batches()), strategy="processes")
+        fit(fleet, Locked(), strategy="processes")
     after = dict(fleet["a"].named_parameters())
     assert all(torch.equal(before[name], after[name]) for name in before)
 

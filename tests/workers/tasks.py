@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
@@ -63,3 +63,8 @@ def total(order: Any) -> Generator[Any, Any, None]:
     """The sum of a shared value, and whether its memory is its own."""
     value = order.get()
     yield float(value.sum()), bool(value.flags.owndata)
+
+
+def called(function: Callable[[], Any]) -> Generator[Any, Any, None]:
+    """What a function gives."""
+    yield function()

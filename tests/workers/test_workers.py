@@ -1,7 +1,9 @@
 """Workers of every kind: one protocol, the same behaviour."""
 
+import errno
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -172,8 +174,24 @@ def test_an_error_that_can_not_be_sent_is_told_in_words() -> None:
 def test_what_can_not_be_sent_says_how_to_write_it() -> None:
     worker = PROCESS.hire()
     with pytest.raises(CannotSendError, match=r"the factory can't be sent .* at the top of a module"):
-        worker.start(tasks.echo, lambda: None, "the factory")
+        worker.start(tasks.echo, threading.Lock(), "the factory")
     worker.close()
+
+
+def test_what_nobody_else_can_import_is_sent_with_its_code() -> None:
+    worker = PROCESS.hire()
+    worker.start(tasks.called, lambda: 42, "the factory")
+    assert worker.receive() == (True, 42)
+    worker.close()
+
+
+def test_shared_memory_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(CannotSendError, match=r"16.* of shared memory can't be had, .* free\. Give .*--shm-size"):
+        PROCESS.share(np.ones(2_000_000), "ones")
 
 
 def test_idle_workers_are_hired_again() -> None:

@@ -110,8 +110,9 @@ def _check_keywords(takes: inspect.Signature | None, arguments: Mapping[str, Any
 def reduced(value: Any) -> Any:
     """How to pickle a framework's tensor by its NumPy array; NotImplemented for all else."""
     root = type(value).__module__.partition(".")[0]
-    if root == "torch" and "torch" in sys.modules:
-        return adapter("torch").arrays.reduced(value)
+    framework = {"torch": "torch", "jaxlib": "jax"}.get(root)  # JAX's arrays are of its part in C++
+    if framework is not None and framework in sys.modules:
+        return adapter(framework).arrays.reduced(value)
     return NotImplemented
 
 

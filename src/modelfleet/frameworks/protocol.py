@@ -5,7 +5,7 @@ holds the stacked state of a lane's members on a device and runs the lane's step
 checks both.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -81,6 +81,10 @@ class Adapter(Protocol):
     """`Engine(members, task, columns, device, *, fused, programs=None)`; `device` is what `native` gave, and
     `programs` the `.programs` of another engine of the same structure and task, to trace nothing anew."""
     Schedules: Callable[..., Schedules]
+    Replica: Callable[[Any, Any, str], "Replica"]
+    """`Replica(model, device, precision)`; `device` is what `native` gave."""
+    PRECISIONS: Collection[str]
+    """Those that `Replica` takes."""
 
     def is_model(self, value: Any) -> bool:
         """Whether this adapter takes it as a model. Called for values whose class is of the framework."""
@@ -138,8 +142,8 @@ class Adapter(Protocol):
     # An adapter whose steps on the CPU take as many threads as the calling thread was told to may also have
     # `threads() -> int` and `use_threads(count)`: then logical CPU devices have threads of their own.
 
-    # An adapter whose engines have `spread` also has `Group`, as in `frameworks.torch.parallel`; one whose models
-    # can be asked as they are may have `Replica` and `weight_bytes`, as in `frameworks.torch.replica`.
+    # An adapter whose engines have `spread` also has `Group`, as in `frameworks.torch.parallel`. One whose models
+    # are more than replicas need may have `frozen(model)`: that is sent to them, and given to `Replica`, instead.
 
     def memory(self, device: Any) -> Memory | None:
         """The memory of one of the framework's own devices; None if it does not tell, as of the CPU."""
@@ -153,6 +157,10 @@ class Adapter(Protocol):
         """Put that generator back into a state."""
         ...
 
+    def weight_bytes(self, model: Any) -> int:
+        """What a model's weights take."""
+        ...
+
     def weights_key(self, model: Any) -> Hashable:
         """What models must have in common for their weights to be stacked in one file."""
         ...
@@ -163,6 +171,28 @@ class Adapter(Protocol):
 
     def fill(self, model: Any, tensors: Mapping[str, Any]) -> str | None:
         """Copy one member's weights into a model; gives the first thing that does not fit instead."""
+        ...
+
+
+class Replica(Protocol):
+    """A model as it is, to be asked only.
+
+    On the CPU its weights stay where they are, in memory that others may read, too: nothing is ever written there.
+    """
+
+    pads: bool
+    """Whether it is best asked for batches of few sizes, as each is a program to compile."""
+
+    def __call__(self, rows: Any) -> Any:
+        """The model's outputs on a tree of NumPy arrays `(row, …)`, as one."""
+        ...
+
+    def out_of_memory(self, error: BaseException) -> bool:
+        """Whether an error that it raised says that the device is out of memory."""
+        ...
+
+    def close(self) -> None:
+        """Leave the model as it was."""
         ...
 
 

@@ -84,10 +84,10 @@ class Replicas:
         if not isinstance(timeout, Real) or not timeout > 0:
             raise InputError(f"timeout={timeout!r}. Give the seconds that a batch may take, more than 0.")
         model, framework = _model(model)
-        if precision != "float32" and not hasattr(framework, "Replica"):
+        if precision not in framework.PRECISIONS:
             raise InputError(
-                f'precision="{precision}" is for torch models; this one is of {framework.NAME}. Set the precision '
-                f"in the model itself."
+                f'precision="{precision}" is for models of torch and JAX; this one is of {framework.NAME}. Set '
+                f"the precision in the model itself."
             )
         self._framework = framework
         found = places.find(devices, framework)
@@ -113,7 +113,8 @@ class Replicas:
         """Why nothing can be answered any more: no replica is left."""
         self._hungry: Callable[[], None] | None = None  # called when rows were taken: others may follow
         try:
-            self._shared = found[0].share(model, "the model")
+            frozen = getattr(framework, "frozen", lambda model: model)
+            self._shared = found[0].share(frozen(model), "the model")
         except CannotSendError as error:
             raise StrategyError(f"{error} Or use one device, for which nothing is sent.") from error
         self._drivers = [

@@ -33,6 +33,7 @@ def _is_rows(leaf: Any) -> bool:
 def _array(leaf: Any, user: Hashable) -> np.ndarray:
     if hasattr(leaf, "detach"):  # of torch, wherever it is
         leaf = leaf.detach().cpu()
+        leaf = leaf.float() if str(leaf.dtype) == "torch.bfloat16" else leaf  # which NumPy does not have
     try:
         array = np.asarray(leaf)
     except Exception as error:  # of ragged lists, and whatever else says that it is an array

@@ -10,7 +10,7 @@ import numpy as np
 from modelfleet import frameworks
 from modelfleet.devices import parse_devices
 from modelfleet.errors import InputError
-from modelfleet.members import Member
+from modelfleet.frameworks.protocol import Replica
 from modelfleet.replicas.rows import joined
 from modelfleet.trees import leaves, map_tree
 from modelfleet.workers import Shared
@@ -47,12 +47,7 @@ def serve(order: Order) -> Generator[Reply, Any, None]:
     model = order.model.get()
     devices = parse_devices(order.device)
     device = framework.native(framework.choose(devices)[0])
-    made = getattr(framework, "Replica", None)
-    replica: Any
-    if made is not None:
-        replica = made(model, device, order.precision)
-    else:
-        replica = _Stepped(framework, model, device, order.batch_size)
+    replica: Replica = framework.Replica(model, device, order.precision)
     try:
         rows = yield Reply()
         while rows is not None:
@@ -61,7 +56,7 @@ def serve(order: Order) -> Generator[Reply, Any, None]:
         replica.close()
 
 
-def _answered(replica: Any, rows: Any, size: int) -> Reply:
+def _answered(replica: Replica, rows: Any, size: int) -> Reply:
     """The outputs for rows of one batch or of several."""
     begun = time.perf_counter()
     count = len(leaves(rows)[0])
@@ -69,50 +64,32 @@ def _answered(replica: Any, rows: Any, size: int) -> Reply:
         parts = []
         for start in range(0, count, size):
             batch = map_tree(lambda leaf, start=start: leaf[start : start + size], rows)
-            parts.append(replica(batch))
-            _check(parts[-1], min(size, count - start))
+            parts.append(_outputs(replica, batch, size))
         outputs = joined(parts)
     except Exception as error:  # a model may raise anything
         return Reply(error=portable(error), memory=replica.out_of_memory(error))
     return Reply(outputs, seconds=time.perf_counter() - begun)
 
 
+def _outputs(replica: Replica, batch: Any, most: int) -> Any:
+    """The outputs for one batch, padded to a power of two or to `most` where every size is compiled."""
+    count = len(leaves(batch)[0])
+    size = min(most, 1 << (count - 1).bit_length()) if replica.pads else count
+    outputs = replica(map_tree(lambda leaf: _padded(leaf, size), batch))
+    _check(outputs, size)
+    return map_tree(lambda leaf: leaf[:count], outputs)
+
+
 def _check(outputs: Any, count: int) -> None:
-    for leaf in leaves(outputs):
+    found = leaves(outputs)
+    if not found:
+        raise InputError(f"the model gave {outputs!r} for {count} rows; expected arrays, one answer per row.")
+    for leaf in found:
         if leaf.ndim == 0 or len(leaf) != count:
             raise InputError(
                 f"the model gave {leaf.shape} for {count} rows; expected one answer per row, ({count}, …). "
                 f"Give a model whose outputs have the rows first, as its inputs do."
             )
-
-
-class _Stepped:
-    """A model of a framework whose programs are compiled for one size of batch: rows are padded to few sizes."""
-
-    def __init__(self, framework: Any, model: Any, device: Any, batch_size: int) -> None:
-        member = Member("model", model, 0, framework)
-        prepared = framework.prepare(None, [member], "predict")
-        self._engine = framework.Engine([member], prepared.tasks[0], dict(prepared.columns), device, fused=False)
-        self._framework = framework
-        self._device = device
-        self._batch_size = batch_size
-
-    def __call__(self, rows: Any) -> Any:
-        """The model's outputs on a tree of NumPy arrays."""
-        count = len(leaves(rows)[0])
-        size = count if count >= self._batch_size else min(self._batch_size, 1 << (count - 1).bit_length())
-        arrays = self._framework.arrays
-        padded = map_tree(lambda leaf: arrays.place(_padded(leaf, size), self._device), rows)
-        outputs = self._engine.predict(padded, shared=True)
-        return map_tree(np.asarray, self._engine.rows(outputs, 0, count))
-
-    def out_of_memory(self, error: BaseException) -> bool:
-        """Whether an error says that the device is out of memory."""
-        return self._engine.out_of_memory(error)
-
-    def close(self) -> None:
-        """End what goes on beside."""
-        self._engine.stop()
 
 
 def _padded(leaf: np.ndarray, size: int) -> np.ndarray:

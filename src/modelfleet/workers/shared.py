@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from multiprocessing import shared_memory
 from typing import Any
 
+import cloudpickle
+
 from modelfleet import frameworks
 from modelfleet.words import size as size_of
 from modelfleet.workers._base import CannotSendError
@@ -38,20 +40,33 @@ class _Pickler(pickle.Pickler):
         return frameworks.reduced(value)
 
 
-def pickled(value: Any, what: str, pickler: Any = _Pickler) -> tuple[bytes, list[memoryview]]:
+class ByValue(cloudpickle.Pickler):
+    """Pickles with its code what others can't import: what was defined at a prompt, or within a function."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """How an object is taken apart."""
+        found = frameworks.reduced(obj)
+        return super().reducer_override(obj) if found is NotImplemented else found
+
+
+def pickled(value: Any, what: str, pickler: Any = None) -> tuple[bytes, list[memoryview]]:
     """A value's pickle, and the arrays that are to go beside it."""
-    if pickler is _Pickler and not importable_main():
-        pickler = _by_value()
-    buffers: list[pickle.PickleBuffer] = []
-    stream = io.BytesIO()
-    try:
-        pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
-    except Exception as error:  # a pickle may raise anything
-        raise CannotSendError(
-            f"{what} can't be sent to a worker process: {type(error).__name__}: {error}. Define classes and "
-            f"functions at the top of a module that can be imported, not inside of a function or as a lambda."
-        ) from error
-    return stream.getvalue(), [buffer.raw() for buffer in buffers]
+    picklers = [pickler] if pickler is not None else [_Pickler, ByValue] if importable_main() else [ByValue]
+    for number, kind in enumerate(picklers, 1):
+        buffers: list[pickle.PickleBuffer] = []
+        stream = io.BytesIO()
+        try:
+            kind(stream, protocol=5, buffer_callback=buffers.append).dump(value)
+        except Exception as error:  # a pickle may raise anything
+            if number < len(picklers):
+                continue
+            raise CannotSendError(
+                f"{what} can't be sent to a worker process: {type(error).__name__}: {error}. Define classes and "
+                f"functions at the top of a module that can be imported, and leave out what belongs to one "
+                f"process alone: locks, open files, generators."
+            ) from error
+        return stream.getvalue(), [buffer.raw() for buffer in buffers]
+    raise AssertionError("the last of the picklers has given or raised something")
 
 
 def importable_main() -> bool:
@@ -61,18 +76,6 @@ def importable_main() -> bool:
         return True
     found = getattr(main, "__file__", None)
     return found is not None and os.path.isfile(found)
-
-
-def _by_value() -> Any:
-    """Pickles what was defined at a prompt with its code: nobody else can import it."""
-    import cloudpickle
-
-    class Pickler(cloudpickle.Pickler):
-        def reducer_override(self, obj: Any) -> Any:
-            found = frameworks.reduced(obj)
-            return super().reducer_override(obj) if found is NotImplemented else found
-
-    return Pickler
 
 
 def portable(error: Exception) -> Exception:

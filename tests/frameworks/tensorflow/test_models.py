@@ -74,6 +74,21 @@ def test_unlike_models_predict_in_one_fleet(tmp_path: Path) -> None:
     np.testing.assert_allclose(found["branching"]["first"], X[:, 0], rtol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["module", "saved", "function"])
+def test_replicas_answer_with_the_model_s_own_variables(kind: str, tmp_path: Path) -> None:
+    module = Affine()
+    made = {
+        "module": lambda: module,
+        "saved": lambda: saved(tmp_path, module),
+        "function": lambda: tf.function(module),
+    }
+    model = made[kind]()
+    with mf.Replicas(model, devices="cpu", batch_size=4) as replicas:
+        np.testing.assert_allclose(replicas.submit("ada", X).result(), expected(module), rtol=1e-5)
+        np.testing.assert_allclose(replicas.submit("bob", X[:3]).result(), expected(module, X[:3]), rtol=1e-5)
+    assert adapter.weight_bytes(module) == 4 * (4 * 3 + 3)
+
+
 def test_each_member_predicts_on_its_own_data() -> None:
     modules = {"a": Affine(), "b": Affine()}
     data = {"a": X[:7], "b": X[3:]}

@@ -20,8 +20,11 @@ from modelfleet.frameworks.jax.building import (
 from modelfleet.frameworks.jax.devices import accelerators, choose, memory, native
 from modelfleet.frameworks.jax.engine import engine as Engine
 from modelfleet.frameworks.jax.recipe import compile, prepare
+from modelfleet.frameworks.jax.replica import replica as Replica
+from modelfleet.frameworks.jax.replica import weight_bytes
 from modelfleet.frameworks.jax.schedules import Schedules
 from modelfleet.frameworks.jax.structure import difference, signature, trained_twice
+from modelfleet.frameworks.jax.task import PRECISIONS
 
 NAME = "jax"
 
@@ -30,7 +33,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 __all__ = [
     "NAME",
+    "PRECISIONS",
     "Engine",
+    "Replica",
     "Schedules",
     "accelerators",
     "arrays",
@@ -53,5 +58,6 @@ __all__ = [
     "signature",
     "stacked_weights",
     "trained_twice",
+    "weight_bytes",
     "weights_key",
 ]

@@ -71,6 +71,19 @@ def from_host(array: np.ndarray, like: Array) -> np.ndarray:
     return array.view(like.dtype) if np.dtype(like.dtype).name == "bfloat16" else array
 
 
+def reduced(value: Any) -> Any:
+    """How to pickle an array without copying its numbers; NotImplemented for all else."""
+    # Weakly typed ones are numbers of Python: small, and JAX knows how to keep them so.
+    if not isinstance(value, jax.Array) or value.weak_type or len(value.devices()) > 1:
+        return NotImplemented
+    return restored, (host(value), value.dtype.name)
+
+
+def restored(array: np.ndarray, dtype: str) -> jax.Array:
+    """The array that `reduced` took apart, where JAX has its arrays; on the CPU that is the very memory."""
+    return jax.device_put(array.view(jnp.dtype(dtype)))
+
+
 def _library(tensors: Sequence[Array]) -> Any:
     return np if all(isinstance(tensor, np.ndarray) for tensor in tensors) else jnp
 

@@ -121,7 +121,7 @@ class JaxDefinition(Definition):
     def predict(self, state: State, x: Any) -> Any:
         """The outputs on inputs."""
         x = self._cast(x)
-        return self._run(state, False, lambda model: widened(self._form.call(model, x)))[0]
+        return self._run(state, False, lambda model: widened(self._form.call(model, x), self.task.precision))[0]
 
     def write_back(self, member: Member, state: State) -> None:
         """Put a member's arrays into its module, or make a new pair of them."""

@@ -55,7 +55,7 @@ def _prepare(recipe: Recipe, names: Sequence[str]) -> Prepared:
             'Use "bf16", which needs none.'
         )
     if recipe.precision not in PRECISIONS:
-        raise unknown("precision", recipe.precision, PRECISIONS)
+        raise unknown("precision", recipe.precision, [name for name in PRECISIONS if name != "fp16"])
     given = dict(recipe.hyperparameters or {})
     chosen, own = optimizers.resolve(recipe.optimizer, recipe.schedule, given, names)
     clips = _clips(recipe.clip_norm, names)

@@ -13,7 +13,7 @@ from modelfleet.frameworks.jax.losses import Loss, weighted
 from modelfleet.frameworks.jax.metrics import Metric
 from modelfleet.frameworks.jax.optimizers import Optimizer
 
-PRECISIONS = {"float32": None, "bf16": jnp.bfloat16}
+PRECISIONS = {"float32": None, "bf16": jnp.bfloat16, "fp16": jnp.float16}  # to train in: not fp16
 
 Array = Any  # of JAX
 
@@ -93,9 +93,10 @@ def _scalar(loss: Any) -> Array:
     return jnp.asarray(loss, jnp.float32).reshape(())
 
 
-def widened(output: Any) -> Any:
+def widened(output: Any, precision: str = "bf16") -> Any:
     """An output in float32, where it was computed in halves."""
-    return jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, output)
+    halves = (jnp.bfloat16, PRECISIONS[precision] or jnp.bfloat16)
+    return jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype in halves else a, output)
 
 
 def _form(batch: Any) -> str:

@@ -4,6 +4,7 @@ What the layers above use of Keras is named here.
 """
 
 from importlib import import_module
+from typing import Any
 
 import keras
 
@@ -21,11 +22,13 @@ from modelfleet.frameworks.keras.building import (
 )
 from modelfleet.frameworks.keras.callbacks import wrap
 from modelfleet.frameworks.keras.classes import weighted
+from modelfleet.frameworks.keras.frozen import Frozen, frozen, weight_bytes
 from modelfleet.frameworks.keras.recipe import compile, prepare
 from modelfleet.frameworks.keras.schedules import Schedules
 from modelfleet.frameworks.keras.structure import difference, signature, trained_twice
 
 NAME = "keras"
+PRECISIONS = ("float32",)  # a model has its own dtype policy
 
 _PARTS = {  # the engine of each backend, and whose arrays, devices and files it goes by
     "jax": ("keras.jax", "jax.arrays", "jax.devices", "files"),
@@ -41,9 +44,17 @@ memory, native = _devices.memory, _devices.native
 if keras.backend.backend() == "torch":
     threads, use_threads = _devices.threads, _devices.use_threads
 
+
+def Replica(model: Any, device: Any, precision: str) -> Any:  # noqa: N802  (a class in other adapters)
+    """Answers batches with a model that was `frozen`, here or where it came from."""
+    return _engine.replica(model.model if isinstance(model, Frozen) else model, device)
+
+
 __all__ = [
     "NAME",
+    "PRECISIONS",
     "Engine",
+    "Replica",
     "Schedules",
     "accelerators",
     "arrays",
@@ -54,6 +65,7 @@ __all__ = [
     "difference",
     "files",
     "fill",
+    "frozen",
     "inputs",
     "is_model",
     "memory",
@@ -65,6 +77,7 @@ __all__ = [
     "signature",
     "stacked_weights",
     "trained_twice",
+    "weight_bytes",
     "weighted",
     "weights_key",
     "wrap",

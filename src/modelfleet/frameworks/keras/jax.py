@@ -6,9 +6,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from modelfleet.frameworks.functional import Programs, State
+from modelfleet.frameworks.functional import Programs, Replica, State
+from modelfleet.frameworks.jax import arrays
 from modelfleet.frameworks.jax.backend import JaxBackend
+from modelfleet.frameworks.jax.replica import lent
 from modelfleet.frameworks.keras.definition import KerasDefinition, KerasEngine, Loss
+from modelfleet.frameworks.keras.steps import outputs
 from modelfleet.members import Member
 
 
@@ -42,3 +45,25 @@ class Engine(KerasEngine):
     ) -> None:
         definition = programs.definition if programs else JaxDefinition(members[0].model, task)
         super().__init__(members, definition, JaxBackend(device), fused=fused, programs=programs)
+
+
+def replica(model: Any, device: jax.Device) -> Replica:
+    """Answers batches with a model. On the CPU its weights are not copied."""
+    variables = list(model.variables)
+
+    def predict(values: Any, x: Any) -> Any:
+        return outputs(model, list(zip(variables, values, strict=True)), x)
+
+    # NumPy's views of them: a fit of the model then copies what it would write over.
+    values = lent([np.asarray(variable.value) for variable in variables], device)
+    return Replica(predict, values, JaxBackend(device), arrays)
+
+
+def numbers(variable: Any) -> np.ndarray:
+    """A variable's numbers in NumPy's terms: of bfloat16 the bits."""
+    return arrays.host(variable.value)
+
+
+def lend(variable: Any, array: np.ndarray) -> None:
+    """Give a variable what `numbers` gave; on the CPU it reads that memory."""
+    variable._direct_assign(arrays.restored(array, variable.dtype))

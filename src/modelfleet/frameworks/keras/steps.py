@@ -122,20 +122,16 @@ class Steps:
 
     def predict(self, params: Values, buffers: Values, x: Any) -> Any:
         """The model's outputs."""
-        with keras.StatelessScope(self._mapping(params, buffers, {})):
-            return self._call(x, training=False)
+        return outputs(self.model, self._mapping(params, buffers, {}), x)
 
     # --- helpers -------------------------------------------------------------------------------------------------
-
-    def _call(self, x: Any, *, training: bool) -> Any:
-        return self.model(x, training=training) if self.model._call_has_training_arg else self.model(x)
 
     def _forward(self, batch: Any, weights: Any, *, training: bool) -> Any:
         """The loss of a batch; what it does to the metrics and buffers is left in the scope."""
         model: Any = self.model  # compiled: it has a loss tracker
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         rows = next(leaf for leaf in tree.flatten(x) if leaf is not None).shape[0]
-        y_pred = self._call(x, training=training)
+        y_pred = _called(model, x, training=training)
         if weights is None:
             loss = model._compute_loss(x, y, y_pred, sample_weight, training=training)
             model._loss_tracker.update_state(loss, sample_weight=rows)
@@ -189,10 +185,20 @@ class Steps:
         return _found(scope, structural_keys(variables), variables)
 
 
+def outputs(model: keras.Model, mapping: Sequence[tuple[Any, Any]], x: Any) -> Any:
+    """A model's outputs, with other values for some of its variables; what it assigns to them is forgotten."""
+    with keras.StatelessScope(mapping):
+        return _called(model, x, training=False)
+
+
 def built(model: keras.Model) -> None:
     """Make the variables of a model's optimizer, as its first `fit` would."""
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
+
+
+def _called(model: keras.Model, x: Any, *, training: bool) -> Any:
+    return model(x, training=training) if model._call_has_training_arg else model(x)
 
 
 def _maskable(model: keras.Model) -> bool:

@@ -6,8 +6,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from modelfleet.frameworks.functional import Programs, State
+from modelfleet.frameworks.functional import Programs, Replica, State
 from modelfleet.frameworks.keras.definition import KerasDefinition, KerasEngine, Loss
+from modelfleet.frameworks.keras.steps import outputs
+from modelfleet.frameworks.tensorflow import arrays
 from modelfleet.frameworks.tensorflow.backend import TensorFlowBackend
 from modelfleet.members import Member
 
@@ -76,3 +78,18 @@ class Engine(KerasEngine):
         """One step of the active members, or `steps` of them on data (and weights) with a step axis."""
         self._tensorflow.calls_left = pace[0] / (steps or 1) if pace else 0
         super().train(hyper, active, data, weights, shared=shared, pace=pace, steps=steps)
+
+
+def replica(model: Any, device: str) -> Replica:
+    """Answers batches with a model: its own variables are read where they are."""
+    return Replica(lambda _, x: outputs(model, (), x), None, TensorFlowBackend(device), arrays)
+
+
+def numbers(variable: Any) -> np.ndarray:
+    """A variable's numbers in NumPy's terms: of bfloat16 the bits."""
+    return arrays.host(variable.value)
+
+
+def lend(variable: Any, array: np.ndarray) -> None:
+    """Give a variable what `numbers` gave, copied: a variable of TensorFlow has memory of its own."""
+    variable.assign(arrays.from_host(array, variable.value))

@@ -18,13 +18,16 @@ from torch import Tensor
 
 from modelfleet.errors import InputError
 from modelfleet.frameworks import batches
+from modelfleet.frameworks.functional import Replica
 from modelfleet.frameworks.keras.labels import label_check
-from modelfleet.frameworks.keras.steps import Steps
+from modelfleet.frameworks.keras.steps import Steps, outputs
 from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, CannotFuseError
-from modelfleet.frameworks.torch import engine, programs, steps
+from modelfleet.frameworks.torch import arrays, engine, programs, steps
 from modelfleet.frameworks.torch import state as states
+from modelfleet.frameworks.torch.devices import out_of_memory
 from modelfleet.frameworks.torch.random import DrawFromStreams, Streams
 from modelfleet.frameworks.torch.state import State
+from modelfleet.frameworks.torch.tracing import TRACING, Program, plain, trace
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree
 
@@ -429,3 +432,67 @@ def drawing(seed: int, step: int) -> Iterator[None]:
     """Within this context a model that is stepped by itself draws what a lane would draw for that member."""
     with _GENERATORS, DrawFromStreams(Streams(torch.tensor(seed), torch.tensor(step))):
         yield
+
+
+# --- to be asked only ----------------------------------------------------------------------------------------
+
+
+def replica(model: Any, device: torch.device) -> Replica:
+    """Answers batches with a model. On the CPU its weights are not copied."""
+    variables = list(model.variables)
+
+    def predict(values: Any, x: Any) -> Any:
+        with keras.device(str(device)), _own_errors():
+            return outputs(model, list(zip(variables, values, strict=True)), x)
+
+    return Replica(
+        predict, [variable.value.detach().to(device) for variable in variables], _Traced(device), arrays
+    )
+
+
+class _Traced:
+    """What a replica asks of a backend: each form of batch is traced once, and runs without Keras's Python."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function by traced programs, or as it is where it can't be traced."""
+        programs: dict[str, Program] = {}
+
+        def run(*args: Any) -> Any:
+            form = str(map_tree(lambda t: (tuple(t.shape), t.dtype), args[1:]))
+            if form not in programs:
+                with TRACING:
+                    programs[form] = _program(function, args)
+            with torch.inference_mode():
+                return programs[form](leaves(args))
+
+        return run
+
+    def host(self, tree: Any) -> Any:
+        """A tree of tensors as NumPy arrays; bfloat16 as float32."""
+        return map_tree(lambda t: (t.float() if t.dtype == torch.bfloat16 else t).cpu().numpy(), tree)
+
+    def out_of_memory(self, error: BaseException) -> bool:
+        """Whether an error says that the device is out of memory."""
+        return out_of_memory(error)
+
+
+def _program(function: Callable[..., Any], args: tuple[Any, ...]) -> Program:
+    unstacked = [False] * len(args)
+    try:
+        return trace(function, args, unstacked)
+    except CannotFuseError:
+        return plain(function, args, unstacked)
+
+
+def numbers(variable: Any) -> np.ndarray:
+    """A variable's numbers in NumPy's terms: of bfloat16 the bits."""
+    return arrays.host(variable.value)
+
+
+def lend(variable: Any, array: np.ndarray) -> None:
+    """Give a variable what `numbers` gave; it reads that memory."""
+    tensor = arrays.restored(array)
+    variable.value.data = tensor.view(torch.bfloat16) if variable.value.dtype == torch.bfloat16 else tensor

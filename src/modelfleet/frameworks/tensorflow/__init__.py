@@ -20,13 +20,18 @@ from modelfleet.frameworks.tensorflow.models import (
     weights_key,
 )
 from modelfleet.frameworks.tensorflow.recipe import Schedules, compile, prepare
+from modelfleet.frameworks.tensorflow.replica import replica as Replica
+from modelfleet.frameworks.tensorflow.replica import weight_bytes
 from modelfleet.frameworks.tensorflow.structure import difference, signature, trained_twice
 
 NAME = "tensorflow"
+PRECISIONS = ("float32",)
 
 __all__ = [
     "NAME",
+    "PRECISIONS",
     "Engine",
+    "Replica",
     "Schedules",
     "accelerators",
     "arrays",
@@ -48,5 +53,6 @@ __all__ = [
     "signature",
     "stacked_weights",
     "trained_twice",
+    "weight_bytes",
     "weights_key",
 ]

@@ -20,11 +20,13 @@ from modelfleet.frameworks.torch.recipe import compile, prepare
 from modelfleet.frameworks.torch.replica import Replica, weight_bytes
 from modelfleet.frameworks.torch.schedules import of_task as Schedules
 from modelfleet.frameworks.torch.structure import difference, signature, trained_twice
+from modelfleet.frameworks.torch.task import PRECISIONS
 
 NAME = "torch"
 
 __all__ = [
     "NAME",
+    "PRECISIONS",
     "Engine",
     "Group",
     "Replica",

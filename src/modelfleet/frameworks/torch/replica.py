@@ -18,12 +18,14 @@ from modelfleet.trees import map_tree
 class Replica:
     """Answers batches with a model, in evaluation mode until it is closed.
 
-    On the CPU the parameters are not copied. All else of the model is the replica's own: what a forward pass keeps
-    in a buffer, say, is no other replica's.
+    Parameters that are on its device already are not copied. All else of the model is the replica's own: what a
+    forward pass keeps in a buffer, say, is no other replica's.
     """
 
+    pads = False
+
     def __init__(self, model: nn.Module, device: torch.device, precision: str) -> None:
-        model = _own(model).to(device)
+        model = _own(model, device)
         pages.keep_freed_pages(device)
         self._model = model
         self._dtype = _low(model)
@@ -53,11 +55,15 @@ class Replica:
         self._modes.close()
 
 
-def _own(model: nn.Module) -> nn.Module:
-    """A copy with the same parameters, the very same tensors."""
+def _own(model: nn.Module, device: torch.device) -> nn.Module:
+    """A copy on the device; with the very same parameters, if they are there."""
+    there = all(parameter.device == device for parameter in model.parameters())
+    memo = {id(parameter): parameter for parameter in model.parameters()} if there else {}
     try:
-        return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
-    except Exception:  # a model may hold anything, a lock or an open file too: then it is taken as it is
+        return copy.deepcopy(model, memo).to(device)
+    except Exception:  # a model may hold anything, a lock or an open file too
+        if not there:
+            raise
         return model
 
 

@@ -1,0 +1,105 @@
+"""Keras models on their way to replicas: what they compute and their weights, without an optimizer."""
+
+import json
+import math
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.saving.serialization_lib import ObjectSharingScope
+from keras.src.utils.dtype_utils import dtype_size
+
+from modelfleet.errors import InputError
+from modelfleet.frameworks.keras.building import check_model
+from modelfleet.frameworks.keras.steps import structural_keys
+
+# Whose layers keep in files what is in their variables, and nothing else.
+_PLAIN = ("keras.src.layers.layer", "keras.src.layers.core.", "keras.src.layers.convolutional.")
+
+
+class Frozen:
+    """A model that is only asked. Pickled, its weights go beside its config, and on the other side it is a model.
+
+    Keras itself would pickle a file in its format: every process had to read it, and had weights of its own.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self.model = model
+
+    def __reduce__(self) -> Any:
+        if any(map(_keeps_more, self.model._flatten_layers())):
+            return _as_it_came, (self.model,)
+        with ObjectSharingScope():
+            config: Any = keras.saving.serialize_keras_object(self.model)
+        config["compile_config"] = None
+        variables = self.model.variables
+        weights = {
+            key: _backend().numbers(variable)
+            for key, variable in zip(structural_keys(variables), variables, strict=True)
+        }
+        return restored, (json.dumps(config), _own_classes(self.model), weights)
+
+
+def frozen(model: keras.Model) -> Frozen:
+    """A model to be sent to replicas, and to be given to `Replica`."""
+    check_model(model, "model")
+    return Frozen(model)
+
+
+def restored(config: str, classes: Mapping[str, Any], weights: Mapping[str, np.ndarray]) -> keras.Model:
+    """The model that was taken apart. Where the backend can have it so, its weights are these very arrays."""
+    with ObjectSharingScope():
+        model: Any = keras.saving.deserialize_keras_object(json.loads(config), dict(classes), safe_mode=False)
+    own = dict(zip(structural_keys(model.variables), model.variables, strict=True))
+    shapes = {key: tuple(variable.shape) for key, variable in own.items()}
+    sent = {key: array.shape for key, array in weights.items()}
+    if shapes != sent:
+        key = next(key for key in (*sent, *shapes) if sent.get(key) != shapes.get(key))
+        raise InputError(
+            f"a {type(model).__name__} made from its config has {shapes.get(key)} as {key!r}; expected "
+            f"{sent.get(key)}, as the model that was sent. Have its get_config tell all that decides its weights, "
+            f"and its build make them."
+        )
+    for key, array in weights.items():
+        _backend().lend(own[key], array)
+    return model
+
+
+def weight_bytes(model: keras.Model) -> int:
+    """What a model's weights take."""
+    bits = (math.prod(variable.shape) * dtype_size(variable.dtype) for variable in model.variables)
+    return sum(bits) // 8
+
+
+def _keeps_more(layer: Any) -> bool:
+    """Whether a layer keeps more in files than its variables: a vocabulary, or what a class of one's own wants."""
+    hooks = ("load_own_variables", "load_assets")
+    owners = [cls.__module__ for hook in hooks for cls in type(layer).__mro__ if hook in vars(cls)]
+    return not all(f"{owner}.".startswith(_PLAIN) for owner in owners)
+
+
+def _own_classes(model: keras.Model) -> dict[str, type]:
+    """The classes of layers that are not Keras's, by the names in configs.
+
+    Pickle finds them where they are defined; Keras would find those only that are registered with it.
+    """
+    found: dict[str, type] = {}
+    for kind in map(type, model._flatten_layers()):
+        name = keras.saving.get_registered_name(kind)
+        if kind.__module__.partition(".")[0] != "keras" and found.setdefault(name, kind) is not kind:
+            raise InputError(
+                f"the model has layers of two classes named {name!r}, of {found[name].__module__} and of "
+                f"{kind.__module__}; a config tells classes apart by name. Register them with Keras, each with "
+                f"a package of its own: @keras.saving.register_keras_serializable(package=...)."
+            )
+    return found
+
+
+def _as_it_came(model: keras.Model) -> keras.Model:
+    return model
+
+
+def _backend() -> Any:
+    return import_module(f"modelfleet.frameworks.keras.{keras.backend.backend()}")

@@ -1,0 +1,19 @@
+"""TensorFlow's own models as they are, to be asked only: their weights stay in their variables."""
+
+from typing import Any
+
+from modelfleet.frameworks import functional
+from modelfleet.frameworks.tensorflow import arrays
+from modelfleet.frameworks.tensorflow.backend import TensorFlowBackend
+from modelfleet.frameworks.tensorflow.models import call_of
+
+
+def replica(model: Any, device: str, precision: str) -> functional.Replica:
+    """Answers batches with a model."""
+    call = call_of(model)
+    return functional.Replica(lambda _, x: call(x), None, TensorFlowBackend(device), arrays)
+
+
+def weight_bytes(model: Any) -> int:
+    """What a model's weights take."""
+    return sum(v.shape.num_elements() * v.dtype.size for v in getattr(model, "variables", ()))
