@@ -12,9 +12,11 @@ from modelfleet.errors import InputError, StrategyError
 from modelfleet.frameworks.torch import arrays, pages
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.devices import out_of_memory
+from modelfleet.frameworks.torch.dividing import divide
 from modelfleet.frameworks.torch.losses import check_range, check_targets
-from modelfleet.frameworks.torch.parallel import Group, indivisible
+from modelfleet.frameworks.torch.parallel import Group
 from modelfleet.frameworks.torch.programs import Programs, mode, readable
+from modelfleet.frameworks.torch.random import Draws
 from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.structure import shared_parameters
 from modelfleet.frameworks.torch.task import Task
@@ -60,7 +62,7 @@ class Engine:
         self.several = 1
         self._bears_padding: dict[tuple[int, int], bool] = {}
         self._group: Group | None = None
-        self._divisible = False  # whether the rows of a batch have been found to be computed apart
+        self._divided: dict[Any, Draws] = {}  # by the form of a batch: what its rows draw
         self._places: dict[tuple[int, int], dict[str, Tensor]] = {}
 
     @property
@@ -154,9 +156,16 @@ class Engine:
         self._places = {}
 
     def indivisible(self, data: Any, *, shared: bool) -> str | None:
-        """Why the rows of batches like this one can't be spread over devices; None if they can."""
+        """Why the rows of batches like this one can't be spread over devices, and what to do; None if they can."""
         rows = data if shared else map_tree(lambda leaf: leaf[0], data)
-        return indivisible(self.programs.steps, self.state, self.shared, rows, self.inputs(rows))
+        form = len(leaves(rows)[0]) == 1, *(leaf.shape[1:] for leaf in leaves(rows))  # a single row tells little
+        if form not in self._divided:
+            found = divide(self.programs.steps, self.state, self.shared, rows, self.inputs(rows))
+            if isinstance(found, str):
+                return found
+            self._divided[form] = found
+        self.programs.steps.draws = self._divided[form]
+        return None
 
     def _step(self, state: State, rest: tuple[Any, ...], *, shared: bool, pace: Any) -> None:
         """One train step of a state, alone or with the other ranks."""
@@ -188,6 +197,7 @@ class Engine:
         if (start, count) not in self._places:
             self._places[start, count] = {
                 "start": torch.tensor(start, device=self.device),
+                "count": torch.tensor(count, device=self.device),
                 "share": torch.tensor((end - start) / count, dtype=torch.float32, device=self.device),
             }
         own = map_tree(lambda leaf: leaf.narrow(axis, start, end - start).contiguous(), data)
@@ -195,15 +205,9 @@ class Engine:
         return own, weights, self._places[start, count]
 
     def _check_divisible(self, data: Any, *, shared: bool) -> None:
-        if self._divisible:
-            return
         reason = self.indivisible(data, shared=shared)
         if reason is not None:
-            raise StrategyError(
-                f"member {self._first!r} can't be spread over several devices: {reason}. Use LayerNorm or "
-                f"GroupNorm in place of BatchNorm, freeze it (module.eval()), or train on one device."
-            )
-        self._divisible = leaves(data)[0].shape[0 if shared else 1] > 1  # a single row tells nothing
+            raise StrategyError(f"member {self._first!r} can't be spread over several devices: {reason}.")
 
     def ready(self, kind: str, hyper: Any, active: Tensor, data: Any, *, shared: bool) -> None:
         """Trace a step for batches like this one, if that has not been done."""
