@@ -58,7 +58,7 @@ def with_attention() -> nn.Module:
 class Recurrent(nn.Module):
     """Recurrent layers with dropout between them: the mask's second axis has the rows, its first the time."""
 
-    def __init__(self, kind: type[nn.RNNBase], *, batch_first: bool) -> None:
+    def __init__(self, kind: type[nn.LSTM | nn.GRU], *, batch_first: bool) -> None:
         super().__init__()
         self.batch_first = batch_first
         self.layers = kind(1, 4, num_layers=2, dropout=0.4, batch_first=batch_first)

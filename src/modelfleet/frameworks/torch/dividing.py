@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelfleet.frameworks.torch.programs import mode
+from modelfleet.frameworks.torch.programs import borrowed
 from modelfleet.frameworks.torch.random import Coins, Draws, Part, Still, Streams
 from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.steps import Steps
@@ -35,7 +35,7 @@ def divide(steps: Steps, state: State, shared: dict[str, Tensor], data: Any, inp
     if rows == 1:  # two of them tell what is drawn for each
         data, inputs = (map_tree(lambda leaf: torch.cat([leaf, leaf]), tree) for tree in (data, inputs))
     trial = _Trial(steps, state, shared, max(2, rows))
-    with mode(steps.model, train=True):
+    with borrowed(steps.model, train=True):
         try:
             _, after, shapes = trial.still(_loss_of(steps), data)
         except Exception:  # what is wrong with it is told where it is traced

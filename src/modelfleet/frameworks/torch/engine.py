@@ -15,7 +15,7 @@ from modelfleet.frameworks.torch.devices import out_of_memory
 from modelfleet.frameworks.torch.dividing import divide
 from modelfleet.frameworks.torch.losses import check_range, check_targets
 from modelfleet.frameworks.torch.parallel import Group
-from modelfleet.frameworks.torch.programs import Programs, mode, readable
+from modelfleet.frameworks.torch.programs import Programs, borrowed, held, readable
 from modelfleet.frameworks.torch.random import Draws
 from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.structure import shared_parameters
@@ -331,7 +331,7 @@ class Engine:
         one = states.select(self.state, torch.zeros(1, dtype=torch.int64, device=self.device))
         steps = self.programs.steps
         x = map_tree(lambda leaf: arrays.padded_otherwise(leaf, real), x)
-        with mode(steps.model, train=True):
+        with borrowed(steps.model, train=True):
             try:
                 padded = steps.predict(one, self.shared, x, shared_data=True, fused=False)
                 few = map_tree(lambda leaf: leaf[:real], x)
@@ -401,12 +401,14 @@ class Engine:
     def write_out(self, row: int, working: bool, member: Member) -> None:
         """Copy one member's weights into its model."""
         one = states.select(self._weights(self._side(working)), torch.tensor([row], device=self.device))
-        states.write_back([member.model], one, self.layout)
+        with held(self.programs.steps.model):
+            states.write_back([member.model], one, self.layout)
 
     def restack(self, positions: np.ndarray, members: Sequence[Member], *, working: bool = False) -> None:
         """Take the weights of the members at these rows from their models again."""
         state = self._side(working)
-        states.put(self._weights(state), self.tensor(positions), self._stacked(members, {}, slots=False))
+        with held(self.programs.steps.model):
+            states.put(self._weights(state), self.tensor(positions), self._stacked(members, {}, slots=False))
         own = {**dict(members[0].model.named_parameters()), **dict(members[0].model.named_buffers())}
         for name, tensor in self.shared.items():
             tensor.copy_(states.placed(own[name], self.device, transpose=name in self.layout))
@@ -492,7 +494,7 @@ class Engine:
         model = self.programs.steps.model
         one = states.select(self.state, torch.zeros(1, dtype=torch.int64, device=self.device))
         try:
-            with mode(model, train=False), torch.random.fork_rng(devices=[]):
+            with borrowed(model, train=False), torch.random.fork_rng(devices=[]):
                 yield one, few
         except InputError as error:
             raise InputError(f"member {name!r}: {error}") from error
