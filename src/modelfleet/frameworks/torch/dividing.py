@@ -1,7 +1,7 @@
 """Whether the rows of a batch can be computed apart from each other, and what each of them draws then.
 
-On several devices a row must get what it would have got on one: its own dropout and noise, and nothing of other
-rows. Both are found by trying a model on a whole batch and on parts of it.
+On several devices a row must get what it would have got on one, and beside padding what it would have got without:
+its own dropout and noise, and nothing of other rows. It is found by trying a model on batches and parts.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelfleet.frameworks.torch import arrays
 from modelfleet.frameworks.torch.programs import borrowed
 from modelfleet.frameworks.torch.random import Coins, Draws, Part, Still, Streams
 from modelfleet.frameworks.torch.state import State
@@ -64,6 +65,21 @@ def divide(steps: Steps, state: State, shared: dict[str, Tensor], data: Any, inp
     return draws
 
 
+def bears_padding(steps: Steps, state: State, shared: dict[str, Tensor], x: Any, real: int) -> bool:
+    """Whether the first rows of a batch `(row, …)` have the outputs and draws that they have by themselves."""
+    x = map_tree(lambda leaf: arrays.padded_otherwise(leaf, real), x)
+    trial = _Trial(steps, state, shared, len(leaves(x)[0]))
+    with borrowed(steps.model, train=True):
+        try:
+            padded, alone = (trial.tossed(x, slice(end)) for end in (None, real))
+        except Exception:  # a model that needs whole batches feels padding
+            return False
+    return all(
+        p.shape[0] == trial.rows and torch.allclose(p[:real], a, rtol=1e-4, atol=1e-5, equal_nan=True)
+        for p, a in zip(leaves(padded), leaves(alone), strict=True)
+    )
+
+
 @dataclass(frozen=True)
 class _Trial:
     """The first member on a whole batch of so many rows, and on halves of it."""
@@ -97,10 +113,13 @@ class _Trial:
             return False, False
         start, count = (torch.tensor(number, device=self._key()[0].device) for number in (self.half, self.rows))
         part = Part(start, count, self.rows - self.half, draws)
-        whole, _ = self._observe(_outputs, inputs, slice(None), Coins(*self._key()))
-        last, _ = self._observe(_outputs, inputs, slice(self.half, None), Coins(*self._key(), part))
+        whole, last = self.tossed(inputs, slice(None)), self.tossed(inputs, slice(self.half, None), part)
         seen = any(self._by_row(leaf) for leaf in leaves(whole))
         return seen, self._agree(whole, last, slice(self.half, None))
+
+    def tossed(self, inputs: Any, rows: slice, part: Part | None = None) -> Any:
+        """The outputs for some rows where every draw is a coin."""
+        return self._observe(_outputs, inputs, rows, Coins(*self._key(), part))[0]
 
     def _observe(self, run: Run, data: Any, rows: slice, streams: Streams) -> tuple[Any, dict[str, Tensor]]:
         return self.steps.observe(self.state, self.shared, run, map_tree(lambda leaf: leaf[rows], data), streams)

@@ -12,7 +12,7 @@ from modelfleet.errors import InputError, StrategyError
 from modelfleet.frameworks.torch import arrays, pages
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.devices import out_of_memory
-from modelfleet.frameworks.torch.dividing import divide
+from modelfleet.frameworks.torch.dividing import bears_padding, divide
 from modelfleet.frameworks.torch.losses import check_range, check_targets
 from modelfleet.frameworks.torch.parallel import Group
 from modelfleet.frameworks.torch.programs import Programs, borrowed, held, readable
@@ -324,25 +324,8 @@ class Engine:
             x = batch.data[0]
             if not batch.shared:
                 x = map_tree(lambda leaf: leaf[int(np.flatnonzero(batch.counts == real)[0])], x)
-            self._bears_padding[key] = self._same_rows(x, real)
+            self._bears_padding[key] = bears_padding(self.programs.steps, self.state, self.shared, x, real)
         return self._bears_padding[key]
-
-    def _same_rows(self, x: Any, real: int) -> bool:
-        one = states.select(self.state, torch.zeros(1, dtype=torch.int64, device=self.device))
-        steps = self.programs.steps
-        x = map_tree(lambda leaf: arrays.padded_otherwise(leaf, real), x)
-        with borrowed(steps.model, train=True):
-            try:
-                padded = steps.predict(one, self.shared, x, shared_data=True, fused=False)
-                few = map_tree(lambda leaf: leaf[:real], x)
-                alone = steps.predict(one, self.shared, few, shared_data=True, fused=False)
-            except Exception:  # a model that needs whole batches feels padding
-                return False
-        return all(
-            p.shape[1] == leaves(x)[0].shape[0]
-            and torch.allclose(p[:, :real], a, rtol=1e-4, atol=1e-5, equal_nan=True)
-            for p, a in zip(leaves(padded), leaves(alone), strict=True)
-        )
 
     def row_weights(self, counts: np.ndarray, size: int) -> Tensor:
         """`(slot, row)`: 1 for a real row, 0 for padding."""
