@@ -64,6 +64,18 @@ def test_one_fit_after_another_by_other_strategies(alone: tuple[mf.Fleet, mf.His
     same(fleet, alone[0])
 
 
+def test_three_devices_whose_rows_do_not_divide() -> None:
+    """Batches of 7 rows, and a last one of 2, of which the first device has none."""
+    one, three = fleet_of("cpu"), fleet_of("cpu:0,cpu:1,cpu:2")
+    told = fit(one, (X[:16], Y[:16]), epochs=2, batch_size=7)
+    history = fit(three, (X[:16], Y[:16]), epochs=2, batch_size=7, strategy="data_parallel")
+    same(three, one)
+    assert history.failed == {}
+    for name in one.names:
+        for metric, values in told[name].items():
+            np.testing.assert_allclose(history[name][metric], values, rtol=1e-4, atol=1e-6)
+
+
 class Killer(mf.Callback):
     """Kills a worker after the first epoch."""
 

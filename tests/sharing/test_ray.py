@@ -53,6 +53,16 @@ def test_a_fleet_on_two_nodes_has_the_numbers_of_one_device(cluster: Any) -> Non
         fit(two, (X, Y), strategy="threads")
 
 
+def test_a_member_over_two_nodes_has_the_numbers_of_one_device(cluster: Any) -> None:
+    one, two = fleet_on("cpu"), fleet_on("ray")
+    told = fit(one, (X, Y), epochs=2, batch_size=7)  # and a last batch of 2 rows
+    history = fit(two, (X, Y), epochs=2, batch_size=7, strategy="data_parallel")
+    same(one, two)
+    assert not history.failed
+    for name in one.names:
+        assert history[name]["loss"] == pytest.approx(told[name]["loss"], rel=1e-4)
+
+
 class Loses(mf.Callback):
     """Has a node die at the end of the first epoch of somebody."""
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,6 +69,41 @@ def test_a_second_fit_goes_on_in_another_sharing(strategy: str) -> None:
     fit(fleet, (X, Y), epochs=1, strategy=strategy)
     fit(fleet, (X, Y), epochs=1)
     fit(fleet, (X, Y), epochs=1, strategy=strategy)
+    same(fleet, expected)
+
+
+class Branching(nn.Module):
+    """Looks at its numbers, and so can't be traced: every step runs this Python, with a member's weights in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            if x.isnan().any():
+                return self.head(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu:0,cpu:1"])
+def test_models_that_run_their_python_do_not_meet_in_threads(devices: str) -> None:
+    def branching(devices: str) -> mf.Fleet:
+        torch.manual_seed(0)
+        fleet = mf.Fleet([Branching() for _ in range(4)], devices=devices)
+        fleet.compile("adam", "cross_entropy", lr=0.01)
+        return fleet
+
+    expected, fleet = branching("cpu"), branching(devices)
+    fit(expected, (X[:16], Y[:16]), epochs=2, batch_size=4, strategy="interleaved")
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads meet wherever they can
+    try:
+        fit(fleet, (X[:16], Y[:16]), epochs=2, batch_size=4, strategy="threads")
+    finally:
+        sys.setswitchinterval(before)
     same(fleet, expected)
 
 

@@ -229,10 +229,7 @@ def refuse_indivisible(lanes: Sequence[tuple[Lane, Feed]]) -> None:
         batch = feed.first()
         reason = lane.engine.indivisible(batch.data, shared=batch.shared)
         if reason is not None:
-            raise StrategyError(
-                f'strategy="data_parallel" can\'t be had for member {lane.names[0]!r}: {reason}. Use LayerNorm or '
-                f"GroupNorm, freeze that layer, or train it on one device."
-            )
+            raise StrategyError(f'strategy="data_parallel" can\'t be had for member {lane.names[0]!r}: {reason}.')
 
 
 def settle(

@@ -188,6 +188,28 @@ def strategies_agree(case: Case, strategy: str) -> None:
         _finite(history[name]["loss"], 2)
 
 
+def devices_agree(case: Case) -> None:
+    """A fleet on two devices, one of its groups split over both, has the weights and the history of one device."""
+    kinds = {"a": "dropout", "b": "dropout", "c": "batchnorm"}
+    data = case.data(0, 2 * BATCH)
+
+    def run(devices: str, strategy: str) -> tuple[mf.Fleet, mf.History]:
+        fleet = _fleet(case, kinds, lr=RATES, devices=devices)
+        return fleet, _fit(fleet, data, epochs=2, validation=data, strategy=strategy)
+
+    one, expected = run("cpu", "auto")
+    for strategy in ("threads", "processes"):
+        two, history = run("cpu:0,cpu:1", strategy)
+        used = {lane.device for lane in two.plan(data, batch_size=BATCH).lanes}
+        assert used == {"cpu:0", "cpu:1"}, f"of two devices only {used} were used"
+        assert not history.failed, history.failed
+        for name in kinds:
+            _same(case, two[name], one[name], f"member {name!r} on two devices with strategy {strategy!r}")
+            assert history[name].keys() == expected[name].keys(), f"member {name!r} has {', '.join(history[name])}"
+            for metric, values in expected[name].items():
+                _near(history[name][metric], values, case.tolerance, f"{metric} of member {name!r}")
+
+
 def fitting_twice_is_fitting_longer(case: Case) -> None:
     """A second `fit` goes on from where the members are: weights, optimizers, shuffles and dropout."""
     data = case.data(0, 2 * BATCH + 2)
@@ -354,9 +376,10 @@ def _seed(name: str) -> int:
     return ord(name)
 
 
-def _fleet(case: Case, kinds: Mapping[str, str], *, lr: Any) -> mf.Fleet:
+def _fleet(case: Case, kinds: Mapping[str, str], *, lr: Any, devices: str = "auto") -> mf.Fleet:
     """A compiled fleet of these members. A member's first weights depend on its name and kind alone."""
-    fleet = mf.Fleet({name: case.make(kind, _seed(name)) for name, kind in kinds.items()}, seed=3)
+    models = {name: case.make(kind, _seed(name)) for name, kind in kinds.items()}
+    fleet = mf.Fleet(models, seed=3, devices=devices)
     case.compile(fleet, mf.each({name: lr[name] for name in kinds}) if isinstance(lr, Mapping) else lr)
     return fleet
 
@@ -426,6 +449,7 @@ CHECKS: tuple[Check, ...] = (
     _check(evaluate_and_predict_as_alone),
     _check(position_and_company_do_not_matter),
     *(_check(strategies_agree, strategy) for strategy in STRATEGIES),
+    _check(devices_agree),
     _check(fitting_twice_is_fitting_longer),
     _check(a_sick_member_is_set_aside),
     _check(failing_data_are_set_aside),

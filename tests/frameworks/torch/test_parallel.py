@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -54,6 +55,52 @@ def with_attention() -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Linear(2, 4), layer, nn.Flatten(), nn.Linear(8, 3))
 
 
+class Recurrent(nn.Module):
+    """Recurrent layers with dropout between them: the mask's second axis has the rows, its first the time."""
+
+    def __init__(self, kind: type[nn.LSTM | nn.GRU], *, batch_first: bool) -> None:
+        super().__init__()
+        self.batch_first = batch_first
+        self.layers = kind(1, 4, num_layers=2, dropout=0.4, batch_first=batch_first)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = x.unsqueeze(2) if self.batch_first else x.t().unsqueeze(2)
+        output, _ = self.layers(steps)
+        return self.head(output[:, -1] if self.batch_first else output[-1])
+
+
+class Noise(nn.Module):
+    """A layer with noise in its input."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.draw = draw
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(x + self.draw(x)))
+
+
+def by_row(x: Tensor) -> Tensor:
+    """Has the rows in any axis, several numbers for each, or one draw for all: as many as a rank has rows."""
+    several = torch.randn(len(x) * 4).view(len(x), 4)
+    return torch.rand(4) + torch.randn(4, len(x)).t() + torch.randn(2, len(x), 4).sum(0) + several
+
+
+def rare(x: Tensor) -> Tensor:
+    """Drops next to nothing, and flattens the rows into the faster axis."""
+    return nn.functional.dropout(torch.ones(4 * len(x)), 0.001).view(4, len(x)).t()
+
+
+def pairwise(x: Tensor) -> Tensor:
+    return torch.randn(len(x), len(x)).mean(1, keepdim=True)
+
+
+def as_often_as_rows(x: Tensor) -> Tensor:
+    return torch.stack([torch.rand(4) for _ in x])
+
+
 class Halfway(nn.Module):
     """Its second layer takes those rows whose first number is positive, if there are any: it can't be traced."""
 
@@ -72,6 +119,19 @@ def doubled(data: Any) -> Any:
 
 def dropout() -> Result:
     return outcome(build(factory=with_dropout, metrics=["accuracy"]), toy(21), batch_size=8)
+
+
+def draws() -> list[Result]:
+    return [
+        outcome(build(2, partial(Recurrent, nn.LSTM, batch_first=True)), toy(8), batch_size=8),
+        outcome(build(1, partial(Recurrent, nn.GRU, batch_first=False)), toy(8), "interleaved", batch_size=8),
+        outcome(build(2, partial(Noise, by_row)), toy(11), batch_size=8),
+    ]
+
+
+def undrawn() -> list[str]:
+    """What is said of draws that are no row's own."""
+    return [refused(partial(Noise, draw)) for draw in (rare, pairwise, as_often_as_rows)]
 
 
 def attention() -> Result:
@@ -249,7 +309,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 def assert_close(left: Any, right: Any, tolerance: float) -> None:
     """Two trees of numbers are the same within rounding."""
-    if isinstance(left, dict):
+    if isinstance(left, list) and left and isinstance(left[0], dict):
+        for one, other in zip(left, right, strict=True):
+            assert_close(one, other, tolerance)
+    elif isinstance(left, dict):
         assert left.keys() == right.keys()
         for key in left:
             assert_close(left[key], right[key], tolerance)
@@ -259,7 +322,7 @@ def assert_close(left: Any, right: Any, tolerance: float) -> None:
         np.testing.assert_allclose(np.asarray(left), np.asarray(right), rtol=tolerance, atol=tolerance)
 
 
-EXACT = [dropout, uneven, padded, cut, ignored, objective, spoiled, untraced, fewer_epochs, frozen_norm]
+EXACT = [dropout, draws, uneven, padded, cut, ignored, objective, spoiled, untraced, fewer_epochs, frozen_norm]
 
 
 @pytest.mark.parametrize("case", EXACT)
@@ -293,6 +356,13 @@ def test_models_that_couple_rows_are_refused_with_what_to_do(ranks: Run) -> None
         assert "'1.running_mean'" in tracked
         assert "LayerNorm" in tracked
         assert "depends on the other rows" in untracked
+
+
+def test_models_whose_draws_are_no_rows_own_are_refused(ranks: Run) -> None:
+    for flattened, pairs, often in ranks(undrawn):
+        assert "random numbers for a row are not where the row is. Draw numbers" in flattened
+        assert "(8, 8) for 8 rows, and (4, 4) for 4" in pairs
+        assert "8 times for 8 rows, and 4 times for 4" in often
 
 
 def test_who_was_waited_for_is_named_with_the_step(ranks: Run) -> None:

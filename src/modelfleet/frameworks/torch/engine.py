@@ -13,9 +13,11 @@ from modelfleet.frameworks import batches
 from modelfleet.frameworks.torch import arrays, pages
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.devices import out_of_memory
+from modelfleet.frameworks.torch.dividing import bears_padding, divide
 from modelfleet.frameworks.torch.losses import check_range, check_targets
-from modelfleet.frameworks.torch.parallel import Group, indivisible
-from modelfleet.frameworks.torch.programs import Programs, mode, readable
+from modelfleet.frameworks.torch.parallel import Group
+from modelfleet.frameworks.torch.programs import Programs, borrowed, held, readable
+from modelfleet.frameworks.torch.random import Draws
 from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.structure import shared_parameters
 from modelfleet.frameworks.torch.task import Task
@@ -61,7 +63,7 @@ class Engine:
         self.several = 1
         self._bears_padding: dict[tuple[int, int], bool] = {}
         self._group: Group | None = None
-        self._divisible = False  # whether the rows of a batch have been found to be computed apart
+        self._divided: dict[Any, Draws] = {}  # by the form of a batch: what its rows draw
         self._places: dict[tuple[int, int], dict[str, Tensor]] = {}
 
     @property
@@ -155,9 +157,16 @@ class Engine:
         self._places = {}
 
     def indivisible(self, data: Any, *, shared: bool) -> str | None:
-        """Why the rows of batches like this one can't be spread over devices; None if they can."""
+        """Why the rows of batches like this one can't be spread over devices, and what to do; None if they can."""
         rows = data if shared else map_tree(lambda leaf: leaf[0], data)
-        return indivisible(self.programs.steps, self.state, self.shared, rows, self.inputs(rows))
+        form = len(leaves(rows)[0]) == 1, *(leaf.shape[1:] for leaf in leaves(rows))  # a single row tells little
+        if form not in self._divided:
+            found = divide(self.programs.steps, self.state, self.shared, rows, self.inputs(rows))
+            if isinstance(found, str):
+                return found
+            self._divided[form] = found
+        self.programs.steps.draws = self._divided[form]
+        return None
 
     def _step(self, state: State, rest: tuple[Any, ...], *, shared: bool, pace: Any) -> None:
         """One train step of a state, alone or with the other ranks."""
@@ -189,6 +198,7 @@ class Engine:
         if (start, count) not in self._places:
             self._places[start, count] = {
                 "start": torch.tensor(start, device=self.device),
+                "count": torch.tensor(count, device=self.device),
                 "share": torch.tensor((end - start) / count, dtype=torch.float32, device=self.device),
             }
         own = map_tree(lambda leaf: leaf.narrow(axis, start, end - start).contiguous(), data)
@@ -196,15 +206,9 @@ class Engine:
         return own, weights, self._places[start, count]
 
     def _check_divisible(self, data: Any, *, shared: bool) -> None:
-        if self._divisible:
-            return
         reason = self.indivisible(data, shared=shared)
         if reason is not None:
-            raise StrategyError(
-                f"member {self._first!r} can't be spread over several devices: {reason}. Use LayerNorm or "
-                f"GroupNorm in place of BatchNorm, freeze it (module.eval()), or train on one device."
-            )
-        self._divisible = leaves(data)[0].shape[0 if shared else 1] > 1  # a single row tells nothing
+            raise StrategyError(f"member {self._first!r} can't be spread over several devices: {reason}.")
 
     def ready(self, kind: str, hyper: Any, active: Tensor, data: Any, *, shared: bool) -> None:
         """Trace a step for batches like this one, if that has not been done."""
@@ -321,25 +325,8 @@ class Engine:
             x = batch.data[0]
             if not batch.shared:
                 x = map_tree(lambda leaf: leaf[int(np.flatnonzero(batch.counts == real)[0])], x)
-            self._bears_padding[key] = self._same_rows(x, real)
+            self._bears_padding[key] = bears_padding(self.programs.steps, self.state, self.shared, x, real)
         return self._bears_padding[key]
-
-    def _same_rows(self, x: Any, real: int) -> bool:
-        one = states.select(self.state, torch.zeros(1, dtype=torch.int64, device=self.device))
-        steps = self.programs.steps
-        x = map_tree(lambda leaf: arrays.padded_otherwise(leaf, real), x)
-        with mode(steps.model, train=True):
-            try:
-                padded = steps.predict(one, self.shared, x, shared_data=True, fused=False)
-                few = map_tree(lambda leaf: leaf[:real], x)
-                alone = steps.predict(one, self.shared, few, shared_data=True, fused=False)
-            except Exception:  # a model that needs whole batches feels padding
-                return False
-        return all(
-            p.shape[1] == leaves(x)[0].shape[0]
-            and torch.allclose(p[:, :real], a, rtol=1e-4, atol=1e-5, equal_nan=True)
-            for p, a in zip(leaves(padded), leaves(alone), strict=True)
-        )
 
     def row_weights(self, counts: np.ndarray, size: int) -> Tensor:
         """`(slot, row)`: 1 for a real row, 0 for padding."""
@@ -398,12 +385,14 @@ class Engine:
     def write_out(self, row: int, working: bool, member: Member) -> None:
         """Copy one member's weights into its model."""
         one = states.select(self._weights(self._side(working)), torch.tensor([row], device=self.device))
-        states.write_back([member.model], one, self.layout)
+        with held(self.programs.steps.model):
+            states.write_back([member.model], one, self.layout)
 
     def restack(self, positions: np.ndarray, members: Sequence[Member], *, working: bool = False) -> None:
         """Take the weights of the members at these rows from their models again."""
         state = self._side(working)
-        states.put(self._weights(state), self.tensor(positions), self._stacked(members, {}, slots=False))
+        with held(self.programs.steps.model):
+            states.put(self._weights(state), self.tensor(positions), self._stacked(members, {}, slots=False))
         own = {**dict(members[0].model.named_parameters()), **dict(members[0].model.named_buffers())}
         for name, tensor in self.shared.items():
             tensor.copy_(states.placed(own[name], self.device, transpose=name in self.layout))
@@ -489,7 +478,7 @@ class Engine:
         model = self.programs.steps.model
         one = states.select(self.state, torch.zeros(1, dtype=torch.int64, device=self.device))
         try:
-            with mode(model, train=False), torch.random.fork_rng(devices=[]):
+            with borrowed(model, train=False), torch.random.fork_rng(devices=[]):
                 yield one, few
         except InputError as error:
             raise InputError(f"member {name!r}: {error}") from error

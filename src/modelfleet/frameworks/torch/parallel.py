@@ -19,11 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from modelfleet.errors import GroupError
-from modelfleet.frameworks.torch.programs import mode
-from modelfleet.frameworks.torch.state import State
-from modelfleet.frameworks.torch.steps import Steps
-from modelfleet.frameworks.torch.task import call, logits
-from modelfleet.trees import leaves, map_tree
 
 SECONDS_TO_TELL = 2.0  # given to the other ranks, after a failure, to say that they wait as well
 
@@ -115,40 +110,3 @@ class Group:
             f"{' '.join(str(error).split())[:200]}. That process has died, hangs, or is slower than this: see "
             f"what it said last; then begin again from the last checkpoint, or give a longer timeout."
         )
-
-
-def indivisible(steps: Steps, state: State, shared: dict[str, Tensor], data: Any, inputs: Any) -> str | None:
-    """Why the rows of a batch can't be computed apart from each other, found by trying on the first member.
-
-    `data` and `inputs` are `(row, …)`: the batch, and what of it goes into the model.
-    """
-    rows = len(leaves(data)[0])
-    with mode(steps.model, train=True):
-        try:
-            _, after = steps.observe(state, shared, lambda m, batch: steps.task.run(m, batch, None), data)
-        except Exception:  # what is wrong with it is told where it is traced
-            return None
-        changed = [name for name, buffer in after.items() if not _same(buffer, state["buffers"][name][0])]
-        if changed:
-            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            return f"a train step changes the buffer {changed[0]!r}{more} by the rows of the whole batch"
-        try:
-            whole, _ = steps.observe(state, shared, lambda m, x: logits(call(m, x)), inputs)
-        except Exception:  # an objective may call the model otherwise
-            return None
-        few = map_tree(lambda leaf: leaf[: (rows + 1) // 2], inputs)
-        try:
-            alone, _ = steps.observe(state, shared, lambda m, x: logits(call(m, x)), few)
-        except Exception as error:
-            return f"the model does not take half of a batch's rows: {error}"
-    for left, right in zip(leaves(whole), leaves(alone), strict=False):
-        if left.dim() and len(left) == rows and left.is_floating_point():
-            left = left[: (rows + 1) // 2]
-            bound = 1e-3 if left.element_size() >= 4 else 5e-2  # halves round that roughly
-            if left.shape != right.shape or not torch.allclose(left, right, bound, bound, equal_nan=True):
-                return "the model's output for a row depends on the other rows of its batch"
-    return None
-
-
-def _same(left: Tensor, right: Tensor) -> bool:
-    return bool(((left == right) | ((left != left) & (right != right))).all())

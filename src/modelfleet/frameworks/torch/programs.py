@@ -2,8 +2,9 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -160,7 +161,7 @@ class Programs:
         stacked = (True, False, *data.get(kind, (not shared_data,)))
 
         def run(*args: Any) -> Any:
-            with mode(self.steps.model, train=kind in TRAINING):
+            with borrowed(self.steps.model, train=kind in TRAINING):
                 return step(*args, shared_data=shared_data, fused=self.fused)
 
         def at_width(width: int) -> Program:
@@ -175,7 +176,7 @@ class Programs:
         if kind in ("train", "gradients") and self.fused:
             state, shared = args[:2]
             batch, weights = args[4:] if kind == "train" else args[2:4]
-            with suppress(Exception), mode(self.steps.model, train=True):  # tracing will tell what is wrong
+            with suppress(Exception), borrowed(self.steps.model, train=True):  # tracing will tell what is wrong
                 self.steps.find_unused(state, shared, batch, weights, shared_data=shared_data)
 
         self.traces += 1
@@ -187,6 +188,24 @@ class Programs:
             self.untraced = str(error)
             program = plain(run, args, stacked)
         return program, Compiler(program, at_width if self.fused else None)
+
+
+_HELD: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+_HOLDING = threading.Lock()
+
+
+def held(model: nn.Module) -> AbstractContextManager[Any]:
+    """To have a model to oneself: while its Python runs for a member, that member's weights are in it, and all
+    lanes of a group run the same one."""
+    with _HOLDING:
+        return _HELD.setdefault(model, threading.RLock())
+
+
+@contextmanager
+def borrowed(model: nn.Module, *, train: bool) -> Iterator[None]:
+    """Have a model to oneself, in training or evaluation mode, to run its Python with some member's weights."""
+    with held(model), mode(model, train=train):
+        yield
 
 
 @contextmanager

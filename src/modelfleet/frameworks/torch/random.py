@@ -8,11 +8,14 @@ happens below autograd and vmap, at the level of ATen operations, so that it rea
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from modelfleet.errors import StrategyError
 
 aten = torch.ops.aten
 
@@ -28,15 +31,49 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 15)
 
 
+Draws = tuple[tuple[tuple[int, ...], int | None], ...]
+"""The random draws of a step in their order: the shape of each, and which of its axes has the batch's rows; there
+the shape says how many a row has. None: it is one draw for all rows."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some rows of a batch: they draw what they would have drawn within the whole batch."""
+
+    start: Tensor
+    """The first of them."""
+    count: Tensor
+    """The rows of the whole batch."""
+    rows: int
+    draws: Draws
+
+    def positions(self, number: int, shape: Sequence[int]) -> Tensor:
+        """Where the numbers of a draw of this shape are in that of the whole batch, counted through."""
+        own, axis = self.draws[number] if number < len(self.draws) else ((), None)
+        each = 0 if axis is None else own[axis]
+        expected = tuple(each * self.rows if place == axis else size for place, size in enumerate(own))
+        if tuple(shape) != expected or number >= len(self.draws):
+            raise StrategyError(
+                f"the model's random draw {number + 1} has the shape {tuple(shape)}; expected {expected} for "
+                f"{self.rows} rows, by what it drew at first: which numbers are whose row's can't be told. "
+                f"Draw alike in every step, or train on one device."
+            )
+        found = torch.arange(math.prod(shape), dtype=torch.int64, device=self.start.device).view(shape)
+        if axis is None:
+            return found
+        inner = each * math.prod(shape[axis + 1 :])  # numbers of a row that follow each other
+        before = torch.arange(math.prod(shape[:axis]), dtype=torch.int64, device=self.start.device)
+        skipped = self.start + before * (self.count - self.rows)  # rows of the other parts
+        return found + (skipped * inner).view(*shape[:axis], *[1] * (len(shape) - axis))
+
+
 class Streams:
     """The random numbers of one step: of stacked members (`seed` is `(member,)`) or of one (`seed` is `()`).
 
-    part: (the first row, the number of rows) if only these rows of a batch are computed here. Then a draw with so
-    many rows, or a multiple of them, in its first axis is what the whole batch would have drawn for them. A draw
-    of another shape is no row's own, and is drawn as it is.
+    part: the rows of a batch that are computed here, if they are not all.
     """
 
-    def __init__(self, seed: Tensor, step: Tensor, part: tuple[Tensor, int] | None = None) -> None:
+    def __init__(self, seed: Tensor, step: Tensor, part: Part | None = None) -> None:
         step = step.to(torch.int64)
         low = _mix((seed & _WORD) ^ _mix(step & _WORD))
         self._key = _mix(low ^ ((seed >> 32) & _WORD)), _mix(low + 0x5BD1E995 & _WORD)
@@ -49,10 +86,10 @@ class Streams:
         own = list(shape[1:] if self._stacked else shape)
         self._draws += 1
         first, second = (_mix((key + self._draws * 0x9E3779B1) & _WORD) for key in self._key)
-        position = torch.arange(math.prod(own), dtype=torch.int64, device=first.device).view(own)
-        if self._part is not None and own and own[0] % self._part[1] == 0:
-            start, rows = self._part
-            position = position + start * (math.prod(own) // rows)
+        if self._part is None:
+            position = torch.arange(math.prod(own), dtype=torch.int64, device=first.device).view(own)
+        else:
+            position = self._part.positions(self._draws - 1, own)
         if self._stacked:
             first, second = (key.view(-1, *[1] * len(own)) for key in (first, second))
         bits = _mix((_mix((position & _WORD) ^ first) + second) & _WORD)
@@ -66,11 +103,24 @@ class Streams:
 
 
 class Still(Streams):
-    """Every draw is the same number: to see what a step does to its rows apart from chance."""
+    """Every draw is the same number: to see what a step does to its rows apart from chance. Notes their shapes."""
+
+    def __init__(self, seed: Tensor, step: Tensor) -> None:
+        super().__init__(seed, step)
+        self.shapes: list[tuple[int, ...]] = []
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The middle of [0, 1), everywhere."""
+        self.shapes.append(tuple(shape))
         return torch.full(list(shape), 0.5, dtype=dtype, device=self._key[0].device)
+
+
+class Coins(Streams):
+    """Every number is the least or the greatest: to see who gets which, though a dropout be ever so rare."""
+
+    def uniform(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Nothing, or nearly 1."""
+        return (super().uniform(shape, torch.float32) < 0.5).to(dtype) * (1 - 2.0**-24)
 
 
 def _bernoulli(streams: Streams, like: Tensor, p: Any = 0.5, **_: Any) -> Tensor:

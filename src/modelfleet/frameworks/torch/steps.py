@@ -15,7 +15,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, SCALE
-from modelfleet.frameworks.torch.random import DrawFromStreams, Still, Streams
+from modelfleet.frameworks.torch.random import DrawFromStreams, Draws, Part, Streams
 from modelfleet.frameworks.torch.rules import Rules
 from modelfleet.frameworks.torch.state import State, exact
 from modelfleet.frameworks.torch.task import PRECISIONS, Task, call, logits
@@ -50,6 +50,7 @@ class Steps:
         self.task = task
         self.layout = layout
         self.unused: frozenset[str] = frozenset()  # parameters that take no part in the loss
+        self.draws: Draws = ()  # what a step draws, for `gradients` on some rows of batches like the next one
 
     def find_unused(
         self, state: State, shared: dict[str, Tensor], data: Any, weights: Tensor | None, *, shared_data: bool
@@ -118,7 +119,7 @@ class Steps:
 
         Gives the gradients of the loss's total, `(member, number)` for all parameters in their order, and the
         columns `(member, column)`: the total, its count, the rows, the epoch's sums, and for every parameter
-        whether it took part. `place` has the `start` of the rows in the batch and their `share` of it.
+        whether it took part. `place` has the `start` of the rows, the `count` of the batch's, and their `share`.
         """
         member, params, scale = state["member"], state["params"], state["member"].get("scale")
 
@@ -135,7 +136,8 @@ class Steps:
             return total if scale is None else total * unit(scale, aux[1]), aux
 
         axis = None if shared_data else 0
-        part = place["start"], leaves(data)[0].shape[0 if shared_data else 1]
+        rows = leaves(data)[0].shape[0 if shared_data else 1]
+        part = Part(place["start"], place["count"], rows, self.draws)
         with self._streams(member, fused, part=part):
             args = (params, state["frozen"], state["buffers"], data, weights, scale)
             found, (total, count, sums) = _gradients(total_of, args, (0, 0, 0, axis, 0, 0), fused=fused)
@@ -268,13 +270,12 @@ class Steps:
             return mapped(output_of, args, (0, 0, 0, None if shared_data else 0), fused=fused)
 
     def observe(
-        self, state: State, shared: dict[str, Tensor], run: Callable[..., Any], data: Any
+        self, state: State, shared: dict[str, Tensor], run: Callable[..., Any], data: Any, streams: Streams
     ) -> tuple[Any, dict[str, Tensor]]:
-        """What `run(model, data)` gives for the first member, with every random draw the same number; and the
-        member's buffers after it."""
+        """What `run(model, data)` gives for the first member, and the member's buffers after it."""
         one = {part: map_tree(lambda t: t[0], state[part]) for part in ("params", "frozen", "buffers")}
         buffers = {name: buffer.clone() for name, buffer in one["buffers"].items()}
-        with torch.no_grad(), self._streams(state["member"], fused=False, still=True):
+        with torch.no_grad(), self._streams(state["member"], fused=False, streams=streams):
             result = self._call({**one["params"], **one["frozen"], **shared}, buffers, run, data)
         return result, buffers
 
@@ -296,14 +297,14 @@ class Steps:
         member: dict[str, Tensor],
         fused: bool,
         *,
-        part: tuple[Tensor, int] | None = None,
-        still: bool = False,
+        part: Part | None = None,
+        streams: Streams | None = None,
     ) -> Iterator[None]:
         # Attention's CPU kernels have no batching rule; its plain form has, and recurrent layers have ours. The
         # same forms are used unfused, so that a member's numbers and random draws do not depend on the strategy.
         seed, step = member["seed"], member["step"]
-        kind = Still if still else Streams
-        streams = kind(seed, step, part) if fused else kind(seed[0], step[0], part)
+        if streams is None:
+            streams = Streams(seed, step, part) if fused else Streams(seed[0], step[0], part)
         with sdpa_kernel(SDPBackend.MATH), Rules(), DrawFromStreams(streams):
             yield
 
