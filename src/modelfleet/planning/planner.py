@@ -80,7 +80,9 @@ class Planner:
         if kept is not None or clustered:  # the devices of a cluster are not here to be measured
             if kept is None:
                 lanes = self._place(studied, lanes, job)
-            return Choice(list(lanes), "processes" if clustered else str(kept))
+            elif strategy in ("auto", "fused"):
+                sharing = kept
+            return Choice(list(lanes), "processes" if clustered else sharing)
         if not scattered:
             if strategy != "auto":
                 return Choice(list(lanes), sharing)
