@@ -14,14 +14,16 @@ from typing import Any, Self
 
 import numpy as np
 
+from modelfleet import frameworks
 from modelfleet.devices import Device
 from modelfleet.errors import InputError, MissingExtraError
 from modelfleet.workers._base import Task, WorkerDiedError, listen
 from modelfleet.workers.process import END, ERROR, ITEM
-from modelfleet.workers.shared import ByValue, pickled, portable
+from modelfleet.workers.shared import pickled, portable
 
 try:
     import ray
+    from ray import cloudpickle
     from ray.exceptions import RayActorError, RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ModuleNotFoundError as error:
@@ -276,8 +278,16 @@ class _Host:
             return ERROR, _packed((portable(error), traceback.format_exc()), "an error")
 
 
+class _Pickler(cloudpickle.CloudPickler):
+    """Pickles with its code what others can't import; Ray's own, as no other knows what its references are."""
+
+    def reducer_override(self, value: Any) -> Any:
+        reduced = frameworks.reduced(value)
+        return super().reducer_override(value) if reduced is NotImplemented else reduced
+
+
 def _packed(value: Any, what: str) -> tuple[bytes, list[Any]]:
-    pickle_, views = pickled(value, what, ByValue)  # what the main script defines goes by value
+    pickle_, views = pickled(value, what, _Pickler)
     return pickle_, [np.frombuffer(view, dtype=np.uint8) for view in views]
 
 

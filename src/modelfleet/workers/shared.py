@@ -40,18 +40,17 @@ class _Pickler(pickle.Pickler):
         return frameworks.reduced(value)
 
 
-class ByValue(cloudpickle.Pickler):
+class _ByValue(cloudpickle.Pickler):
     """Pickles with its code what others can't import: what was defined at a prompt, or within a function."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """How an object is taken apart."""
         found = frameworks.reduced(obj)
         return super().reducer_override(obj) if found is NotImplemented else found
 
 
 def pickled(value: Any, what: str, pickler: Any = None) -> tuple[bytes, list[memoryview]]:
     """A value's pickle, and the arrays that are to go beside it."""
-    picklers = [pickler] if pickler is not None else [_Pickler, ByValue] if importable_main() else [ByValue]
+    picklers = [pickler] if pickler is not None else [_Pickler, _ByValue] if importable_main() else [_ByValue]
     for number, kind in enumerate(picklers, 1):
         buffers: list[pickle.PickleBuffer] = []
         stream = io.BytesIO()
