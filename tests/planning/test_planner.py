@@ -1,5 +1,6 @@
 """The planner: it takes what measures best, within its budget, and remembers."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -157,8 +158,12 @@ def test_long_runs_on_several_cpus_take_processes_and_what_can_not_be_sent_stays
         fleet.compile("sgd", "cross_entropy", lr=0.1)
         return fleet.plan((x, y), batch_size=8).sharing
 
-    class Local(nn.Linear):
+    class Locked(nn.Linear):
         """Can't be pickled."""
 
+        def __init__(self) -> None:
+            super().__init__(4, 3)
+            self.lock = threading.Lock()
+
     assert sharing(mf.Fleet([mlp(), mlp()], devices="cpu:0,cpu:1")) == "processes"
-    assert sharing(mf.Fleet([Local(4, 3), Local(4, 3)], devices="cpu:0,cpu:1")) == "threads"
+    assert sharing(mf.Fleet([Locked(), Locked()], devices="cpu:0,cpu:1")) == "threads"
