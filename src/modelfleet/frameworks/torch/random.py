@@ -9,6 +9,7 @@ happens below autograd and vmap, at the level of ATen operations, so that it rea
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -74,12 +75,17 @@ class Streams:
     """
 
     def __init__(self, seed: Tensor, step: Tensor, part: Part | None = None) -> None:
-        step = step.to(torch.int64)
-        low = _mix((seed & _WORD) ^ _mix(step & _WORD))
-        self._key = _mix(low ^ ((seed >> 32) & _WORD)), _mix(low + 0x5BD1E995 & _WORD)
+        self._seed, self._step = seed, step
         self._stacked = seed.dim() == 1
         self._draws = 0
         self._part = part
+
+    @cached_property
+    def _key(self) -> tuple[Tensor, Tensor]:
+        # When something is drawn, and not before: most steps draw nothing, and every operation is traced.
+        step = self._step.to(torch.int64)
+        low = _mix((self._seed & _WORD) ^ _mix(step & _WORD))
+        return _mix(low ^ ((self._seed >> 32) & _WORD)), _mix(low + 0x5BD1E995 & _WORD)
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Numbers in [0, 1); with stacked members the first axis of `shape` is the member."""
@@ -112,7 +118,7 @@ class Still(Streams):
     def uniform(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The middle of [0, 1), everywhere."""
         self.shapes.append(tuple(shape))
-        return torch.full(list(shape), 0.5, dtype=dtype, device=self._key[0].device)
+        return torch.full(list(shape), 0.5, dtype=dtype, device=self._seed.device)
 
 
 class Coins(Streams):
