@@ -15,8 +15,9 @@ setup: $(VENV)/.setup  ## everything: all frameworks, the tests' and the linters
 demo: $(VENV)/.demo  ## 64 variants of a network on one device, in under a minute
 	$(BIN)/modelfleet demo
 
+# With bytecode kept, whatever the environment says: a hundred processes are started.
 test: lint  ## lint, types and all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
 lint: setup  ## ruff and pyrefly
 	$(BIN)/ruff check .
