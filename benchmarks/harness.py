@@ -123,12 +123,15 @@ class Peer:
 
 
 def measure(name: str, peers: Mapping[str, Entrant], *, rounds: int, quick: bool, say: Say) -> list[Result]:
-    """Warm up every peer, then let them take turns, `rounds` times."""
+    """Warm up every peer, then let them take turns, `rounds` times; those that go apart follow, one by one."""
+    together = {label: entrant for label, entrant in peers.items() if not entrant.apart}
+    turns = [together, *({label: entrant} for label, entrant in peers.items() if entrant.apart)]
     # Steady state is measured: modelfleet compiles before its first step, not while the rounds run. What it
     # measures for its plans is shared by the peers of a table, and forgotten after it.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         common = {"MODELFLEET_CACHE": cache} | ({} if quick else {"MODELFLEET_COMPILE": "now"})
-        return _measure(name, peers, common, rounds=rounds, quick=quick, say=say)
+        results = [_measure(name, some, common, rounds=rounds, quick=quick, say=say) for some in turns]
+    return [result for some in results for result in some]
 
 
 def _measure(
