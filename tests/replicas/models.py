@@ -64,6 +64,57 @@ class Keeping(nn.Module):
         return torch.stack([x[:, 0], self.kept.expand(len(x)), self.own.expand(len(x))], 1)
 
 
+class InPlace(nn.Module):
+    """Doubles its rows where they are, and raises if one of them is poison."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        poison = (x[:, 1] == -666).any()
+        x.mul_(2)
+        if poison:
+            raise ValueError("poison")
+        return x
+
+
+class Reusing(nn.Module):
+    """Gives its answers in memory that it writes again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = torch.zeros(64, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.out[: len(x)] = x
+        return self.out[: len(x)]
+
+
+class Closed(nn.Module):
+    """Calls its dropout by a function that knows the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+        self.act = lambda x: self.drop(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(x)
+
+
+class Faulty(Marked):
+    """On a poison row its device can compute no more, as a GPU after an index out of range."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (x[:, 1] == -666).any():
+            raise torch.AcceleratorError("device-side assert triggered")
+        return super().forward(x)
+
+
+class Leaving(Marked):
+    """Ends the program when it is copied."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise SystemExit(3)
+
+
 class Greedy(Marked):
     """Has memory for four rows at a time."""
 
@@ -100,9 +151,9 @@ class Gated(Marked):
 class Where(nn.Module):
     """Tells whether its weights are in memory that processes share."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(4096))
+        self.weight = nn.Parameter(torch.ones(4096, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         address, found = self.weight.data_ptr(), False

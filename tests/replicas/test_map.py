@@ -18,6 +18,8 @@ from tests.replicas.test_pool import TWO, assert_answers, direct, poisoned, rows
 
 import modelfleet as mf
 from modelfleet.replicas.pool import Replicas
+from modelfleet.workers import CannotSendError
+from modelfleet.workers.inline import InlineWorker
 
 
 @pytest.mark.parametrize("devices", ["cpu", TWO])
@@ -99,6 +101,20 @@ def test_a_stream_that_is_dropped_ends_its_replicas() -> None:
 def test_where_no_replica_can_be_had_nothing_is_answered() -> None:
     with pytest.raises(mf.FleetError, match=r"no replica is left.*the weights' file is not on this machine"):
         mf.map(models.Unloadable(), {"ada": rows(1, 3), "bob": rows(2, 3)}, devices="cpu:0,cpu:1")
+
+
+def test_users_of_whom_nothing_can_be_sent_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    send = InlineWorker.answer
+
+    def refuse(self: Any, value: Any = None) -> None:
+        if isinstance(value, np.ndarray) and value[0, 0] == 1:
+            raise CannotSendError("too large")
+        send(self, value)
+
+    monkeypatch.setattr(InlineWorker, "answer", refuse)
+    found = mf.map(models.Marked(), {"bad": rows(1, 2000), "good": rows(2, 3000)}, devices="cpu", batch_size=8)
+    assert list(found) == ["good"]
+    assert isinstance(found.failed["bad"], mf.RowsError)
 
 
 PROMPT = """

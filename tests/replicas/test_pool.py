@@ -16,6 +16,7 @@ from torch import nn
 
 import modelfleet as mf
 from modelfleet.replicas import pool
+from modelfleet.replicas.requests import Request
 from modelfleet.workers.process import dismiss
 
 TWO = "cpu:0,cpu:1"
@@ -142,6 +143,32 @@ def test_rows_are_those_that_were_submitted(gated: tuple[models.Gated, mf.Replic
     x[:] = 9
     model.gate.set()
     assert_answers(model, rows(1, 3), future.result())
+
+
+def test_a_model_may_work_in_place() -> None:
+    x = poisoned(1, 8, 5)
+    before = x.copy()
+    with mf.Replicas(models.InPlace(), devices="cpu", batch_size=8) as replicas:
+        with pytest.raises(mf.RowsError) as caught:
+            replicas.submit("ada", x).result()
+        np.testing.assert_array_equal(caught.value.answers, np.delete(2 * before, 5, axis=0))
+    answers = mf.map(models.InPlace(), {"ada": rows(1, 8)}, devices="cpu")
+    np.testing.assert_array_equal(answers["ada"], 2 * rows(1, 8))
+    np.testing.assert_array_equal(x, before)
+
+
+def test_a_model_may_give_the_same_memory_again() -> None:
+    data = {mark: rows(mark, 300) for mark in range(4)}
+    found = mf.map(models.Reusing(), data, devices="cpu", batch_size=16)
+    for mark, x in data.items():
+        np.testing.assert_array_equal(found[mark], x)
+
+
+def test_functions_that_know_the_model_know_it_as_it_is_asked() -> None:
+    model = models.Closed()
+    with mf.Replicas(model, devices="cpu") as replicas:
+        np.testing.assert_array_equal(replicas.submit("ada", rows(1, 5)).result(), rows(1, 5))
+    assert model.drop.training
 
 
 def test_not_a_number_stays_with_its_row() -> None:
@@ -337,6 +364,39 @@ def test_rows_for_which_there_is_no_shared_memory_fail_alone(monkeypatch: pytest
             failing.result()
 
 
+def test_answers_that_can_not_be_joined_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined = Request.joined
+
+    def full(self: Request) -> Any:
+        if self.user == "large":
+            raise MemoryError("no room")
+        return joined(self)
+
+    monkeypatch.setattr(Request, "joined", full)
+    with mf.Replicas(models.Marked(), devices="cpu", batch_size=4) as replicas:
+        large, small = replicas.submit("large", rows(1, 9)), replicas.submit("small", rows(2, 9))
+        assert small.result().shape == (9, 2)
+        with pytest.raises(MemoryError, match="no room"):
+            large.result()
+
+
+def test_a_row_after_which_a_device_can_not_go_on_fails_by_name() -> None:
+    with mf.Replicas(models.Faulty(), devices="cpu", batch_size=4) as replicas:
+        guilty, other = replicas.submit("guilty", poisoned(1, 5, 2)), replicas.submit("other", rows(2, 9))
+        assert other.result().shape == (9, 2)
+        with pytest.raises(mf.RowsError, match="device-side assert") as caught:
+            guilty.result()
+    assert list(caught.value.rows) == [2]
+    assert replicas.stats().replicas["cpu"].restarts >= 3
+
+
+def test_a_model_that_ends_its_thread_is_told() -> None:
+    with mf.Replicas(models.Leaving(), devices="cpu") as replicas:
+        future = replicas.submit("ada", rows(1, 3))
+        with pytest.raises(mf.FleetError, match="its thread was ended by SystemExit: 3"):
+            future.result()
+
+
 def test_a_deadline_that_never_comes_does_not_end_the_others() -> None:
     model = models.Gated()
     with mf.Replicas(model, devices="cpu", batch_size=1) as replicas:
@@ -368,8 +428,9 @@ def test_a_model_that_can_not_be_received_fails_the_requests_with_the_reason() -
 # --- where the weights are, and how exactly it is computed ----------------------------------------------------
 
 
-def test_the_weights_are_shared_by_the_replicas_of_a_machine() -> None:
-    with mf.Replicas(models.Where(), devices=TWO, batch_size=1) as replicas:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_weights_are_shared_by_the_replicas_of_a_machine(dtype: torch.dtype) -> None:
+    with mf.Replicas(models.Where(dtype), devices=TWO, batch_size=1) as replicas:
         assert replicas.submit("ada", rows(1, 20)).result().all()
 
 

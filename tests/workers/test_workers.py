@@ -194,6 +194,35 @@ def test_shared_memory_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPa
         PROCESS.share(np.ones(2_000_000), "ones")
 
 
+def test_after_a_message_that_was_refused_smaller_ones_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    fallocate = os.posix_fallocate
+
+    def small(fd: int, start: int, size: int) -> None:
+        if size > 1_000_000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fallocate(fd, start, size)
+
+    worker = PROCESS.hire()
+    worker.start(tasks.echo, 0, "an order")
+    worker.receive()
+    monkeypatch.setattr(os, "posix_fallocate", small)
+    for size, fits in ((10_000, True), (200_000, False), (10_000, True), (100_000, True), (10, True)):
+        if not fits:
+            with pytest.raises(CannotSendError):
+                worker.answer(np.ones(size))
+            continue
+        worker.answer(np.ones(size))
+        _, got = worker.receive()
+        assert got.shape == (size,)
+        del got
+    worker.close()
+
+
+def test_open_files_are_not_sent(tmp_path: Path) -> None:
+    with (tmp_path / "text").open("w") as file, pytest.raises(CannotSendError, match="cannot pickle an open file"):
+        PROCESS.share([file, lambda: None], "a file")
+
+
 def test_idle_workers_are_hired_again() -> None:
     worker = PROCESS.hire()
     worker.start(tasks.echo, 1, "an order")

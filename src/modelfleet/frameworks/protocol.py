@@ -191,6 +191,10 @@ class Replica(Protocol):
         """Whether an error that it raised says that the device is out of memory."""
         ...
 
+    def broken(self, error: BaseException) -> bool:
+        """Whether, after an error that it raised, this process can compute nothing more on the device."""
+        ...
+
     def close(self) -> None:
         """Leave the model as it was."""
         ...

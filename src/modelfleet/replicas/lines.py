@@ -13,7 +13,7 @@ class Line:
     """What waits for the same replicas. Nothing here looks at every user or every request to fill a batch.
 
     Rows that have to be tried again take their user's turn: they take turns with other users' new rows, and until
-    they have their outcome, the user's own new rows wait. So whoever has poison rows costs the others one batch
+    the last of them is taken, the user's own new rows wait. So whoever has poison rows costs the others one batch
     for each of theirs, and spoils no more batches meanwhile.
     """
 

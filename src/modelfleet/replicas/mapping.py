@@ -195,15 +195,19 @@ def _answers(
         turns.begin()
         reading = Reading(replicas, streams, room=AHEAD * room, inputs=framework.inputs, told=done.put)
         with shown(replicas, turns.rows, reading) as show:
-            for _ in users:
+            for number in range(len(users)):
                 while True:
                     show(failed)
                     with suppress(Empty):
                         user, answer = done.get(timeout=LOOK)
                         break
-                if replicas.failure is not None:  # no user's fault, and nobody's answer is to come
-                    raise replicas.failure
                 failed += isinstance(answer, Exception)
+                if replicas.failure is not None and failed == number + 1:
+                    rest = [done.get() for _ in range(failed, len(users))]
+                    if all(isinstance(answer, Exception) for _, answer in rest):  # no user's fault, and no use
+                        raise replicas.failure
+                    for other in sorted(rest, key=lambda one: isinstance(one[1], Exception)):
+                        done.put(other)  # those with answers first
                 if user in streams:
                     reading.handed_out()
                 yield user, answer

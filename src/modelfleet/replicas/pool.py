@@ -148,7 +148,8 @@ class Replicas:
                     f"new Replicas."
                 )
             now = time.monotonic()
-            request = self._queue.submit(user, data, rows, now, None if deadline is None else now + deadline)
+            due = None if deadline is None else now + float(deadline)
+            request = self._queue.submit(user, data, rows, now, due)
             if request.status == "open":
                 self._futures[request] = future
                 self._news.notify_all()
@@ -245,13 +246,15 @@ class Replicas:
                     continue
                 try:
                     answer = request.joined()
-                except FleetError as error:
+                except Exception as error:  # memory, say: whoever waits is told, whatever it is
                     future.set_exception(error)
                 else:
                     future.set_result(answer)
         if ended:
             with self._lock:
                 self._news.notify_all()
+            if self._hungry is not None:
+                self._hungry()
 
     def _cancelled(self, request: Request) -> None:
         with self._lock:
@@ -393,8 +396,8 @@ class _Driver(threading.Thread):
                         break
                     self._ask(worker, ready, asked)
                 if asked:
-                    self._heed(asked[0], self._reply(worker))
-                    asked.popleft()
+                    reply = self._reply(worker)
+                    self._heed(asked.popleft(), reply)
         except Exception as error:  # it died, or can't go on for whatever reason: no batch may be lost by that
             reason = str(error) if isinstance(error, WorkerDiedError) else f"{type(error).__name__}: {error}"
             for number, batch in enumerate([*asked, *ready]):
@@ -437,9 +440,13 @@ class _Driver(threading.Thread):
 
     def _heed(self, batch: Batch, reply: Reply) -> None:
         pool, queue = self._pool, self._pool._queue
-        error = reply.error
+        outputs, error = [], reply.error
         if error is None:
-            outputs = parted(reply.outputs, batch)
+            try:
+                outputs = parted(reply.outputs, batch)
+            except Exception as trouble:  # memory, say
+                error = trouble
+        if error is None:
             self._pace(reply.seconds / batch.rows * self._order.batch_size)
 
             def answered() -> list[Request]:

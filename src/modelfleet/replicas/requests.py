@@ -77,6 +77,8 @@ class Request:
             answers = self.joined()
         except InputError as error:
             return error
+        except Exception as error:  # memory, say: whoever waits is told, whatever it is
+            message, answers = f"{message} These could not be joined: {type(error).__name__}: {error}.", None
         failure = RowsError(message, dict(sorted(self.errors.items())), answers, self.kept)
         failure.__cause__ = failure.rows[min(self.errors)]
         return failure

@@ -48,6 +48,7 @@ def serve(order: Order) -> Generator[Reply, Any, None]:
     devices = parse_devices(order.device)
     device = framework.native(framework.choose(devices)[0])
     replica: Replica = framework.Replica(model, device, order.precision)
+    del model  # what is not shared need not be here twice
     try:
         rows = yield Reply()
         while rows is not None:
@@ -67,6 +68,8 @@ def _answered(replica: Replica, rows: Any, size: int) -> Reply:
             parts.append(_outputs(replica, batch, size))
         outputs = joined(parts)
     except Exception as error:  # a model may raise anything
+        if replica.broken(error):
+            raise
         return Reply(error=portable(error), memory=replica.out_of_memory(error))
     return Reply(outputs, seconds=time.perf_counter() - begun)
 

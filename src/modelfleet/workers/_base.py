@@ -34,7 +34,7 @@ class Worker(Protocol):
     """What it worked on last; whoever hires it may note it."""
     ahead: int
     """How many answers may be given before the items are received that they are for: 1 where the worker can go on
-    with one while its last item is on its way, 0 where it works in this process."""
+    with one while its last item is on its way."""
 
     @property
     def alive(self) -> bool:

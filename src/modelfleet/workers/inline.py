@@ -1,12 +1,26 @@
 """Workers in this process: each task runs in a thread of its own."""
 
+import atexit
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
+from weakref import WeakSet
 
-from modelfleet.workers._base import Task, listen
+from modelfleet.workers._base import Task, WorkerDiedError, listen
+
+GRACE = 5.0  # seconds that the end of the program waits for what is being computed
+_threads: WeakSet[threading.Thread] = WeakSet()
+
+
+@atexit.register
+def _join() -> None:
+    """Wait for threads that were left: one that is within a framework when Python ends takes the program down."""
+    end = time.monotonic() + GRACE
+    for thread in list(_threads):
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 class InlineWorker:
@@ -27,7 +41,9 @@ class InlineWorker:
         """Begin a task."""
         self.busy, self._told_to_stop = True, False
         self._answers.clear()
-        threading.Thread(target=self._run, args=(task, order), name="modelfleet-inline", daemon=True).start()
+        thread = threading.Thread(target=self._run, args=(task, order), name="modelfleet-inline", daemon=True)
+        _threads.add(thread)
+        thread.start()
 
     def receive(self) -> tuple[bool, Any]:
         """The task's next item, and whether there is one; blocks until then."""
@@ -78,6 +94,8 @@ class InlineWorker:
             self._say(False, None)
         except Exception as error:  # it is the owner's to hear
             self._say(False, error)
+        except BaseException as error:  # sys.exit, say: of a thread nobody would hear it
+            self._say(False, WorkerDiedError(f"its thread was ended by {type(error).__name__}: {error}"))
         finally:
             running.close()
 

@@ -44,6 +44,8 @@ class _ByValue(cloudpickle.Pickler):
     """Pickles with its code what others can't import: what was defined at a prompt, or within a function."""
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, io.IOBase):  # what cloudpickle would read and send would be another file
+            raise TypeError(f"cannot pickle an open file, {obj!r}")
         found = frameworks.reduced(obj)
         return super().reducer_override(obj) if found is NotImplemented else found
 
@@ -127,11 +129,19 @@ class Outbox:
         if memory is None or memory.size < end:
             larger = max(_LEAST, end, 0 if memory is None else 2 * memory.size)
             discard(memory, unlink=True)
-            self._number += 1
-            memory = _new(_numbered(self._name, self._number), larger)
+            self._memories = [None, other]  # whatever becomes of the new one
+            memory = self._new(larger, end)
         self._memories = [other, memory]
         _fill(memory, spans, views)
         return Parcel(pickle_, memory.name, spans)
+
+    def _new(self, *sizes: int) -> shared_memory.SharedMemory:
+        """New memory, of the first of these sizes that can be had."""
+        self._number += 1
+        for size in sizes[:-1]:
+            with suppress(CannotSendError):
+                return _new(_numbered(self._name, self._number), size)
+        return _new(_numbered(self._name, self._number), sizes[-1])
 
     def close(self) -> None:
         """Give the memory back."""

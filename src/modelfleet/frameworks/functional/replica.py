@@ -34,6 +34,10 @@ class Replica:
         """Whether an error says that the device is out of memory."""
         return self._backend.out_of_memory(error)
 
+    def broken(self, error: BaseException) -> bool:
+        """Never: no error is known after which nothing more could be computed."""
+        return False
+
     def close(self) -> None:
         """Let go of the state."""
         self._state = None

@@ -80,8 +80,9 @@ def reduced(value: Any) -> Any:
 
 
 def restored(array: np.ndarray, dtype: str) -> jax.Array:
-    """The array that `reduced` took apart, where JAX has its arrays; on the CPU that is the very memory."""
-    return jax.device_put(array.view(jnp.dtype(dtype)))
+    """The array that `reduced` took apart: on the CPU, in the very memory. Who computes with it puts it elsewhere;
+    on the first of several GPUs the weights of all their workers would come together."""
+    return jax.device_put(array.view(jnp.dtype(dtype)), jax.devices("cpu")[0])
 
 
 def _library(tensors: Sequence[Array]) -> Any:

@@ -78,16 +78,21 @@ def from_host(array: np.ndarray, like: Tensor) -> Tensor:
 def reduced(value: Any) -> Any:
     """How to pickle a plain tensor of the CPU without copying its numbers; NotImplemented for all else."""
     plain = type(value) is Tensor and value.device.type == "cpu" and value.layout == torch.strided
-    if not plain or value.requires_grad or value.dtype == torch.bfloat16 or value.is_conj() or value.is_neg():
+    if not plain or value.requires_grad or value.is_conj() or value.is_neg():
         return NotImplemented
-    return restored, (value.numpy(),)
+    bits = value.dtype == torch.bfloat16  # which NumPy does not have
+    return restored, (value.view(torch.int16).numpy() if bits else value.numpy(), bits)
 
 
-def restored(array: np.ndarray) -> Tensor:
-    """The tensor that `reduced` took apart. Where the array is only to be read, so is the tensor."""
+def restored(array: np.ndarray, bits: bool = False) -> Tensor:
+    """The tensor that `reduced` took apart. Where the array is only to be read, so is the tensor.
+
+    bits: they are those of bfloat16.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch can't know that nobody will write
-        return torch.from_numpy(array)
+        tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if bits else tensor
 
 
 def padded_otherwise(leaf: Tensor, real: int) -> Tensor:

@@ -19,20 +19,21 @@ class Replica:
     """Answers batches with a model, in evaluation mode until it is closed.
 
     Parameters that are on its device already are not copied. All else of the model is the replica's own: what a
-    forward pass keeps in a buffer, say, is no other replica's.
+    forward pass keeps in a buffer, say, is no other replica's. A model that can't be copied is taken as it is.
     """
 
     pads = False
 
     def __init__(self, model: nn.Module, device: torch.device, precision: str) -> None:
-        model = _own(model, device)
         pages.keep_freed_pages(device)
-        self._model = model
+        self._model = _own(model, device)
         self._dtype = _low(model)
         self._device = device
         self._precision = PRECISIONS[precision]
         self._modes = ExitStack()
-        self._modes.enter_context(mode(model, train=False))
+        self._modes.enter_context(mode(self._model, train=False))
+        if self._model is not model:  # functions that it holds may know the one that was copied
+            self._modes.enter_context(mode(model, train=False))
 
     def __call__(self, rows: Any) -> Any:
         """The model's outputs on a tree of NumPy arrays `(row, …)`, as one."""
@@ -43,12 +44,18 @@ class Replica:
         return map_tree(_host, outputs)
 
     def _placed(self, leaf: np.ndarray) -> Tensor:
-        tensor = arrays.place(leaf, self._device)
+        # Copied: a model may work in place, and the rows may be asked again, or be the caller's own.
+        tensor = arrays.place(leaf, self._device, copy=True)
         return tensor if self._dtype is None or not tensor.is_floating_point() else tensor.to(self._dtype)
 
     def out_of_memory(self, error: BaseException) -> bool:
         """Whether an error says that the device is out of memory."""
         return out_of_memory(error)
+
+    def broken(self, error: BaseException) -> bool:
+        """Whether, after an error, nothing can be computed on the device any more: an accelerator's own, as of an
+        index out of range, ends all that this process has there."""
+        return isinstance(error, torch.AcceleratorError) and not out_of_memory(error)
 
     def close(self) -> None:
         """Leave the model as it was."""
@@ -82,4 +89,5 @@ def weight_bytes(model: nn.Module) -> int:
 def _host(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return np.asarray(leaf)
-    return (leaf.float() if leaf.dtype == torch.bfloat16 else leaf).cpu().numpy()
+    # Copied: a model may give memory that it writes again for the next batch.
+    return np.array((leaf.float() if leaf.dtype == torch.bfloat16 else leaf).cpu().numpy())
