@@ -11,6 +11,7 @@ import numpy as np
 from modelfleet import frameworks
 from modelfleet.devices import parse_devices
 from modelfleet.workers import places
+from modelfleet.workers.process import dismiss
 
 TWO = parse_devices("cpu:0,cpu:1") or ()
 
@@ -18,6 +19,7 @@ TWO = parse_devices("cpu:0,cpu:1") or ()
 def asked_by_two(framework: Any, small: Any, large: Any, x: np.ndarray) -> list[tuple[float, np.ndarray]]:
     """Two workers with a replica of `large` at the same time: how many times its weights the memory of each grew
     by, and what it answered. `small` is of the same kind, for what a process needs at its first model."""
+    dismiss()  # one that has trained before keeps the pages that it has freed
     found = places.of_machine(TWO)
     frozen = getattr(framework, "frozen", lambda model: model)
     shared = [found[0].share(frozen(model), "the model") for model in (small, large)]
