@@ -17,6 +17,7 @@ from torch import nn
 import modelfleet as mf
 from modelfleet.replicas import pool
 from modelfleet.replicas.requests import Request
+from modelfleet.replicas.work import serve
 from modelfleet.workers.process import dismiss
 
 TWO = "cpu:0,cpu:1"
@@ -388,6 +389,23 @@ def test_a_row_after_which_a_device_can_not_go_on_fails_by_name() -> None:
             guilty.result()
     assert list(caught.value.rows) == [2]
     assert replicas.stats().replicas["cpu"].restarts >= 3
+
+
+def test_a_replica_that_has_worked_is_not_given_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts: list[Any] = []
+
+    def busy_once(order: Any) -> Any:
+        starts.append(order)
+        if len(starts) == 2:
+            raise OSError("another program has the memory")
+        yield from serve(order)
+
+    monkeypatch.setattr(pool, "serve", busy_once)
+    with mf.Replicas(models.Faulty(), devices="cpu", batch_size=1) as replicas:
+        with pytest.raises(mf.RowsError):
+            replicas.submit("guilty", poisoned(1, 1, 0)).result()
+        assert replicas.submit("other", rows(2, 3)).result().shape == (3, 2)
+    assert len(starts) > 2
 
 
 def test_a_model_that_ends_its_thread_is_told() -> None:

@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from importlib import import_module
 from typing import Any
 
+import numpy as np
+
 from modelfleet.errors import InputError, MissingExtraError
 
 # In this order: a Keras model is a torch module, too, where torch is its backend, and a tf.Module elsewhere.
@@ -114,6 +116,14 @@ def reduced(value: Any) -> Any:
     if framework is not None and framework in sys.modules:
         return adapter(framework).arrays.reduced(value)
     return NotImplemented
+
+
+def as_numpy(value: Any) -> np.ndarray:
+    """An array of any framework as NumPy's, wherever it is."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return adapter("torch").arrays.as_numpy(value)
+    return np.asarray(value)
 
 
 def wrapped(callback: Any) -> Any:

@@ -5,8 +5,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from modelfleet.devices import host_memory
 from modelfleet.errors import InputError
 from modelfleet.feeds import Feed
@@ -48,14 +46,6 @@ def _asked() -> int | None:
     if match is None:
         raise InputError(f"MODELFLEET_MEMORY is {asked!r}; expected a size such as 6GB or 500MB.")
     return int(float(match[1]) * _UNITS[match[2]])
-
-
-def of_weights(framework: Any, model: Any) -> int:
-    """What a model's weights take."""
-    told = getattr(framework, "weight_bytes", None)
-    if told is not None:
-        return told(model)
-    return sum(np.asarray(leaf).nbytes for leaf in framework.stacked_weights([model]).values())
 
 
 def need(lane: Lane, feed: Feed) -> int:

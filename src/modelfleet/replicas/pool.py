@@ -484,7 +484,7 @@ def _check_memory(framework: Any, model: Any, place: Place) -> None:
         return  # only its worker can know
     (device,) = parse_devices(place.device) or ()
     there = memory.available(framework, framework.native(device), place.device)
-    need = memory.of_weights(framework, model)
+    need = framework.weight_bytes(model)
     if there is not None and need > there:
         raise InputError(
             f"device '{place.name}' has no memory for even one replica: the weights take {size(need)}, and "

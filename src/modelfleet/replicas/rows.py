@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from modelfleet import frameworks
 from modelfleet.errors import InputError
 from modelfleet.replicas.requests import Batch, Request, Slice
 from modelfleet.trees import leaves, map_tree, paths, rebuild
@@ -31,11 +32,8 @@ def _is_rows(leaf: Any) -> bool:
 
 
 def _array(leaf: Any, user: Hashable) -> np.ndarray:
-    if hasattr(leaf, "detach"):  # of torch, wherever it is
-        leaf = leaf.detach().cpu()
-        leaf = leaf.float() if str(leaf.dtype) == "torch.bfloat16" else leaf  # which NumPy does not have
     try:
-        array = np.asarray(leaf)
+        array = frameworks.as_numpy(leaf)
     except Exception as error:  # of ragged lists, and whatever else says that it is an array
         raise InputError(f"the data of user {user!r} are no array: {error}. Give rows of one shape.") from error
     if array.ndim == 0 and (callable(leaf) or hasattr(leaf, "__iter__")) and not isinstance(leaf, str | bytes):

@@ -472,7 +472,7 @@ class _Traced:
 
     def host(self, tree: Any) -> Any:
         """A tree of tensors as NumPy arrays; bfloat16 as float32."""
-        return map_tree(lambda t: (t.float() if t.dtype == torch.bfloat16 else t).cpu().numpy(), tree)
+        return map_tree(arrays.as_numpy, tree)
 
     def out_of_memory(self, error: BaseException) -> bool:
         """Whether an error says that the device is out of memory."""

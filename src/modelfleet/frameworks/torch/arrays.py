@@ -63,6 +63,12 @@ def _from_host(leaf: Any) -> Tensor:
     return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
 
 
+def as_numpy(tensor: Tensor) -> np.ndarray:
+    """A tensor's numbers; of bfloat16, which NumPy has not, as float32. The memory may be the same."""
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
 def host(tensor: Tensor) -> np.ndarray:
     """A tensor's numbers as a NumPy array; of bfloat16, which NumPy has not, the bits."""
     tensor = tensor.detach().cpu()

@@ -90,4 +90,4 @@ def _host(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return np.asarray(leaf)
     # Copied: a model may give memory that it writes again for the next batch.
-    return np.array((leaf.float() if leaf.dtype == torch.bfloat16 else leaf).cpu().numpy())
+    return np.array(arrays.as_numpy(leaf))
