@@ -49,7 +49,7 @@ class Hanging(Marked):
 
 
 class Keeping(nn.Module):
-    """Keeps the last mark in a buffer and in a tensor of its own, and answers every row with these."""
+    """Keeps the last mark in a buffer and in a tensor of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,9 +59,7 @@ class Keeping(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.kept.copy_(x[:1, 0])
         self.own.copy_(x[:1, 0])
-        for _ in range(20):  # so long that another replica would have written here, too
-            x = x @ torch.eye(x.shape[1])
-        return torch.stack([x[:, 0], self.kept.expand(len(x)), self.own.expand(len(x))], 1)
+        return x
 
 
 class InPlace(nn.Module):
@@ -149,19 +147,26 @@ class Gated(Marked):
 
 
 class Where(nn.Module):
-    """Tells whether its weights are in memory that processes share."""
+    """Tells whether its weights, a buffer and a tensor of its own are in memory that processes share."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4096, dtype=dtype))
+        self.register_buffer("kept", torch.ones(4096))
+        self.own = torch.ones(4096)
 
     def forward(self, x: Tensor) -> Tensor:
-        address, found = self.weight.data_ptr(), False
-        for line in Path("/proc/self/maps").read_text(encoding="ascii").splitlines():
-            span, *_, name = line.split(maxsplit=5)
-            first, last = (int(end, 16) for end in span.split("-"))
-            found |= first <= address < last and "/dev/shm/mf-" in name
-        return torch.full((len(x), 1), float(found))
+        found = [_is_shared(tensor.data_ptr()) for tensor in (self.weight, self.kept, self.own)]
+        return torch.tensor([found], dtype=torch.float32).expand(len(x), 3)
+
+
+def _is_shared(address: int) -> bool:
+    for line in Path("/proc/self/maps").read_text(encoding="ascii").splitlines():
+        span, *_, name = line.split(maxsplit=5)
+        first, last = (int(end, 16) for end in span.split("-"))
+        if first <= address < last:
+            return "/dev/shm/mf-" in name
+    return False
 
 
 class Unloadable(nn.Module):
