@@ -512,7 +512,7 @@ def test_data_that_are_no_rows_are_refused(x: Any, words: str) -> None:
 
 def test_no_memory_for_even_one_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODELFLEET_MEMORY", "1kB")
-    with pytest.raises(mf.InputError, match=r"the weights take 16\.4 kB, and 1 kB are free"):
+    with pytest.raises(mf.InputError, match=r"the weights take 32\.8 kB, and 1 kB are free"):
         mf.Replicas(models.Where(), devices="cpu")
 
 
