@@ -171,18 +171,18 @@ def test_a_device_that_is_done_takes_over_what_waits_for_others(monkeypatch: pyt
 
 
 class Deadly:
-    """Batches at whose end the worker is killed, so many times, from the second epoch on."""
+    """Batches at whose end the worker is killed, so many times, when they were read so often before."""
 
-    def __init__(self, folder: Path, times: int) -> None:
-        self.folder, self.times = folder, times
+    def __init__(self, folder: Path, times: int, after: int = 1) -> None:
+        self.folder, self.times, self.after = folder, times, after
 
     def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield from Batches()
-        first, deaths = self.folder / "first", len(list(self.folder.glob("death*")))
-        if first.exists() and deaths < self.times:
+        before, deaths = len(list(self.folder.glob("read*"))), len(list(self.folder.glob("death*")))
+        if before >= self.after and deaths < self.times:
             (self.folder / f"death{deaths}").touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        first.touch()
+        (self.folder / f"read{before}").touch()
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -200,12 +200,15 @@ def test_the_lanes_of_a_killed_worker_go_on_from_their_last_epoch(together: bool
 
 
 def test_a_lane_some_of_whose_members_are_done_goes_on_elsewhere(tmp_path: Path) -> None:
-    epochs = mf.each([1, 1, 1, 3] * 2)  # on each device most are done sooner, and the lane is narrowed
-    one, two = (mf.Fleet.build(mlp, 8, devices=devices) for devices in ("cpu", BOTH))
+    # Most are done after the first epoch; the worker, whose lane was narrowed, dies in the third.
+    epochs = mf.each([1, 4, 1, 1, 4])
+    one, two = (mf.Fleet.build(mlp, 5, seed=0, devices=devices) for devices in ("cpu", BOTH))
     for fleet in (one, two):
         fleet.compile("adam", "cross_entropy", lr=0.01)
     fit(one, Batches(), epochs=epochs)
-    history = fit(two, Deadly(tmp_path, 1), epochs=epochs, strategy="processes")
+    batches: dict[str, Any] = {name: Batches() for name in two.names}
+    batches["4"] = Deadly(tmp_path, 1, after=2)
+    history = fit(two, mf.each(batches), epochs=epochs, strategy="processes")
     assert len(list(tmp_path.glob("death*"))) == 1
     assert not history.failed
     same(one, two)
@@ -258,19 +261,22 @@ def test_what_cannot_be_sent_is_told_before_anything_is_trained() -> None:
         assert all(torch.equal(a, b) for a, b in zip(parameters, fleet[name].parameters(), strict=True))
 
 
+class Stop(mf.Callback):
+    """Interrupts the fit after an epoch."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_epoch_end(self, run: Any) -> None:
+        if run.epoch == self.after:
+            raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize(
     ("strategy", "then"),
     [("threads", BOTH), ("threads", "cpu"), ("threads", "cpu:0,cpu:1,cpu:2"), ("processes", BOTH)],
 )
 def test_a_resumed_run_ends_as_the_unbroken_one(strategy: str, then: str, tmp_path: Path) -> None:
-    class Stop(mf.Callback):
-        def __init__(self, after: int) -> None:
-            self.after = after
-
-        def on_epoch_end(self, run: Any) -> None:
-            if run.epoch == self.after:
-                raise KeyboardInterrupt
-
     expected, broken, resumed = mixed("cpu"), mixed(BOTH), mixed(then)
     fit(expected, (X, Y), epochs=3)
     with pytest.raises(KeyboardInterrupt):
@@ -281,3 +287,19 @@ def test_a_resumed_run_ends_as_the_unbroken_one(strategy: str, then: str, tmp_pa
     same(expected, resumed)
     if then == BOTH:
         assert {tuple(lane.names): lane.device for lane in resumed._lanes or ()} == places
+
+
+@pytest.mark.parametrize(("first", "then"), [WAYS, WAYS[::-1]])
+def test_a_narrowed_lane_of_a_resumed_run_may_go_on_in_another_way(first: str, then: str, tmp_path: Path) -> None:
+    epochs = mf.each([1, 4, 1, 1, 4])  # after the first epoch each device has one member left
+    expected, broken, resumed = (mf.Fleet.build(mlp, 5, devices=devices) for devices in ("cpu", BOTH, BOTH))
+    for fleet in (expected, broken, resumed):
+        fleet.compile("adam", "cross_entropy", lr=0.01)
+    fit(expected, (X, Y), epochs=epochs, validation=(X, Y))
+    given: dict[str, Any] = {"epochs": epochs, "validation": (X, Y)}
+    with pytest.raises(KeyboardInterrupt):
+        fit(broken, (X, Y), **given, strategy=first, callbacks=[mf.Checkpoint(tmp_path), Stop(2)])
+    history = fit(resumed, (X, Y), **given, strategy=then, callbacks=[mf.Checkpoint(tmp_path), Stop(9)])
+    assert [len(history[name]["loss"]) for name in resumed.names] == [1, 4, 1, 1, 4]
+    assert resumed.plan().sharing == then
+    same(expected, resumed)
