@@ -34,7 +34,7 @@ def own_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fit(fleet: mf.Fleet, data: Any, **options: Any) -> mf.History:
-    """`fleet.fit` in silence, and always fused: what is faster, measured on a busy machine, must not matter here."""
+    """`fleet.fit` in silence, and always fused: what a busy machine measures must not matter here."""
     return fleet.fit(data, progress=False, **{"strategy": "fused", **options})
 
 
