@@ -103,7 +103,7 @@ def test_map_reads_datasets() -> None:
     data = tf.data.Dataset.from_tensor_slices((x, np.arange(10))).batch(4)
     answers = mf.map(model, mf.each({"ada": data, "bob": x}), devices="cpu")
     np.testing.assert_allclose(answers["ada"], model(x), rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(answers["ada"], answers["bob"])
+    np.testing.assert_allclose(answers["bob"], model(x), rtol=1e-5, atol=1e-6)  # in batches of other sizes
 
 
 def test_new_weights_are_seen_and_nothing_is_traced_anew() -> None:
