@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import helpers
 from tests.helpers import all_weights, close, equal, fleet_of, toy, weights
 from torch._dynamo.utils import counters
 
@@ -35,7 +36,7 @@ def own_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fit(fleet: mf.Fleet, data: Any, **options: Any) -> mf.History:
     """`fleet.fit` in silence, and always fused: what a busy machine measures must not matter here."""
-    return fleet.fit(data, progress=False, **{"strategy": "fused", **options})
+    return helpers.fit(fleet, data, strategy="fused", **options)
 
 
 def programs(fleet: mf.Fleet) -> Programs:

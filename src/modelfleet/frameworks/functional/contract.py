@@ -139,6 +139,11 @@ class Backend(Protocol):
         first argument."""
         ...
 
+    def within(self, program: Function, function: Function) -> Function:
+        """What to call within another program: the program that `compile` made of a function, if that spares
+        tracing it again, or the function."""
+        ...
+
     def trace(self, program: Function, args: Sequence[Any]) -> None:
         """Find out whether what `compile` gave can be made into a program for these arguments; raise if not."""
         ...

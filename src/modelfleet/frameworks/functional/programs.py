@@ -79,8 +79,10 @@ class Programs:
     def _several(
         self, shared: bool, state: State, hyper: Any, active: Any, data: Any, weights: Any, count: Any
     ) -> State:
+        train = self.backend.within(*self._functions("train", shared))
+
         def step(state: State, xs: Any) -> State:
-            return self._train(shared, state, hyper, active, *xs)
+            return train(state, hyper, active, *xs)
 
         return self.backend.loop(step, state, (data, weights), count)
 

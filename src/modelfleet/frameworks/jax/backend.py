@@ -75,6 +75,10 @@ class JaxBackend:
         options = _CPU_OPTIONS if self.device.platform == "cpu" else None
         return jax.jit(function, donate_argnums=(0,) if donate else (), compiler_options=options)
 
+    def within(self, program: Function, function: Function) -> Function:
+        """The function: JAX takes a program's options at the outside only."""
+        return function
+
     def trace(self, program: Any, args: Sequence[Any]) -> None:
         """Trace a program; raises what the tracing raises."""
         program.trace(*args)

@@ -120,7 +120,9 @@ class Graph:
             self._thread.join()
 
     def __call__(self, tensors: Sequence[Any], calls_left: float = 0) -> list[Any]:
-        """What the function gives, flat."""
+        """What the function gives, flat; within another graph, a call of this one."""
+        if not tf.executing_eagerly():
+            return list(self.concrete(*tensors))
         with tf.device(self._device):
             if self._xla is not None:
                 return self._with_xla(self._xla, tensors)
