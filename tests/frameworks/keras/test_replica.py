@@ -106,7 +106,7 @@ def test_the_model_goes_on_being_trained() -> None:
         for own, now in zip(before, models.numbers(model, optimizer=False), strict=True):
             np.testing.assert_array_equal(own, now)
         assert not model.optimizer.built
-        model.fit(x, y, epochs=2, verbose=0)
+        models.fit(model, x, y, epochs=2)
         assert replicas.submit("ada", x).result().shape == expected.shape
     assert np.abs(direct(model, x) - expected).max() > 1e-4
 
