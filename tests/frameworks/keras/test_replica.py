@@ -1,6 +1,5 @@
 """Keras models as replicas: asked as they are, their weights in shared memory where the backend can have it so."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -12,17 +11,10 @@ from tests.replicas.memory import asked_by_two
 import modelfleet as mf
 from modelfleet.frameworks import keras as adapter
 from modelfleet.workers import CannotSendError
-from modelfleet.workers.process import dismiss
 from modelfleet.workers.shared import InMemory
 
 BACKEND = keras.backend.backend()
 layers = keras.layers
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_idle_workers() -> Iterator[None]:
-    yield
-    dismiss()
 
 
 def direct(model: keras.Model, x: np.ndarray) -> np.ndarray:

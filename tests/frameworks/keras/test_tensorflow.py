@@ -47,7 +47,7 @@ def table() -> keras.Model:
     )
 
 
-def words(recurrent: type[keras.Layer] = layers.LSTM, *, unroll: bool = True) -> keras.Model:
+def words(recurrent: Callable[..., keras.Layer] = layers.LSTM, *, unroll: bool = True) -> keras.Model:
     last = [layers.Cropping1D((2, 0)), recurrent(4, unroll=unroll), layers.Dense(3)]  # two steps show what four do
     return compiled(keras.Sequential([keras.Input((4,)), layers.Embedding(9, 5), *last]))
 
