@@ -45,6 +45,7 @@ def alone(
             hyperparameters=hyperparameters,
         )
         compile(recipe, [Member(name, model, 0, None)])
+    model.run_eagerly = True  # to trace a step takes as long as to take a dozen
     own_seed = member_seed(seed, name)
     arrays = map_tree(np.asarray, data)
     taken = 0

@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 if "MODELFLEET_KERAS_TESTS" not in os.environ:
     collect_ignore_glob = ["test_*.py"]
 
@@ -9,3 +11,8 @@ if "MODELFLEET_KERAS_TESTS" not in os.environ:
 _QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 if os.environ.get("KERAS_BACKEND") == "jax":
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_QUICK}".strip()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Replicas need new processes: they come first, so that their processes serve the tests of fleets, too."""
+    items.sort(key=lambda item: item.path.name != "test_replica.py")

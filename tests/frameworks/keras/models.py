@@ -1,9 +1,13 @@
 """Small Keras models and data for these tests."""
 
+from functools import cache
 from typing import Any
 
 import keras
 import numpy as np
+
+import modelfleet as mf
+from modelfleet.frameworks.keras import copy_model
 
 layers = keras.layers
 
@@ -47,6 +51,37 @@ def gained(**options: Any) -> Gained:
     return model
 
 
+@cache
+def _fleet() -> tuple[mf.Fleet, dict[str, keras.Model], dict[str, list[np.ndarray]]]:
+    own = {name: mlp(seed=seed) for seed, name in enumerate("ab")}
+    for model in own.values():
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(adam(0.0), loss, metrics=["accuracy"])
+    copies = {name: copy_model(model) for name, model in own.items()}
+    return mf.Fleet(own), copies, {name: model.get_weights() for name, model in own.items()}
+
+
+def fresh(**rates: float) -> tuple[mf.Fleet, dict[str, keras.Model]]:
+    """A fleet of two untrained models with these learning rates, and copies of the models.
+
+    They are the same objects for every test, so that their steps are traced once. Who shuffles needs a fleet
+    of their own: the epochs of this one go on.
+    """
+    fleet, copies, first = _fleet()
+    for name, rate in rates.items():
+        for model in (fleet[name], copies[name]):
+            model.set_weights(first[name])
+            for variable in model.optimizer.variables:
+                variable.assign(keras.ops.zeros_like(variable.value))
+            model.optimizer.learning_rate = rate
+    return fleet, copies
+
+
+def adam(rate: float) -> keras.optimizers.Adam:
+    """Not with Adam's own epsilon: it would make much of gradients that are nothing but rounding."""
+    return keras.optimizers.Adam(rate, epsilon=1e-3)
+
+
 def two_outputs(name: str = "left") -> keras.Model:
     x = keras.Input((4,))
     hidden = layers.Dense(5, activation="tanh")(x)
@@ -62,6 +97,12 @@ def numbers(model: keras.Model, *, optimizer: bool = True) -> list[np.ndarray]:
     """All that a model and its optimizer hold."""
     own = [*model.variables, *(model.optimizer.variables if optimizer else [])]
     return [np.array(keras.ops.convert_to_numpy(variable.value)) for variable in own]
+
+
+def fit(model: keras.Model, *data: Any, **options: Any) -> dict[str, list[float]]:
+    """The history of the model's own `fit`, untraced: Keras takes longer to trace than for these few steps."""
+    model.run_eagerly = True
+    return model.fit(*data, verbose=0, **options).history
 
 
 def same(model: keras.Model, other: keras.Model, *, tolerance: float = 3e-5) -> None:

@@ -11,26 +11,16 @@ from tests.frameworks.keras import models
 
 import modelfleet as mf
 from modelfleet.errors import InputError
-from modelfleet.frameworks.keras import copy_model, wrap
+from modelfleet.frameworks.keras import wrap
 from modelfleet.frameworks.keras.callbacks import own_path
 
 callbacks = keras.callbacks
 RATES = {"a": 0.001, "b": 0.5}
 
 
-def members() -> mf.Fleet:
-    found = {}
-    for seed, (name, rate) in enumerate(RATES.items()):
-        found[name] = models.mlp(seed=seed)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        found[name].compile(keras.optimizers.Adam(rate), loss, metrics=["accuracy"])
-    return mf.Fleet(found)
-
-
 def both(*given: Any, epochs: int = 5) -> tuple[mf.Fleet, mf.History, dict[str, Any], dict[str, keras.Model]]:
     """A fleet fitted with callbacks, and each of its models fitted alone with the same."""
-    fleet = members()
-    expected = {name: copy_model(fleet[name]) for name in fleet.names}
+    fleet, expected = models.fresh(**RATES)
     x, y = models.data(16)
     validation = models.data(8, seed=9)
     options = {"epochs": epochs, "batch_size": 8, "shuffle": False}
@@ -76,7 +66,7 @@ def test_early_stopping(restore: bool) -> None:
 
 def test_checkpoints_and_logs_are_each_members_own(tmp_path: Path) -> None:
     x, y = models.data(16)
-    fleet = members()
+    fleet, _ = models.fresh(**RATES)
     given: list[Any] = [
         callbacks.ModelCheckpoint(str(tmp_path / "{name}-{epoch}.keras")),
         callbacks.CSVLogger(str(tmp_path / "log.csv")),
@@ -101,7 +91,7 @@ def test_a_callback_of_ones_own_sees_the_weights_of_the_moment() -> None:
             self.seen.append((epoch, float(np.sum(model.get_weights()[0]))))
 
     x, y = models.data(16)
-    fleet = members()
+    fleet, _ = models.fresh(**RATES)
     given: list[Any] = [Look()]
     fleet.fit((x, y), epochs=2, batch_size=8, callbacks=given, progress=False)
     assert [epoch for epoch, _ in Look.seen] == [0, 0, 1, 1]

@@ -1,5 +1,6 @@
 """The engine of Keras lanes on JAX."""
 
+from functools import cache
 from typing import Any
 
 import keras
@@ -14,20 +15,26 @@ from modelfleet.members import Member
 pytestmark = pytest.mark.skipif(keras.backend.backend() != "jax", reason="for Keras on JAX")
 
 
-def lane(count: int = 3, *, fused: bool = True, **options: Any) -> tuple[Any, list[Member]]:
+def lane(count: int = 2, *, programs: Any = None) -> tuple[Any, list[Member]]:
     import jax
 
     own = []
     for index in range(count):
-        model = models.mlp(seed=index, rate=0.2, norm=True, **options)
+        model = models.mlp(seed=index, rate=0.2, norm=True)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(0.01 * (index + 1)), loss, metrics=["accuracy"])
         own.append(Member(str(index), model, index, adapter))
     task = adapter.prepare(None, own, "train").tasks[0]
-    return adapter.Engine(own, task, {}, jax.devices()[0], fused=fused), own
+    return adapter.Engine(own, task, {}, jax.devices()[0], fused=count > 1, programs=programs), own
 
 
-def steps(engine: Any, count: int, data: Any, *, together: bool) -> None:
+@cache
+def compiled() -> Any:
+    """The programs of two members, for all tests: steps are compiled once."""
+    return lane()[0].programs
+
+
+def steps(engine: Any, data: Any, *, count: int = 3, together: bool = True) -> None:
     width = len(engine.trouble())
     active = engine.tensor(np.ones(width, dtype=bool))
     if together:
@@ -50,31 +57,31 @@ def ready(engine: Any, data: Any) -> None:
 
 def test_several_steps_a_call_are_as_many_calls() -> None:
     data = models.data(8)
-    one, _ = lane()
-    many, _ = lane()
+    one, _ = lane(programs=compiled())
+    many, _ = lane(programs=compiled())
     for engine, together in ((one, False), (many, True)):
         ready(engine, data)
-        steps(engine, 5, data, together=together)
+        steps(engine, data, together=together)
     for (name, a), b in zip(state(one).items(), state(many).values(), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 def test_fused_and_alone_are_the_same() -> None:
     data = models.data(8)
-    fused, _ = lane()
-    alone, _ = lane(1, fused=False)
+    fused, _ = lane(programs=compiled())
+    alone, _ = lane(1)
     for engine in (fused, alone):
         ready(engine, data)
-        steps(engine, 4, data, together=True)
+        steps(engine, data)
     for (name, a), b in zip(state(fused).items(), state(alone).values(), strict=True):
         np.testing.assert_allclose(a[:1], b, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 def test_restack_takes_the_optimizer_too() -> None:
-    engine, own = lane()
+    engine, own = lane(programs=compiled())
     data = models.data(8)
     ready(engine, data)
-    steps(engine, 2, data, together=True)
+    steps(engine, data)
     engine.write_out(1, True, own[1])
     own[1].model.optimizer.learning_rate = 0.25
     before = state(engine)
@@ -87,28 +94,24 @@ def test_restack_takes_the_optimizer_too() -> None:
 
 
 def test_a_model_keeps_its_numbers_while_the_lane_steps_on() -> None:
-    engine, own = lane()
+    engine, own = lane(programs=compiled())
     data = models.data(8)
     ready(engine, data)
-    steps(engine, 2, data, together=True)
+    steps(engine, data)
     engine.write_back(own)
     before = [models.numbers(member.model) for member in own]
-    steps(engine, 3, data, together=True)
+    steps(engine, data)
     for member, arrays in zip(own, before, strict=True):
         for a, b in zip(models.numbers(member.model), arrays, strict=True):
             np.testing.assert_array_equal(a, b)
 
 
 def test_programs_are_handed_on() -> None:
-    import jax
-
-    engine, own = lane()
     data = models.data(8)
-    ready(engine, data)
-    other, _ = lane()
-    second = adapter.Engine(own[:2], engine.task, {}, jax.devices()[0], fused=True, programs=engine.programs)
-    assert second.programs is engine.programs
-    assert other.programs is not engine.programs
+    first, _ = lane(programs=compiled())
+    second, _ = lane(programs=compiled())
+    assert second.programs is first.programs
+    assert lane()[0].programs is not first.programs
     ready(second, data)
-    steps(second, 1, data, together=False)
+    steps(second, data, count=1, together=False)
     assert second.trouble().tolist() == [0, 0]

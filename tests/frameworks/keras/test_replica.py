@@ -1,6 +1,5 @@
 """Keras models as replicas: asked as they are, their weights in shared memory where the backend can have it so."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -12,17 +11,10 @@ from tests.replicas.memory import asked_by_two
 import modelfleet as mf
 from modelfleet.frameworks import keras as adapter
 from modelfleet.workers import CannotSendError
-from modelfleet.workers.process import dismiss
 from modelfleet.workers.shared import InMemory
 
 BACKEND = keras.backend.backend()
 layers = keras.layers
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_idle_workers() -> Iterator[None]:
-    yield
-    dismiss()
 
 
 def direct(model: keras.Model, x: np.ndarray) -> np.ndarray:
@@ -106,7 +98,7 @@ def test_the_model_goes_on_being_trained() -> None:
         for own, now in zip(before, models.numbers(model, optimizer=False), strict=True):
             np.testing.assert_array_equal(own, now)
         assert not model.optimizer.built
-        model.fit(x, y, epochs=2, verbose=0)
+        models.fit(model, x, y, epochs=2)
         assert replicas.submit("ada", x).result().shape == expected.shape
     assert np.abs(direct(model, x) - expected).max() > 1e-4
 
