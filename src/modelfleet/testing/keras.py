@@ -13,6 +13,8 @@ from modelfleet.recipe import Recipe
 from modelfleet.streams import permutations
 from modelfleet.trees import leaves, map_tree
 
+UNTRACED = 20  # steps on TensorFlow: to trace one takes as long as to take a dozen
+
 
 def alone(
     model: keras.Model,
@@ -45,9 +47,12 @@ def alone(
             hyperparameters=hyperparameters,
         )
         compile(recipe, [Member(name, model, 0, None)])
-    model.run_eagerly = True  # to trace a step takes as long as to take a dozen
     own_seed = member_seed(seed, name)
     arrays = map_tree(np.asarray, data)
+    steps = epochs * -(-len(leaves(arrays)[0]) // batch_size)
+    before = model.run_eagerly
+    if keras.backend.backend() == "tensorflow" and steps <= UNTRACED:
+        model.run_eagerly = True
     taken = 0
     for epoch in range(epochs):
         for batch in _batches(arrays, own_seed if shuffle else None, epoch, batch_size):
@@ -55,6 +60,7 @@ def alone(
             with _streams(own_seed, taken):
                 model.train_on_batch(x, y, sample_weight)
             taken += 1
+    model.run_eagerly = before
     return model
 
 

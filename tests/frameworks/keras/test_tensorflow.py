@@ -174,10 +174,11 @@ def test_nothing_is_traced_twice() -> None:
 
     x, y = rows(2, steps=4)
     own, active = opened([mlp(Counted) for _ in range(2)], x, y)
-    train(own, active, x, y, several=True)
+    seen = len(traces)
+    train(own, active, x, y, several=True)  # calls the step that `ready` has traced
     train(own, active, x, y, several=False)
     own.epoch_values()
-    seen = len(traces)
+    assert len(traces) == seen
     for _ in range(2):
         train(own, active, x, y, several=True)
         train(own, active, x[:3], y[:3], several=True)  # fewer steps run in the same program
@@ -189,6 +190,22 @@ def test_nothing_is_traced_twice() -> None:
     train(another, active, x, y, several=True)
     assert len(traces) == seen_by_check
     assert seen_by_check - seen <= 6  # Keras looks at a batch itself before its metrics are made
+
+
+def test_narrowed_lane_goes_on_where_it_was() -> None:
+    own_models = [mlp(layers.BatchNormalization) for _ in range(3)]
+    alone = [twin(model) for model in own_models]
+    x, y = rows(3)
+    own, active = opened(own_models, x, y)
+    train(own, active, x, y, several=True)
+    own.narrow(np.array([0, 2]))
+    train(own, own.tensor(np.ones(2, dtype=bool)), x[:, [0, 2]], y[:, [0, 2]], several=True)
+    own.widen()
+    own.write_back(members(own_models))
+    for number, epochs in ((0, 2), (1, 1), (2, 2)):
+        flat = x[:, number].reshape(-1, 4), y[:, number].reshape(-1)
+        models.fit(alone[number], *flat, batch_size=ROWS, shuffle=False, epochs=epochs)
+        assert largest_difference(own_models[number], alone[number]) < 2e-6
 
 
 def test_xla_takes_over_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
