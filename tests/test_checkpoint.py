@@ -1,10 +1,13 @@
 """A run that is killed and started again ends as the unbroken one would have."""
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,53 +21,48 @@ from modelfleet.history import History
 
 X, Y = toy(24)
 
-# Shuffles, dropout, a schedule, momentum, data of different lengths, and members that stop early.
-SCRIPT = """
-import json, sys
-from pathlib import Path
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-import modelfleet as mf
-from tests.helpers import fleet_of, toy
 
-folder, kind, deadly = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+def script(folder: Path, kind: str, deadly: int = 0) -> list[int]:
+    """Shuffles, dropout, a schedule, momentum, data of different lengths, and a member that stops early.
 
-class Tell(mf.Callback):
-    def on_step_end(self, run):
-        print(run.step, flush=True)
-        if run.step == deadly:
-            sys.stdin.readline()  # wait for the end: the parent kills this process now
+    Gives the steps that were taken; at the deadly one it waits for its end.
+    """
 
-torch.manual_seed(3)
-rates = mf.each([0.5, 0.0, 0.1, 0.0])
-fleet = fleet_of(["a", "b", "c", "d"], dropout=0.5, momentum=0.9, lr=rates, schedule="cosine")
-options = {"epochs": 5, "progress": False}
-if kind == "arrays":
-    data = mf.each({"a": toy(24, 1), "b": toy(13, 2), "c": toy(24, 3), "d": toy(9, 4)})
-    options |= {"batch_size": 4}
-else:
-    x, y = toy(24)
-    data = DataLoader(TensorDataset(torch.from_numpy(x), torch.from_numpy(y)), batch_size=4, shuffle=True)
-    fleet.compile("sgd", "cross_entropy", lr=rates, momentum=0.9)
-callbacks = [
-    mf.EarlyStopping("val_loss", patience=2, restore_best=True),
-    mf.Checkpoint(folder / "run", every_steps=4),
-    Tell(),
-]
-history = fleet.fit(data, validation=toy(24, 9), callbacks=callbacks, **options)
-fleet.save(folder / "result")
-(folder / "history.json").write_text(json.dumps(history.to_dict()))
-print("done", flush=True)
-"""
+    class Tell(mf.Callback):
+        def on_step_end(self, run: Any) -> None:
+            steps.append(run.step)
+            if run.step == deadly:
+                print("kill me", flush=True)
+                sys.stdin.readline()
+
+    steps: list[int] = []
+    torch.manual_seed(3)
+    rates = mf.each([0.5, 0.0, 0.1])
+    dropout = 0.5 if kind == "arrays" else 0.0
+    fleet = fleet_of(["a", "b", "c"], dropout=dropout, momentum=0.9, lr=rates, schedule="cosine")
+    options: dict[str, Any] = {"epochs": 5}
+    if kind == "arrays":
+        data: Any = mf.each({"a": toy(24, 1), "b": toy(12, 2), "c": toy(24, 3)})
+        options |= {"batch_size": 4}
+    else:
+        data = loader()
+    callbacks = [
+        mf.EarlyStopping("val_loss", patience=2, restore_best=True),
+        mf.Checkpoint(folder / "run", every_steps=4),
+        Tell(),
+    ]
+    history = fit(fleet, data, validation=toy(24, 9), callbacks=callbacks, **options)
+    fleet.save(folder / "result")
+    (folder / "history.json").write_text(json.dumps(history.to_dict()))
+    return steps
 
 
-def run(folder: Path, kind: str, deadly: int = 0) -> list[str]:
-    """Run the script, and kill it for real at the deadly step; gives the lines that it printed."""
-    folder.mkdir(exist_ok=True)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MODELFLEET_COMPILE": "never"}
-    lines = []
+def killed(folder: Path, kind: str, deadly: int) -> None:
+    """Run the script in a process of its own, and kill that for real at the deadly step."""
+    call = f"import pathlib; from tests.test_checkpoint import script; script(pathlib.Path({str(folder)!r}), "
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(folder), kind, str(deadly)],
+        [sys.executable, "-c", f"{call}{kind!r}, {deadly})"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -72,13 +70,10 @@ def run(folder: Path, kind: str, deadly: int = 0) -> list[str]:
         env=environment,
     ) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line.strip())
-            if deadly and lines[-1] == str(deadly):
-                process.kill()
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == (-signal.SIGKILL if deadly else 0), errors
-    return lines
+        assert process.stdout.readline() == "kill me\n", process.communicate()[1]
+        process.kill()
+        process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
 
 
 def result(folder: Path) -> tuple[dict[str, Any], str]:
@@ -88,16 +83,16 @@ def result(folder: Path) -> tuple[dict[str, Any], str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["arrays", "loader"])
-def test_a_killed_run_ends_as_the_unbroken_one(kind: str, tmp_path: Path) -> None:
-    unbroken = run(tmp_path / "unbroken", kind)
+def test_a_killed_run_ends_as_the_unbroken_one(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MODELFLEET_COMPILE", "never")
+    steps = script(tmp_path / "unbroken", kind)
     expected = result(tmp_path / "unbroken")
-    steps = int(unbroken[-2])
     assert expected[1].count('"stopped": {}') == 0  # somebody stopped early: the lane has been narrowed
 
-    deadly = 9 if kind == "arrays" else steps - 1  # both within an epoch, which is six steps long
-    run(tmp_path / "broken", kind, deadly)
-    rest = run(tmp_path / "broken", kind)
-    assert rest[0] == str(4 * (deadly // 4) + 1)  # the step after the last checkpoint
+    deadly = 9 if kind == "arrays" else steps[-1] - 1  # both within an epoch, which is six steps long
+    killed(tmp_path / "broken", kind, deadly)
+    rest = script(tmp_path / "broken", kind)
+    assert rest[0] == 4 * (deadly // 4) + 1  # the step after the last checkpoint
     weights, history = result(tmp_path / "broken")
     assert equal(weights, expected[0])
     assert history == expected[1]
@@ -122,29 +117,39 @@ def loader(seed: int = 0) -> Any:
     return DataLoader(TensorDataset(torch.from_numpy(x), torch.from_numpy(y)), batch_size=4, shuffle=True)
 
 
-def train(folder: Path, data: Any, die: int | None = None, **options: Any) -> tuple[dict[str, Any], History]:
-    """A run from its start, as a script would have it: what it ends with."""
+def train(
+    folder: Path | None, data: Any, die: int | None = None, **options: Any
+) -> tuple[dict[str, Any], History]:
+    """A run from its start, as a script would have it: what it ends with. Without a folder nothing is kept."""
     torch.manual_seed(5)
-    fleet = fleet_of(2, momentum=0.9, dropout=0.5)
-    checkpoint = mf.Checkpoint(folder, **options.pop("checkpoint", {"every_steps": 1}))
-    history = fit(fleet, data, epochs=3, callbacks=[checkpoint, Die(die)], **options)
+    fleet = fleet_of(2, momentum=0.9)
+    every = options.pop("checkpoint", {"every_steps": 1})
+    callbacks = [mf.Checkpoint(folder, **every), Die(die)] if folder else []
+    history = fit(fleet, data, epochs=3, callbacks=callbacks, **options)
     return all_weights(fleet), history
 
 
-@pytest.mark.parametrize(
-    "data",
-    [lambda: loader(), lambda: mf.each([loader(1), loader(2)])],
-    ids=["one loader", "a loader each"],
-)
+LOADERS: dict[str, Callable[[], Any]] = {
+    "one loader": loader,
+    "a loader each": lambda: mf.each([loader(1), loader(2)]),
+}
+
+
+@cache
+def unbroken(kind: str) -> tuple[dict[str, Any], History]:
+    return train(None, LOADERS[kind](), validation=loader(7))
+
+
+@pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("checkpoint", [{"every_steps": 1}, {"every": 1}], ids=["steps", "epochs"])
-def test_loaders_shuffle_on_as_if_unbroken(data: Any, checkpoint: dict[str, int], tmp_path: Path) -> None:
-    validation = loader(7)
-    expected, history = train(tmp_path / "whole", data(), validation=validation, checkpoint=checkpoint)
-    for die in (2, 8, 13):  # in the first epoch, in the second, in the third
+def test_loaders_shuffle_on_as_if_unbroken(kind: str, checkpoint: dict[str, int], tmp_path: Path) -> None:
+    given: dict[str, Any] = {"validation": loader(7), "checkpoint": checkpoint}
+    for die in (2, 13):  # in the first epoch, and in the third: the second would begin right by chance
         with pytest.raises(RuntimeError, match="killed"):
-            train(tmp_path / "broken", data(), die, validation=validation, checkpoint=checkpoint)
+            train(tmp_path, LOADERS[kind](), die, **given)
         torch.rand(3)
-    weights, broken = train(tmp_path / "broken", data(), validation=validation, checkpoint=checkpoint)
+    weights, broken = train(tmp_path, LOADERS[kind](), **given)
+    expected, history = unbroken(kind)
     assert equal(weights, expected)
     assert broken.to_dict() == history.to_dict()
 
@@ -154,7 +159,7 @@ def test_a_function_as_data_goes_on_where_it_was(tmp_path: Path) -> None:
         for low in range(0, 24, 4):
             yield X[low : low + 4], Y[low : low + 4]
 
-    expected, _ = train(tmp_path / "whole", batches)
+    expected, _ = train(None, batches)
     with pytest.raises(RuntimeError, match="killed"):
         train(tmp_path / "broken", batches, 9)
     assert equal(train(tmp_path / "broken", batches)[0], expected)
@@ -200,6 +205,14 @@ def test_a_script_of_two_fits_that_dies_in_the_second_ends_as_if_unbroken(tmp_pa
     assert equal(script(tmp_path / "broken"), expected)
 
 
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a run: not to be changed."""
+    folder = tmp_path_factory.mktemp("ended")
+    fit(fleet_of(2), (X, Y), epochs=2, callbacks=[mf.Checkpoint(folder)])
+    return folder
+
+
 @pytest.mark.parametrize(
     ("recipe", "options", "what"),
     [
@@ -212,9 +225,9 @@ def test_a_script_of_two_fits_that_dies_in_the_second_ends_as_if_unbroken(tmp_pa
     ],
 )
 def test_a_checkpoint_of_other_settings_is_refused(
-    recipe: dict[str, Any], options: dict[str, Any], what: str, tmp_path: Path
+    recipe: dict[str, Any], options: dict[str, Any], what: str, ended: Path, tmp_path: Path
 ) -> None:
-    fit(fleet_of(2), (X, Y), epochs=2, callbacks=[mf.Checkpoint(tmp_path)])
+    shutil.copytree(ended, tmp_path, dirs_exist_ok=True)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     fleet = fleet_of(**{"members": 2, **recipe})
     weights = all_weights(fleet)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import modelfleet as mf
 from modelfleet import testing
 
-X, Y = toy(20)
+X, Y = toy(24)
 
 
 class Wide(nn.Module):

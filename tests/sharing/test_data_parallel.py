@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from multiprocessing import active_children
 from typing import Any
 
@@ -14,16 +13,10 @@ from torch import nn
 
 import modelfleet as mf
 from modelfleet import testing
-from modelfleet.workers.process import dismiss
+from modelfleet.workers import process
 
-X, Y = toy(45)  # batches of 8, and a last one of 5 rows
+X, Y = toy(40)
 TWO = "cpu:0,cpu:1"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_idle_workers() -> Iterator[None]:
-    yield
-    dismiss()
 
 
 def fleet_of(devices: str) -> mf.Fleet:
@@ -66,9 +59,12 @@ def test_one_fit_after_another_by_other_strategies(alone: tuple[mf.Fleet, mf.His
 
 def test_three_devices_whose_rows_do_not_divide() -> None:
     """Batches of 7 rows, and a last one of 2, of which the first device has none."""
-    one, three = fleet_of("cpu"), fleet_of("cpu:0,cpu:1,cpu:2")
-    told = fit(one, (X[:16], Y[:16]), epochs=2, batch_size=7)
-    history = fit(three, (X[:16], Y[:16]), epochs=2, batch_size=7, strategy="data_parallel")
+    fleets = []
+    for devices, strategy in (("cpu", "auto"), ("cpu:0,cpu:1,cpu:2", "data_parallel")):
+        fleet = mf.Fleet.build(mlp, 2, devices=devices)
+        fleet.compile("sgd", "cross_entropy", metrics=["accuracy"], lr=mf.each([0.1, 0.2]))
+        fleets.append((fleet, fit(fleet, (X[:16], Y[:16]), epochs=2, batch_size=7, strategy=strategy)))
+    (one, told), (three, history) = fleets
     same(three, one)
     assert history.failed == {}
     for name in one.names:
@@ -84,9 +80,10 @@ class Killer(mf.Callback):
 
     def on_epoch_end(self, run: Any) -> None:
         if run.epoch == 1 and not self.killed:
-            workers = [child for child in active_children() if child.name == "modelfleet-worker"]
-            assert workers[-1].pid is not None
-            os.kill(workers[-1].pid, signal.SIGKILL)
+            idle = {worker.process.pid for worker in process._idle}
+            workers = [child.pid for child in active_children() if child.name == "modelfleet-worker"]
+            victim = next(pid for pid in workers if pid is not None and pid not in idle)
+            os.kill(victim, signal.SIGKILL)
             self.killed += 1
 
 

@@ -17,7 +17,7 @@ class Seldom(nn.Module):
         self.head = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layers(x.t().unsqueeze(2))[0][-1])
+        return self.head(self.layers(x[:, :2].t().unsqueeze(2))[0][-1])
 
 
 def test_a_rare_dropout_beside_padding_is_that_of_the_member_alone() -> None:
@@ -27,11 +27,11 @@ def test_a_rare_dropout_beside_padding_is_that_of_the_member_alone() -> None:
     data = [toy(8, seed=1), toy(5, seed=2)]
     expected = [
         testing.alone(
-            fleet[name], name, own, optimizer="sgd", loss="cross_entropy", lr=0.1, epochs=20, batch_size=8
+            fleet[name], name, own, optimizer="sgd", loss="cross_entropy", lr=0.1, epochs=40, batch_size=8
         )
         for name, own in zip(fleet.names, data, strict=True)
     ]
-    fit(fleet, mf.each(data), epochs=20, batch_size=8, strategy="fused")
+    fit(fleet, mf.each(data), epochs=40, batch_size=8, strategy="fused")
     for name, model in zip(fleet.names, expected, strict=True):
         difference, where = testing.largest_difference(fleet[name], model)
         assert difference < 1e-5, (name, where, difference)

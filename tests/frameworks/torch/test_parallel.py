@@ -65,7 +65,7 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        steps = x.unsqueeze(2) if self.batch_first else x.t().unsqueeze(2)
+        steps = x[:, :2, None] if self.batch_first else x[:, :2].t().unsqueeze(2)
         output, _ = self.layers(steps)
         return self.head(output[:, -1] if self.batch_first else output[-1])
 
@@ -118,7 +118,7 @@ def doubled(data: Any) -> Any:
 
 
 def dropout() -> Result:
-    return outcome(build(factory=with_dropout, metrics=["accuracy"]), toy(21), batch_size=8)
+    return outcome(build(factory=with_dropout, metrics=["accuracy"]), toy(14), batch_size=7)
 
 
 def draws() -> list[Result]:
@@ -143,21 +143,21 @@ def clipped() -> Result:
     return outcome(fleet, doubled(toy(24)), batch_size=8)
 
 
-def uneven() -> dict[str, Result]:
-    """Batches of 7 and 5 rows, and of 7 and 1: then the first rank has none."""
-    return {str(rows): outcome(build(metrics=["accuracy"]), toy(rows), batch_size=7) for rows in (12, 8)}
+def uneven() -> Result:
+    """Batches of 7 rows and 1: then the first rank has none."""
+    return outcome(build(metrics=["accuracy"]), toy(8), batch_size=7)
 
 
 def padded() -> Result:
     """Members with unlike numbers of rows: the second rank's rows are padding for some of them."""
-    data = mf.each([toy(rows, seed=rows) for rows in (20, 9, 3)])
-    return outcome(build(3, with_dropout, metrics=["accuracy"]), data, batch_size=8)
+    data = mf.each([toy(rows, seed=rows) for rows in (12, 3)])
+    return outcome(build(2, with_dropout, metrics=["accuracy"]), data, batch_size=8)
 
 
 def cut() -> Result:
     """A loss that is a function: padded rows can't be weighted out, and members step by their counts."""
-    data = mf.each([toy(rows, seed=rows) for rows in (20, 9, 3)])
-    return outcome(build(3, loss=lambda output, y: nn.functional.cross_entropy(output, y)), data, batch_size=8)
+    data = mf.each([toy(rows, seed=rows) for rows in (12, 3)])
+    return outcome(build(2, loss=lambda output, y: nn.functional.cross_entropy(output, y)), data, batch_size=8)
 
 
 def ignored() -> Result:
@@ -172,7 +172,7 @@ def objective() -> Result:
         error = (model(batch[0]) ** 2).mean()
         return error, {"size": batch[0].abs().mean()}
 
-    return outcome(build(loss=None, objective=loss), toy(15), batch_size=7)
+    return outcome(build(loss=None, objective=loss), toy(14), batch_size=7)
 
 
 def spoiled() -> Result:
@@ -194,7 +194,7 @@ def untraced() -> Result:
 def fewer_epochs() -> Result:
     """Two of three members end after an epoch: the third goes on in a narrower state."""
     fleet = build(3, metrics=["accuracy"])
-    history = fit(fleet, toy(15), epochs=mf.each([1, 3, 1]), strategy="fused", batch_size=7)
+    history = fit(fleet, toy(14), epochs=mf.each([1, 3, 1]), strategy="fused", batch_size=7)
     return {
         "weights": all_weights(fleet),
         "history": {name: history[name] for name in fleet.names},
@@ -322,7 +322,7 @@ def assert_close(left: Any, right: Any, tolerance: float) -> None:
         np.testing.assert_allclose(np.asarray(left), np.asarray(right), rtol=tolerance, atol=tolerance)
 
 
-EXACT = [dropout, draws, uneven, padded, cut, ignored, objective, spoiled, untraced, fewer_epochs, frozen_norm]
+EXACT = [dropout, draws, uneven, padded, cut, ignored, objective, untraced, fewer_epochs, frozen_norm]
 
 
 @pytest.mark.parametrize("case", EXACT)
@@ -346,9 +346,11 @@ def test_float16_scales_alike(ranks: Run) -> None:
 
 
 def test_a_nan_in_one_ranks_rows_sets_only_that_member_aside(ranks: Run) -> None:
-    for result in ranks(spoiled):
-        assert list(result["failed"]) == ["1"]
-        assert all(math.isfinite(loss) for loss in result["history"]["2"]["loss"])
+    first, second = ranks(spoiled)
+    assert_close(first, second, 0)
+    assert_close(first, spoiled(), 1e-6)
+    assert list(first["failed"]) == ["1"]
+    assert all(math.isfinite(loss) for loss in first["history"]["2"]["loss"])
 
 
 def test_models_that_couple_rows_are_refused_with_what_to_do(ranks: Run) -> None:
