@@ -27,13 +27,13 @@ def alone(model: Any, name: str, data: Any, **options: Any) -> Any:
 
 
 def torch_model(kind: str, seed: int) -> nn.Module:
-    extra = {
-        "dropout": [nn.Dropout(0.3)],
-        "batchnorm": [nn.BatchNorm1d(6)],
-        "unlike": [nn.Linear(6, 6), nn.ReLU()],
-    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        extra = {
+            "dropout": [nn.Dropout(0.3)],
+            "batchnorm": [nn.BatchNorm1d(6)],
+            "unlike": [nn.Linear(6, 6), nn.ReLU()],
+        }
         return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), *extra.get(kind, []), nn.Linear(6, 3))
 
 
