@@ -1,5 +1,6 @@
 """What all tests have in common."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -14,5 +15,32 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first, so that no worker is left alone with it at the end."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Every process begins with its share of what takes long, so that none is left alone with it at the end.
+
+    Work stealing gives each process an equal run of the tests, and lets those that are done take from the ends.
+    """
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    quick = [item for item in items if not item.get_closest_marker("slow")]
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    # The tests of a file stay together: they may share what is dear to start.
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in slow:
+        files.setdefault(item.path, []).append(item)
+    shares: list[list[pytest.Item]] = [[] for _ in range(processes)]
+    for tests in sorted(files.values(), key=len, reverse=True):
+        min(shares, key=len).extend(tests)
+    items.clear()
+    total = len(slow) + len(quick)
+    for number, share in enumerate(shares):
+        size = total * (number + 1) // processes - total * number // processes
+        taken = max(0, size - len(share))
+        items += share + quick[:taken]
+        quick = quick[taken:]
+    items += quick
+
+
+def pytest_collection_finish() -> None:
+    """Spare the collector the frameworks' modules: it would go through them again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -207,7 +208,7 @@ def answered_rows(replicas: Replicas) -> Callable[[], int]:
 def kill_every(every: int, answered: Callable[[], int], kills: list[int], futures: dict[int, Any]) -> None:
     """Kill a worker, for real, whenever so many more rows were answered."""
     due = every
-    while not all(future.done() for future in futures.values()):
+    while wait(futures.values(), timeout=0.01).not_done:
         if answered() >= due:
             workers = [
                 child for child in active_children() if child.name == "modelfleet-worker" and child.is_alive()
