@@ -17,25 +17,27 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Every process begins with its share of what takes long, so that none is left alone with it at the end.
 
-    Work stealing gives each process an equal run of the tests, and lets those that are done take from the ends.
+    Work stealing gives each process an equal run of the tests, and lets those that are done take from its end all
+    but the test that runs and the next one: so a quick one follows each that is slow.
     """
-    slow = [item for item in items if item.get_closest_marker("slow")]
     quick = [item for item in items if not item.get_closest_marker("slow")]
+    groups: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow"):
+            shared = {"cluster", "places"} & {*getattr(item, "fixturenames", ())}  # one cluster for a file's tests
+            groups.setdefault(item.path if shared else item, []).append(item)
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    # The tests of a file stay together: they may share what is dear to start.
-    files: dict[Path, list[pytest.Item]] = {}
-    for item in slow:
-        files.setdefault(item.path, []).append(item)
     shares: list[list[pytest.Item]] = [[] for _ in range(processes)]
-    for tests in sorted(files.values(), key=len, reverse=True):
-        min(shares, key=len).extend(tests)
+    for number, group in enumerate(groups.values()):
+        shares[number % processes] += [*group, *quick[:1]]
+        del quick[:1]
+    total = len(items)
     items.clear()
-    total = len(slow) + len(quick)
     for number, share in enumerate(shares):
         size = total * (number + 1) // processes - total * number // processes
-        taken = max(0, size - len(share))
-        items += share + quick[:taken]
-        quick = quick[taken:]
+        rest = max(0, size - len(share))
+        items += [*share, *quick[:rest]]
+        del quick[:rest]
     items += quick
 
 

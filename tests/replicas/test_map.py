@@ -187,7 +187,7 @@ def test_chaos_ten_thousand_rows_of_fifty_users_while_replicas_are_killed() -> N
     kills: list[int] = []
     with Replicas(model, devices=TWO, max_queue=None, batch_size=16) as replicas:
         futures = {mark: replicas.submit(mark, x) for mark, x in data.items()}
-        killer = threading.Thread(target=kill_every, args=(600, answered_rows(replicas), kills, futures))
+        killer = threading.Thread(target=kill_every, args=(800, answered_rows(replicas), kills, futures))
         killer.start()
         for mark, x in data.items():
             answer = futures[mark].result()
