@@ -19,7 +19,9 @@ def two_nodes() -> Iterator[Any]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+        # Without what serves people and autoscalers: it takes a test's time and gives it nothing.
+        spare = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+        cluster = Cluster(initialize_head=True, head_node_args={**NODE, **spare})
         cluster.add_node(**NODE)
         ray.init(cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         cluster.wait_for_nodes()

@@ -1,5 +1,6 @@
 """What all tests have in common."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -14,5 +15,34 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first, so that no worker is left alone with it at the end."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Every process begins with its share of what takes long, so that none is left alone with it at the end.
+
+    Work stealing gives each process an equal run of the tests, and lets those that are done take from its end all
+    but the test that runs and the next one: so a quick one follows each that is slow.
+    """
+    quick = [item for item in items if not item.get_closest_marker("slow")]
+    groups: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow"):
+            shared = {"cluster", "places"} & {*getattr(item, "fixturenames", ())}  # one cluster for a file's tests
+            groups.setdefault(item.path if shared else item, []).append(item)
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    shares: list[list[pytest.Item]] = [[] for _ in range(processes)]
+    for number, group in enumerate(groups.values()):
+        shares[number % processes] += [*group, *quick[:1]]
+        del quick[:1]
+    total = len(items)
+    items.clear()
+    for number, share in enumerate(shares):
+        size = total * (number + 1) // processes - total * number // processes
+        rest = max(0, size - len(share))
+        items += [*share, *quick[:rest]]
+        del quick[:rest]
+    items += quick
+
+
+def pytest_collection_finish() -> None:
+    """Spare the collector the frameworks' modules: it would go through them again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)

@@ -10,6 +10,8 @@ from tests.replicas.test_pool import assert_answers, poisoned, rows
 
 import modelfleet as mf
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
@@ -26,43 +28,39 @@ def test_the_cluster_has_a_device_for_every_node(cluster: Any) -> None:
         mf.Replicas(models.Marked(), devices="ray:0,cpu:1")
 
 
-def test_map_on_all_nodes(cluster: Any) -> None:
-    model = models.Marked()
+def test_map_on_all_nodes_and_a_poison_row_fails_alone(cluster: Any) -> None:
+    model = models.Refusing()
     data = {mark: rows(mark, 40) for mark in range(6)}
     with mf.connect():
-        answers = mf.map(model, data, batch_size=8)  # devices="auto" is the cluster now
+        answers = mf.map(model, {**data, "bad": poisoned(7, 9, 4)}, batch_size=8)  # devices="auto" is the cluster
+    assert list(answers) == list(data)
     for mark, x in data.items():
         assert_answers(model, x, answers[mark])
-
-
-def test_a_poison_row_fails_alone(cluster: Any) -> None:
-    answers = mf.map(models.Refusing(), {"bad": poisoned(1, 9, 4), "good": rows(2, 9)}, devices="ray")
-    assert list(answers) == ["good"]
     failed = answers.failed["bad"]
     assert isinstance(failed, mf.RowsError)
     assert list(failed.rows) == [4]
 
 
-@pytest.mark.slow
 def test_a_node_is_lost_and_replaced(cluster: Any) -> None:
+    from modelfleet.workers import ray
+
     model = models.Marked()
-    node = cluster.add_node(**NODE)
-    cluster.wait_for_nodes()
-    data = {mark: rows(mark, 300) for mark in range(20)}
+    node = next(iter(cluster.worker_nodes))
+    lost = next(place.name for place in ray.places(None) if place.node == node.node_id)
+    data = {mark: rows(mark, 300) for mark in range(10)}
     with mf.Replicas(model, devices="ray", max_queue=None, batch_size=4) as replicas:
-        assert len(replicas.stats().replicas) == 3
+        assert len(replicas.stats().replicas) == 2
         futures = {mark: replicas.submit(mark, x) for mark, x in data.items()}
         futures[0].result()
         cluster.remove_node(node, allow_graceful=False)
-        for mark in range(10):
-            assert_answers(model, data[mark], futures[mark].result())
-        cluster.add_node(**NODE)
-        for mark in range(10, 20):
-            assert_answers(model, data[mark], futures[mark].result())
-        # What is submitted now may go to the new node, too.
-        again = {mark: replicas.submit(mark, x) for mark, x in data.items()}
         for mark, x in data.items():
-            assert_answers(model, x, again[mark].result())
+            assert_answers(model, x, futures[mark].result())
+        before = replicas.stats().replicas[lost].rows
+        cluster.add_node(**NODE)
+        asked = 10
+        while replicas.stats().replicas[lost].rows == before:  # the new node has a replica before long
+            assert_answers(model, data[1], replicas.submit(1, data[1]).result())
+            asked += 1
     stats = replicas.stats()
-    assert (stats.answered, stats.failed) == (40, 0)
-    assert sum(replica.rows for replica in stats.replicas.values()) == 12_000
+    assert (stats.answered, stats.failed) == (asked, 0)
+    assert sum(replica.rows for replica in stats.replicas.values()) == 300 * asked

@@ -22,25 +22,36 @@ INLINE = InlinePlace("cpu", "cpu")
 PROCESS = ProcessPlace("cpu:1", "cpu:1", {"OMP_NUM_THREADS": "1", "MODELFLEET_DEVICE": "cpu:1"})
 
 
-@pytest.fixture(scope="module", params=["inline", "process", "ray"])
-def place(request: pytest.FixtureRequest) -> Iterator[Any]:
+@pytest.fixture(scope="module", params=["inline", "process", pytest.param("ray", marks=pytest.mark.slow)])
+def places(request: pytest.FixtureRequest) -> Iterator[list[Any]]:
+    """Where two workers can be at the same time."""
     if request.param == "inline":
-        yield INLINE
+        yield [INLINE, INLINE]
     elif request.param == "process":
-        yield PROCESS
+        yield [PROCESS, PROCESS]
         dismiss()
     else:
         with two_nodes():
             from modelfleet.workers import ray
 
-            yield ray.places(None)[0]
+            yield list(ray.places(None))
+
+
+@pytest.fixture(scope="module")
+def hired(places: list[Any]) -> Iterator[list[Any]]:
+    """The one worker that all tests of a kind take in turn: starting one is what costs."""
+    workers = [places[0].hire()]
+    yield workers
+    places[0].release(workers[0])
 
 
 @pytest.fixture
-def worker(place: Any) -> Iterator[Any]:
-    hired = place.hire()
-    yield hired
-    place.release(hired)
+def worker(places: list[Any], hired: list[Any]) -> Iterator[Any]:
+    """The worker, or a new one after a test that left it busy."""
+    yield hired[0]
+    if hired[0].busy:
+        hired[0].close()
+        hired[0] = places[0].hire()
 
 
 def test_a_task_and_its_owner_speak_in_turn(worker: Any) -> None:
@@ -109,18 +120,18 @@ def test_a_task_hears_that_it_is_to_stop(worker: Any) -> None:
     assert worker.receive() == (False, None)
 
 
-def test_a_shared_value_is_seen_by_all(place: Any) -> None:
-    shared = place.share(np.ones(1000), "ones")
-    workers = [place.hire() for _ in range(2)]
-    for worker in workers:
-        worker.start(tasks.total, shared, "an order")
-    for worker in workers:
-        _, (total, own) = worker.receive()
+def test_a_shared_value_is_seen_by_all(places: list[Any], worker: Any) -> None:
+    shared = places[0].share(np.ones(1000), "ones")
+    second = places[1].hire()
+    for each in (worker, second):
+        each.start(tasks.total, shared, "an order")
+    for each in (worker, second):
+        _, (total, own) = each.receive()
         assert total == 1000
-        assert own == (place is INLINE)  # elsewhere it is a view of the one memory
-        worker.answer(None)
-        worker.receive()
-        place.release(worker)
+        assert own == (places[0] is INLINE)  # elsewhere it is a view of the one memory
+        each.answer(None)
+        each.receive()
+    places[1].release(second)
     shared.close()
 
 
