@@ -10,6 +10,9 @@ import pytest
 # No test goes by what an earlier run has measured, and none leaves its own in the user's cache.
 os.environ["MODELFLEET_CACHE"] = ""
 
+# A busy machine has slow steps, and for those torch would compile: the numbers round otherwise, and time goes by.
+os.environ["MODELFLEET_COMPILE"] = "never"
+
 # `tests.helpers` can be imported however pytest is started.
 sys.path.insert(0, str(Path(__file__).parent.parent))
 

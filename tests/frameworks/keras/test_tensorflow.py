@@ -209,6 +209,7 @@ def test_narrowed_lane_goes_on_where_it_was() -> None:
 
 
 def test_xla_takes_over_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODELFLEET_COMPILE", "auto")
     monkeypatch.setattr(programs, "LONG", 0.0)
     monkeypatch.setattr(programs, "TRIALS", 0)  # whichever is faster here
     own_models = [mlp(layers.BatchNormalization) for _ in range(2)]
@@ -232,6 +233,7 @@ def test_xla_takes_over_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 def test_xla_is_not_tried_on_draws_nor_for_a_short_run(
     pair: tuple[Engine, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("MODELFLEET_COMPILE", "auto")
     for _ in range(5):
         train(*pair, *rows(2), several=True, pace=(100, None))
     assert not any(graph._thread for graph in graphs(pair[0]))

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from modelfleet.errors import FleetError, unknown
 from modelfleet.frameworks.torch.diagnosis import cache_folder
@@ -200,6 +199,9 @@ def compile_first(forms: Sequence[Source]) -> tuple[Any, str]:
 
 
 def _compile(source: Source) -> Any:
+    # Imported here, as what follows: they take half a second, which most processes can do without.
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch 2.13 warns of its own use of torch.jit when this is imported
         from torch._inductor.compile_fx import compile_fx
@@ -233,6 +235,8 @@ def _try_widths(compiled: Any, inputs: Sequence[Spec]) -> None:
 
 def _unknown_width(fakes: FakeTensorMode, hint: int) -> Any:
     """A width that a compiler must leave open; `hint` tells it what to expect."""
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
     axis = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     return fakes.from_tensor(torch.empty(hint), symbolic_context=axis).shape[0]
 
