@@ -41,7 +41,8 @@ def own_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def fit(fleet: mf.Fleet, data: Any, **options: Any) -> mf.History:
     """`fleet.fit` in silence, and always fused: what a busy machine measures must not matter here."""
-    return fleet.fit(data, progress=False, **{"strategy": "fused", **options})
+    given: dict[str, Any] = {"strategy": "fused", **options}
+    return fleet.fit(data, progress=False, **given)
 
 
 def least(members: int) -> mf.Fleet:

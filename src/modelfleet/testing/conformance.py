@@ -186,7 +186,7 @@ def strategies_agree(case: Case, strategy: str) -> None:
 
 def devices_agree(case: Case) -> None:
     """A fleet on two devices, its group split over both, has the weights and the history of one device."""
-    kinds = dict.fromkeys("ab", "dropout")
+    kinds: dict[str, str] = dict.fromkeys("ab", "dropout")
     data = case.data(0, EVEN)
 
     def run(devices: str, strategy: str) -> tuple[mf.Fleet, mf.History]:
