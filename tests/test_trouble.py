@@ -133,7 +133,7 @@ def test_a_member_whose_loader_raises_is_set_aside_alone() -> None:
         fleet = fleet_of(["a", "b", "c"], momentum=0.9)
         start = copy.deepcopy(fleet["b"])
         loaders = [breaking(9, None), breaking(2, error), breaking(9, None)]
-        history = fit(fleet, mf.each(loaders), epochs=2)
+        history = fit(fleet, mf.each(loaders), epochs=2, strategy="fused")
         results.append((all_weights(fleet), history, fleet, start))
     (broken, history, fleet, start), (whole, *_) = results
     assert history.failed == {"b": Failure(1, 3, "its data raised OSError: the disk is gone")}

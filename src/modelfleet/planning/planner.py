@@ -31,7 +31,7 @@ from modelfleet.workers.process import idle
 from modelfleet.workers.shared import pickled
 
 PART_OF_RUN = 0.05  # that measuring may take
-SHORT = 300  # steps: a run of fewer is over before measuring has paid
+SHORT: int = 300  # steps: a run of fewer is over before measuring has paid
 UNKNOWN = 1000  # steps of an epoch, where the data do not tell
 WORKER_START = 8.0  # seconds until a new worker process has taken its first step
 BETTER = 0.9  # an alternative must take at most this part of the time
