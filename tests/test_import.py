@@ -33,3 +33,9 @@ def test_the_import_brings_numpy_and_nothing_else() -> None:
     assert brought & HEAVY == set()
     assert brought - sys.stdlib_module_names <= {"modelfleet", "numpy"}
     assert "modelfleet" in brought
+
+
+def test_a_process_that_compiles_nothing_does_without_what_compiling_needs() -> None:
+    script = "import sys, modelfleet.frameworks.torch; sys.exit('sympy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr or "sympy was imported, which takes a worker half a second"
