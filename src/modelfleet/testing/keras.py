@@ -50,8 +50,8 @@ def alone(
     own_seed = member_seed(seed, name)
     arrays = map_tree(np.asarray, data)
     steps = epochs * -(-len(leaves(arrays)[0]) // batch_size)
-    before = model.run_eagerly
-    if keras.backend.backend() == "tensorflow" and steps <= UNTRACED:
+    untraced = keras.backend.backend() == "tensorflow" and steps <= UNTRACED and not model.run_eagerly
+    if untraced:
         model.run_eagerly = True
     taken = 0
     for epoch in range(epochs):
@@ -60,7 +60,8 @@ def alone(
             with _streams(own_seed, taken):
                 model.train_on_batch(x, y, sample_weight)
             taken += 1
-    model.run_eagerly = before
+    if untraced:
+        model.run_eagerly, model.train_function = False, None  # who trains it on has it traced
     return model
 
 
