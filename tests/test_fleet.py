@@ -381,7 +381,8 @@ def test_a_shared_frozen_trunk_is_stored_once_and_changes_no_result() -> None:
     for fleet in (shared, apart):
         fit(fleet, (X, Y), epochs=2)
     assert shared._lanes is not None
-    assert set(shared._lanes[0].engine.shared) == {"trunk.0.weight", "trunk.0.bias"}
+    engine: Any = shared._lanes[0].engine
+    assert set(engine.shared) == {"trunk.0.weight", "trunk.0.bias"}
     assert shared.plan().lanes[0].state_bytes < apart.plan().lanes[0].state_bytes
     assert shared["2"].trunk is trunk
     for name in shared.names:

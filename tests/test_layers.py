@@ -16,8 +16,8 @@ LAYERS: list[set[str]] = [
     {"fleet", "fitting", "checkpoints", "saving", "replicas"},
     {"planning", "sharing", "workers"},
     {"lanes", "feeds", "store", "history", "callbacks", "progress", "tasks"},
-    {"frameworks"},
-    {"members", "each", "devices", "errors", "trees", "streams", "recipe", "words"},
+    {"frameworks", "members"},
+    {"each", "devices", "errors", "trees", "streams", "recipe", "words"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

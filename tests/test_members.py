@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,8 @@ from modelfleet.members import Member, check_name, member_seed
 
 
 def test_a_member_is_a_name_a_model_and_a_seed() -> None:
-    member = Member("a", model := object(), 7, framework=None)
+    nothing: Any = None
+    member = Member("a", model := object(), 7, framework=nothing)
     assert (member.name, member.model, member.seed) == ("a", model, 7)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from modelfleet.errors import InputError
 from modelfleet.feeds import Batch, Feed
+from modelfleet.frameworks.protocol import Engine
 from modelfleet.members import Member
 
 STEADY = 50  # steps after the first epoch, from which on the pace of a run is believed
@@ -26,7 +27,7 @@ class Lane:
     def __init__(
         self,
         members: Sequence[Member],
-        engine: Any,
+        engine: Engine,
         signature: Any,
         columns: Mapping[str, np.ndarray],
         schedules: Sequence[Any],

@@ -3,9 +3,12 @@
 import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from modelfleet.errors import InputError
+
+if TYPE_CHECKING:  # which knows members itself
+    from modelfleet.frameworks.protocol import Adapter
 
 
 @dataclass(slots=True)
@@ -15,8 +18,8 @@ class Member:
     name: str
     model: Any
     seed: int
-    framework: Any
-    """The adapter of its framework (`modelfleet.frameworks.protocol.Adapter`)."""
+    framework: "Adapter"
+    """The adapter of its framework."""
 
 
 def member_seed(fleet_seed: int, name: str) -> int:

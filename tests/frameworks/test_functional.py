@@ -11,6 +11,7 @@ import pytest
 
 from modelfleet.errors import InputError
 from modelfleet.feeds import Batch
+from modelfleet.frameworks import jax as adapter
 from modelfleet.frameworks.functional import Definition, FunctionalEngine, State
 from modelfleet.frameworks.jax.backend import JaxBackend
 from modelfleet.frameworks.protocol import GRADIENT, LOSS, CannotFuseError
@@ -91,7 +92,7 @@ class LineDefinition(Definition):
 
 
 def members(width: int) -> list[Member]:
-    return [Member(str(number), Line(0.5 * number), number + 1, None) for number in range(width)]
+    return [Member(str(number), Line(0.5 * number), number + 1, adapter) for number in range(width)]
 
 
 def engine(width: int = 3, own: list[Member] | None = None, **options: Any) -> FunctionalEngine:

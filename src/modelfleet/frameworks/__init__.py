@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from modelfleet.errors import InputError, MissingExtraError
+from modelfleet.frameworks.protocol import Adapter
 
 # In this order: a Keras model is a torch module, too, where torch is its backend, and a tf.Module elsewhere.
 ADAPTERS = ("keras", "jax", "torch", "tensorflow")
@@ -26,7 +27,7 @@ _EXTRAS = {
 }
 
 
-def adapter_of(model: Any, name: str) -> Any:
+def adapter_of(model: Any, name: str) -> Adapter:
     """The adapter for a member's model, found by the framework its class comes from."""
     for framework in _frameworks(model):
         found = adapter(framework)

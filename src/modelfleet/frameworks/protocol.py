@@ -4,7 +4,9 @@ An adapter is a package `modelfleet.frameworks.<name>` whose `__init__` exports 
 holds the stacked state of a lane's members on a device and runs the lane's steps. `modelfleet.testing.conformance`
 checks both.
 """
+# ruff: noqa: N802  an adapter exports classes and constants, and a protocol says so by properties
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -12,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from modelfleet.devices import Device, Memory
-from modelfleet.errors import FleetError
+from modelfleet.errors import FleetError, StrategyError
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
 
@@ -41,18 +43,26 @@ class Task(Protocol):
 class Prepared(Protocol):
     """A recipe for the members of one framework, in their order."""
 
-    tasks: Sequence[Task]
-    """The task of each; the same object for members that may be fused."""
-    columns: Mapping[str, np.ndarray]
-    """Hyperparameters `(member,)` that are no part of the state; may be empty."""
-    schedules: Sequence[Any]
-    """What each member's schedule was compiled as; for `Adapter.Schedules`."""
+    @property
+    def tasks(self) -> Sequence[Task]:
+        """The task of each; the same object for members that may be fused."""
+        ...
+
+    @property
+    def columns(self) -> Mapping[str, np.ndarray]:
+        """Hyperparameters `(member,)` that are no part of the state; may be empty."""
+        ...
+
+    @property
+    def schedules(self) -> Sequence[Any]:
+        """What each member's schedule was compiled as; for `Adapter.Schedules`."""
+        ...
 
 
 class Schedules(Protocol):
     """The hyperparameters of a lane's members over the steps of a fit."""
 
-    def at(self, steps: np.ndarray) -> Mapping[str, np.ndarray]:
+    def at(self, steps: np.ndarray, /) -> Mapping[str, np.ndarray]:
         """The columns for members that have taken so many steps; the same object as long as nothing changes."""
         ...
 
@@ -64,7 +74,7 @@ class Schedules(Protocol):
         """Where they are, in JSON's terms."""
         ...
 
-    def restore(self, state: Any) -> None:
+    def restore(self, state: Any, /) -> None:
         """Take up what `state` gave."""
         ...
 
@@ -72,19 +82,41 @@ class Schedules(Protocol):
 class Adapter(Protocol):
     """The names that a framework's package exports."""
 
-    NAME: str
-    arrays: Any
-    """A module of the form `modelfleet.feeds.Arrays`, and with `host(tensor)`, its numbers as a NumPy array."""
-    files: Any
-    """A module with `save(tensors, path)` and the reading functions of `frameworks.torch.files`."""
-    Engine: Callable[..., "Engine"]
-    """`Engine(members, task, columns, device, *, fused, programs=None)`; `device` is what `native` gave, and
-    `programs` the `.programs` of another engine of the same structure and task, to trace nothing anew."""
-    Schedules: Callable[..., Schedules]
-    Replica: Callable[[Any, Any, str], "Replica"]
-    """`Replica(model, device, precision)`; `device` is what `native` gave."""
-    PRECISIONS: Collection[str]
-    """Those that `Replica` takes."""
+    @property
+    def NAME(self) -> str:
+        """What the package is called."""
+        ...
+
+    @property
+    def arrays(self) -> Any:
+        """A module of the form `modelfleet.feeds.Arrays`, and with `host(tensor)`: its numbers in NumPy."""
+        ...
+
+    @property
+    def files(self) -> Any:
+        """A module with `save(tensors, path)` and the reading functions of `frameworks.torch.files`."""
+        ...
+
+    @property
+    def Engine(self) -> Callable[..., "Engine"]:
+        """`Engine(members, task, columns, device, *, fused, programs=None)`; `device` is what `native` gave, and
+        `programs` the `.programs` of another engine of the same structure and task, to trace nothing anew."""
+        ...
+
+    @property
+    def Schedules(self) -> Callable[..., Schedules]:
+        """`Schedules(schedules, columns, task, per_epoch, steps, *, names)` of a lane's members."""
+        ...
+
+    @property
+    def Replica(self) -> Callable[[Any, Any, str], "Replica"]:
+        """`Replica(model, device, precision)`; `device` is what `native` gave."""
+        ...
+
+    @property
+    def PRECISIONS(self) -> Collection[str]:
+        """Those that `Replica` takes."""
+        ...
 
     def is_model(self, value: Any) -> bool:
         """Whether this adapter takes it as a model. Called for values whose class is of the framework."""
@@ -142,7 +174,7 @@ class Adapter(Protocol):
     # An adapter whose steps on the CPU take as many threads as the calling thread was told to may also have
     # `threads() -> int` and `use_threads(count)`: then logical CPU devices have threads of their own.
 
-    # An adapter whose engines have `spread` also has `Group`, as in `frameworks.torch.parallel`. One whose models
+    # An adapter whose engines can `spread` also has `Group`, as in `frameworks.torch.parallel`. One whose models
     # are more than replicas need may have `frozen(model)`: that is sent to them, and given to `Replica`, instead.
 
     def memory(self, device: Any) -> Memory | None:
@@ -200,8 +232,10 @@ class Replica(Protocol):
         ...
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """A lane's framework side: the stacked state of its members, and the programs that step it.
+
+    Inherit from it: an engine that lacks a method can't be made. `modelfleet.testing.engines` checks what they do.
 
     Slots are the rows of the stacked state. "Tensors" are the framework's own. Batches come as the feed made them
     from the adapter's `arrays`: trees whose leaves are `(slot, row, …)`, or `(row, …)` if `shared`; with `steps`
@@ -211,47 +245,56 @@ class Engine(Protocol):
     device: Any
     programs: Any
     """What was traced and compiled, to be handed to another engine of the same structure and task."""
-    task: Any
-    fused: bool
     several: int
     """How many steps a call of `train` best takes; 1 if there is nothing to win."""
 
     @property
+    @abstractmethod
+    def task(self) -> Any:
+        """What the members are to do: a `Task` of the adapter's."""
+
+    @property
+    @abstractmethod
+    def fused(self) -> bool:
+        """Whether a step is one program for all members."""
+
+    @property
+    @abstractmethod
     def prospect(self) -> float:
         """The part of a step's present time that it will take once all is compiled; 1 if nothing is to come."""
-        ...
 
     @property
+    @abstractmethod
     def parameters(self) -> int:
         """Trained numbers per member."""
-        ...
 
     @property
+    @abstractmethod
     def bytes(self) -> int:
         """What the state takes on the device."""
-        ...
 
     @property
+    @abstractmethod
     def program(self) -> str:
         """How the train steps run, in a few words: "traced", "compiled", "jit, 16 steps a call", …"""
-        ...
 
     @property
+    @abstractmethod
     def untraced(self) -> str | None:
         """Why every step runs its Python, if it does."""
-        ...
 
     @property
+    @abstractmethod
     def compiling(self) -> bool:
         """Whether something is being compiled beside the training now."""
-        ...
 
+    @abstractmethod
     def stop(self) -> None:
         """End what goes on beside the training."""
-        ...
 
     # --- steps
 
+    @abstractmethod
     def train(
         self,
         hyper: Any,
@@ -269,160 +312,164 @@ class Engine(Protocol):
         `row_weights` gave. `pace` is the number of steps left and the seconds per step so far. A member whose loss
         or gradient is not finite keeps its last good state, and its trouble is noted.
         """
-        ...
 
+    @abstractmethod
     def train_some(self, slots: np.ndarray, hyper: Any, data: Any, *, shared: bool, pace: Any) -> None:
         """One step of the members in some slots, on data `cut` for them."""
-        ...
 
     def spread(self, group: Any) -> None:
         """Compute only this rank's rows of every train batch from now on, and sum over the ranks of a group, each
-        a process with the very same lane (None: whole batches again). Engines of other frameworks than torch may
-        lack it. `ready` and the first step raise `StrategyError` for members whose rows can't be told apart."""
-        ...
+        a process with the very same lane (None: whole batches again). `ready` and the first step raise
+        `StrategyError` for members whose rows can't be told apart."""
+        if group is not None:
+            raise StrategyError(f"a {type(self).__name__} can't spread the rows of a batch over devices.")
 
+    def indivisible(self, data: Any, *, shared: bool) -> str | None:
+        """Why the rows of batches like this one can't be spread over devices, and what to do; None if they can."""
+        return "its framework can't spread the rows of a batch over devices"
+
+    @abstractmethod
     def ready(self, kind: str, hyper: Any, active: Any, data: Any, *, shared: bool) -> None:
         """Have the program for batches like this one ("train", "evaluate", "predict"; for "predict" `data` are the
         inputs). Raises `CannotFuseError` if a fused lane can't have it."""
-        ...
 
+    @abstractmethod
     def epoch_values(self) -> dict[str, np.ndarray]:
         """The loss and the metrics `(slot,)` since the last call; the next epoch begins at nothing."""
-        ...
 
+    @abstractmethod
     def evaluate(
         self, totals: Any, slots: Any, data: Any, weights: Any, counts: np.ndarray, size: int, *, shared: bool
     ) -> Any:
         """`totals` (None at first) with a batch added. `slots` is None for all, or those that `data` was cut for;
         members whose count is 0 add nothing."""
-        ...
 
+    @abstractmethod
     def values(self, totals: Any) -> dict[str, np.ndarray]:
         """The loss and the metrics `(slot,)` of what `evaluate` added up."""
-        ...
 
+    @abstractmethod
     def predict(self, data: Any, *, shared: bool) -> Any:
         """The outputs `(slot, row, …)` on a batch of inputs."""
-        ...
 
+    @abstractmethod
     def inputs(self, data: Any) -> Any:
         """The inputs of a batch: the x of (x, y), or the batch itself."""
-        ...
 
+    @abstractmethod
     def rows(self, outputs: Any, slot: int, count: int) -> Any:
         """One member's real rows of a batch of outputs, on the host."""
-        ...
 
+    @abstractmethod
     def concatenate(self, parts: Sequence[Any]) -> Any:
         """Batches of rows as one array (or tree of arrays) of NumPy."""
-        ...
 
     # --- which rows count
 
+    @abstractmethod
     def maskable(self, batch: Any) -> bool:
         """Whether padded rows can be weighted out of a batch without being felt."""
-        ...
 
+    @abstractmethod
     def row_weights(self, counts: np.ndarray, size: int) -> Any:
         """`(slot, row)`: 1 for a real row, 0 for padding."""
-        ...
 
+    @abstractmethod
     def cut(self, data: Any, slots: np.ndarray, count: int, *, shared: bool) -> Any:
         """The first `count` rows of the members in some slots."""
-        ...
 
     # --- state
 
+    @abstractmethod
     def tensor(self, array: np.ndarray) -> Any:
         """A host array on the device."""
-        ...
 
+    @abstractmethod
     def trouble(self) -> np.ndarray:
         """`(slot,)`: what went wrong, by the codes of `REASONS`; 0 where nothing did."""
-        ...
 
+    @abstractmethod
     def steps_taken(self) -> np.ndarray:
         """`(slot,)`: the steps that changed each member's weights."""
-        ...
 
+    @abstractmethod
     def forgive(self) -> None:
         """Begin a fit with nobody in trouble."""
-        ...
 
+    @abstractmethod
     def narrow(self, members: np.ndarray) -> None:
         """Step only the members of these rows from now on, in a state of their own."""
-        ...
 
+    @abstractmethod
     def widen(self) -> None:
         """Undo `narrow`: put the members' new state back among the others'."""
-        ...
 
+    @abstractmethod
     def adopt(self, position: int, other: Any, source: int) -> None:
         """Take a member's optimizer state and step count over from another engine of the same optimizer."""
-        ...
 
+    @abstractmethod
     def still_shared(self, members: Sequence[Member]) -> bool:
         """Whether the tensors that all members shared are still the same in all of them."""
-        ...
 
+    @abstractmethod
     def restack(self, positions: np.ndarray, members: Sequence[Member], *, working: bool = False) -> None:
         """Take the weights (of Keras: and the optimizer's state) of the members at these rows from their models
         again: into the working state, or into the one it was narrowed from, if it was."""
-        ...
 
+    @abstractmethod
     def write_out(self, row: int, working: bool, member: Member) -> None:
         """Copy one member's state into its model: of the working state, or of the one it was narrowed from."""
-        ...
 
+    @abstractmethod
     def write_back(self, members: Sequence[Member]) -> None:
         """Copy every member's state into its own model. Nothing is narrowed then."""
-        ...
 
+    @abstractmethod
     def snapshot(self, row: int, working: bool = True) -> Any:
         """A copy of one member's weights as a dict of dicts of tensors: of the working state, or of the one it was
         narrowed from."""
-        ...
 
+    @abstractmethod
     def restore(self, row: int, working: bool, snapshot: Any) -> None:
         """Give a member the weights of a snapshot."""
-        ...
 
+    @abstractmethod
     def tensors(self) -> dict[str, Any]:
         """All of the state of all members, by path, `params/0.weight`: all that a run needs to go on."""
-        ...
 
+    @abstractmethod
     def load(self, tensors: Mapping[str, Any]) -> None:
         """Take up the state that `tensors` gave, or NumPy arrays of it."""
-        ...
 
+    @abstractmethod
     def stream(self) -> AbstractContextManager[Any]:
         """To step within, in a thread of the lane's own: on accelerators a stream of its own."""
-        ...
 
+    @abstractmethod
     def out_of_memory(self, error: BaseException) -> bool:
         """Whether an error that a step raised says that the device is out of memory."""
-        ...
 
     # --- checks and costs
 
+    @abstractmethod
     def check(self, batch: Any, name: str) -> None:
         """Try one member on two rows, before anything is trained, and make room for the metrics it makes.
 
         What does not fit raises `InputError`, with the shapes that came and what the model said of them."""
-        ...
 
+    @abstractmethod
     def output_shape(self, batch: Any, name: str) -> tuple[int, ...] | None:
         """The shape `(row, …)` of a member's output for two rows of a batch; None if it is no single tensor."""
-        ...
 
+    @abstractmethod
     def check_targets(self, output_shape: tuple[int, ...] | None, target: Any, name: str | None) -> None:
         """Check all targets of a data set against the output, where the loss says what they must be."""
-        ...
 
+    @abstractmethod
     def label_check(self, output_shape: tuple[int, ...] | None) -> Callable[[Any], None] | None:
         """A function that refuses a batch with targets out of range; None where there is nothing to check."""
-        ...
 
+    @abstractmethod
     def working_bytes(self, batch: Any) -> int | None:
         """What a train step on a batch like this takes on the device beside the state; None if not known."""
-        ...

@@ -17,7 +17,8 @@ def cores(lanes: Iterable[Lane]) -> Iterator[Callable[[], None]]:
     devices: dict[Device, None] = {}
     tellable: dict[int, tuple[Any, int]] = {}
     for lane in lanes:
-        device, framework = lane.part.device, lane.members[0].framework
+        device = lane.part.device
+        framework: Any = lane.members[0].framework  # which may have more names than an adapter must
         if device is not None and device.kind == "cpu":
             devices[device] = None
             if hasattr(framework, "use_threads"):

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from modelfleet.frameworks.keras import compile, copy_model
+from modelfleet.frameworks import keras as adapter
 from modelfleet.members import Member, member_seed
 from modelfleet.recipe import Recipe
 from modelfleet.streams import permutations
@@ -35,7 +35,7 @@ def alone(
     **hyperparameters: Any,
 ) -> keras.Model:
     """A trained copy of `model`; see `modelfleet.testing.alone`. With no optimizer it stays compiled as it is."""
-    model = copy_model(model)
+    model = adapter.copy_model(model)
     if optimizer is not None:
         recipe = Recipe(
             optimizer,
@@ -46,7 +46,7 @@ def alone(
             schedule=schedule,
             hyperparameters=hyperparameters,
         )
-        compile(recipe, [Member(name, model, 0, None)])
+        adapter.compile(recipe, [Member(name, model, 0, adapter)])
     own_seed = member_seed(seed, name)
     arrays = map_tree(np.asarray, data)
     steps = epochs * -(-len(leaves(arrays)[0]) // batch_size)

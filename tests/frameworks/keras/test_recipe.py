@@ -9,13 +9,14 @@ from tests.frameworks.keras import models
 
 import modelfleet as mf
 from modelfleet.errors import InputError
+from modelfleet.frameworks import keras as adapter
 from modelfleet.frameworks.keras.recipe import compile, prepare
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
 
 
 def members(count: int = 2, **options: Any) -> list[Member]:
-    return [Member(str(index), models.mlp(**options), index, None) for index in range(count)]
+    return [Member(str(index), models.mlp(**options), index, adapter) for index in range(count)]
 
 
 def tasks(own: list[Member], kind: str = "train") -> list[Any]:
@@ -110,8 +111,8 @@ def test_an_overridden_train_step_is_refused() -> None:
     model = Custom([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     with pytest.raises(InputError, match=r"Custom overrides train_step.*compute_loss"):
-        tasks([Member("a", model, 0, None)])
-    assert tasks([Member("a", model, 0, None)], "predict")
+        tasks([Member("a", model, 0, adapter)])
+    assert tasks([Member("a", model, 0, adapter)], "predict")
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,14 @@ import numpy as np
 from modelfleet.errors import InputError
 from modelfleet.frameworks.functional.contract import WEIGHTS, Backend, Definition, State
 from modelfleet.frameworks.functional.programs import Programs
+from modelfleet.frameworks.protocol import Engine
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree
 
 SEVERAL = 16  # steps a call: few enough to hear Ctrl-C soon, and enough that calling costs nothing beside them
 
 
-class FunctionalEngine:
+class FunctionalEngine(Engine):
     """The side of a lane that its framework knows (`protocol.Engine`), of a definition and a backend.
 
     `definition` is for these members; `programs` are those of another engine of the same structure and task.
@@ -33,7 +34,6 @@ class FunctionalEngine:
         assert fused or len(members) == 1
         self.backend = backend
         self.device = backend.device
-        self.fused = fused
         self.programs = programs or Programs(definition, backend, fused=fused)
         self.several = SEVERAL
         self.state: State = {}
@@ -44,7 +44,7 @@ class FunctionalEngine:
         self._tried: Any = None  # the form of the batches that a member was tried on
         self._one = self.tensor(np.ones(1, dtype=bool))
         stacked = self._stacked(members)
-        self.parameters = sum(array[0].size for array in stacked["params"].values())
+        self._parameters = sum(array[0].size for array in stacked["params"].values())
         self._row_bytes = sum(array.nbytes for array in leaves(stacked)) // len(members)
         self.state = map_tree(self.tensor, {**stacked, "metrics": {}})
 
@@ -52,6 +52,16 @@ class FunctionalEngine:
     def task(self) -> Any:
         """What the members are to do."""
         return self._definition.task
+
+    @property
+    def fused(self) -> bool:
+        """Whether a step is one program for all members."""
+        return self.programs.fused
+
+    @property
+    def parameters(self) -> int:
+        """Trained numbers per member."""
+        return self._parameters
 
     @property
     def bytes(self) -> int:
@@ -285,10 +295,15 @@ class FunctionalEngine:
         """Nothing is shared between the members here: each has its own row of every tensor."""
         return True
 
-    def restack(self, positions: np.ndarray, members: Sequence[Member]) -> None:
-        """Take the weights of the members at these positions from their models again."""
+    def restack(self, positions: np.ndarray, members: Sequence[Member], *, working: bool = False) -> None:
+        """Take the weights of the members at these rows from their models again."""
         fresh = self._stacked(members)
-        self._put_weights(positions, {part: fresh[part] for part in WEIGHTS}, working=True)
+        self._put_weights(positions, {part: fresh[part] for part in WEIGHTS}, working=working)
+
+    def write_out(self, row: int, working: bool, member: Member) -> None:
+        """Copy one member's state into its model."""
+        one = {part: {name: t[row] for name, t in own.items()} for part, own in self._side(working).items()}
+        self._definition.write_back(member, self.backend.host(one))
 
     def write_back(self, members: Sequence[Member]) -> None:
         """Copy every member's state into its own model."""

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from modelfleet.frameworks import functional
+from modelfleet.frameworks import adapter, functional
 from modelfleet.frameworks.jax import arrays
 from modelfleet.frameworks.jax.backend import JaxBackend
 from modelfleet.frameworks.jax.engine import JaxDefinition
@@ -17,7 +17,7 @@ from modelfleet.members import Member
 def replica(model: Any, device: jax.Device, precision: str) -> functional.Replica:
     """Answers batches with a model. On the CPU its weights are not copied."""
     definition = JaxDefinition(model, Task(precision=precision))
-    state = definition.state(Member("model", model, 0, None))
+    state = definition.state(Member("model", model, 0, adapter("jax")))
     state["member"]["step"] = np.int32(0)
     return functional.Replica(definition.predict, lent(state, device), JaxBackend(device), arrays)
 

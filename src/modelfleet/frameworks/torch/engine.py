@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.errors import InputError, StrategyError
-from modelfleet.frameworks import batches
+from modelfleet.frameworks import batches, protocol
 from modelfleet.frameworks.torch import arrays, pages
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.devices import out_of_memory
@@ -28,7 +28,7 @@ STEPS_AHEAD = 64  # for which the optimizer's numbers are worked out at a time
 FIRST_SCALE = 65536.0  # torch.amp.GradScaler's
 
 
-class Engine:
+class Engine(protocol.Engine):
     """The torch side of a lane (see `modelfleet.lanes.Lane`)."""
 
     def __init__(
