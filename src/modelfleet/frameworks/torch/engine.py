@@ -1,7 +1,7 @@
-"""A lane's engine: the stacked state of its members on a device, and the programs that step it."""
+"""The engine of a fused lane: the stacked state of its members on a device, and the programs that step it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.errors import InputError, StrategyError
-from modelfleet.frameworks import batches, protocol
 from modelfleet.frameworks.torch import arrays, pages
 from modelfleet.frameworks.torch import state as states
-from modelfleet.frameworks.torch.devices import out_of_memory
+from modelfleet.frameworks.torch.base import TorchEngine, explained
 from modelfleet.frameworks.torch.dividing import bears_padding, divide
-from modelfleet.frameworks.torch.losses import check_range, check_targets
 from modelfleet.frameworks.torch.parallel import Group
 from modelfleet.frameworks.torch.programs import Programs, borrowed, held, readable
 from modelfleet.frameworks.torch.random import Draws
@@ -28,7 +26,7 @@ STEPS_AHEAD = 64  # for which the optimizer's numbers are worked out at a time
 FIRST_SCALE = 65536.0  # torch.amp.GradScaler's
 
 
-class Engine(protocol.Engine):
+class Engine(TorchEngine):
     """The torch side of a lane (see `modelfleet.lanes.Lane`)."""
 
     def __init__(
@@ -287,28 +285,6 @@ class Engine(protocol.Engine):
         """The outputs `(slot, row, …)` on a batch of inputs."""
         return self.programs.predict((self.state, self.shared, data), shared_data=shared)
 
-    @staticmethod
-    def inputs(data: Any) -> Any:
-        """The inputs of a batch: the x of (x, y), or the batch itself."""
-        return batches.inputs(data)
-
-    def rows(self, outputs: Any, slot: int, count: int) -> Any:
-        """One member's real rows of a batch of outputs, on the host."""
-        return map_tree(
-            lambda t: (
-                t[slot, :count].float().cpu().numpy()
-                if t.dtype == torch.bfloat16
-                else t[slot, :count].cpu().numpy()
-            ),
-            outputs,
-        )
-
-    def concatenate(self, parts: Sequence[Any]) -> Any:
-        """Batches of rows as one array."""
-        columns = [np.concatenate(column) for column in zip(*(leaves(part) for part in parts), strict=True)]
-        filled = iter(columns)
-        return map_tree(lambda _: next(filled), parts[0])
-
     # --- which rows count ----------------------------------------------------------------------------------------
 
     def maskable(self, batch: Any) -> bool:
@@ -327,17 +303,6 @@ class Engine(protocol.Engine):
                 x = map_tree(lambda leaf: leaf[int(np.flatnonzero(batch.counts == real)[0])], x)
             self._bears_padding[key] = bears_padding(self.programs.steps, self.state, self.shared, x, real)
         return self._bears_padding[key]
-
-    def row_weights(self, counts: np.ndarray, size: int) -> Tensor:
-        """`(slot, row)`: 1 for a real row, 0 for padding."""
-        return self.tensor((np.arange(size) < counts[:, None]).astype(np.float32))
-
-    def cut(self, data: Any, slots: np.ndarray, count: int, *, shared: bool) -> Any:
-        """The first `count` rows of the members in some slots."""
-        if shared:
-            return map_tree(lambda leaf: leaf[:count], data)
-        rows = self.tensor(slots)
-        return map_tree(lambda leaf: leaf.index_select(0, rows)[:, :count].contiguous(), data)
 
     # --- state ---------------------------------------------------------------------------------------------------
 
@@ -437,17 +402,6 @@ class Engine(protocol.Engine):
     def _side(self, working: bool) -> State:
         return self.state if working or self._whole is None else self._whole[0]
 
-    def tensor(self, array: np.ndarray) -> Tensor:
-        """A host array on the device."""
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
-
-    def _to_host(self, tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
-        """Device tensors as host arrays, in one transfer."""
-        if not tensors:
-            return {}
-        table = torch.stack([tensor.double() for tensor in tensors.values()]).cpu().numpy()
-        return dict(zip(tensors, table, strict=True))
-
     # --- checks --------------------------------------------------------------------------------------------------
 
     def check(self, batch: Any, name: str) -> None:
@@ -477,22 +431,8 @@ class Engine(protocol.Engine):
         few = map_tree(lambda leaf: leaf[:2], data)
         model = self.programs.steps.model
         one = states.select(self.state, torch.zeros(1, dtype=torch.int64, device=self.device))
-        try:
-            with borrowed(model, train=False), torch.random.fork_rng(devices=[]):
-                yield one, few
-        except InputError as error:
-            raise InputError(f"member {name!r}: {error}") from error
-        except Exception as error:  # whatever a forward, a loss or a metric may raise
-            said = f"{type(error).__name__}: {error}".rstrip(".")
-            raise InputError(
-                f"member {name!r} can't take this batch: {_shapes(data)} into {type(model).__name__} "
-                f"gave {said}. Check the shapes and dtypes of the data against what the model expects."
-            ) from error
-
-    def check_targets(self, output_shape: tuple[int, ...] | None, target: Any, name: str | None) -> None:
-        """Check all targets of a data set against the model's output, where the loss says what they must be."""
-        if self.task.loss is not None and output_shape is not None and isinstance(target, Tensor | np.ndarray):
-            check_targets(self.task.loss, output_shape, target, name)
+        with explained(name, model, data), borrowed(model, train=False), torch.random.fork_rng(devices=[]):
+            yield one, few
 
     def _next_coefficients(self, hyper: dict[str, Tensor], active: Tensor) -> dict[str, Tensor]:
         # Worked out for many steps at a time, as long as the same members step with the same hyperparameters. With
@@ -522,26 +462,6 @@ class Engine(protocol.Engine):
             dict(zip(columns, row, strict=True))
             for row in zip(*(c.unbind(0) for c in columns.values()), strict=True)
         ]
-
-    def label_check(self, output_shape: tuple[int, ...] | None) -> Callable[[Any], None] | None:
-        """A function that refuses a batch with targets out of range; None where there is nothing to check."""
-        loss = self.task.loss
-        if loss is None or output_shape is None:
-            return None
-
-        def check(batch: Any) -> None:
-            if isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[1], Tensor):
-                check_range(loss, output_shape, batch[1])
-
-        return check
-
-    def stream(self) -> AbstractContextManager[Any]:
-        """To step within, in a thread of the lane's own."""
-        return nullcontext() if self.device.type == "cpu" else torch.Stream(self.device)
-
-    def out_of_memory(self, error: BaseException) -> bool:
-        """Whether an error says that the device is out of memory."""
-        return out_of_memory(error)
 
     def working_bytes(self, batch: Any) -> int | None:
         """What a train step takes beside the state, by the tensors that live at once in its program."""
@@ -587,7 +507,3 @@ class Engine(protocol.Engine):
     @staticmethod
     def _weights(state: State) -> State:
         return {part: state[part] for part in ("params", "frozen", "buffers")}
-
-
-def _shapes(data: Any) -> str:
-    return ", ".join(f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}" for leaf in leaves(data))

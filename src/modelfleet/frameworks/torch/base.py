@@ -1,0 +1,109 @@
+"""What both torch engines have in common: rows, outputs, targets and errors in a user's terms."""
+
+from abc import ABC
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from modelfleet.errors import InputError
+from modelfleet.frameworks import batches, protocol
+from modelfleet.frameworks.torch.devices import out_of_memory
+from modelfleet.frameworks.torch.losses import check_range, check_targets
+from modelfleet.trees import leaves, map_tree
+
+
+class TorchEngine(protocol.Engine, ABC):
+    """The parts of a torch engine that do not depend on how its steps are run."""
+
+    device: torch.device
+
+    @staticmethod
+    def inputs(data: Any) -> Any:
+        """Return the inputs of a batch: the x of (x, y), or the batch itself."""
+        return batches.inputs(data)
+
+    def rows(self, outputs: Any, slot: int, count: int) -> Any:
+        """Return one member's real rows of a batch of outputs, on the host."""
+        return map_tree(lambda t: on_host(t[slot, :count]), outputs)
+
+    def concatenate(self, parts: Sequence[Any]) -> Any:
+        """Return batches of rows as one array."""
+        columns = [np.concatenate(column) for column in zip(*(leaves(part) for part in parts), strict=True)]
+        filled = iter(columns)
+        return map_tree(lambda _: next(filled), parts[0])
+
+    def row_weights(self, counts: np.ndarray, size: int) -> Tensor:
+        """Return `(slot, row)`: 1 for a real row, 0 for padding."""
+        return self.tensor((np.arange(size) < counts[:, None]).astype(np.float32))
+
+    def cut(self, data: Any, slots: np.ndarray, count: int, *, shared: bool) -> Any:
+        """Return the first `count` rows of the members in some slots."""
+        if shared:
+            return map_tree(lambda leaf: leaf[:count], data)
+        rows = self.tensor(slots)
+        return map_tree(lambda leaf: leaf.index_select(0, rows)[:, :count].contiguous(), data)
+
+    def tensor(self, array: np.ndarray) -> Tensor:
+        """Return a host array on the device."""
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+    def check_targets(self, output_shape: tuple[int, ...] | None, target: Any, name: str | None) -> None:
+        """Check all targets of a data set against the model's output, where the loss says what they must be."""
+        if self.task.loss is not None and output_shape is not None and isinstance(target, Tensor | np.ndarray):
+            check_targets(self.task.loss, output_shape, target, name)
+
+    def label_check(self, output_shape: tuple[int, ...] | None) -> Callable[[Any], None] | None:
+        """Return a function that refuses a batch with targets out of range; None if there is nothing to check."""
+        loss = self.task.loss
+        if loss is None or output_shape is None:
+            return None
+
+        def check(batch: Any) -> None:
+            if isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[1], Tensor):
+                check_range(loss, output_shape, batch[1])
+
+        return check
+
+    def stream(self) -> AbstractContextManager[Any]:
+        """Return the context in which a thread of the lane's own steps it."""
+        return nullcontext() if self.device.type == "cpu" else torch.Stream(self.device)
+
+    def out_of_memory(self, error: BaseException) -> bool:
+        """Return True if an error says that the device is out of memory."""
+        return out_of_memory(error)
+
+    def _to_host(self, tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+        """Return device tensors as host arrays, in one transfer."""
+        if not tensors:
+            return {}
+        table = torch.stack([tensor.double() for tensor in tensors.values()]).cpu().numpy()
+        return dict(zip(tensors, table, strict=True))
+
+
+def on_host(tensor: Tensor) -> np.ndarray:
+    """Return a tensor as a NumPy array; bfloat16, which NumPy does not have, as float32."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy()
+
+
+@contextmanager
+def explained(name: str, model: nn.Module, data: Any) -> Iterator[None]:
+    """Raise `InputError` with the shapes that came for whatever a forward, a loss or a metric raises."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"member {name!r}: {error}") from error
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}".rstrip(".")
+        raise InputError(
+            f"member {name!r} can't take this batch: {_shapes(data)} into {type(model).__name__} "
+            f"gave {said}. Check the shapes and dtypes of the data against what the model expects."
+        ) from error
+
+
+def _shapes(data: Any) -> str:
+    return ", ".join(f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}" for leaf in leaves(data))
