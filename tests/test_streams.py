@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelfleet.streams import permutations
+from modelfleet.streams import permutations, threefry
 
 SEEDS = st.integers(-(2**63), 2**63 - 1)
 
@@ -78,3 +78,15 @@ def test_members_do_not_resemble_each_other() -> None:
     correlation = np.corrcoef(orders)[~np.eye(500, dtype=bool)]
     assert abs(correlation).max() < 0.55
     assert correlation.std() == pytest.approx(0.1, rel=0.1)
+
+
+@pytest.mark.parametrize("seed", [0, 12345678901234567, -1])
+def test_the_order_is_that_of_the_documented_words(seed: int) -> None:
+    """The definition in docs/how-fusing-works.md again, a word at a time."""
+    epoch, length = 6, 30
+    low, high = seed % 2**32, (seed % 2**64 // 2**32 + 2**31) % 2**32
+    words = []
+    for row in range(length):
+        left, right = threefry(*(np.array([word], dtype=np.uint32) for word in (low, high, row, epoch)))
+        words.append(int(left[0]) * 2**32 + int(right[0]))
+    assert one(seed, epoch, length).tolist() == sorted(range(length), key=lambda row: words[row])

@@ -1,12 +1,39 @@
-"""Counter-based random streams on the host: a member's numbers are a hash of its seed and a position.
+"""Counter-based random numbers on the host: a member's numbers depend on its seed and a position alone.
 
 Nothing is drawn from a shared generator, so what a member gets does not depend on who else is there, and any
-epoch can be had without the ones before it.
+epoch can be had without the ones before it. docs/how-fusing-works.md says which number is which.
 """
 
 import numpy as np
 
-_FIRST, _SECOND = np.uint32(0x9E3779B9), np.uint32(0x85EBCA6B)  # tell a member's two keys apart
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # of the rounds, four at a time, by turns
+PARITY = 0x1BD11BDA  # the third word of a key is this, xor the first two
+SHUFFLES = 0x80000000  # added to the key's second word for shuffles; draws add their number, which stays below
+
+
+def threefry(
+    first: np.ndarray, second: np.ndarray, left: np.ndarray, right: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return Threefry-2x32-20's two words for the key (first, second) and the counter (left, right).
+
+    All are uint32 arrays that broadcast. Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as
+    1, 2, 3" (2011).
+    """
+    keys = first, second, first ^ second ^ np.uint32(PARITY)
+    x, y = left + first, right + second
+    for group in range(5):
+        for turn in ROTATIONS[group % 2]:
+            x = x + y
+            y = ((y << np.uint32(turn)) | (y >> np.uint32(32 - turn))) ^ x
+        x = x + keys[(group + 1) % 3]
+        y = y + keys[(group + 2) % 3] + np.uint32(group + 1)
+    return x, y
+
+
+def words(seeds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the low and the high 32 bits of 64-bit seeds."""
+    unsigned = np.atleast_1d(np.asarray(seeds, dtype=np.int64)).view(np.uint64)
+    return unsigned.astype(np.uint32), (unsigned >> np.uint64(32)).astype(np.uint32)
 
 
 def permutations(seeds: np.ndarray, epoch: int | np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -15,37 +42,23 @@ def permutations(seeds: np.ndarray, epoch: int | np.ndarray, lengths: np.ndarray
     The first `lengths[m]` entries of row m are a permutation of `range(lengths[m])` that depends on the
     member's seed, the epoch and its own length alone. The entries beyond repeat the row from its start.
     """
-    seeds = np.asarray(seeds, dtype=np.int64)
     lengths = np.asarray(lengths, dtype=np.int64)
     width = int(lengths.max(initial=0))
-    position = np.arange(width, dtype=np.uint32)
-    first, second = _key(seeds, epoch, _FIRST), _key(seeds, epoch, _SECOND)
-    words = _mix(_mix(position ^ first[:, None]) ^ second[:, None])
+    low, high = words(seeds)
+    epochs = np.atleast_1d(np.asarray(epoch)).astype(np.uint32)
+    left, right = threefry(
+        low[:, None],
+        (high + np.uint32(SHUFFLES))[:, None],
+        np.arange(width, dtype=np.uint32),
+        epochs[:, None],
+    )
 
-    # Sorting (hash, position) pairs packed in one integer each shuffles every row in one call.
-    packed = (words.astype(np.uint64) << np.uint64(32)) | position
+    # Rows in the order of 64-bit numbers. Of two equal ones, which hardly ever are, the first goes first.
+    keys = (left.astype(np.uint64) << np.uint64(32)) | right
     even = bool((lengths == width).all())
     if not even:
-        packed[position >= lengths[:, None]] = np.iinfo(np.uint64).max
-    packed.sort(axis=1)
-    order = (packed & np.uint64(0xFFFFFFFF)).astype(np.int64)
+        keys[np.arange(width) >= lengths[:, None]] = np.iinfo(np.uint64).max
+    order = keys.argsort(axis=1, kind="stable")
     if even:
         return order
     return np.take_along_axis(order, np.arange(width) % np.maximum(lengths, 1)[:, None], axis=1)
-
-
-def _key(seeds: np.ndarray, epoch: int | np.ndarray, which: np.uint32) -> np.ndarray:
-    """A 32-bit key per member."""
-    words = seeds.view(np.uint64)
-    low, high = words.astype(np.uint32), (words >> np.uint64(32)).astype(np.uint32)
-    return _mix(_mix(_mix(low ^ which) ^ high) ^ np.asarray(epoch).astype(np.uint32))
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """A bijection of 32-bit words in which every input bit moves every output bit."""
-    x = x ^ (x >> np.uint32(16))
-    x *= np.uint32(0x21F0AAAD)
-    x ^= x >> np.uint32(15)
-    x *= np.uint32(0x735A2D97)
-    x ^= x >> np.uint32(15)
-    return x

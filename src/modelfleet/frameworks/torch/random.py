@@ -1,9 +1,10 @@
 """Random numbers of a member's own: dropout masks and noise that depend on its seed and step alone.
 
 torch draws from one generator, so under `vmap` a member's dropout would depend on who else is in the lane. Here
-every random operation is replaced by a hash of (seed, step, which draw, position in the tensor). The replacement
-happens below autograd and vmap, at the level of ATen operations, so that it reaches every way a model can draw:
-`nn.Dropout`, attention's dropout, `torch.rand_like` in a forward, and so on.
+every random operation is replaced by Threefry's words for (seed, step, which draw, position in the tensor). The
+replacement happens below autograd and vmap, at the level of ATen operations, so that it reaches every way a model
+can draw: `nn.Dropout`, attention's dropout, `torch.rand_like` in a forward, and so on. Which number is which is
+said in docs/how-fusing-works.md.
 """
 
 import math
@@ -17,19 +18,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from modelfleet.errors import StrategyError
+from modelfleet.frameworks.torch.threefry import threefry, wide
 
 aten = torch.ops.aten
 
-_WORD = 0xFFFFFFFF
-
-
-def _mix(x: Tensor) -> Tensor:
-    # A 32-bit avalanche hash on int64 tensors. Both multipliers are below 2**31, so no product overflows.
-    x = x ^ (x >> 16)
-    x = (x * 0x21F0AAAD) & _WORD
-    x = x ^ (x >> 15)
-    x = (x * 0x735A2D97) & _WORD
-    return x ^ (x >> 15)
+# The binary digits of a uniform number, as torch has them: as many as keep it below 1.
+_DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
 
 
 Draws = tuple[tuple[tuple[int, ...], int | None], ...]
@@ -71,6 +65,7 @@ class Part:
 class Streams:
     """The random numbers of one step: of stacked members (`seed` is `(member,)`) or of one (`seed` is `()`).
 
+    Every method draws once. With stacked members the first axis of `shape` is the member.
     part: the rows of a batch that are computed here, if they are not all.
     """
 
@@ -81,31 +76,86 @@ class Streams:
         self._part = part
 
     @cached_property
-    def _key(self) -> tuple[Tensor, Tensor]:
+    def _words(self) -> tuple[Tensor, Tensor, Tensor]:
         # When something is drawn, and not before: most steps draw nothing, and every operation is traced.
         step = self._step.to(torch.int64)
-        low = _mix((self._seed & _WORD) ^ _mix(step & _WORD))
-        return _mix(low ^ ((self._seed >> 32) & _WORD)), _mix(low + 0x5BD1E995 & _WORD)
+        parts = (part.to(torch.int32) for part in (self._seed, self._seed >> 32, step))
+        first, second, third = (part.unsqueeze(1) if self._stacked else part for part in parts)
+        return first, second, third
+
+    def narrow(self, shape: Sequence[int]) -> Tensor:
+        """32-bit words, as int32: two numbers of a draw are the words of one counter."""
+        number, size, positions = self._next(shape)
+        if positions is None:
+            pair = self._block(number, self._counted((size + 1) // 2))
+            return torch.stack(pair, -1).flatten(-2)[..., :size].reshape(list(shape))
+        left, right = self._block(number, (positions >> 1).to(torch.int32))
+        return torch.where((positions & 1).bool(), right, left).view(list(shape))
+
+    def wide(self, shape: Sequence[int]) -> Tensor:
+        """64-bit words, as int64: a number has a counter to itself."""
+        number, size, positions = self._next(shape)
+        blocks = self._counted(size) if positions is None else positions.to(torch.int32)
+        return wide(*self._block(number, blocks)).view(list(shape))
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Numbers in [0, 1); with stacked members the first axis of `shape` is the member."""
-        own = list(shape[1:] if self._stacked else shape)
-        self._draws += 1
-        first, second = (_mix((key + self._draws * 0x9E3779B1) & _WORD) for key in self._key)
-        if self._part is None:
-            position = torch.arange(math.prod(own), dtype=torch.int64, device=first.device).view(own)
-        else:
-            position = self._part.positions(self._draws - 1, own)
-        if self._stacked:
-            first, second = (key.view(-1, *[1] * len(own)) for key in (first, second))
-        bits = _mix((_mix((position & _WORD) ^ first) + second) & _WORD)
-        exact = torch.float64 if dtype == torch.float64 else torch.float32
-        return ((bits >> 8).to(exact) * 2.0**-24).to(dtype)
+        """Numbers in [0, 1), with all the digits that the dtype has below 1."""
+        return _unit(self.wide(shape) if dtype == torch.float64 else self.narrow(shape), dtype)
+
+    def below(self, shape: Sequence[int], p: Any) -> Tensor:
+        """Whether uniform numbers of 24 digits are below p, a number or a tensor."""
+        if isinstance(p, Tensor):
+            return _unit(self.narrow(shape), torch.float32) < p
+        words, least = self.narrow(shape), math.ceil(p * 2**24)  # the first of the 2**24 numbers not below p
+        if least <= 0 or least >= 2**24:
+            return torch.full(list(shape), least > 0, dtype=torch.bool, device=self._seed.device)
+        return words < (least - 2**23) << 8  # words count from -2**31
+
+    def integers(self, shape: Sequence[int], low: int, high: int) -> Tensor:
+        """Integers from low up to high, without high, as int64."""
+        words, count = self.wide(shape), high - low
+        if count < 2**63:
+            return torch.remainder(words, count).add_(low)
+        # As many as fit no int64. A signed word below 0 lacks the count: it is low + count + word then.
+        return words if count == 2**64 else torch.where(words < 0, words + high, words + low)
 
     def normal(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Standard normal numbers, by Box and Muller."""
-        radius = torch.sqrt(-2.0 * torch.log1p(-self.uniform(shape, torch.float32)))
-        return (radius * torch.cos(2.0 * math.pi * self.uniform(shape, torch.float32))).to(dtype)
+        """Standard normal numbers, two by two by Box and Muller."""
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        number, size, positions = self._next(shape)
+        pairs = self._counted((size + 1) // 2) if positions is None else (positions >> 1).to(torch.int32)
+        if exact == torch.float64:
+            pair = (wide(*self._block(number, pairs * 2 + second)) for second in (0, 1))
+        else:
+            pair = self._block(number, pairs)
+        first, second = (_unit(words, exact) for words in pair)
+        radius, angle = torch.sqrt(-2.0 * torch.log1p(-first)), second * (2.0 * math.pi)
+        even, odd = radius * torch.cos(angle), radius * torch.sin(angle)
+        if positions is None:
+            found = torch.stack((even, odd), -1).flatten(-2)[..., :size].reshape(list(shape))
+        else:
+            found = torch.where((positions & 1).bool(), odd, even).view(list(shape))
+        return found.to(dtype)
+
+    def _next(self, shape: Sequence[int]) -> tuple[int, int, Tensor | None]:
+        """The number of the next draw, how many numbers a member's has, and where they are if not in order."""
+        own = list(shape[1:] if self._stacked else shape)
+        number, self._draws = self._draws, self._draws + 1
+        return number, math.prod(own), None if self._part is None else self._part.positions(number, own).flatten()
+
+    def _block(self, number: int, counters: Tensor) -> tuple[Tensor, Tensor]:
+        first, second, step = self._words
+        return threefry(first, second + number, counters, step)
+
+    def _counted(self, size: int) -> Tensor:
+        return torch.arange(size, dtype=torch.int32, device=self._seed.device)
+
+
+def _unit(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """Signed words as numbers in [0, 1), the least of them as 0."""
+    digits, exact = _DIGITS[dtype], torch.float64 if dtype == torch.float64 else torch.float32
+    drawn = (words >> (words.element_size() * 8 - digits)).to(exact)
+    return drawn.mul_(2.0**-digits).add_(0.5).to(dtype)
 
 
 class Still(Streams):
@@ -115,30 +165,45 @@ class Still(Streams):
         super().__init__(seed, step)
         self.shapes: list[tuple[int, ...]] = []
 
-    def uniform(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The middle of [0, 1), everywhere."""
+    def narrow(self, shape: Sequence[int]) -> Tensor:
+        """The middle word, everywhere."""
         self.shapes.append(tuple(shape))
-        return torch.full(list(shape), 0.5, dtype=dtype, device=self._seed.device)
+        return torch.zeros(list(shape), dtype=torch.int32, device=self._seed.device)
+
+    def wide(self, shape: Sequence[int]) -> Tensor:
+        """The middle word, everywhere."""
+        return self.narrow(shape).to(torch.int64)
+
+    def normal(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """One number, everywhere."""
+        return self.narrow(shape).to(dtype) - 1.0
 
 
 class Coins(Streams):
     """Every number is the least or the greatest: to see who gets which, though a dropout be ever so rare."""
 
-    def uniform(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Nothing, or nearly 1."""
-        return (super().uniform(shape, torch.float32) < 0.5).to(dtype) * (1 - 2.0**-24)
+    def narrow(self, shape: Sequence[int]) -> Tensor:
+        """The least word, or the greatest."""
+        return (super().narrow(shape) >> 31) ^ 0x7FFFFFFF
+
+    def wide(self, shape: Sequence[int]) -> Tensor:
+        """The least word, or the greatest."""
+        return (super().wide(shape) >> 63) ^ 0x7FFFFFFFFFFFFFFF
+
+    def normal(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A small number, or a large one."""
+        return (self.narrow(shape) < 0).to(dtype) * 5.0
 
 
 def _bernoulli(streams: Streams, like: Tensor, p: Any = 0.5, **_: Any) -> Tensor:
-    chosen = streams.uniform(like.shape, torch.float32) < p
-    return chosen.to(like.dtype if like.is_floating_point() else torch.float32)
+    return streams.below(like.shape, p)
 
 
 def _native_dropout(streams: Streams, like: Tensor, p: float, train: bool | None = True) -> Any:
     if not train:
         return like, torch.ones_like(like, dtype=torch.bool)
-    mask = streams.uniform(like.shape, torch.float32) >= p
-    return like * mask * (1.0 / (1.0 - p)), mask
+    mask = streams.below(like.shape, 1.0 - p)
+    return like * mask * (0.0 if p == 1 else 1.0 / (1.0 - p)), mask
 
 
 def _rand(streams: Streams, size: Sequence[int], **options: Any) -> Tensor:
@@ -150,8 +215,7 @@ def _randn(streams: Streams, size: Sequence[int], **options: Any) -> Tensor:
 
 
 def _randint_low(streams: Streams, low: int, high: int, size: Sequence[int], **options: Any) -> Tensor:
-    drawn = low + torch.floor(streams.uniform(size, torch.float64) * (high - low))
-    return drawn.to(options.get("dtype") or torch.int64)
+    return streams.integers(size, low, high).to(options.get("dtype") or torch.int64)
 
 
 def _inplace(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -171,8 +235,8 @@ def _like(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 # Every random ATen operation that has a replacement.
 DRAWS: Mapping[Any, Callable[..., Any]] = {
-    aten.bernoulli.default: lambda streams, p, **_: _bernoulli(streams, p, p),
-    aten.bernoulli.p: lambda streams, like, p, **_: _bernoulli(streams, like, p),
+    aten.bernoulli.default: lambda streams, p, **_: _bernoulli(streams, p, p).to(p.dtype),
+    aten.bernoulli.p: lambda streams, like, p, **_: _bernoulli(streams, like, p).to(like.dtype),
     aten.bernoulli_.float: _inplace(_bernoulli),
     aten.bernoulli_.Tensor: _inplace(_bernoulli),
     aten.native_dropout.default: _native_dropout,
