@@ -13,7 +13,7 @@ LAYERS: list[set[str]] = [
     {"cli", "demo", "doctor", "inspection", "__main__"},
     {"testing"},
     {"modelfleet"},
-    {"fleet", "fitting", "checkpoints", "saving", "replicas"},
+    {"fleet", "gate", "lane_sets", "fitting", "checkpoints", "saving", "replicas"},
     {"planning", "sharing", "workers"},
     {"lanes", "feeds", "store", "history", "callbacks", "progress", "tasks"},
     {"frameworks", "members"},

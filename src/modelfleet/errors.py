@@ -17,6 +17,10 @@ class StrategyError(FleetError, ValueError):
     """A strategy was insisted on that these members can't have."""
 
 
+class BusyError(FleetError, RuntimeError):
+    """A verb was called while its fleet is at another one that does not bear it."""
+
+
 class StoreError(FleetError):
     """A folder of weights can't be read or written."""
 

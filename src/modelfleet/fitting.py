@@ -3,17 +3,19 @@
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from modelfleet import checkpoints
 from modelfleet.callbacks import Callback, Checkpoint
-from modelfleet.errors import InputError
+from modelfleet.errors import BusyError, InputError
 from modelfleet.history import History
+from modelfleet.planning.assembly import Part
 from modelfleet.progress import Reporter
-from modelfleet.sharing.shifts import Report, Sharing, Shift, Stepped, Way
+from modelfleet.sharing.shifts import Moment, Report, Sharing, Shift, Stepped, Way
 
 
 class Fit:
@@ -57,7 +59,8 @@ class Fit:
         self._epoch_begun = time.monotonic()
         watched = any(callback.wants_steps for callback in self.callbacks)
         together = side_by_side or any(callback.together for callback in self.callbacks)
-        self._way = Way(together, watched, lambda: self._interrupted, side_by_side, self._halve)
+        self._over = False
+        self._way = Way(together, watched, lambda: self._interrupted or self._over, side_by_side, self._halve)
 
     # --- what callbacks call -------------------------------------------------------------------------------------
 
@@ -68,26 +71,47 @@ class Fit:
 
     def snapshot(self, name: str) -> Any:
         """A copy of the member's weights as they are now."""
-        shift = self._place(name)
+        shift = self._at_rest(name, "run.snapshot")
         shift.pull()
         return shift.lane.snapshot(shift.lane.places[name])
 
     def restore(self, name: str, snapshot: Any) -> None:
         """Give a member, training or not, the weights of a snapshot."""
-        shift = self._place(name)
+        shift = self._at_rest(name, "run.restore")
         shift.pull()
         shift.lane.restore(shift.lane.places[name], snapshot)
         shift.push()
 
     def sync(self, name: str) -> Any:
         """The member's model, with its state as it is now."""
-        shift = self._place(name)
+        shift = self._at_rest(name, "run.sync")
         shift.pull()
         return shift.lane.sync(shift.lane.places[name])
 
+    def sync_all(self, verb: str) -> None:
+        """Bring all members' models to their state of now, for a verb that was called in a callback."""
+        for shift in self._placed():
+            self._refuse_busy(shift, f"fleet.{verb}")
+            shift.pull()
+            lane = shift.lane
+            own = [name for name in lane.names if self._places[name] is shift]
+            if lane.width == len(lane.members) == len(own):
+                lane.engine.write_back(lane.members)
+            else:
+                for name in own:
+                    lane.sync(lane.places[name])
+
+    def parts(self) -> list[Part]:
+        """The members in the lanes that they are in now."""
+        found = []
+        for shift in self._placed():
+            own = tuple(name for name in shift.names if self._places[name] is shift)
+            found.append(replace(shift.lane.part, names=own))
+        return found
+
     def take(self, name: str) -> None:
         """Take what the member's model holds now back into the training."""
-        shift = self._place(name)
+        shift = self._at_rest(name, "run.take")
         shift.pull()
         shift.lane.take(shift.lane.places[name])
         shift.push()
@@ -126,12 +150,13 @@ class Fit:
         try:
             with self._listening():
                 self._call("on_fit_start")
-                for moment in self._sharing(self.shifts, self._way):
-                    if isinstance(moment, Stepped):
-                        self._stepped(moment)
-                    else:
-                        self._ended(moment.reports)
-                    self._save()
+                with self._moments() as moments:
+                    for moment in moments:
+                        if isinstance(moment, Stepped):
+                            self._stepped(moment)
+                        else:
+                            self._ended(moment.reports)
+                        self._save()
             if self._interrupted:
                 self._set_aside()
             stopped_by = "Ctrl-C" if self._interrupted else None
@@ -144,6 +169,17 @@ class Fit:
                 shift.lane.engine.stop()
             self._reporter.end(self.history, time.monotonic() - begun, stopped_by)
         return self.history
+
+    @contextmanager
+    def _moments(self) -> Iterator[Iterator[Moment]]:
+        """What happens. When a callback raises, lanes that run beside it stop before anybody looks at them."""
+        moments = self._sharing(self.shifts, self._way)
+        try:
+            yield moments
+        finally:
+            self._over = True
+            if isinstance(moments, Generator):
+                moments.close()
 
     def _stepped(self, moment: Stepped) -> None:
         self.step += moment.steps
@@ -274,6 +310,22 @@ class Fit:
         if name not in self._places:
             raise InputError(f"there is no member {name!r} in this fit.")
         return self._places[name]
+
+    def _at_rest(self, name: str, verb: str) -> Shift:
+        shift = self._place(name)
+        self._refuse_busy(shift, verb)
+        return shift
+
+    def _refuse_busy(self, shift: Shift, verb: str) -> None:
+        if shift.busy and shift.working:
+            raise BusyError(
+                f"{verb} in a callback: member {shift.names[0]!r} is in the middle of an epoch, in another thread "
+                f"or process. Set together = True on the callback: then all members wait for it."
+            )
+
+    def _placed(self) -> list[Shift]:
+        """The lanes, without those that others have taken the place of."""
+        return list({id(shift): shift for shift in self._places.values()}.values())
 
     def _call(self, moment: str) -> None:
         for callback in self.callbacks:

@@ -1,7 +1,7 @@
 """A fleet: a named set of members, and the verbs people use on it."""
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,16 +15,17 @@ from modelfleet.each import spread
 from modelfleet.errors import InputError, StrategyError, unknown
 from modelfleet.feeds import Feed
 from modelfleet.fitting import Fit
+from modelfleet.gate import Gate
 from modelfleet.history import History
+from modelfleet.lane_sets import LaneSet
 from modelfleet.lanes import Lane
 from modelfleet.members import Member, check_name, member_seed
 from modelfleet.planning import supply
-from modelfleet.planning.assembly import Assembly, Part, refuse_here, refuse_undivided, refuse_unfused, settle
-from modelfleet.planning.placement import spread_out
+from modelfleet.planning.assembly import Assembly
 from modelfleet.planning.plan import LanePlan, Plan
 from modelfleet.planning.planner import Choice, Planner, usual_sharing
 from modelfleet.planning.supply import Job
-from modelfleet.progress import reporter
+from modelfleet.progress import Reporter, reporter
 from modelfleet.recipe import Recipe
 from modelfleet.sharing import sharings
 from modelfleet.sharing.crew import Orders
@@ -62,17 +63,14 @@ class Fleet:
         self._by_model: dict[int, str] = {}  # the member of a model object, which must be of one only
         self._assembly = Assembly(parse_devices(devices))
         self._planner = Planner()
-        self._choice = Choice([])  # how the lanes at hand run
+        self._gate = Gate()
+        self._fit: Fit | None = None  # the one under way
         self._took: float | None = None  # an epoch of the last run
         self._token = secrets.token_hex(8)  # by which worker processes know the fleet again
         self._recipes: dict[str, Recipe | None] = {}
         self._recipe: Recipe | None = None  # for members to come
-        self._lanes: list[Lane] | None = None
-        self._asked: list[Part] = []  # what the lanes at hand were made for
-        self._parallel = False  # whether each of them is over all devices
-        self._kind = ""  # what they can do: "predict" only, or all
-        # Where a member's optimizer state is, between two sets of lanes.
-        self._carried: dict[str, tuple[Lane, int]] = {}
+        self._set = LaneSet(self._members, self._recipes, self._assembly, self._planner)
+        self._aside: LaneSet | None = None  # the lanes of verbs that are called within others
         self._handed: set[str] = set()  # members whose models somebody else may hold, and change
         self._origins: dict[str, dict[str, Any]] = {}  # how members were built, for `save`
         for name, model in pairs:
@@ -136,10 +134,16 @@ class Fleet:
         return name in self._members
 
     def __getitem__(self, name: str) -> Any:
-        """A member's model: the very object that was given or built, with its weights as they are now."""
-        model = self._member(name).model
-        self._handed.add(name)
-        return model
+        """A member's model: the very object that was given or built, with its weights as they are now.
+
+        In a callback, too. What is changed in it there is taken into the training by `run.take(name)`.
+        """
+        member = self._member(name)
+        with self._gate.reading(f"[{name!r}]"):
+            if self._fit is not None:
+                self._fit.sync(name)
+            self._handed.add(name)
+            return member.model
 
     def __repr__(self) -> str:
         kinds = {type(member.model).__name__ for member in self._members.values()}
@@ -148,32 +152,32 @@ class Fleet:
 
     def add(self, name: str, model: Any) -> None:
         """Let a model join. Hyperparameters given by `each` must be compiled anew to have a value for it."""
-        self._handed.add(self._enlist(name, model))
-        self._regroup()
+        with self._gate.changing("add"):
+            self._handed.add(self._enlist(name, model))
+            self._set.regroup()
 
     def drop(self, name: str) -> Any:
         """Let a member go; gives its model."""
-        model = self._member(name).model
-        if len(self) == 1:
-            raise InputError(f"{name!r} is the last member; a fleet needs at least one.")
-        self._regroup()
-        del self._members[name], self._recipes[name]
-        self._by_model.pop(id(model), None)
-        self._handed.discard(name)
-        self._origins.pop(name, None)
-        self._carried.pop(name, None)
-        return model
+        with self._gate.changing("drop"):
+            model = self._member(name).model
+            if len(self) == 1:
+                raise InputError(f"{name!r} is the last member; a fleet needs at least one.")
+            self._set.forget([name])
+            del self._members[name], self._recipes[name]
+            self._by_model.pop(id(model), None)
+            self._handed.discard(name)
+            self._origins.pop(name, None)
+            return model
 
     def clone(self, name: str, *, as_: str) -> None:
         """A new member with another's weights and optimizer state, and shuffles and dropout of its own."""
-        member = self._member(name)
-        clone = self._enlist(as_, member.framework.copy_model(member.model))
-        self._recipes[clone] = self._recipes[name]
-        self._regroup()
-        if name in self._carried:
-            self._carried[clone] = self._carried[name]
-        if name in self._origins:
-            self._origins[clone] = self._origins[name]
+        with self._gate.changing("clone"):
+            member = self._member(name)
+            clone = self._enlist(as_, member.framework.copy_model(member.model))
+            self._recipes[clone] = self._recipes[name]
+            self._set.lend(name, clone)
+            if name in self._origins:
+                self._origins[clone] = self._origins[name]
 
     # --- the verbs -----------------------------------------------------------------------------------------------
 
@@ -202,36 +206,36 @@ class Fleet:
         schedule: "cosine", "linear", "step", "onecycle", a `Schedule`, or what makes a scheduler of an optimizer.
         members: only these; without it, all. Keras models that are compiled already need none of this.
         """
-        chosen = self.names if members is None else [self._member(name).name for name in members]
-        given = Recipe(optimizer, loss, objective, metrics, clip_norm, precision, schedule, hyperparameters)
-        recipe = given.by_name(chosen)
-        for framework in {
-            id(self._members[name].framework): self._members[name].framework for name in chosen
-        }.values():
-            own = [self._members[name] for name in chosen if self._members[name].framework is framework]
-            framework.compile(recipe.only([member.name for member in own]), own)  # every error of it now
-        self._recipes.update(dict.fromkeys(chosen, recipe))
-        if members is None:
-            self._recipe = recipe
-            self._carried = {}
-        else:
-            self._regroup()
-            for name in chosen:
-                self._carried.pop(name, None)
-        self._lanes = None
+        with self._gate.changing("compile"):
+            chosen = self.names if members is None else [self._member(name).name for name in members]
+            given = Recipe(optimizer, loss, objective, metrics, clip_norm, precision, schedule, hyperparameters)
+            recipe = given.by_name(chosen)
+            for framework in {
+                id(self._members[name].framework): self._members[name].framework for name in chosen
+            }.values():
+                own = [self._members[name] for name in chosen if self._members[name].framework is framework]
+                framework.compile(recipe.only([member.name for member in own]), own)  # every error of it now
+            self._recipes.update(dict.fromkeys(chosen, recipe))
+            if members is None:
+                self._recipe = recipe
+            self._set.forget(chosen)
 
     def plan(self, data: Any = None, *, epochs: Any = 1, batch_size: Any = None) -> Plan:
         """What will run where, and why. With data it is known whether every group can be fused."""
-        if data is None:
-            compiled = all(recipe is not None for recipe in self._recipes.values())
-            lanes = self._ready("auto", "train" if compiled else "predict")
-            if not self._choice.lanes:
-                self._choice = Choice([], usual_sharing(self._studied))
-            return self._described(lanes, {}, None)
-        job = Job(tuple(self.names), data, epochs=epochs, batch_size=batch_size)
-        job.check()
-        lanes = self._settled("auto", job, "train")
-        return self._described([lane for lane, _ in lanes], {id(lane): (lane, feed) for lane, feed in lanes}, job)
+        with self._gate.reading("plan"):
+            lanes = self._reading()
+            handed = self._changed()
+            if data is None:
+                compiled = all(recipe is not None for recipe in self._recipes.values())
+                ready = lanes.ready("auto", "train" if compiled else "predict", handed)
+                if not lanes.choice.lanes:
+                    lanes.choice = Choice([], usual_sharing(lanes.studied))
+                return self._described(lanes.choice, ready, {}, None)
+            job = Job(tuple(self.names), data, epochs=epochs, batch_size=batch_size)
+            job.check()
+            fed = lanes.settled("auto", job, "train", handed, self._ways)
+            by_lane = {id(lane): (lane, feed) for lane, feed in fed}
+            return self._described(lanes.choice, [lane for lane, _ in fed], by_lane, job)
 
     def fit(
         self,
@@ -281,17 +285,27 @@ class Fleet:
         job.check()
         shown = reporter(progress)
         wrapped = self._wrapped(callbacks)
+        with self._gate.changing("fit"):
+            return self._trained(job, strategy, wrapped, shown)
+
+    def _trained(self, job: Job, strategy: str, callbacks: Sequence[Callback], shown: Reporter) -> History:
+        """The history of a fit."""
         randomness = self._randomness()  # as it is before any loader draws from it
-        lanes = self._settled(strategy, job, "train", _kept(wrapped))
-        shifts = supply.shifts(lanes, job)
-        side_by_side = supply.side_by_side([lane for lane, _ in lanes], job)
-        name = self._choice.sharing
-        sharing = self._sharings(randomness)[name](job)
-        learn = self._planner.watch(self._studied, self._choice)
-        devices = [str(device) for device in self._assembly.all_chosen(list(self._members.values()))]
-        run = Fit(
-            self, shifts, sharing, name, wrapped, shown, randomness, side_by_side=side_by_side, devices=devices
+        lanes = self._set.settled(strategy, job, "train", self._handed, self._ways, _kept(callbacks))
+        choice, studied = self._set.choice, self._set.studied
+        self._fit = run = Fit(
+            self,
+            supply.shifts(lanes, job),
+            self._sharings(randomness)[choice.sharing](job),
+            choice.sharing,
+            callbacks,
+            shown,
+            randomness,
+            side_by_side=supply.side_by_side([lane for lane, _ in lanes], job),
+            devices=[str(device) for device in self._assembly.all_chosen(list(self._members.values()))],
         )
+        learn = self._planner.watch(studied, choice)
+        self._aside = None
         try:
             history = run.run()
             self._took = run.epoch_seconds
@@ -301,6 +315,7 @@ class Fleet:
             or_else = "" if self._assembly.places else ' Or use "interleaved" or "threads".'
             raise StrategyError(f'strategy="processes" can\'t be had: {error}{or_else}') from error
         finally:
+            self._fit = self._aside = None
             for lane in self._lanes or ():
                 lane.engine.write_back(lane.members)
             self._by_model = {id(member.model): name for name, member in self._members.items()}
@@ -309,102 +324,56 @@ class Fleet:
         """Every member's loss and metrics on data: {name: {metric: value}}."""
         job = Job(tuple(self.names), data, batch_size=batch_size, shuffle=False)
         found: dict[str, dict[str, float]] = {}
-        fed = self._settled("auto", job, "evaluate")
-        in_turn = supply.side_by_side([lane for lane, _ in fed], job)
-        for (lane, feed), values in zip(fed, everywhere(fed, Lane.evaluate, in_turn=in_turn), strict=True):
-            lane.refuse_failures(feed)
-            for row, name in enumerate(lane.names):
-                found[name] = {metric: float(column[row]) for metric, column in values.items()}
-        return {name: found[name] for name in self.names}
+        with self._gate.reading("evaluate"):
+            fed = self._reading().settled("auto", job, "evaluate", self._changed(), self._ways)
+            in_turn = supply.side_by_side([lane for lane, _ in fed], job)
+            for (lane, feed), values in zip(fed, everywhere(fed, Lane.evaluate, in_turn=in_turn), strict=True):
+                lane.refuse_failures(feed)
+                for row, name in enumerate(lane.names):
+                    found[name] = {metric: float(column[row]) for metric, column in values.items()}
+        return {name: found[name] for name in job.names}
 
     def predict(self, data: Any, *, batch_size: Any = None) -> dict[str, Any]:
         """Every member's outputs on data: {name: array}. `data` is x, or (x, y), whose y is left aside."""
         job = Job(tuple(self.names), data, batch_size=batch_size, shuffle=False)
         found: dict[str, Any] = {}
-        fed = self._settled("auto", job, "predict")
-        in_turn = supply.side_by_side([lane for lane, _ in fed], job)
-        for (lane, _), outputs in zip(fed, everywhere(fed, Lane.predict, in_turn=in_turn), strict=True):
-            found.update(zip(lane.names, outputs, strict=True))
-        return {name: found[name] for name in self.names}
+        with self._gate.reading("predict"):
+            fed = self._reading().settled("auto", job, "predict", self._changed(), self._ways)
+            in_turn = supply.side_by_side([lane for lane, _ in fed], job)
+            for (lane, _), outputs in zip(fed, everywhere(fed, Lane.predict, in_turn=in_turn), strict=True):
+                found.update(zip(lane.names, outputs, strict=True))
+        return {name: found[name] for name in job.names}
 
     def save(self, folder: str | Path) -> None:
         """Keep all members' weights in a folder: safetensors and a JSON manifest. A copy that was there stays
         whole until the new one is."""
-        saving.save(Path(folder), self._members, self._origins, self.seed)
+        with self._gate.reading("save"):
+            if self._fit is not None:
+                self._fit.sync_all("save")
+            saving.save(Path(folder), self._members, self._origins, self.seed)
 
     # --- lanes ---------------------------------------------------------------------------------------------------
 
-    def _settled(
-        self, strategy: str, job: Job, kind: str, kept: Arrangement | None = None
-    ) -> list[tuple[Lane, Feed]]:
-        """The lanes with their feeds, checked against each other and ready for their steps.
+    @property
+    def _lanes(self) -> list[Lane] | None:
+        return self._set.lanes
 
-        `kept` is the arrangement of a run that is to be resumed, if there is one.
-        """
-        lanes = self._ready(strategy, kind, kept)
-        fed = supply.feeds(lanes, job)
-        for lane, feed in fed:
-            if kind == "predict":
-                lane.engine.output_shape(feed.first(), lane.names[0])
-            else:
-                supply.check(lane, feed, job)
-        settled = settle(self._studied, fed, kind, strategy)
-        if kind == "train":
-            ways = self._sharings(self._randomness())
-            sharing = None if kept is None else kept.sharing
-            self._choice = self._planner.decide(self._studied, settled, job, strategy, ways, sharing)
-            settled = self._choice.lanes
-        if [lane for lane, _ in settled] != lanes:
-            self._regroup()
-            self._lanes = [lane for lane, _ in settled]
-            self._carry_over()
-        return settled
+    def _reading(self) -> LaneSet:
+        """The lanes for a verb that reads: within another verb they are others than that one's."""
+        if not self._gate.nested:
+            return self._set
+        if self._fit is not None:
+            self._fit.sync_all(self._gate.verb)
+        if self._aside is None:
+            self._aside = self._set.aside([] if self._fit is None else self._fit.parts())
+        return self._aside
 
-    def _ready(self, strategy: str, kind: str, kept: Arrangement | None = None) -> list[Lane]:
-        """The lanes of the fleet as it is now, their weights as the members' models have them."""
-        lanes = self._lanes
-        if self._assembly.clustered:
-            refuse_here(strategy)
-        if self._assembly.look():
-            lanes = None
-        if lanes is None or self._restructured(lanes) or (self._kind == "predict" and kind != "predict"):
-            self._studied = self._assembly.study(list(self._members.values()), self._recipes, kind)
-            self._kind = kind
-            lanes = None
-        if strategy == "fused":
-            refuse_unfused(self._studied.groups)
-        parallel = strategy == "data_parallel" or (kept is not None and kept.sharing == "data_parallel")
-        if parallel:
-            members = list(self._members.values())
-            refuse_undivided(members, self._assembly.all_chosen(members))
-        # On several devices there is a thread or a process for each, and groups need not be taken apart for them.
-        whole = ("auto", "fused", "threads", "processes") if self._studied.scattered else ("auto", "fused")
-        alone = strategy not in (*whole, "data_parallel")
-        asked = self._studied.apart(f'strategy="{strategy}"') if alone else self._studied.groups
-        if kept is not None and kept.members == set(self.names):
-            asked = kept.placed(self._studied)
-        parted = lanes is not None and strategy == "fused" and not all(lane.engine.fused for lane in lanes)
-        parted |= parallel != self._parallel
-        self._parallel = parallel
-        if lanes is None or parted or [part.names for part in asked] != [part.names for part in self._asked]:
-            self._regroup()
-            self._asked = list(asked)
-            parts = asked if kept is not None or parallel else spread_out(self._studied, asked)
-            self._lanes = lanes = [self._assembly.lane(self._studied, part) for part in parts]
-            self._carry_over()
-        else:
-            for lane in lanes:
-                lane.refresh(self._handed)
-        return lanes
+    def _changed(self) -> Collection[str]:
+        """The members whose models hold what the lanes of a verb that reads may not."""
+        return set(self._members) if self._gate.nested else self._handed
 
-    def _restructured(self, lanes: Sequence[Lane]) -> bool:
-        """Whether somebody who holds a model has changed its structure: frozen a layer, say."""
-        return any(
-            member.framework.signature(member.model) != lane.signature
-            for lane in lanes
-            for member in lane.members
-            if member.name in self._handed
-        ) or not all(lane.engine.still_shared(lane.members) for lane in lanes)
+    def _ways(self) -> dict[str, Callable[[Job], Sharing]]:
+        return self._sharings(self._randomness())
 
     def _sharings(self, randomness: Mapping[str, Any]) -> dict[str, Callable[[Job], Sharing]]:
         """The ways to share the devices, for a job."""
@@ -417,10 +386,13 @@ class Fleet:
 
     def _halved(self, shift: Shift) -> list[Shift]:
         """Two lanes in the place of one that has run out of memory; the width that fits is remembered."""
-        halves = supply.halved(self._studied, shift)
-        self._planner.remember_width(self._studied, shift.lane.part, shift.feed, len(halves[0].names))
-        self._lanes = [*(self._lanes or ()), *(half.lane for half in halves)]  # the later ones hold what is newer
-        self._asked = []  # the next fit is planned anew
+        studied = self._set.studied
+        halves = supply.halved(studied, shift)
+        self._planner.remember_width(studied, shift.lane.part, shift.feed, len(halves[0].names))
+        # The later ones hold what is newer.
+        self._set.lanes = [*(self._lanes or ()), *(half.lane for half in halves)]
+        self._set.asked = []  # the next fit is planned anew
+        self._aside = None
         return halves
 
     def _randomness(self) -> dict[str, Any]:
@@ -438,21 +410,10 @@ class Fleet:
                 wrapped.append(frameworks.wrapped(callback))
         return wrapped
 
-    def _regroup(self) -> None:
-        """Give up the lanes, and remember where each member's optimizer state is."""
-        for lane in self._lanes or ():
-            self._carried.update({name: (lane, row) for row, name in enumerate(lane.names)})
-        self._lanes = None
-
-    def _carry_over(self) -> None:
-        for lane in self._lanes or ():
-            for row, name in enumerate(lane.names):
-                if name in self._carried:
-                    lane.adopt(row, *self._carried[name])
-        self._carried = {}
-
-    def _described(self, lanes: Sequence[Lane], fed: Mapping[int, tuple[Lane, Feed]], job: Job | None) -> Plan:
-        choice, described, longest = self._choice, [], 1
+    def _described(
+        self, choice: Choice, lanes: Sequence[Lane], fed: Mapping[int, tuple[Lane, Feed]], job: Job | None
+    ) -> Plan:
+        described, longest = [], 1
         for lane in lanes:
             feed = fed[id(lane)][1] if id(lane) in fed else None
             steps = None

@@ -13,7 +13,7 @@ import numpy as np
 from modelfleet import frameworks
 from modelfleet.history import Failure
 from modelfleet.sharing import crew
-from modelfleet.sharing.shifts import Report, Shift
+from modelfleet.sharing.shifts import Report, Shift, next_wave
 
 Reports = list[tuple[Shift, Report]]
 
@@ -64,9 +64,10 @@ class Crew:
         for shift in self.shifts:
             away = _away(shift)
             away.stopped, away.changed = [], False
+        self._go_on()
 
-    def heard(self, told: crew.Told) -> tuple[Reports, Shift | None]:
-        """Take in what was told: the reports, and the lane that took a turn."""
+    def heard(self, told: crew.Told, *, watched: bool) -> tuple[Reports, Shift | None]:
+        """Take in what was told: the reports, and the lane that took a turn. `watched`: every turn is told."""
         reports, stepped = [], None
         # Copied: the arrays that came are gone with the next answer.
         randomness = {name: _copied(name, state) for name, state in told.randomness.items()}
@@ -75,6 +76,7 @@ class Crew:
             away = _away(shift)
             away.tensors = {name: np.array(array) for name, array in tensors.items()}
             away.seen = False
+            shift.busy = False
             shift.lane.steps[:] = standing.lane["steps"]
             shift.lane.epochs[:] = standing.lane["epochs"]
             shift.schedules.restore(standing.schedules)
@@ -88,6 +90,9 @@ class Crew:
             shift.lane.paced(report.steps, report.seconds, first=report.epoch == 1)
             shift.lane.rest([shift.lane.places[name] for name in report.failures], failed=True)
             reports.append((shift, report))
+        if watched and told.lanes:  # then what was told last of the others is how they are
+            for shift in self.shifts:
+                shift.busy = False
         return reports, stepped
 
     def answer(self) -> crew.Answer:
@@ -99,12 +104,18 @@ class Crew:
             if away.changed:
                 answer.changed[number] = shift.lane.tensors()
                 away.changed = False
+        self._go_on()
         return answer
+
+    def _go_on(self) -> None:
+        for shift in next_wave(self.shifts):
+            shift.busy = True
 
     def bereaved(self, reason: str, most: int) -> tuple[Reports, list["Crew"]]:
         """After a worker's death: the reports of lanes on which so many have died, and the others, each alone."""
         for shift in self.shifts:
             _away(shift).deaths += 1
+            shift.busy = False
         lost = [shift for shift in self.shifts if _away(shift).deaths >= most]
         left = [shift for shift in self.shifts if shift.working and shift not in lost]
         return buried(lost, reason), [Crew([shift], self.home) for shift in left]
@@ -114,6 +125,7 @@ def buried(shifts: Sequence[Shift], reason: str) -> Reports:
     """The reports of lanes that nobody goes on with: their members have failed."""
     reports = []
     for shift in shifts:
+        shift.busy = False
         failures = {
             name: Failure(shift.epoch + 1, int(shift.lane.steps[place] - shift.started[place]) + 1, reason)
             for name, place in shift.lane.places.items()

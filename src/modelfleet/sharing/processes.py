@@ -108,6 +108,7 @@ class _Foreman:
         self._shifts = [shift for own in crews for shift in own.shifts]
         # Who is at the end of an epoch and waits for the others; those without a worker have been set aside.
         self._held: list[tuple[Crew, Reports]] = []
+        self._paused: list[tuple[_Hand, Shift]] = []  # who has told a step, and waits until all have
         self._ended: Reports = []  # of lanes that nobody goes on with
         self._interrupted = False
         self._data: Shared | None = None
@@ -119,6 +120,9 @@ class _Foreman:
                 self._data = self._hands[0].place.share(self._orders.data, "the data")
             while True:
                 self._hand_out()
+                if self._paused and not any(hand.begun for hand in self._busy()):
+                    yield from self._all_stepped()
+                    continue
                 if not self._busy():
                     if not (self._held or self._ended or self._waiting):
                         break
@@ -128,8 +132,6 @@ class _Foreman:
                     yield from self._all_ended()
                 for hand in self._ready():
                     yield from self._hear(hand)
-            for shift in self._shifts:
-                shift.pull()
         finally:
             for hand in self._hands:
                 with suppress(WorkerDiedError):
@@ -137,7 +139,8 @@ class _Foreman:
             if self._data is not None:
                 self._data.close()
             for shift in self._shifts:
-                shift.away = None
+                shift.pull()  # what was told last, also when something went wrong here
+                shift.away, shift.busy = None, False
 
     # --- giving work ---------------------------------------------------------------------------------------------
 
@@ -215,7 +218,7 @@ class _Foreman:
 
     def _busy(self) -> list[_Hand]:
         """Those that are at something, and do not wait for the others."""
-        held = [id(own) for own, _ in self._held]
+        held = [id(own) for own, _ in self._held] + [id(hand.crew) for hand, _ in self._paused]
         return [hand for hand in self._hands if hand.crew is not None and id(hand.crew) not in held]
 
     def _ready(self) -> list[_Hand]:
@@ -243,7 +246,10 @@ class _Foreman:
             hand.crew = None
             return
         hand.begun, hand.lost = True, False
-        reports, stepped = own.heard(told)
+        reports, stepped = own.heard(told, watched=self._way.watched)
+        if stepped is not None and self._way.watched:
+            self._paused.append((hand, stepped))
+            return
         if stepped is not None:
             yield Stepped(stepped, 1)
         if reports and self._way.together:
@@ -252,6 +258,14 @@ class _Foreman:
         if reports:
             yield Ended(reports)
         self._answer(hand)
+
+    def _all_stepped(self) -> Iterator[Moment]:
+        """All workers have told a step: while callbacks look at them, none goes on."""
+        paused, self._paused = self._paused, []
+        for _, shift in paused:
+            yield Stepped(shift, 1)
+        for hand, _ in paused:
+            self._answer(hand)
 
     def _all_ended(self) -> Iterator[Moment]:
         """All lanes that go together have ended their epoch, or are lost."""

@@ -63,6 +63,8 @@ class Shift:
     """Steps done in the epoch at hand."""
     seconds: float = 0.0
     """Spent in steps, so far."""
+    busy: bool = False
+    """Whether its steps are being taken beside what is done here, by a thread or a worker."""
     away: Any = field(default=None, repr=False)
     """What is known of it while its steps are taken by a worker (`sharing.away.Away`)."""
     randomness: Mapping[str, Any] | None = field(default=None, repr=False)

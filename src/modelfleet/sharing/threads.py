@@ -55,6 +55,8 @@ def _freely(pool: ThreadPoolExecutor, shifts: Sequence[Shift], way: Way) -> Iter
 
     def submit(own: list[Shift]) -> None:
         begun.update(id(shift) for shift in own)
+        for shift in own:
+            shift.busy = True
         pool.submit(epoch, own)
 
     while any(shift.working for shift in shifts) and not way.stopped():
@@ -66,6 +68,8 @@ def _freely(pool: ThreadPoolExecutor, shifts: Sequence[Shift], way: Way) -> Iter
         while busy:
             own, reports, errors = told.get()
             busy -= 1
+            for shift in own:
+                shift.busy = False
             for error in errors:
                 if not isinstance(error, TooWideError):
                     raise error

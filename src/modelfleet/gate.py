@@ -1,0 +1,79 @@
+"""A fleet's gate: which verbs may run at the same time, and in which threads."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from modelfleet.errors import BusyError
+
+OWN_THREADS = "modelfleet-"  # how the names of modelfleet's threads begin
+
+
+class Gate:
+    """Lets one thread at a time use a fleet.
+
+    Another thread waits until a verb is over; while a `fit` is under way it gets `BusyError`. Within a verb the same
+    thread may begin one that only reads, as a callback does.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._owner: int | None = None
+        self._verbs: list[str] = []  # those under way, the outermost first
+
+    @property
+    def nested(self) -> bool:
+        """Whether the verb at hand was called within another."""
+        return len(self._verbs) > 1
+
+    @property
+    def verb(self) -> str:
+        """The verb at hand."""
+        return self._verbs[-1]
+
+    @contextmanager
+    def reading(self, verb: str) -> Iterator[None]:
+        """Run a verb that leaves the members as they are."""
+        self._enter(verb)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    @contextmanager
+    def changing(self, verb: str) -> Iterator[None]:
+        """Run a verb that changes the fleet or its members; raises `BusyError` if it is called within another."""
+        if self._owner == threading.get_ident():
+            raise BusyError(
+                f"fleet.{verb} was called within fleet.{self._verbs[0]} of the same fleet, by a callback or a "
+                f"loader. Call it when that is over. To change a member's model in a callback, change what "
+                f"run.sync(name) gives, and call run.take(name)."
+            )
+        with self.reading(verb):
+            yield
+
+    def _enter(self, verb: str) -> None:
+        me = threading.get_ident()
+        with self._changed:
+            while self._owner not in (None, me):
+                if self._verbs[0] == "fit":
+                    raise BusyError(
+                        f"fleet.{verb} was called while another thread is in fleet.fit of the same fleet. "
+                        f"Wait until the fit is over, or use a callback: it may call run.fleet.{verb} if that "
+                        f"only reads."
+                    )
+                if threading.current_thread().name.startswith(OWN_THREADS):  # for which the other thread waits
+                    raise BusyError(
+                        f"fleet.{verb} was called by a loader that fleet.{self._verbs[0]} of the same fleet is "
+                        f"reading. Work out beforehand what the loader needs."
+                    )
+                self._changed.wait()
+            self._owner = me
+            self._verbs.append(verb)
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._verbs.pop()
+            if not self._verbs:
+                self._owner = None
+                self._changed.notify_all()
