@@ -25,7 +25,8 @@ def models(widths: tuple[int, ...] = (6, 6, 5)) -> dict[str, nn.Module]:
 def given(widths: tuple[int, ...] = (6, 6, 5), **recipe: Any) -> mf.Fleet:
     """A fleet of models that somebody else holds."""
     fleet = mf.Fleet(models(widths))
-    fleet.compile(**{"optimizer": "adam", "loss": "cross_entropy", "lr": 0.02, **recipe})
+    whole: dict[str, Any] = {"optimizer": "adam", "loss": "cross_entropy", "lr": 0.02, **recipe}
+    fleet.compile(**whole)
     return fleet
 
 
