@@ -256,11 +256,12 @@ def test_a_partials_keywords_are_defaults() -> None:
 
 def test_slots_are_kept_only_where_something_uses_them() -> None:
     assert resolve("sgd", {})[0].slots == ()
-    assert resolve("sgd", {"momentum": each([0.0, 0.9])})[0].slots == ("momentum_buffer",)
-    assert resolve("rmsprop", {"centered": True})[0].slots == ("square_avg", "grad_avg")
+    assert resolve("sgd", {"momentum": each([0.0, 0.9])})[0].slots == ("step", "momentum_buffer")
+    assert resolve("rmsprop", {"centered": True})[0].slots == ("step", "square_avg", "grad_avg")
     adam = resolve("adam", {})[0]
-    assert adam.slots == ("exp_avg", "exp_avg_sq")
+    assert adam.slots == ("step", "exp_avg", "exp_avg_sq")
     assert replace(adam, flags={**adam.flags, "amsgrad": True}).slots == (
+        "step",
         "exp_avg",
         "exp_avg_sq",
         "max_exp_avg_sq",

@@ -24,6 +24,7 @@ from modelfleet.frameworks.keras.steps import Steps, outputs
 from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, CannotFuseError
 from modelfleet.frameworks.torch import arrays, engine, programs, steps
 from modelfleet.frameworks.torch import state as states
+from modelfleet.frameworks.torch.counting import Coefficients
 from modelfleet.frameworks.torch.devices import out_of_memory
 from modelfleet.frameworks.torch.random import DrawFromStreams, Streams
 from modelfleet.frameworks.torch.state import State
@@ -56,7 +57,7 @@ class LaneSteps(steps.Steps):
         self,
         state: State,
         shared: dict[str, Tensor],
-        coefficients: dict[str, Tensor],
+        coefficients: Coefficients,
         active: Tensor,
         data: Any,
         weights: Tensor | None,
@@ -332,11 +333,11 @@ class Engine(engine.Engine):
         fresh = self._steps.own.fresh_metrics()
         return {name: states.stack([value] * width, self.device) for name, value in fresh.items()}
 
-    def _next_coefficients(self, hyper: dict[str, Tensor], active: Tensor) -> dict[str, Tensor]:
+    def _next_coefficients(self, hyper: dict[str, Tensor], active: Tensor) -> Coefficients:
         return {}  # the optimizer's numbers are variables of its own
 
-    def _coefficients(self, state: State, hyper: dict[str, Tensor], steps: int) -> list[dict[str, Tensor]]:
-        return [{}] * steps
+    def _coefficients(self, state: State, hyper: dict[str, Tensor]) -> Coefficients:
+        return {}
 
     def _from_models(self, members: Sequence[Member]) -> State:
         found = [self._steps.own.state(member.model) for member in members]

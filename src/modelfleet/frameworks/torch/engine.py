@@ -12,7 +12,9 @@ from modelfleet.errors import InputError, StrategyError
 from modelfleet.frameworks.torch import arrays, pages
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.base import TorchEngine, explained
+from modelfleet.frameworks.torch.counting import Ahead, Coefficients
 from modelfleet.frameworks.torch.dividing import bears_padding, divide
+from modelfleet.frameworks.torch.optimizers import PER_MEMBER
 from modelfleet.frameworks.torch.parallel import Group
 from modelfleet.frameworks.torch.programs import Programs, borrowed, held, readable
 from modelfleet.frameworks.torch.random import Draws
@@ -22,7 +24,6 @@ from modelfleet.frameworks.torch.task import Task
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree
 
-STEPS_AHEAD = 64  # for which the optimizer's numbers are worked out at a time
 FIRST_SCALE = 65536.0  # torch.amp.GradScaler's
 
 
@@ -57,7 +58,8 @@ class Engine(TorchEngine):
         self.shared: dict[str, Tensor] = {}
         self._first = first
         self._whole: tuple[State, Tensor] | None = None
-        self._ahead: tuple[tuple[Any, Tensor], Iterator[dict[str, Tensor]]] | None = None
+        self._ahead = Ahead(programs.task)
+        self._resting: dict[int, dict[str, Tensor]] = {}  # by member: the optimizer's state of what is frozen now
         self.several = 1
         self._bears_padding: dict[tuple[int, int], bool] = {}
         self._group: Group | None = None
@@ -138,8 +140,8 @@ class Engine(TorchEngine):
         part = states.select(self.state, rows)
         some = {name: column.index_select(0, rows) for name, column in hyper.items()}
         active = torch.ones(len(slots), dtype=torch.bool, device=self.device)
-        self._ahead = None
-        rest = (self._coefficients(part, some, 1)[0], active, data, None)
+        self._ahead.forget()
+        rest = (self._coefficients(part, some), active, data, None)
         self._step(part, rest, shared=shared, pace=pace)
         states.put(self.state, rows, part)
 
@@ -170,7 +172,8 @@ class Engine(TorchEngine):
         """One train step of a state, alone or with the other ranks."""
         lead = (state, self.shared)
         if self._group is None:
-            self.programs.train(lead, rest, shared_data=shared, pace=pace)
+            unused = self.programs.train(lead, rest, shared_data=shared, pace=pace)
+            self._ahead.stepped(unused if self.fused else None)
             return
         coefficients, active, data, weights = rest
         self._check_divisible(data, shared=shared)
@@ -181,6 +184,7 @@ class Engine(TorchEngine):
             flat, columns = self.programs.gradients(lead, part, shared_data=shared, pace=pace)
         self._group.sum([flat, columns])
         self.programs.update(lead, (coefficients, active, flat, columns))
+        self._ahead.stepped(None)
 
     def _own_rows(self, data: Any, weights: Tensor | None, *, shared: bool) -> tuple[Any, ...] | None:
         """This rank's rows of a batch, their weights, and their place in it; None if it has no rows."""
@@ -222,7 +226,7 @@ class Engine(TorchEngine):
                 part = self._own_rows(data, None, shared=shared) or self._cut(data, None, (0, 1), shared=shared)
                 self.programs.program("gradients", (self.state, self.shared, *part), shared)
                 return
-            rest: tuple[Any, ...] = (self._coefficients(self.state, hyper, 1)[0], active, data, None)
+            rest: tuple[Any, ...] = (self._coefficients(self.state, hyper), active, data, None)
             self.programs.program("train", (self.state, self.shared, *rest), shared)
             return
         rest = (data,)
@@ -323,6 +327,7 @@ class Engine(TorchEngine):
         rows = self.tensor(members)
         self._whole = self.state, rows
         self.state = states.select(self.state, rows)
+        self._ahead.forget()
 
     def widen(self) -> None:
         """Undo `narrow`: put the members' new state back among the others'."""
@@ -330,16 +335,42 @@ class Engine(TorchEngine):
             whole, rows = self._whole
             states.put(whole, rows, self.state)
             self.state, self._whole = whole, None
+            self._ahead.forget()
 
     def adopt(self, position: int, other: "Engine", source: int) -> None:
         """Take a member's optimizer state and step count over from another engine of the same optimizer.
 
-        What was frozen or given another shape meanwhile begins anew.
+        What is frozen now keeps its own until it is trained again, as in a `torch.optim` optimizer. What was given
+        another shape meanwhile begins anew.
         """
-        theirs = states.named({part: other.state[part] for part in ("slots", "member")})
+        theirs = other.carried(source)
         for name, tensor in states.named({part: self.state[part] for part in ("slots", "member")}).items():
-            if name != "member/seed" and name in theirs and theirs[name].shape[1:] == tensor.shape[1:]:
-                tensor[position] = theirs[name][source]
+            given = theirs.pop(name, None)
+            if given is None:
+                continue
+            given = given.transpose(-1, -2) if self._turned(name) else given
+            if name != "member/seed" and given.shape == tensor.shape[1:]:
+                tensor[position] = given
+        self._resting[position] = {name: tensor for name, tensor in theirs.items() if name.startswith("slots/")}
+        self._ahead.forget()
+
+    def carried(self, row: int) -> dict[str, Tensor]:
+        """A member's optimizer state and step count, by path, for another engine to take over.
+
+        Its tensors lie as the model's parameters do, not as they are stored here.
+        """
+        own = states.named({part: self._side(False)[part] for part in ("slots", "member")})
+        found = {
+            name: (tensor[row].transpose(-1, -2) if self._turned(name) else tensor[row])
+            for name, tensor in own.items()
+        }
+        return {**self._resting.get(row, {}), **found}
+
+    def _turned(self, path: str) -> bool:
+        """Whether an optimizer's tensor of that path is stored transposed."""
+        part, _, rest = path.partition("/")
+        slot, _, parameter = rest.partition("/")
+        return part == "slots" and slot not in PER_MEMBER and parameter in self.layout
 
     def still_shared(self, members: Sequence[Member]) -> bool:
         """Whether the tensors that all members shared are still the same in all of them."""
@@ -388,7 +419,7 @@ class Engine(TorchEngine):
             tensor.copy_(arrays.from_host(given, tensor) if isinstance(given, np.ndarray) else given)
         if self._whole is not None:
             states.put(self.state, torch.arange(len(self._whole[1])), states.select(*self._whole))
-        self._ahead = None
+        self._ahead.forget()
 
     def steps_taken(self) -> np.ndarray:
         """`(slot,)`: the steps that changed each member's weights."""
@@ -397,7 +428,7 @@ class Engine(TorchEngine):
     def forgive(self) -> None:
         """Begin a fit with nobody in trouble."""
         self.state["member"]["trouble"].zero_()
-        self._ahead = None
+        self._ahead.forget()
 
     def _side(self, working: bool) -> State:
         return self.state if working or self._whole is None else self._whole[0]
@@ -434,34 +465,11 @@ class Engine(TorchEngine):
         with explained(name, model, data), borrowed(model, train=False), torch.random.fork_rng(devices=[]):
             yield one, few
 
-    def _next_coefficients(self, hyper: dict[str, Tensor], active: Tensor) -> dict[str, Tensor]:
-        # Worked out for many steps at a time, as long as the same members step with the same hyperparameters. With
-        # float16 a step may be skipped, so there each step must look.
-        if self._ahead is None or not all(a is b for a, b in zip(self._ahead[0], (hyper, active), strict=True)):
-            many = 1 if self.task.precision == "fp16" else STEPS_AHEAD
-            self._ahead = (hyper, active), iter(self._coefficients(self.state, hyper, many))
-        found = next(self._ahead[1], None)
-        if found is None:
-            self._ahead = None
-            return self._next_coefficients(hyper, active)
-        return found
+    def _next_coefficients(self, hyper: dict[str, Tensor], active: Tensor) -> Coefficients:
+        return self._ahead.next(self.state, hyper, active)
 
-    def _coefficients(self, state: State, hyper: dict[str, Tensor], steps: int) -> list[dict[str, Tensor]]:
-        """The optimizer's numbers `(member,)` for the steps to come.
-
-        Outside of the program: a compiler would work out these few numbers again for every element they scale.
-        """
-        done = state["member"]["step"]
-        numbers = torch.arange(1, steps + 1, dtype=done.dtype, device=done.device).unsqueeze(1) + done
-        found = self.task.optimizer.coefficients(hyper, numbers)
-        if self.task.clip:
-            found["clip_norm"] = hyper["clip_norm"]
-        dtype = next(iter(state["params"].values())).dtype
-        columns = {name: value.to(dtype).expand(numbers.shape).contiguous() for name, value in found.items()}
-        return [
-            dict(zip(columns, row, strict=True))
-            for row in zip(*(c.unbind(0) for c in columns.values()), strict=True)
-        ]
+    def _coefficients(self, state: State, hyper: dict[str, Tensor]) -> Coefficients:
+        return self._ahead.one(state, hyper)
 
     def working_bytes(self, batch: Any) -> int | None:
         """What a train step takes beside the state, by the tensors that live at once in its program."""

@@ -2,7 +2,11 @@
 
 Each agrees with the `torch.optim` class of its name, step by step. All is elementwise on `(member, …)`
 tensors. What is one number per member and step (bias corrections and the like) is computed in float64, since
-`1 - 0.999**t` in float32 is off by 6e-5, and only then cast to the parameter's type.
+`1 - 0.999**t` in float32 is off by 6e-5, and only then cast to what the parameter's operations compute in: float32
+for bfloat16 and float16, as torch does with a Python number. Complex parameters are pairs of real numbers.
+
+Steps are counted per parameter, in the slot `step`, as torch counts them: one that was frozen, or takes no part in
+a step, does not count it.
 """
 
 import functools
@@ -17,6 +21,10 @@ from torch import Tensor
 
 from modelfleet.each import Each, spread
 from modelfleet.errors import InputError, unknown
+from modelfleet.frameworks.torch.state import exact
+
+STEP = "step"  # the slot `(member,)` that counts a parameter's own steps
+PER_MEMBER = frozenset({STEP, "mu_product"})  # the slots that are one number per member, not one per weight
 
 # Where torch's optimizers choose an implementation, not a result: taken, and without effect here.
 SWITCHES = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -57,17 +65,34 @@ class Optimizer:
         """Whether weight decay shrinks the parameter, instead of adding to the gradient."""
         return self.name in ("adamw", "lion") or self.flags.get("decoupled_weight_decay", False)
 
+    @property
+    def counts(self) -> bool:
+        """Whether a step's numbers depend on how many steps a parameter has taken."""
+        return _ALGORITHMS[self.name].counts(self)
+
+    @property
+    def precise(self) -> frozenset[str]:
+        """The coefficients that `apply` computes with in float64, whatever the parameter's dtype."""
+        return frozenset({"lr", "mu", "mu_next"}) if self.name == "nadam" else frozenset()
+
     def initial(self, param: Tensor, hyper: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The slots of one parameter `(member, …)` before its first step."""
         slots = {name: torch.zeros_like(param) for name in self.slots}
         if "sum" in slots:
-            slots["sum"] = slots["sum"] + _wide(hyper["initial_accumulator_value"], param)
-        if "mu_product" in slots:  # one running number per member, kept in float64
-            slots["mu_product"] = torch.ones(len(param), dtype=torch.float64, device=param.device)
+            pairs = _pairs(slots["sum"])
+            pairs += _wide(hyper["initial_accumulator_value"], pairs.dtype, pairs.dim())
+        if "mu_product" in slots:  # one running number per member, rounded as torch rounds it
+            dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+            slots["mu_product"] = torch.ones(len(param), dtype=dtype, device=param.device)
+        if STEP in slots:
+            slots[STEP] = torch.zeros(len(param), dtype=exact(param.device), device=param.device)
         return slots
 
     def coefficients(self, hyper: Mapping[str, Tensor], step: Tensor) -> dict[str, Tensor]:
-        """The numbers of this step for `apply`, each `(member,)` in float64; `step` counts from 1."""
+        """The numbers of this step for `apply`, each `(member,)` in float64; `step` counts from 1.
+
+        `step` may have more axes before the member's: several steps, or parameters with counts of their own.
+        """
         values = _ALGORITHMS[self.name].coefficients(hyper, step)
         if "weight_decay" in self.unused:
             return values
@@ -81,29 +106,114 @@ class Optimizer:
         self, param: Tensor, grad: Tensor, slots: Mapping[str, Tensor], coefficients: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The parameter `(member, …)` after one step, and its slots."""
-        wide = _Wide(coefficients, param)
+        paired = param.is_complex()
+        if paired:
+            param, grad = _pairs(param), _pairs(grad)
+            slots = {name: _pairs(slot) if slot.is_complex() else slot for name, slot in slots.items()}
+        c = _Numbers(coefficients, param)
         if self.flags.get("maximize", False):
             grad = -grad
         if "weight_decay" not in self.unused:
             if self.decoupled:
-                param = param * wide["shrink"]
+                param = c.times(param, "shrink")
             else:
-                grad = torch.addcmul(grad, param, wide["weight_decay"])
-        return _ALGORITHMS[self.name].update(self, param, grad, slots, wide)
+                grad = c.plus_scaled(grad, param, "weight_decay")
+        param, after = _ALGORITHMS[self.name].update(self, param, grad, slots, c)
+        if STEP in slots:
+            after[STEP] = slots[STEP] + 1
+        if paired:
+            param = torch.view_as_complex(param.contiguous())
+            after = {
+                name: torch.view_as_complex(slot.contiguous()) if slot.dim() == grad.dim() else slot
+                for name, slot in after.items()
+            }
+        return param, after
 
 
-class _Wide:
-    """Coefficients `(member,)` made to fit a parameter: its dtype, and shape `(member, 1, …, 1)`."""
+class _Numbers:
+    """A step's coefficients, and torch's operations between a tensor and a Python number with them.
+
+    Such an operation computes in the tensor's own dtype, or in float32 if that is narrower, and rounds its result
+    once. `c["beta2"]` is the number of each member, in that dtype and of shape `(member, 1, …, 1)`.
+    """
 
     def __init__(self, coefficients: Mapping[str, Tensor], param: Tensor) -> None:
-        self.coefficients, self.param = coefficients, param
+        self.coefficients = coefficients
+        self.dtype = param.dtype
+        self.computes = computing(param.dtype)
+        self.narrow = self.computes != param.dtype
+        self._axes = param.dim()
 
     def __getitem__(self, name: str) -> Tensor:
-        return _wide(self.coefficients[name], self.param)
+        return _wide(self.coefficients[name], self.computes, self._axes)
+
+    def wide(self, value: Tensor) -> Tensor:
+        """Numbers `(member,)` as `c[…]` gives them."""
+        return _wide(value, self.computes, self._axes)
+
+    def up(self, tensor: Tensor) -> Tensor:
+        """A tensor in the dtype that is computed in."""
+        return tensor.to(self.computes)
+
+    def down(self, tensor: Tensor) -> Tensor:
+        """A result, rounded to the parameter's dtype."""
+        return tensor.to(self.dtype)
+
+    def times(self, tensor: Tensor, name: str) -> Tensor:
+        """`tensor * number`."""
+        return self.down(self.up(tensor) * self[name])
+
+    def over(self, tensor: Tensor, name: str) -> Tensor:
+        """`tensor / number`."""
+        return self.down(self.up(tensor) / self[name])
+
+    def plus(self, tensor: Tensor, name: str) -> Tensor:
+        """`tensor + number`."""
+        return self.down(self.up(tensor) + self[name])
+
+    def plus_scaled(self, tensor: Tensor, other: Tensor, name: str) -> Tensor:
+        """`tensor.add(other, alpha=number)`."""
+        return self.down(torch.addcmul(self.up(tensor), self.up(other), self[name]))
+
+    def lerp(self, start: Tensor, end: Tensor, name: str) -> Tensor:
+        """`start.lerp(end, number)`."""
+        return self.down(torch.lerp(self.up(start), self.up(end), self[name]))
+
+    def plus_product(self, tensor: Tensor, first: Tensor, second: Tensor, name: str) -> Tensor:
+        """`tensor.addcmul(first, second, value=number)`."""
+        return self.down(torch.addcmul(self.up(tensor), self.up(first) * self[name], self.up(second)))
+
+    def plus_ratio(self, tensor: Tensor, first: Tensor, second: Tensor, number: str | Tensor) -> Tensor:
+        """`tensor.addcdiv(first, second, value=number)`."""
+        value = self[number] if isinstance(number, str) else self.wide(number)
+        return self.down(torch.addcdiv(self.up(tensor), self.up(first) * value, self.up(second)))
+
+    def decayed(self, tensor: Tensor, name: str, added: Tensor, weight: str | None = None) -> Tensor:
+        """`tensor.mul(number).add(added, alpha=weight)`."""
+        if self.narrow:
+            tensor = self.up(self.times(tensor, name))
+            return self.down(tensor + (self.up(added) if weight is None else self.up(added) * self[weight]))
+        return torch.addcmul(added if weight is None else added * self[weight], tensor, self[name])
+
+    def square_average(self, average: Tensor, grad: Tensor, decay: str, weight: str) -> Tensor:
+        """`average.mul(decay).addcmul(grad, grad, value=weight)`."""
+        return self.plus_product(self.times(average, decay), grad, grad, weight)
 
 
-def _wide(value: Tensor, param: Tensor) -> Tensor:
-    return value.to(param.dtype).reshape(-1, *[1] * (param.dim() - 1))
+def computing(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which operations on this one compute: float32 for narrower ones, a complex one's parts."""
+    if dtype.is_complex:
+        dtype = dtype.to_real()
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def _pairs(tensor: Tensor) -> Tensor:
+    """A complex tensor as pairs of real numbers, a view; a real one as it is."""
+    return torch.view_as_real(tensor.resolve_conj().resolve_neg()) if tensor.is_complex() else tensor
+
+
+def _wide(value: Tensor, dtype: torch.dtype, axes: int) -> Tensor:
+    return value.to(dtype).reshape(-1, *[1] * (axes - 1))
 
 
 # --- the algorithms, in the order of operations of torch's single-tensor loops, so that rounding agrees. A
@@ -125,13 +235,13 @@ def _sgd_coefficients(hyper: _Hyper, step: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _sgd(optimizer: Optimizer, param: Tensor, grad: Tensor, slots: _Slots, c: _Wide) -> _Updated:
+def _sgd(optimizer: Optimizer, param: Tensor, grad: Tensor, slots: _Slots, c: _Numbers) -> _Updated:
     if "momentum" in optimizer.unused:
-        return torch.addcmul(param, grad, c["step_size"]), {}
-    added = grad if "dampening" in optimizer.unused else grad * c["grad_weight"]
-    buffer = torch.addcmul(added, slots["momentum_buffer"], c["momentum"])
-    direction = torch.addcmul(grad, buffer, c["momentum"]) if optimizer.flags["nesterov"] else buffer
-    return torch.addcmul(param, direction, c["step_size"]), {"momentum_buffer": buffer}
+        return c.plus_scaled(param, grad, "step_size"), {}
+    weight = None if "dampening" in optimizer.unused else "grad_weight"
+    buffer = c.decayed(slots["momentum_buffer"], "momentum", grad, weight)
+    direction = c.plus_scaled(grad, buffer, "momentum") if optimizer.flags["nesterov"] else buffer
+    return c.plus_scaled(param, direction, "step_size"), {"momentum_buffer": buffer}
 
 
 def _moments(hyper: _Hyper) -> dict[str, Tensor]:
@@ -143,10 +253,6 @@ def _moments(hyper: _Hyper) -> dict[str, Tensor]:
     }
 
 
-def _square_average(average: Tensor, grad: Tensor, decay: Tensor, weight: Tensor) -> Tensor:
-    return torch.addcmul(average * decay, grad * weight, grad)
-
-
 def _adam_coefficients(hyper: _Hyper, step: Tensor) -> dict[str, Tensor]:
     return _moments(hyper) | {
         "step_size": -(hyper["lr"] / (1 - hyper["beta1"] ** step)),
@@ -154,14 +260,14 @@ def _adam_coefficients(hyper: _Hyper, step: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _adam(optimizer: Optimizer, param: Tensor, grad: Tensor, slots: _Slots, c: _Wide) -> _Updated:
-    average = torch.lerp(slots["exp_avg"], grad, c["grad_weight"])
-    square = _square_average(slots["exp_avg_sq"], grad, c["beta2"], c["square_weight"])
+def _adam(optimizer: Optimizer, param: Tensor, grad: Tensor, slots: _Slots, c: _Numbers) -> _Updated:
+    average = c.lerp(slots["exp_avg"], grad, "grad_weight")
+    square = c.square_average(slots["exp_avg_sq"], grad, "beta2", "square_weight")
     after = {"exp_avg": average, "exp_avg_sq": square}
     if optimizer.flags["amsgrad"]:
         square = after["max_exp_avg_sq"] = torch.maximum(slots["max_exp_avg_sq"], square)
-    denominator = square.sqrt() / c["correction"] + c["eps"]
-    return torch.addcdiv(param, average * c["step_size"], denominator), after
+    denominator = c.plus(c.over(square.sqrt(), "correction"), "eps")
+    return c.plus_ratio(param, average, denominator, "step_size"), after
 
 
 def _rmsprop_coefficients(hyper: _Hyper, step: Tensor) -> dict[str, Tensor]:
@@ -174,37 +280,40 @@ def _rmsprop_coefficients(hyper: _Hyper, step: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _rmsprop(optimizer: Optimizer, param: Tensor, grad: Tensor, slots: _Slots, c: _Wide) -> _Updated:
-    square = _square_average(slots["square_avg"], grad, c["alpha"], c["weight"])
+def _rmsprop(optimizer: Optimizer, param: Tensor, grad: Tensor, slots: _Slots, c: _Numbers) -> _Updated:
+    square = c.square_average(slots["square_avg"], grad, "alpha", "weight")
     after = {"square_avg": square}
     if optimizer.flags["centered"]:
-        average = after["grad_avg"] = torch.lerp(slots["grad_avg"], grad, c["weight"])
+        average = after["grad_avg"] = c.lerp(slots["grad_avg"], grad, "weight")
         square = torch.addcmul(square, average, average, value=-1)
-    direction = grad / (square.sqrt() + c["eps"])
-    if "momentum" not in optimizer.unused:
-        direction = torch.addcmul(direction, slots["momentum_buffer"], c["momentum"])
-        after["momentum_buffer"] = direction
-    return torch.addcmul(param, direction, c["step_size"]), after
+    denominator = c.plus(square.sqrt(), "eps")
+    plain = c.plus_ratio(param, grad, denominator, "step_size")
+    if "momentum" in optimizer.unused:
+        return plain, after
+    buffer = torch.addcdiv(c.times(slots["momentum_buffer"], "momentum"), grad, denominator)
+    after["momentum_buffer"] = buffer
+    # A member without momentum rounds as torch does without it.
+    return torch.where(c["momentum"] > 0, c.plus_scaled(param, buffer, "step_size"), plain), after
 
 
 def _adagrad_coefficients(hyper: _Hyper, step: Tensor) -> dict[str, Tensor]:
     return {"step_size": -(hyper["lr"] / (1 + (step - 1) * hyper["lr_decay"])), "eps": hyper["eps"]}
 
 
-def _adagrad(optimizer: Optimizer, param: Tensor, grad: Tensor, slots: _Slots, c: _Wide) -> _Updated:
+def _adagrad(optimizer: Optimizer, param: Tensor, grad: Tensor, slots: _Slots, c: _Numbers) -> _Updated:
     total = torch.addcmul(slots["sum"], grad, grad)
-    return torch.addcdiv(param, grad * c["step_size"], total.sqrt() + c["eps"]), {"sum": total}
+    return c.plus_ratio(param, grad, c.plus(total.sqrt(), "eps"), "step_size"), {"sum": total}
 
 
 def _adadelta_coefficients(hyper: _Hyper, step: Tensor) -> dict[str, Tensor]:
     return {"step_size": -hyper["lr"], "rho": hyper["rho"], "weight": 1 - hyper["rho"], "eps": hyper["eps"]}
 
 
-def _adadelta(optimizer: Optimizer, param: Tensor, grad: Tensor, slots: _Slots, c: _Wide) -> _Updated:
-    square = _square_average(slots["square_avg"], grad, c["rho"], c["weight"])
-    delta = (slots["acc_delta"] + c["eps"]).sqrt() / (square + c["eps"]).sqrt() * grad
-    accumulated = _square_average(slots["acc_delta"], delta, c["rho"], c["weight"])
-    return torch.addcmul(param, delta, c["step_size"]), {"square_avg": square, "acc_delta": accumulated}
+def _adadelta(optimizer: Optimizer, param: Tensor, grad: Tensor, slots: _Slots, c: _Numbers) -> _Updated:
+    square = c.square_average(slots["square_avg"], grad, "rho", "weight")
+    delta = c.plus(slots["acc_delta"], "eps").sqrt() / c.plus(square, "eps").sqrt() * grad
+    accumulated = c.square_average(slots["acc_delta"], delta, "rho", "weight")
+    return c.plus_scaled(param, delta, "step_size"), {"square_avg": square, "acc_delta": accumulated}
 
 
 def _nadam_coefficients(hyper: _Hyper, step: Tensor) -> dict[str, Tensor]:
@@ -219,16 +328,15 @@ def _nadam_coefficients(hyper: _Hyper, step: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _nadam(optimizer: Optimizer, param: Tensor, grad: Tensor, slots: _Slots, c: _Wide) -> _Updated:
+def _nadam(optimizer: Optimizer, param: Tensor, grad: Tensor, slots: _Slots, c: _Numbers) -> _Updated:
     lr, mu, mu_next = (c.coefficients[name] for name in ("lr", "mu", "mu_next"))
-    product = slots["mu_product"] * mu
-    grad_step = _wide(-lr * (1 - mu) / (1 - product), param)
-    average_step = _wide(-lr * mu_next / (1 - product * mu_next), param)
-    average = torch.lerp(slots["exp_avg"], grad, c["grad_weight"])
-    square = _square_average(slots["exp_avg_sq"], grad, c["beta2"], c["square_weight"])
-    denominator = (square / c["correction"]).sqrt() + c["eps"]
-    param = torch.addcdiv(param, grad * grad_step, denominator)
-    param = torch.addcdiv(param, average * average_step, denominator)
+    product = slots["mu_product"] * mu.to(slots["mu_product"].dtype)
+    so_far = product.to(mu.dtype)
+    average = c.lerp(slots["exp_avg"], grad, "grad_weight")
+    square = c.square_average(slots["exp_avg_sq"], grad, "beta2", "square_weight")
+    denominator = c.plus(c.over(square, "correction").sqrt(), "eps")
+    param = c.plus_ratio(param, grad, denominator, -lr * (1 - mu) / (1 - so_far))
+    param = c.plus_ratio(param, average, denominator, -lr * mu_next / (1 - so_far * mu_next))
     return param, {"exp_avg": average, "exp_avg_sq": square, "mu_product": product}
 
 
@@ -242,16 +350,18 @@ def _radam_coefficients(hyper: _Hyper, step: Tensor) -> dict[str, Tensor]:
         "lr": hyper["lr"],
         "correction": 1 - hyper["beta1"] ** step,
         "root_correction": (1 - decayed).sqrt(),
-        "rectified": rectified.to(torch.float64),
+        "rectified": rectified.to(step.dtype),
         "rectification": torch.where(rectified, ratio, 1.0).sqrt(),
     }
 
 
-def _radam(optimizer: Optimizer, param: Tensor, grad: Tensor, slots: _Slots, c: _Wide) -> _Updated:
-    average = torch.lerp(slots["exp_avg"], grad, c["grad_weight"])
-    square = _square_average(slots["exp_avg_sq"], grad, c["beta2"], c["square_weight"])
-    plain = average / c["correction"] * c["lr"]
-    adapted = plain * (c["root_correction"] / (square.sqrt() + c["eps"])) * c["rectification"]
+def _radam(optimizer: Optimizer, param: Tensor, grad: Tensor, slots: _Slots, c: _Numbers) -> _Updated:
+    average = c.lerp(slots["exp_avg"], grad, "grad_weight")
+    square = c.square_average(slots["exp_avg_sq"], grad, "beta2", "square_weight")
+    plain = c.times(c.over(average, "correction"), "lr")
+    # torch divides a number by a tensor as `reciprocal() * number`.
+    adaptive = c.times(c.plus(square.sqrt(), "eps").reciprocal(), "root_correction")
+    adapted = c.times(plain * adaptive, "rectification")
     param = param - torch.where(c["rectified"] > 0, adapted, plain)
     return param, {"exp_avg": average, "exp_avg_sq": square}
 
@@ -260,11 +370,10 @@ def _adamax_coefficients(hyper: _Hyper, step: Tensor) -> dict[str, Tensor]:
     return _moments(hyper) | {"step_size": -(hyper["lr"] / (1 - hyper["beta1"] ** step))}
 
 
-def _adamax(optimizer: Optimizer, param: Tensor, grad: Tensor, slots: _Slots, c: _Wide) -> _Updated:
-    average = torch.lerp(slots["exp_avg"], grad, c["grad_weight"])
-    largest = torch.maximum(slots["exp_inf"] * c["beta2"], grad.abs() + c["eps"])
-    param = torch.addcdiv(param, average * c["step_size"], largest)
-    return param, {"exp_avg": average, "exp_inf": largest}
+def _adamax(optimizer: Optimizer, param: Tensor, grad: Tensor, slots: _Slots, c: _Numbers) -> _Updated:
+    average = c.lerp(slots["exp_avg"], grad, "grad_weight")
+    largest = torch.maximum(c.times(slots["exp_inf"], "beta2"), c.plus(grad.abs(), "eps"))
+    return c.plus_ratio(param, average, largest, "step_size"), {"exp_avg": average, "exp_inf": largest}
 
 
 def _lion_coefficients(hyper: _Hyper, step: Tensor) -> dict[str, Tensor]:
@@ -277,21 +386,22 @@ def _lion_coefficients(hyper: _Hyper, step: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _lion(optimizer: Optimizer, param: Tensor, grad: Tensor, slots: _Slots, c: _Wide) -> _Updated:
+def _lion(optimizer: Optimizer, param: Tensor, grad: Tensor, slots: _Slots, c: _Numbers) -> _Updated:
     average = slots["exp_avg"]
-    direction = (average * c["beta1"] + grad * c["grad_weight"]).sign()
-    average = average * c["beta2"] + grad * c["average_weight"]
-    return torch.addcmul(param, direction, c["step_size"]), {"exp_avg": average}
+    direction = (c.times(average, "beta1") + c.times(grad, "grad_weight")).sign()
+    average = c.times(average, "beta2") + c.times(grad, "average_weight")
+    return c.plus_scaled(param, direction, "step_size"), {"exp_avg": average}
 
 
 @dataclass(frozen=True)
 class _Algorithm:
     torch_class: type[torch.optim.Optimizer] | None
     coefficients: Callable[[_Hyper, Tensor], dict[str, Tensor]]
-    update: Callable[[Optimizer, Tensor, Tensor, _Slots, _Wide], _Updated]
+    update: Callable[[Optimizer, Tensor, Tensor, _Slots, _Numbers], _Updated]
     slots: Callable[[Optimizer], tuple[str, ...]]
     defaults: Mapping[str, Any]
     flags: Mapping[str, bool]
+    counts: Callable[[Optimizer], bool] = lambda optimizer: True
 
 
 def _keeps(*always: str, **when: str) -> Callable[[Optimizer], tuple[str, ...]]:
@@ -304,18 +414,28 @@ def _keeps(*always: str, **when: str) -> Callable[[Optimizer], tuple[str, ...]]:
     return slots
 
 
+def _never(optimizer: Optimizer) -> bool:
+    return False
+
+
+def _keeps_momentum(optimizer: Optimizer) -> tuple[str, ...]:
+    # torch has no count for SGD, but no buffer either before a parameter's first step: here that is a count of 0.
+    return () if "momentum" in optimizer.unused else (STEP, "momentum_buffer")
+
+
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0}
 _MAXIMIZE = {"maximize": False}
-_ADAM_SLOTS = _keeps("exp_avg", "exp_avg_sq", amsgrad="max_exp_avg_sq")
+_ADAM_SLOTS = _keeps(STEP, "exp_avg", "exp_avg_sq", amsgrad="max_exp_avg_sq")
 
 _ALGORITHMS: Mapping[str, _Algorithm] = {
     "sgd": _Algorithm(
         torch.optim.SGD,
         _sgd_coefficients,
         _sgd,
-        _keeps(momentum="momentum_buffer"),
+        _keeps_momentum,
         {"lr": 1e-3, "momentum": 0, "dampening": 0, "weight_decay": 0},
         {"nesterov": False} | _MAXIMIZE,
+        lambda optimizer: not {"momentum", "dampening"} & optimizer.unused,
     ),
     "adam": _Algorithm(
         torch.optim.Adam,
@@ -337,15 +457,16 @@ _ALGORITHMS: Mapping[str, _Algorithm] = {
         torch.optim.RMSprop,
         _rmsprop_coefficients,
         _rmsprop,
-        _keeps("square_avg", momentum="momentum_buffer", centered="grad_avg"),
+        _keeps(STEP, "square_avg", momentum="momentum_buffer", centered="grad_avg"),
         {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0, "momentum": 0},
         {"centered": False} | _MAXIMIZE,
+        _never,
     ),
     "adagrad": _Algorithm(
         torch.optim.Adagrad,
         _adagrad_coefficients,
         _adagrad,
-        _keeps("sum"),
+        _keeps(STEP, "sum"),
         {"lr": 1e-2, "lr_decay": 0, "weight_decay": 0, "initial_accumulator_value": 0, "eps": 1e-10},
         _MAXIMIZE,
     ),
@@ -353,15 +474,16 @@ _ALGORITHMS: Mapping[str, _Algorithm] = {
         torch.optim.Adadelta,
         _adadelta_coefficients,
         _adadelta,
-        _keeps("square_avg", "acc_delta"),
+        _keeps(STEP, "square_avg", "acc_delta"),
         {"lr": 1.0, "rho": 0.9, "eps": 1e-6, "weight_decay": 0},
         _MAXIMIZE,
+        _never,
     ),
     "nadam": _Algorithm(
         torch.optim.NAdam,
         _nadam_coefficients,
         _nadam,
-        _keeps("exp_avg", "exp_avg_sq", "mu_product"),
+        _keeps(STEP, "exp_avg", "exp_avg_sq", "mu_product"),
         _ADAM | {"lr": 2e-3, "momentum_decay": 4e-3},
         {"decoupled_weight_decay": False} | _MAXIMIZE,
     ),
@@ -369,7 +491,7 @@ _ALGORITHMS: Mapping[str, _Algorithm] = {
         torch.optim.RAdam,
         _radam_coefficients,
         _radam,
-        _keeps("exp_avg", "exp_avg_sq"),
+        _keeps(STEP, "exp_avg", "exp_avg_sq"),
         _ADAM,
         {"decoupled_weight_decay": False} | _MAXIMIZE,
     ),
@@ -377,7 +499,7 @@ _ALGORITHMS: Mapping[str, _Algorithm] = {
         torch.optim.Adamax,
         _adamax_coefficients,
         _adamax,
-        _keeps("exp_avg", "exp_inf"),
+        _keeps(STEP, "exp_avg", "exp_inf"),
         _ADAM | {"lr": 2e-3},
         _MAXIMIZE,
     ),
@@ -388,6 +510,7 @@ _ALGORITHMS: Mapping[str, _Algorithm] = {
         _keeps("exp_avg"),
         {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0},
         _MAXIMIZE,
+        _never,
     ),
 }
 

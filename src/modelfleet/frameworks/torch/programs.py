@@ -77,14 +77,16 @@ class Programs:
 
     def train(
         self, lead: Sequence[Any], rest: Sequence[Any], *, shared_data: bool, pace: tuple[int, float | None]
-    ) -> None:
+    ) -> frozenset[str]:
         """One step of every active member, in place. `pace`: steps left of this kind, and seconds per step.
 
-        `lead` are the first arguments of `Steps.train`, the state and what is shared; `rest` are the others.
+        `lead` are the first arguments of `Steps.train`, the state and what is shared; `rest` are the others. Gives
+        the parameters that took no part in it.
         """
         program, compiler = self.program("train", (*lead, *rest), shared_data)
         compiler.consider(*pace)
         program.run(*self._flat(lead), *leaves(rest))
+        return program.unused
 
     def gradients(
         self, lead: Sequence[Any], rest: Sequence[Any], *, shared_data: bool, pace: tuple[int, float | None]
@@ -132,12 +134,9 @@ class Programs:
         """The program for arguments of these shapes; traced if there is none yet."""
         # What is left out, the weights and the numbers per member, follows from the structure and the width.
         data = _key(args[-2:] if kind == "train" else args[2:], 0 if shared_data else 1)
-        family = (
-            kind,
-            shared_data,
-            tuple(args[1]),
-            data,
-        )  # what is shared does not follow from the structure
+        # Neither does what is shared follow from the structure, nor which parameters have counted the same steps.
+        counted = tuple(args[2]) if kind in ("train", "update") else ()
+        family = (kind, shared_data, tuple(args[1]), counted, data)
         width = len(args[0]["member"]["seed"])
         programs = self._programs.setdefault(family, {})
         if width not in programs:
@@ -187,6 +186,7 @@ class Programs:
                 raise
             self.untraced = str(error)
             program = plain(run, args, stacked)
+        program.unused = self.steps.unused
         return program, Compiler(program, at_width if self.fused else None)
 
 

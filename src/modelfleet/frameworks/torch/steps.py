@@ -15,6 +15,8 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, SCALE
+from modelfleet.frameworks.torch.counting import Coefficients
+from modelfleet.frameworks.torch.optimizers import STEP
 from modelfleet.frameworks.torch.random import DrawFromStreams, Draws, Part, Streams
 from modelfleet.frameworks.torch.rules import Rules
 from modelfleet.frameworks.torch.state import State, exact
@@ -71,7 +73,7 @@ class Steps:
         self,
         state: State,
         shared: dict[str, Tensor],
-        coefficients: dict[str, Tensor],
+        coefficients: Coefficients,
         active: Tensor,
         data: Any,
         weights: Tensor | None,
@@ -81,7 +83,7 @@ class Steps:
     ) -> Tensor:
         """One step of every active member, in place; gives the losses `(member,)`.
 
-        `coefficients` are the optimizer's numbers for this step, `(member,)` each.
+        `coefficients` are the optimizer's numbers for this step, `(member,)` each, by the parameters they are for.
         """
         member, task = state["member"], self.task
         live = active & (member["trouble"] == FINE)
@@ -168,7 +170,7 @@ class Steps:
         self,
         state: State,
         shared: dict[str, Tensor],
-        coefficients: dict[str, Tensor],
+        coefficients: Coefficients,
         active: Tensor,
         flat: Tensor,
         columns: Tensor,
@@ -196,7 +198,7 @@ class Steps:
     def _apply(
         self,
         state: State,
-        coefficients: dict[str, Tensor],
+        coefficients: Coefficients,
         live: Tensor,
         gradients: dict[str, Tensor],
         loss: Tensor,
@@ -214,16 +216,20 @@ class Steps:
         good_loss = torch.isfinite(loss)
         keep = live & good_loss & finite
         if task.clip:
-            gradients = _clipped(gradients, coefficients["clip_norm"])
+            gradients = _clipped(gradients, next(iter(coefficients.values()))["clip_norm"])
 
+        numbers = {name: own for names, own in coefficients.items() for name in names}
         for name, gradient in gradients.items():
             parameter = state["params"][name]
-            slots = {slot: tensors[name] for slot, tensors in state["slots"].items()}
-            updated, new_slots = task.optimizer.apply(parameter, gradient, slots, coefficients)
+            slots = {slot: tensors[name] for slot, tensors in state["slots"].items() if slot != STEP}
+            updated, new_slots = task.optimizer.apply(parameter, gradient, slots, numbers[name])
             stepping = keep if used is None else keep & used[name]
             keep_new(stepping, parameter, updated)
             for slot, tensor in slots.items():
                 keep_new(stepping, tensor, new_slots[slot])
+            if STEP in state["slots"]:
+                count = state["slots"][STEP][name]
+                count.add_(stepping.to(count.dtype))
         for name, buffer in (buffers or {}).items():
             keep_new(keep, state["buffers"][name], buffer)
         for name, total in state["sums"].items():

@@ -60,6 +60,7 @@ class Program:
         self.run: Run = step if graph is None else graph.forward
         self.compiled = False
         self.any_width = False
+        self.unused: frozenset[str] = frozenset()  # the parameters that take no part in a fused train step
         self._step = step
 
     @property
