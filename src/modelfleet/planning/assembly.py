@@ -97,7 +97,7 @@ class Assembly:
         programs = next((p for *key, p in self.programs if tuple(key) == known), None)
         members = [row.member for row in own]
         engine = framework.Engine(members, task, columns, native, fused=part.fused, programs=programs)
-        if programs is None:
+        if programs is None and engine.programs is not None:
             self.programs.append((*known, engine.programs))
         schedules = [row.schedule for row in own]
         return Lane(members, engine, signature, columns, schedules, part, str(device))

@@ -16,6 +16,7 @@ from modelfleet.frameworks.torch.counting import Ahead, Coefficients
 from modelfleet.frameworks.torch.dividing import bears_padding, divide
 from modelfleet.frameworks.torch.optimizers import PER_MEMBER
 from modelfleet.frameworks.torch.parallel import Group
+from modelfleet.frameworks.torch.plain import PlainEngine
 from modelfleet.frameworks.torch.programs import Programs, borrowed, held, readable
 from modelfleet.frameworks.torch.random import Draws
 from modelfleet.frameworks.torch.state import State
@@ -515,3 +516,18 @@ class Engine(TorchEngine):
     @staticmethod
     def _weights(state: State) -> State:
         return {part: state[part] for part in ("params", "frozen", "buffers")}
+
+
+def engine(
+    members: Sequence[Member],
+    task: Task,
+    columns: Mapping[str, np.ndarray],
+    device: torch.device,
+    *,
+    fused: bool,
+    programs: Programs | None = None,
+) -> TorchEngine:
+    """Return the engine for a lane: plain for one member, fused for several."""
+    if len(members) == 1:
+        return PlainEngine(members, task, columns, device)
+    return Engine(members, task, columns, device, fused=fused, programs=programs)

@@ -1,0 +1,533 @@
+"""The engine of a lane of one torch member: its own module, eager autograd and `torch.optim`, as in a plain loop.
+
+What can't be fused runs here, and so does a fleet of one. Nothing of the model is imitated: its hooks run, its
+Python state moves on, its parameters are updated in place. Only two things differ from a loop that a person would
+write. Random draws come from the member's own stream, where the model draws any. And a step whose loss or gradient
+is not finite is not taken: the member keeps its last good weights and buffers.
+"""
+
+import copy
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from modelfleet.errors import InputError
+from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, SCALE
+from modelfleet.frameworks.torch import arrays, plain_optimizer
+from modelfleet.frameworks.torch import state as states
+from modelfleet.frameworks.torch.base import TorchEngine, explained, on_host
+from modelfleet.frameworks.torch.programs import mode
+from modelfleet.frameworks.torch.random import DrawFromStreams, Streams
+from modelfleet.frameworks.torch.state import State
+from modelfleet.frameworks.torch.steps import GROWTH_STEPS, SMALLEST_SCALE
+from modelfleet.frameworks.torch.task import PRECISIONS, Task, call, logits
+from modelfleet.members import Member
+from modelfleet.trees import map_tree
+
+FIRST_SCALE = 65536.0  # torch.amp.GradScaler's
+WEIGHTS = ("params", "frozen", "buffers")
+
+_DRAWING = threading.RLock()  # the draws of a step are counted by torch's one generator
+
+
+class PlainEngine(TorchEngine):
+    """The torch side of a lane of one member (see `modelfleet.lanes.Lane`)."""
+
+    programs = None
+    several = 1
+    fused = False
+    prospect = 1.0
+    compiling = False
+    untraced = None
+    program = "plain torch"
+
+    def __init__(
+        self, members: Sequence[Member], task: Task, columns: Mapping[str, np.ndarray], device: torch.device
+    ) -> None:
+        (member,) = members
+        self.device = device
+        self._task = task
+        self._member = member
+        self.model: nn.Module = member.model
+        if any(tensor.device != device for tensor in (*self.model.parameters(), *self.model.buffers())):
+            self.model = copy.deepcopy(self.model).to(device)
+        self._layout = states.transposed(self.model)
+        self._hyper = {name: float(column[0]) for name, column in columns.items()}
+        self._given: Any = None  # the tensors that `_hyper` was read from
+        self._active: tuple[Any, bool] = None, True
+        self._step = 0
+        self._trouble = FINE
+        self._scale, self._good = FIRST_SCALE, 0
+        self._sums: dict[str, Any] = {}
+        self._draws: dict[str, bool] = {}  # by what is done: whether it draws random numbers
+        self._needs_grad = (
+            False  # whether evaluating takes gradients, as an objective with a gradient penalty does
+        )
+        self._bind()
+
+    def _bind(self) -> None:
+        """Make the optimizer for the parameters that the model has now."""
+        self._params = dict(self.model.named_parameters())
+        self._optimizer = plain_optimizer.make(self.task.optimizer, self._params.values(), self._hyper)
+
+    def _rebind(self) -> None:
+        """Have the optimizer hold the model's parameters, though the user has put others in their place."""
+        found = dict(self.model.named_parameters())
+        if list(map(id, found.values())) == list(map(id, self._params.values())):
+            return
+        slots = self._slots(self._params)
+        before = self._params
+        self._bind()
+        for name, parameter in self._params.items():
+            if name in before and before[name].shape == parameter.shape:
+                own = {slot: tensors[name][0] for slot, tensors in slots.items()}
+                plain_optimizer.write_slots(self._optimizer, parameter, own)
+
+    @property
+    def task(self) -> Task:
+        """Return what the member is to do."""
+        return self._task
+
+    @property
+    def parameters(self) -> int:
+        """Return how many numbers are trained."""
+        return sum(parameter.numel() for parameter in states.trained(self.model).values())
+
+    @property
+    def bytes(self) -> int:
+        """Return what the weights and the optimizer's state take on the device."""
+        trained = sum(parameter.nbytes for parameter in states.trained(self.model).values())
+        weights = sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers()))
+        return weights + trained * len(self.task.optimizer.slots)
+
+    def stop(self) -> None:
+        """Let go of the last step's gradients."""
+        self._optimizer.zero_grad(set_to_none=True)
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        hyper: Any,
+        active: Tensor,
+        data: Any,
+        weights: Tensor | None,
+        *,
+        shared: bool,
+        pace: Any,
+        steps: int | None = None,
+    ) -> None:
+        """Take one step, or several on data with a step axis."""
+        for step in range(steps or 0):
+            one = map_tree(lambda t, step=step: t[step], data)
+            self.train(hyper, active, one, weights, shared=shared, pace=pace)
+        if steps is not None or not self._takes_part(active):
+            return
+        self._use(hyper)
+        self._take_step(self._own(data, shared), None if weights is None else weights[0])
+
+    def train_some(self, slots: np.ndarray, hyper: Any, data: Any, *, shared: bool, pace: Any) -> None:
+        """Take one step on data cut for it."""
+        if self._trouble == FINE:
+            self._use(hyper)
+            self._take_step(self._own(data, shared), None)
+
+    def _takes_part(self, active: Tensor) -> bool:
+        if active is not self._active[0]:
+            self._active = active, bool(active[0])
+        return self._active[1] and self._trouble == FINE
+
+    def _use(self, hyper: Mapping[str, Tensor]) -> None:
+        """Give the optimizer the hyperparameters of this step."""
+        if hyper is self._given:
+            return
+        self._given = hyper
+        self._hyper = {name: float(column[0]) for name, column in hyper.items()}
+        for group in self._optimizer.param_groups:
+            group.update(plain_optimizer.settings(self.task.optimizer, self._hyper))
+
+    def _take_step(self, batch: Any, weights: Tensor | None) -> None:
+        """Do what a plain loop does: forward, backward, clip, update."""
+        kept = [(module, name, buffer, buffer.clone()) for module, name, buffer in self._buffers()]
+        self._optimizer.zero_grad(set_to_none=True)
+        scale = self._scale if self.task.precision == "fp16" else None
+        try:
+            with self._in_mode(train=True), self._drawing("train"):
+                with self._autocast():
+                    loss, sums = self.task.run(self.model, batch, weights)
+                value = loss.item()
+                if math.isfinite(value):
+                    (loss if scale is None else loss * scale).backward()
+            self._trouble = LOSS if not math.isfinite(value) else self._update(scale)
+        except BaseException:
+            self._put_back(kept)
+            raise
+        if self._trouble != FINE:
+            self._put_back(kept)
+            return
+        if self._skipped:
+            self._put_back(kept)
+            return
+        self._step += 1
+        sums["loss"] = value * float(sums["rows"])
+        for name, total in sums.items():
+            self._sums[name] = self._sums.get(name, 0.0) + _exact(total)
+
+    def _update(self, scale: float | None) -> int:
+        """Update the parameters if all gradients are finite; return the trouble there is."""
+        gradients = [p.grad for p in self._params.values() if p.grad is not None]
+        finite = _unscaled(gradients, scale)
+        self._skipped = not finite
+        if not finite:
+            if scale is None:
+                return GRADIENT
+            self._scale, self._good = scale * 0.5, 0
+            return SCALE if self._scale < SMALLEST_SCALE else FINE
+        if self.task.clip:
+            nn.utils.clip_grad_norm_(self._params.values(), self._hyper["clip_norm"])
+        self._optimizer.step()
+        if scale is not None:
+            self._good += 1
+            if self._good >= GROWTH_STEPS:
+                self._scale, self._good = scale * 2.0, 0
+        return FINE
+
+    def ready(self, kind: str, hyper: Any, active: Tensor, data: Any, *, shared: bool) -> None:
+        """Raise `InputError` if there is nothing to train."""
+        if kind == "train" and not states.trained(self.model):
+            raise InputError(
+                f"member {self._member.name!r} has no parameter that takes a gradient. "
+                f"Set requires_grad=True on what is to be trained."
+            )
+
+    def epoch_values(self) -> dict[str, np.ndarray]:
+        """Return the loss and the metrics `(slot,)` since the last call; the next epoch begins at zero."""
+        sums, self._sums = self._sums, {}
+        if not sums:
+            return dict.fromkeys(("loss", *(metric.name for metric in self.task.metrics)), np.array([np.nan]))
+        return self.values(sums)
+
+    def evaluate(
+        self,
+        totals: dict[str, Any] | None,
+        slots: np.ndarray | None,
+        data: Any,
+        weights: Tensor | None,
+        counts: np.ndarray,
+        size: int,
+        *,
+        shared: bool,
+    ) -> dict[str, Any]:
+        """Return the sums of the loss and the metrics so far with those of a batch added."""
+        totals = {} if totals is None else totals
+        if not counts[0]:
+            return totals
+        weights = None if weights is None or slots is not None else weights[0]
+        sums = self._looked(lambda: self.task.run(self.model, self._own(data, shared), weights)[1])
+        return {name: totals.get(name, 0.0) + _exact(total) for name, total in sums.items()}
+
+    def values(self, totals: dict[str, Any]) -> dict[str, np.ndarray]:
+        """Return the loss and the metrics `(slot,)` of what `evaluate` added up."""
+        return self.task.values({name: np.array([float(total)]) for name, total in totals.items()})
+
+    def predict(self, data: Any, *, shared: bool) -> Any:
+        """Return the outputs on a batch of inputs, without the slot axis."""
+        with torch.no_grad(), self._in_mode(train=False), self._drawing("evaluate"), self._autocast():
+            return logits(call(self.model, self._own(data, shared)))
+
+    def rows(self, outputs: Any, slot: int, count: int) -> Any:
+        """Return the real rows of a batch of outputs, on the host."""
+        return map_tree(lambda t: on_host(t[:count]), outputs)
+
+    def maskable(self, batch: Any) -> bool:
+        """Return False: one member has no need of padding."""
+        return False
+
+    def _looked(self, run: Any) -> Any:
+        """Run something on the model in evaluation mode, with gradients only where it needs them."""
+        with self._in_mode(train=False), self._drawing("evaluate"), self._autocast():
+            if not self._needs_grad:
+                try:
+                    with torch.no_grad():
+                        return run()
+                except RuntimeError as error:
+                    if self.task.objective is None or "grad" not in str(error):
+                        raise
+                self._needs_grad = True
+            with torch.enable_grad():
+                return run()
+
+    def _own(self, data: Any, shared: bool) -> Any:
+        """Return the member's batch in memory of its own: a forward may write into its input."""
+        return map_tree(lambda leaf: leaf.clone() if shared else leaf[0].clone(), data)
+
+    def _in_mode(self, *, train: bool) -> AbstractContextManager[None]:
+        # A model given in training mode is trained as it was given; nothing need be put back.
+        return nullcontext() if train and self.model.training else mode(self.model, train=train)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = PRECISIONS[self.task.precision]
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
+
+    @contextmanager
+    def _drawing(self, kind: str) -> Iterator[None]:
+        """Have random operations draw from the member's stream, if the model draws any."""
+        before = torch.get_rng_state() if self._draws.get(kind) is False else None
+        if before is None:
+            streams = Streams(torch.tensor(self._member.seed), torch.tensor(float(self._step)))
+            with _DRAWING, DrawFromStreams(streams):
+                yield
+            self._draws[kind] = streams._draws > 0
+            return
+        yield
+        if not torch.equal(before, torch.get_rng_state()):
+            self._draws[kind] = True
+
+    # --- buffers -------------------------------------------------------------------------------------------------
+
+    def _buffers(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield module, name, buffer
+
+    def _put_back(self, kept: Sequence[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
+        """Give the buffers the numbers they had before the step, and let the gradients go."""
+        with torch.no_grad():
+            for module, name, buffer, before in kept:
+                module._buffers[name] = buffer
+                buffer.copy_(before)
+        self._optimizer.zero_grad(set_to_none=True)
+
+    # --- state ---------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> State:
+        """Return all of the state as a fused lane of this one member has it; weights are views of the model's."""
+        exact = states.exact(self.device)
+        member = {
+            "seed": torch.tensor([self._member.seed], device=self.device),
+            "step": torch.tensor([float(self._step)], dtype=exact, device=self.device),
+            "trouble": torch.tensor([self._trouble], device=self.device),
+        }
+        if self.task.precision == "fp16":
+            member["scale"] = torch.tensor([self._scale], device=self.device)
+            member["good"] = torch.tensor([self._good], device=self.device)
+        sums = {
+            name: torch.tensor([float(total)], dtype=exact, device=self.device)
+            for name, total in self._sums.items()
+        }
+        slots = self._slots(states.trained(self.model))
+        return {**self._weights(), "slots": self._laid(slots), "member": member, "sums": sums}
+
+    def _weights(self) -> State:
+        parts = {"params": states.trained, "frozen": states.kept, "buffers": states.buffers}
+        return self._laid(
+            {
+                part: {name: tensor.detach().unsqueeze(0) for name, tensor in find(self.model).items()}
+                for part, find in parts.items()
+            }
+        )
+
+    def _slots(self, params: Mapping[str, nn.Parameter]) -> plain_optimizer.Slots:
+        hyper = {name: torch.tensor([value]) for name, value in self._hyper.items()}
+        return plain_optimizer.read_slots(self.task.optimizer, self._optimizer, params, hyper)
+
+    def _laid(self, parts: Mapping[str, Mapping[str, Tensor]]) -> State:
+        """Return stacked tensors in the layout that fused lanes store them in, or back from it."""
+        return {
+            part: {
+                name: tensor.transpose(1, 2) if name in self._layout and tensor.dim() == 3 else tensor
+                for name, tensor in tensors.items()
+            }
+            for part, tensors in parts.items()
+        }
+
+    def snapshot(self, row: int, working: bool = True) -> State:
+        """Return a copy of the member's weights."""
+        return {part: map_tree(torch.clone, tensors) for part, tensors in self._weights().items()}
+
+    def restore(self, row: int, working: bool, snapshot: State) -> None:
+        """Give the member the weights of a snapshot."""
+        self._fill(snapshot)
+
+    def _fill(self, weights: Mapping[str, Mapping[str, Tensor]]) -> None:
+        own = {name: tensor for tensors in self._weights().values() for name, tensor in tensors.items()}
+        with torch.no_grad():
+            for tensors in weights.values():
+                for name, tensor in tensors.items():
+                    if own[name].shape == tensor.shape and own[name].dtype == tensor.dtype:
+                        own[name].copy_(tensor)
+                    else:  # a buffer that the model had replaced by one of another shape or type
+                        path, _, last = name.rpartition(".")
+                        self.model.get_submodule(path)._buffers[last] = tensor[0].to(self.device, copy=True)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the state by path: `params/0.weight` and so on."""
+        return {name: tensor.contiguous() for name, tensor in states.named(self.state).items()}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take up the state that `tensors` gave."""
+        own = states.named(self.state)
+        given: dict[str, dict[str, Tensor]] = {}
+        for path, value in tensors.items():
+            part, _, name = path.partition("/")
+            if isinstance(value, np.ndarray):
+                value = arrays.from_host(value, own.get(path, torch.empty(0, dtype=torch.float64)))
+            given.setdefault(part, {})[name] = value
+        self._fill({part: given.get(part, {}) for part in WEIGHTS})
+        slots: dict[str, dict[str, Tensor]] = {}
+        for path, tensor in given.get("slots", {}).items():
+            slot, _, name = path.partition("/")
+            slots.setdefault(slot, {})[name] = tensor
+        self._fill_slots(self._laid(slots), 0)
+        self._take_numbers(given.get("member", {}), 0)
+        self._trouble = int(given["member"]["trouble"][0])
+        self._sums = {name: float(tensor[0]) for name, tensor in given.get("sums", {}).items()}
+
+    def adopt(self, position: int, other: Any, source: int) -> None:
+        """Take the optimizer's state and the step count over from another engine of the same optimizer.
+
+        What was given another shape meanwhile begins anew.
+        """
+        plain = isinstance(other, PlainEngine)
+        slots = other._slots(other._params) if plain else self._laid(other.state["slots"])
+        self._fill_slots(slots, source)
+        self._take_numbers(other.state["member"], source)
+
+    def _fill_slots(self, slots: Mapping[str, Mapping[str, Tensor]], row: int) -> None:
+        for name, parameter in self._params.items():
+            own = {slot: tensors[name][row] for slot, tensors in slots.items() if name in tensors}
+            if "step" in own and all(t.dim() == 0 or t.shape == parameter.shape for t in own.values()):
+                plain_optimizer.write_slots(self._optimizer, parameter, own)
+
+    def _take_numbers(self, member: Mapping[str, Tensor], row: int) -> None:
+        self._step = int(member["step"][row])
+        if "scale" in member:
+            self._scale, self._good = float(member["scale"][row]), int(member["good"][row])
+
+    def trouble(self) -> np.ndarray:
+        """Return `(slot,)`: what went wrong, by the codes of `protocol.REASONS`; 0 where nothing did."""
+        return np.array([self._trouble])
+
+    def steps_taken(self) -> np.ndarray:
+        """Return `(slot,)`: the steps that changed the weights."""
+        return np.array([self._step], dtype=np.float64)
+
+    def forgive(self) -> None:
+        """Begin a fit with nobody in trouble, on the model as it is now."""
+        self._trouble = FINE
+        self._draws = {}
+        self._rebind()
+
+    def narrow(self, members: np.ndarray) -> None:
+        """Do nothing: there is one member."""
+
+    def widen(self) -> None:
+        """Do nothing: nothing was narrowed."""
+
+    def still_shared(self, members: Sequence[Member]) -> bool:
+        """Return True: one member shares nothing."""
+        return True
+
+    def restack(self, positions: np.ndarray, members: Sequence[Member], *, working: bool = False) -> None:
+        """Take the weights from the member's model again, if it is not the very one that is stepped."""
+        if self.model is not self._member.model:
+            _copy_weights(self._member.model, self.model)
+        self._rebind()
+
+    def write_out(self, row: int, working: bool, member: Member) -> None:
+        """Copy the weights into the member's model, if it is not the very one that is stepped."""
+        if self.model is not member.model:
+            _copy_weights(self.model, member.model)
+
+    def write_back(self, members: Sequence[Member]) -> None:
+        """Copy the weights into the member's model, if it is not the very one that is stepped."""
+        self.write_out(0, True, members[0])
+
+    # --- checks --------------------------------------------------------------------------------------------------
+
+    def check(self, batch: Any, name: str) -> None:
+        """Try the model on two rows, before anything is trained.
+
+        A copy is tried, whose buffers and Python state are its own. An objective is not called: it may keep count
+        of its calls, and the first step will tell what is wrong with it.
+        """
+        if self.task.objective is None:
+            self._try(batch, batch.data, name, lambda model, few: self.task.run(model, few, None))
+
+    def output_shape(self, batch: Any, name: str) -> tuple[int, ...] | None:
+        """Return the shape `(row, …)` of the output for two rows of a batch; None if it is no single tensor."""
+        inputs = self.inputs(batch.data)
+        output = self._try(batch, inputs, name, lambda model, few: logits(call(model, few)))
+        return tuple(output.shape) if isinstance(output, Tensor) else None
+
+    def _try(self, batch: Any, data: Any, name: str, run: Any) -> Any:
+        """Run something on a copy of the model and two rows; raise `InputError` for what does not fit."""
+        model = _scratch(self.model)
+        if model is None:  # it can't be copied: its first step will tell
+            return None
+        data = data if batch.shared else map_tree(lambda leaf: leaf[0], data)
+        few = map_tree(lambda leaf: leaf[:2].clone(), data)
+        with (
+            explained(name, self.model, data),
+            torch.random.fork_rng(devices=[]),
+            mode(model, train=False),
+            self._autocast(),
+            torch.no_grad(),
+        ):
+            return run(model, few)
+
+    def working_bytes(self, batch: Any) -> int | None:
+        """Return None: what a plain step takes is not known before it runs."""
+        return None
+
+
+def _scratch(model: nn.Module) -> nn.Module | None:
+    """Return a copy of a model that reads the same parameters; None if it can't be copied."""
+    memo: dict[int, Any] = {
+        id(parameter): nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+        for parameter in model.parameters()
+    }
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception:  # whatever a user's attributes may hold
+        return None
+
+
+def _copy_weights(source: nn.Module, target: nn.Module) -> None:
+    with torch.no_grad():
+        theirs = {**dict(source.named_parameters()), **dict(source.named_buffers())}
+        for name, tensor in (*target.named_parameters(), *target.named_buffers()):
+            tensor.copy_(theirs[name])
+
+
+def _exact(total: Any) -> Any:
+    """Return a number to add up in float64, without waiting for the device."""
+    return total.detach().double() if isinstance(total, Tensor) else float(total)
+
+
+def _unscaled(gradients: Sequence[Tensor], scale: float | None) -> bool:
+    """Divide gradients by the loss scale, if there is one; return True if all of them are finite."""
+    dense = [g for g in gradients if not g.is_sparse and not g.is_complex()]
+    others = [g for g in gradients if g.is_sparse or g.is_complex()]
+    finite = True
+    if dense:
+        found = torch.zeros(1, device=dense[0].device)
+        inverse = torch.full((1,), 1.0 if scale is None else 1.0 / scale, device=found.device)
+        for dtype in dict.fromkeys(g.dtype for g in dense):
+            own = [g for g in dense if g.dtype == dtype]
+            torch._amp_foreach_non_finite_check_and_unscale_(own, found, inverse)
+        finite = not found.item()
+    for gradient in others:
+        values = gradient._values() if gradient.is_sparse else gradient
+        if scale is not None:
+            values.div_(scale)
+        finite &= bool(torch.isfinite(values).all())
+    return finite

@@ -1,0 +1,116 @@
+"""A real `torch.optim` optimizer for one member, and its state in the form that fused lanes keep theirs in.
+
+Fused lanes keep `{slot: {parameter: (member, …)}}`, with zeros for a parameter that has not been stepped. torch
+makes the state of a parameter at its first step. A step count of 0 stands for "not made yet".
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from modelfleet.frameworks.torch.optimizers import Optimizer, flat_names
+
+Slots = dict[str, dict[str, Tensor]]
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion as in its paper (Chen et al. 2023, algorithm 2), which torch does not have."""
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Take one step."""
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"], state["exp_avg"] = torch.tensor(0.0), torch.zeros_like(parameter)
+                state["step"] += 1
+                gradient = -parameter.grad if group["maximize"] else parameter.grad
+                average = state["exp_avg"]
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                direction = average.mul(beta1).add_(gradient, alpha=1 - beta1)
+                parameter.add_(torch.sgn(direction), alpha=-group["lr"])
+                average.mul_(beta2).add_(gradient, alpha=1 - beta2)
+
+
+def make(
+    optimizer: Optimizer, params: Iterable[nn.Parameter], hyper: Mapping[str, float]
+) -> torch.optim.Optimizer:
+    """Return the torch optimizer that `optimizer` stands for, over all of `params`.
+
+    Parameters that take no gradient are passed over by its steps; they may take one later.
+    """
+    chosen = optimizer.torch_class or Lion
+    return chosen(list(params), **settings(optimizer, hyper), **optimizer.flags)  # pyrefly: ignore
+
+
+def settings(optimizer: Optimizer, hyper: Mapping[str, float]) -> dict[str, Any]:
+    """Return a member's hyperparameters by torch's names: `beta1` and `beta2` as `betas`."""
+    found: dict[str, Any] = {}
+    for name in optimizer.defaults:
+        values = tuple(hyper[flat] for flat in flat_names(name))
+        found[name] = values if len(values) > 1 else values[0]
+    return found
+
+
+def read_slots(
+    optimizer: Optimizer, made: torch.optim.Optimizer, params: Mapping[str, Tensor], hyper: Mapping[str, Tensor]
+) -> Slots:
+    """Return the state of some parameters by slot, `(1, …)` each; the state's own memory where there is one."""
+    slots: Slots = {name: {} for name in (*optimizer.slots, "step")}
+    for name, parameter in params.items():
+        state = made.state.get(parameter) or {}
+        step = _steps(state)
+        initial = optimizer.initial(parameter.detach().unsqueeze(0), hyper) if not step else {}
+        for slot in slots:
+            if slot == "step":
+                slots[slot][name] = torch.tensor([step], dtype=torch.float64, device=parameter.device)
+            elif not step or state.get(slot) is None:
+                slots[slot][name] = initial.get(slot, torch.zeros_like(parameter.detach()).unsqueeze(0))
+            else:
+                value = state[slot]
+                slots[slot][name] = (value if isinstance(value, Tensor) else torch.tensor(value)).unsqueeze(0)
+    return slots
+
+
+def write_slots(made: torch.optim.Optimizer, parameter: nn.Parameter, slots: Mapping[str, Tensor]) -> None:
+    """Give a parameter the state that `read_slots` gave for it, without the member axis; copied."""
+    step = float(slots["step"])
+    if not step and "sum" not in made.state.get(parameter, {}):  # Adagrad makes its state before the first step
+        made.state.pop(parameter, None)
+        return
+    state = {
+        slot: value.detach().to(
+            parameter.device, parameter.dtype if value.shape == parameter.shape else value.dtype
+        )
+        for slot, value in slots.items()
+        if slot != "step"
+    }
+    state = {slot: value.clone() for slot, value in state.items()}
+    if isinstance(made, torch.optim.SGD):  # keeps no count
+        made.state[parameter] = state
+        return
+    made.state[parameter] = {"step": torch.tensor(step, dtype=torch.get_default_dtype()), **state}
+
+
+def _steps(state: Mapping[str, Any]) -> float:
+    """Return how many steps a parameter's state has seen; of SGD, which does not count, 1 for any."""
+    if "step" in state:
+        return float(state["step"])
+    return 1.0 if any(value is not None for value in state.values()) else 0.0
