@@ -316,8 +316,7 @@ class Fleet:
             raise StrategyError(f'strategy="processes" can\'t be had: {error}{or_else}') from error
         finally:
             self._fit = self._aside = None
-            for lane in self._lanes or ():
-                lane.engine.write_back(lane.members)
+            self._set.write_back()
             self._by_model = {id(member.model): name for name, member in self._members.items()}
 
     def evaluate(self, data: Any, *, batch_size: Any = None) -> dict[str, dict[str, float]]:

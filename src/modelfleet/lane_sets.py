@@ -123,7 +123,7 @@ class LaneSet:
         if kept is not None and kept.members == set(self._members):
             asked = kept.placed(self.studied)
         asked = self.asked if self._fixed else asked
-        parted = lanes is not None and strategy == "fused" and not all(lane.engine.fused for lane in lanes)
+        parted = strategy == "fused" and any(not lane.part.fused for lane in lanes or ())
         parted |= parallel != self._parallel
         self._parallel = parallel
         if lanes is None or parted or [part.names for part in asked] != [part.names for part in self.asked]:
@@ -136,6 +136,18 @@ class LaneSet:
             for lane in lanes:
                 lane.refresh(handed)
         return lanes
+
+    def write_back(self) -> None:
+        """Have every member's model hold its state: that of the last lane it is in, if a lane was cut in two."""
+        lanes = self.lanes or ()
+        last = {name: lane for lane in lanes for name in lane.names}
+        for lane in lanes:
+            if all(last[name] is lane for name in lane.names):
+                lane.engine.write_back(lane.members)
+                continue
+            for position, name in enumerate(lane.names):
+                if last[name] is lane:
+                    lane.sync(position)
 
     def regroup(self) -> None:
         """Give up the lanes, and remember where each member's optimizer state is."""

@@ -84,8 +84,8 @@ class Assembly:
         """What the members are and what they are to do; raises `InputError` for what can't be."""
         return Studied(self, members, recipes, kind)
 
-    def lane(self, studied: "Studied", part: Part) -> Lane:
-        """The lane of a part."""
+    def lane(self, studied: "Studied", part: Part, *, scratch: bool = False) -> Lane:
+        """Return the lane of a part. A scratch lane, for trials, steps a copy of a member that is on its own."""
         own = [studied.rows[name] for name in part.names]
         framework = own[0].member.framework
         columns = {key: np.array([row.columns[key] for row in own]) for key in own[0].columns}
@@ -96,11 +96,20 @@ class Assembly:
         known = (signature, task, part.fused, native)
         programs = next((p for *key, p in self.programs if tuple(key) == known), None)
         members = [row.member for row in own]
+        if scratch and len(members) == 1:
+            members = [_copied(member) for member in members]
         engine = framework.Engine(members, task, columns, native, fused=part.fused, programs=programs)
         if programs is None and engine.programs is not None:
             self.programs.append((*known, engine.programs))
         schedules = [row.schedule for row in own]
         return Lane(members, engine, signature, columns, schedules, part, str(device))
+
+
+def _copied(member: Member) -> Member:
+    try:
+        return replace(member, model=member.framework.copy_model(member.model))
+    except Exception as error:  # whatever a model's attributes may hold
+        raise CannotFuseError(f"member {member.name!r} can't be copied for a trial: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ ROUNDS = 3
 
 def step_seconds(studied: Studied, part: Part, batch: Batch, most: float) -> float:
     """How long a step of a part takes as a lane of its own, in at most so many seconds beside making it ready."""
-    lane = studied.assembly.lane(studied, part)
+    lane = studied.assembly.lane(studied, part, scratch=True)
     lane.engine.check(batch, lane.names[0])
     lane.ready(batch, "train")
     several = lane.engine.several
@@ -56,7 +56,7 @@ def epoch_seconds(
 ) -> float:
     """How long so many steps of every lane take when they share the device in a way; a warm epoch's."""
     scratch = _scratch(lanes, job, steps)
-    copies = [studied.assembly.lane(studied, lane.part) for lane, _ in lanes]
+    copies = [studied.assembly.lane(studied, lane.part, scratch=True) for lane, _ in lanes]
     fed = supply.feeds(copies, scratch)
     for lane, feed in fed:
         supply.check(lane, feed, scratch)

@@ -17,18 +17,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from modelfleet.errors import InputError
+from modelfleet.errors import InputError, StrategyError
 from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, SCALE
-from modelfleet.frameworks.torch import arrays, plain_optimizer
+from modelfleet.frameworks.torch import arrays, plain_optimizer, plain_parallel
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.base import TorchEngine, explained, on_host
+from modelfleet.frameworks.torch.dividing import divide
+from modelfleet.frameworks.torch.parallel import Group
 from modelfleet.frameworks.torch.programs import mode
-from modelfleet.frameworks.torch.random import DrawFromStreams, Streams
+from modelfleet.frameworks.torch.random import DrawFromStreams, Draws, Streams
 from modelfleet.frameworks.torch.state import State
-from modelfleet.frameworks.torch.steps import GROWTH_STEPS, SMALLEST_SCALE
+from modelfleet.frameworks.torch.steps import GROWTH_STEPS, SMALLEST_SCALE, Steps
 from modelfleet.frameworks.torch.task import PRECISIONS, Task, call, logits
 from modelfleet.members import Member
-from modelfleet.trees import map_tree
+from modelfleet.trees import leaves, map_tree
 
 FIRST_SCALE = 65536.0  # torch.amp.GradScaler's
 WEIGHTS = ("params", "frozen", "buffers")
@@ -69,6 +71,9 @@ class PlainEngine(TorchEngine):
         self._needs_grad = (
             False  # whether evaluating takes gradients, as an objective with a gradient penalty does
         )
+        self._group: Group | None = None
+        self._divided: dict[Any, Draws | str] = {}  # by the form of a batch
+        self._skipped = False  # whether the last step was not taken
         self._bind()
 
     def _bind(self) -> None:
@@ -157,34 +162,47 @@ class PlainEngine(TorchEngine):
         kept = [(module, name, buffer, buffer.clone()) for module, name, buffer in self._buffers()]
         self._optimizer.zero_grad(set_to_none=True)
         scale = self._scale if self.task.precision == "fp16" else None
+        self._skipped = True
         try:
-            with self._in_mode(train=True), self._drawing("train"):
-                with self._autocast():
-                    loss, sums = self.task.run(self.model, batch, weights)
-                value = loss.item()
-                if math.isfinite(value):
-                    (loss if scale is None else loss * scale).backward()
-            self._trouble = LOSS if not math.isfinite(value) else self._update(scale)
-        except BaseException:
-            self._put_back(kept)
-            raise
-        if self._trouble != FINE:
-            self._put_back(kept)
-            return
+            loss, sums = self._backward(batch, weights, scale)
+            self._trouble = self._update(scale) if math.isfinite(loss) else LOSS
+        finally:
+            if self._skipped:
+                self._put_back(kept)
         if self._skipped:
-            self._put_back(kept)
             return
         self._step += 1
-        sums["loss"] = value * float(sums["rows"])
+        sums["loss"] = loss * float(sums["rows"])
         for name, total in sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + _exact(total)
+
+    def _backward(self, batch: Any, weights: Tensor | None, scale: float | None) -> tuple[float, dict[str, Any]]:
+        """Give the parameters their gradients; return the loss and what the epoch's metrics sum up."""
+        if self._group is not None:
+            with self._in_mode(train=True), self._autocast():
+                return plain_parallel.backward(
+                    self._group,
+                    self.task,
+                    self.model,
+                    self._params,
+                    (self._member.seed, self._step),
+                    self._row_draws(batch),
+                    batch,
+                    weights,
+                    scale,
+                )
+        with self._in_mode(train=True), self._drawing("train"):
+            with self._autocast():
+                loss, sums = self.task.run(self.model, batch, weights)
+            value = loss.item()
+            if math.isfinite(value):
+                (loss if scale is None else loss * scale).backward()
+        return value, sums
 
     def _update(self, scale: float | None) -> int:
         """Update the parameters if all gradients are finite; return the trouble there is."""
         gradients = [p.grad for p in self._params.values() if p.grad is not None]
-        finite = _unscaled(gradients, scale)
-        self._skipped = not finite
-        if not finite:
+        if not _unscaled(gradients, None if self._group is not None else scale):
             if scale is None:
                 return GRADIENT
             self._scale, self._good = scale * 0.5, 0
@@ -192,11 +210,39 @@ class PlainEngine(TorchEngine):
         if self.task.clip:
             nn.utils.clip_grad_norm_(self._params.values(), self._hyper["clip_norm"])
         self._optimizer.step()
+        self._skipped = False
         if scale is not None:
             self._good += 1
             if self._good >= GROWTH_STEPS:
                 self._scale, self._good = scale * 2.0, 0
         return FINE
+
+    def spread(self, group: Group | None) -> None:
+        """Compute only this rank's rows of every train batch from now on; None: whole batches again."""
+        self._group = group
+
+    def indivisible(self, data: Any, *, shared: bool) -> str | None:
+        """Return why the rows of batches like this one can't be spread over devices; None if they can."""
+        found = self._divide(data if shared else map_tree(lambda leaf: leaf[0], data))
+        return found if isinstance(found, str) else None
+
+    def _divide(self, rows: Any) -> Draws | str:
+        """Return what the rows of a batch draw, or why they can't be computed apart. A copy is tried."""
+        form = len(leaves(rows)[0]) == 1, *(leaf.shape[1:] for leaf in leaves(rows))  # a single row tells little
+        if form not in self._divided:
+            model = _scratch(self.model)
+            if model is None:
+                return "the model can't be copied to be tried. Train it on one device"
+            steps = Steps(model, self.task, self._layout)
+            self._divided[form] = divide(steps, self.state, {}, rows, self.inputs(rows))
+        return self._divided[form]
+
+    def _row_draws(self, batch: Any) -> Draws:
+        found = self._divide(batch)
+        if isinstance(found, str):
+            name = self._member.name
+            raise StrategyError(f"member {name!r} can't be spread over several devices: {found}.")
+        return found
 
     def ready(self, kind: str, hyper: Any, active: Tensor, data: Any, *, shared: bool) -> None:
         """Raise `InputError` if there is nothing to train."""
@@ -205,6 +251,8 @@ class PlainEngine(TorchEngine):
                 f"member {self._member.name!r} has no parameter that takes a gradient. "
                 f"Set requires_grad=True on what is to be trained."
             )
+        if kind == "train" and self._group is not None:
+            self._row_draws(data if shared else map_tree(lambda leaf: leaf[0], data))
 
     def epoch_values(self) -> dict[str, np.ndarray]:
         """Return the loss and the metrics `(slot,)` since the last call; the next epoch begins at zero."""

@@ -1,0 +1,77 @@
+"""The rows of one plain member's batches over several processes: each computes some, and gradients are summed."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from modelfleet.frameworks.torch.parallel import Group
+from modelfleet.frameworks.torch.random import DrawFromStreams, Draws, Part, Streams
+from modelfleet.frameworks.torch.state import exact
+from modelfleet.frameworks.torch.task import Task
+from modelfleet.trees import leaves, map_tree
+
+
+def backward(
+    group: Group,
+    task: Task,
+    model: nn.Module,
+    params: Mapping[str, nn.Parameter],
+    key: tuple[int, int],
+    draws: Draws,
+    batch: Any,
+    weights: Tensor | None,
+    scale: float | None,
+) -> tuple[float, dict[str, Any]]:
+    """Give the parameters the gradients of a whole batch, of which this rank computes its rows.
+
+    `key` is the member's seed and step. Returns the batch's loss and its sums, the same on every rank.
+    """
+    count = len(leaves(batch)[0])
+    start, end = group.rows(count)
+    idle = start == end  # a rank without rows computes one, which does not count: it must know what is summed
+    if idle:
+        start, end = 0, 1
+    own = map_tree(lambda leaf: leaf[start:end], batch)
+    weights = None if weights is None else weights[start:end]
+    device = next(iter(params.values())).device
+    part = Part(torch.tensor(start, device=device), torch.tensor(count, device=device), end - start, draws)
+    seed, step = (torch.tensor(number, device=device) for number in key)
+    with DrawFromStreams(Streams(seed, step, part)):
+        total, counted, sums = task.share(model, own, weights)
+        # float16's scale is meant for the gradients of the whole batch's mean.
+        unit = 1.0 if scale is None else scale * (end - start) / count / max(float(counted), 1.0)
+        (total if scale is None else total * unit).backward()
+
+    dtype = exact(device)
+    names = [name for name in sums if name not in ("loss", "rows")]
+    columns = torch.stack(
+        [
+            torch.as_tensor(number, device=device).detach().to(dtype)
+            for number in (total, counted, sums["rows"], *(sums[name] for name in names))
+        ]
+        + [torch.tensor(float(p.grad is not None), dtype=dtype, device=device) for p in params.values()]
+    )
+    wide = torch.float32
+    for parameter in params.values():
+        wide = torch.promote_types(wide, parameter.dtype)
+    flat = torch.cat(
+        [
+            (torch.zeros_like(p) if p.grad is None else p.grad).detach().reshape(-1).to(wide)
+            for p in params.values()
+        ]
+    )
+    if scale is not None:
+        flat /= unit
+    if idle:
+        columns, flat = torch.zeros_like(columns), torch.zeros_like(flat)
+    group.sum([flat, columns])
+
+    total, counted, rows, *rest = columns.tolist()
+    used = rest[len(names) :]
+    pieces = (flat / counted).split([p.numel() for p in params.values()])
+    for parameter, piece, taken in zip(params.values(), pieces, used, strict=True):
+        gradient = piece.reshape(parameter.shape).to(parameter.dtype)
+        parameter.grad = gradient if taken else None
+    return total / counted, {**dict(zip(names, rest, strict=False)), "rows": rows}
