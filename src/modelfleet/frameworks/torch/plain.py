@@ -446,6 +446,8 @@ class PlainEngine(TorchEngine):
         """
         plain = isinstance(other, PlainEngine)
         slots = other._slots(other._params) if plain else self._laid(other.state["slots"])
+        if "step" not in slots:
+            slots["step"] = dict.fromkeys(self._params, other.state["member"]["step"])
         self._fill_slots(slots, source)
         self._take_numbers(other.state["member"], source)
 
