@@ -19,8 +19,6 @@ from modelfleet.trees import leaves, map_tree
 class TorchEngine(protocol.Engine, ABC):
     """The parts of a torch engine that do not depend on how its steps are run."""
 
-    device: torch.device
-
     @staticmethod
     def inputs(data: Any) -> Any:
         """Return the inputs of a batch: the x of (x, y), or the batch itself."""
