@@ -94,7 +94,14 @@ def test_verbs_in_a_callback_see_the_weights_of_now_and_leave_the_training_alone
     looks = Looks(expected, tmp_path, models())
     fleet = given()
     history = fit(
-        fleet, (X, Y), epochs=3, batch_size=8, shuffle=False, callbacks=[looks], strategy=strategy, validation=(XV, YV)
+        fleet,
+        (X, Y),
+        epochs=3,
+        batch_size=8,
+        shuffle=False,
+        callbacks=[looks],
+        strategy=strategy,
+        validation=(XV, YV),
     )
     assert looks.moments == 5
     for name, epochs in expected.items():
@@ -119,7 +126,9 @@ def test_verbs_after_a_step_see_the_weights_of_that_step(strategy: str) -> None:
     for name, after in plain(2, rows=24).items():
         known = np.array([loss_of(model) for model in (models()[name], *after)])
         steps = [int(np.abs(known - seen[name]["loss"]).argmin()) for seen in looks.seen]
-        assert [known[step] for step in steps] == pytest.approx([seen[name]["loss"] for seen in looks.seen], rel=1e-4)
+        assert [known[step] for step in steps] == pytest.approx(
+            [seen[name]["loss"] for seen in looks.seen], rel=1e-4
+        )
         assert steps == sorted(steps)
         assert {1, 2} <= set(steps)
         assert steps[-1] == 2

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from modelfleet import streams
-from modelfleet.frameworks.torch.random import DrawFromStreams, Part, Streams
+from modelfleet.frameworks.torch.drawing import DrawFromStreams
+from modelfleet.frameworks.torch.random import Part, Streams
 from modelfleet.frameworks.torch.threefry import threefry
 
 # From Random123's kat_vectors: counter, key, result of threefry2x32 with 20 rounds.

@@ -26,7 +26,8 @@ from modelfleet.frameworks.torch import arrays, engine, programs, steps
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.counting import Coefficients
 from modelfleet.frameworks.torch.devices import out_of_memory
-from modelfleet.frameworks.torch.random import DrawFromStreams, Streams
+from modelfleet.frameworks.torch.drawing import DrawFromStreams
+from modelfleet.frameworks.torch.random import Streams
 from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.tracing import TRACING, Program, plain, trace
 from modelfleet.members import Member

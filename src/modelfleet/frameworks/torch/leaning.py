@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from modelfleet.frameworks.torch.random import is_random
+from modelfleet.frameworks.torch.drawing import is_random
 from modelfleet.trees import leaves
 
 aten = torch.ops.aten

@@ -16,8 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, SCALE
 from modelfleet.frameworks.torch.counting import Coefficients
+from modelfleet.frameworks.torch.drawing import DrawFromStreams
 from modelfleet.frameworks.torch.optimizers import STEP
-from modelfleet.frameworks.torch.random import DrawFromStreams, Draws, Part, Streams
+from modelfleet.frameworks.torch.random import Draws, Part, Streams
 from modelfleet.frameworks.torch.rules import Rules
 from modelfleet.frameworks.torch.state import State, exact
 from modelfleet.frameworks.torch.task import PRECISIONS, Task, call, logits
