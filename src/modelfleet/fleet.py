@@ -328,6 +328,7 @@ class Fleet:
             in_turn = supply.side_by_side([lane for lane, _ in fed], job)
             for (lane, feed), values in zip(fed, everywhere(fed, Lane.evaluate, in_turn=in_turn), strict=True):
                 lane.refuse_failures(feed)
+                lane.engine.write_changes(lane.members)
                 for row, name in enumerate(lane.names):
                     found[name] = {metric: float(column[row]) for metric, column in values.items()}
         return {name: found[name] for name in job.names}
@@ -340,6 +341,7 @@ class Fleet:
             fed = self._reading().settled("auto", job, "predict", self._changed(), self._ways)
             in_turn = supply.side_by_side([lane for lane, _ in fed], job)
             for (lane, _), outputs in zip(fed, everywhere(fed, Lane.predict, in_turn=in_turn), strict=True):
+                lane.engine.write_changes(lane.members)
                 found.update(zip(lane.names, outputs, strict=True))
         return {name: found[name] for name in job.names}
 

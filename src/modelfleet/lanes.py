@@ -164,7 +164,8 @@ class Lane:
         """Every member's outputs over a whole feed, as arrays of its own rows in their order."""
         parts: list[list[Any]] = [[] for _ in self.members]
         for batch in feed.epoch(0):
-            outputs = self.engine.predict(self.engine.inputs(batch.data), shared=batch.shared)
+            inputs = self.engine.inputs(batch.data)
+            outputs = self.engine.predict(inputs, shared=batch.shared, counts=batch.counts)
             for slot, count in enumerate(batch.counts):
                 if count:
                     parts[slot].append(self.engine.rows(outputs, slot, int(count)))

@@ -34,6 +34,7 @@ class LineDefinition(Definition):
 
     centered: bool = False
     branches: bool = False
+    counts: bool = False
     task: Any = None
     maskable: bool = True
     tried: list[Any] = field(default_factory=list)
@@ -75,8 +76,9 @@ class LineDefinition(Definition):
         }
         return new, jnp.isfinite(loss), jnp.isfinite(gradient)
 
-    def evaluate(self, state: State, metrics: Any, batch: Any, weights: Any) -> dict[str, Any]:
-        return self._added(metrics, *self._loss(state["params"]["000.slope"], batch, weights))
+    def evaluate(self, state: State, metrics: Any, batch: Any, weights: Any) -> tuple[dict[str, Any], State]:
+        added = self._added(metrics, *self._loss(state["params"]["000.slope"], batch, weights))
+        return added, self._counted(state)
 
     def _added(self, metrics: Any, loss: Any, rows: Any) -> dict[str, Any]:
         return {"total": metrics["total"] + loss * rows, "rows": metrics["rows"] + rows}
@@ -84,8 +86,11 @@ class LineDefinition(Definition):
     def results(self, metrics: Any) -> dict[str, Any]:
         return {"loss": metrics["total"] / metrics["rows"], "a_rows": metrics["rows"]}
 
-    def predict(self, state: State, x: Any) -> Any:
-        return {"line": state["params"]["000.slope"] * x}
+    def predict(self, state: State, x: Any) -> tuple[Any, State]:
+        return {"line": state["params"]["000.slope"] * x}, self._counted(state)
+
+    def _counted(self, state: State) -> State:
+        return {"buffers": {"000.seen": state["buffers"]["000.seen"] + 1}} if self.counts else {}
 
     def write_back(self, member: Member, state: State) -> None:
         member.model = Line(float(state["params"]["000.slope"]), int(state["buffers"]["000.seen"]))
@@ -386,3 +391,57 @@ def test_tensors_have_memory_of_their_own() -> None:
     tensor = made.tensor(array)
     array[:] = 7
     assert not np.asarray(tensor).any()
+
+
+# --- what evaluating and predicting change
+
+
+def seen(made: FunctionalEngine) -> list[int]:
+    return np.asarray(made.state["buffers"]["000.seen"]).tolist()
+
+
+def test_what_evaluating_changes_is_kept_for_the_members_that_had_rows() -> None:
+    made = engine(counts=True)
+    counts = np.array([ROWS, 0, ROWS])
+    made.evaluate(None, None, data(3), None, counts, ROWS, shared=False)
+    assert seen(made) == [1, 0, 1]
+    cut = made.cut(data(3), np.array([1]), 2, shared=False)
+    made.evaluate(None, np.array([1]), cut, None, counts, ROWS, shared=False)
+    assert seen(made) == [1, 1, 1]
+
+
+def test_what_predicting_changes_is_kept_for_the_members_that_had_rows() -> None:
+    made = engine(counts=True)
+    x, _ = data(3)
+    expected = made.predict(x, shared=False)["line"]
+    assert seen(made) == [1, 1, 1]
+    found = made.predict(x, shared=False, counts=np.array([ROWS, 0, 2]))["line"]
+    assert seen(made) == [2, 1, 2]
+    np.testing.assert_array_equal(found[0], expected[0])
+    np.testing.assert_array_equal(found[2, :2], expected[2, :2])
+
+
+def test_what_evaluating_and_predicting_changed_is_written_into_the_models_once() -> None:
+    own = members(3)
+    made = engine(own=own, counts=True)
+    models = [member.model for member in own]
+    made.write_changes(own)
+    assert [member.model for member in own] == models
+    made.predict(data(3)[0], shared=False)
+    made.write_changes(own)
+    assert [member.model.seen for member in own] == [1, 1, 1]
+
+
+# --- loading
+
+
+def test_a_narrowed_state_is_loaded_for_all_members() -> None:
+    trained, made = engine(), engine()
+    train(trained, data(3))
+    made.narrow(np.array([0, 2]))
+    made.load(trained.tensors())
+    np.testing.assert_array_equal(slopes(made), slopes(trained)[[0, 2]])
+    train(made, tuple(part[[0, 2]] for part in data(3)))
+    made.widen()
+    train(trained, data(3), [True, False, True])
+    np.testing.assert_array_equal(slopes(made), slopes(trained))

@@ -349,8 +349,12 @@ class Engine(ABC):
         """The loss and the metrics `(slot,)` of what `evaluate` added up."""
 
     @abstractmethod
-    def predict(self, data: Any, *, shared: bool) -> Any:
-        """The outputs `(slot, row, …)` on a batch of inputs."""
+    def predict(self, data: Any, *, shared: bool, counts: np.ndarray | None = None) -> Any:
+        """The outputs `(slot, row, …)` on a batch of inputs.
+
+        `counts` says how many rows are each member's own, as in a `Batch`; None: all are. What a model changes as
+        it predicts, as a counter, is changed by these rows alone, and stays as it is for a member without rows.
+        """
 
     @abstractmethod
     def inputs(self, data: Any) -> Any:
@@ -424,6 +428,9 @@ class Engine(ABC):
     @abstractmethod
     def write_back(self, members: Sequence[Member]) -> None:
         """Copy every member's state into its own model. Nothing is narrowed then."""
+
+    def write_changes(self, members: Sequence[Member]) -> None:  # noqa: B027  most engines change nothing
+        """Copy what evaluating and predicting have changed into the members' models, where anything has."""
 
     @abstractmethod
     def snapshot(self, row: int, working: bool = True) -> Any:

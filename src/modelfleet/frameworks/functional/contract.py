@@ -54,16 +54,19 @@ class Definition(Protocol):
         """The state after a step (its `PARTS`), and whether the loss and the gradient were finite, as scalars."""
         ...
 
-    def evaluate(self, state: State, metrics: dict[str, Any], batch: Any, weights: Any) -> dict[str, Any]:
-        """The accumulators with a batch added; the state comes without slots and metrics."""
+    def evaluate(
+        self, state: State, metrics: dict[str, Any], batch: Any, weights: Any
+    ) -> tuple[dict[str, Any], State]:
+        """The accumulators with a batch added, and those of the params and buffers that the model has changed, as
+        a counter or a seed may be; the state comes without slots and metrics."""
         ...
 
     def results(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """The loss and the metrics, scalars each, from their accumulators."""
         ...
 
-    def predict(self, state: State, x: Any) -> Any:
-        """The outputs `(row, …)` on inputs; the state comes without slots and metrics."""
+    def predict(self, state: State, x: Any) -> tuple[Any, State]:
+        """The outputs `(row, …)` on inputs, and what the model has changed, as in `evaluate`."""
         ...
 
     def write_back(self, member: Member, state: State) -> None:
@@ -104,6 +107,14 @@ class Backend(Protocol):
 
     def host(self, tree: Any) -> Any:
         """A tree of tensors as NumPy arrays; what NumPy does not have (bfloat16) as float32."""
+        ...
+
+    def exactly(self, tree: Any) -> Any:
+        """A tree of tensors as NumPy arrays of their own dtypes, bfloat16 among them."""
+        ...
+
+    def loaded(self, array: Any, like: Any) -> Any:
+        """What the `host` of the adapter's arrays gave of a tensor (or the tensor) as one like another."""
         ...
 
     def map(self, function: Function, args: Sequence[Any], mapped: Sequence[bool]) -> Any:

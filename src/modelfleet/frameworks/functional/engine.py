@@ -43,6 +43,7 @@ class FunctionalEngine(Engine):
         self._whole: tuple[State, np.ndarray] | None = None
         self._tried: Any = None  # the form of the batches that a member was tried on
         self._one = self.tensor(np.ones(1, dtype=bool))
+        self._changed = False  # by evaluating or predicting
         stacked = self._stacked(members)
         self._parameters = sum(array[0].size for array in stacked["params"].values())
         self._row_bytes = sum(array.nbytes for array in leaves(stacked)) // len(members)
@@ -129,7 +130,7 @@ class FunctionalEngine(Engine):
     def ready(self, kind: str, hyper: Any, active: Any, data: Any, *, shared: bool) -> None:
         """Have the program for batches like this one."""
         if kind == "predict":
-            self.programs.ready(kind, shared, self._readable(self.state), data)
+            self.programs.ready(kind, shared, self._readable(self.state), self._all(), data)
             return
         if not self.state["metrics"]:
             self._open(data, shared)
@@ -140,9 +141,8 @@ class FunctionalEngine(Engine):
                 )
             self.programs.ready(kind, shared, self.state, hyper, active, data, None)
         else:
-            there = self.tensor(np.ones(self._width, dtype=bool))
             state, totals = self._readable(self.state), self.state["metrics"]
-            self.programs.ready(kind, shared, state, totals, there, data, None)
+            self.programs.ready(kind, shared, state, totals, self._all(), data, None)
 
     def epoch_values(self) -> dict[str, np.ndarray]:
         """The loss and the metrics `(slot,)` since the last call; the next epoch begins at nothing."""
@@ -155,14 +155,17 @@ class FunctionalEngine(Engine):
     ) -> Any:
         """`totals` (None at first) with a batch added."""
         totals = self._fresh() if totals is None else totals
-        state = self._readable(self.state)
         if slots is None:
             there = self.tensor(np.asarray(counts) > 0)
-            return self.programs.run("evaluate", shared, state, totals, there, data, weights)
+            state = self._readable(self.state)
+            totals, changed = self.programs.run("evaluate", shared, state, totals, there, data, weights)
+            self._take_in(changed)
+            return totals
         for place, slot in enumerate(slots):
             own = data if shared else map_tree(lambda leaf, place=place: leaf[place], data)
-            rows = self._rows([slot])
-            totals = self.programs.run("evaluate_one", True, state, totals, rows, self._one, own)
+            rows, state = self._rows([slot]), self._readable(self.state)
+            totals, changed = self.programs.run("evaluate_one", True, state, totals, rows, self._one, own)
+            self._take_in(changed)
         return totals
 
     def values(self, totals: Any) -> dict[str, np.ndarray]:
@@ -172,9 +175,26 @@ class FunctionalEngine(Engine):
         found = self.backend.host(self.programs.run("results", True, totals))
         return {name: np.asarray(found[name], dtype=np.float64) for name in self.programs.names}
 
-    def predict(self, data: Any, *, shared: bool) -> Any:
+    def predict(self, data: Any, *, shared: bool, counts: np.ndarray | None = None) -> Any:
         """The outputs `(slot, row, …)` on a batch of inputs, on the host."""
-        return self.backend.host(self.programs.run("predict", shared, self._readable(self.state), data))
+        size = leaves(data)[0].shape[0 if shared else 1]
+        counts = np.full(self._width, size) if counts is None else np.asarray(counts)
+        there = self.tensor(counts > 0)
+        outputs, changed = self.programs.run("predict", shared, self._readable(self.state), there, data)
+        if not leaves(changed) or ((counts == size) | (counts == 0)).all():
+            self._take_in(changed)
+            return self.backend.host(outputs)
+        # What a model that changes as it predicts makes of padded rows is not its own: each member on its rows.
+        found = map_tree(np.array, self.backend.host(outputs))
+        for slot in np.flatnonzero(counts):
+            own = map_tree(lambda leaf, slot=slot: leaf if shared else leaf[slot], data)
+            own = map_tree(lambda leaf, count=counts[slot]: leaf[:count], own)
+            rows, state = self._rows([slot]), self._readable(self.state)
+            outputs, changed = self.programs.run("predict_one", True, state, rows, self._one, own)
+            self._take_in(changed)
+            for whole, part in zip(leaves(found), leaves(self.backend.host(outputs)), strict=True):
+                whole[slot, : counts[slot]] = part[0]
+        return found
 
     def inputs(self, data: Any) -> Any:
         """The inputs of a batch: the x of (x, y), or the batch itself."""
@@ -219,9 +239,9 @@ class FunctionalEngine(Engine):
             return {part: new[part] for part in ("buffers", "metrics")}
 
         one = map_tree(lambda t: t[0], self.state)
-        one["params"] = map_tree(lambda t: self.tensor(_varied(self.backend.host(t))), one["params"])
+        one["params"] = map_tree(lambda t: self.tensor(_varied(self.backend.exactly(t))), one["params"])
         few = map_tree(lambda leaf: leaf[:real], data)
-        data = map_tree(lambda leaf: _padded_otherwise(leaf, real), self.backend.host(data))
+        data = map_tree(lambda leaf: _padded_otherwise(leaf, real), self.backend.exactly(data))
         weights = self.tensor((np.arange(size) < real).astype(np.float32))
         program = self.backend.compile(outcome)
         try:
@@ -303,13 +323,20 @@ class FunctionalEngine(Engine):
     def write_out(self, row: int, working: bool, member: Member) -> None:
         """Copy one member's state into its model."""
         one = {part: {name: t[row] for name, t in own.items()} for part, own in self._side(working).items()}
-        self._definition.write_back(member, self.backend.host(one))
+        self._definition.write_back(member, self.backend.exactly(one))
 
     def write_back(self, members: Sequence[Member]) -> None:
         """Copy every member's state into its own model."""
-        arrays = self.backend.host(self.state)
+        arrays = self.backend.exactly(self.state)
         for row, member in enumerate(members):
             self._definition.write_back(member, map_tree(lambda array, row=row: array[row], arrays))
+
+    def write_changes(self, members: Sequence[Member]) -> None:
+        """Copy what evaluating and predicting have changed into the members' models."""
+        if self._changed:
+            for row, member in enumerate(members):
+                self.write_out(row, True, member)
+            self._changed = False
 
     def snapshot(self, row: int, working: bool = True) -> State:
         """A copy of one member's weights: of the working state, or of the one it was narrowed from."""
@@ -331,10 +358,15 @@ class FunctionalEngine(Engine):
 
     def load(self, tensors: Mapping[str, Any]) -> None:
         """Take up the state that `tensors` gave, or NumPy arrays of it."""
-        self.state = {
-            part: {name: self.tensor(np.asarray(tensors[f"{part}/{name}"])) for name in own}
-            for part, own in self.state.items()
+        loaded = {
+            part: {name: self.backend.loaded(tensors[f"{part}/{name}"], tensor) for name, tensor in own.items()}
+            for part, own in self._side(False).items()
         }
+        if self._whole is None:
+            self.state = loaded
+        else:
+            self._whole = loaded, self._whole[1]
+            self.state = self.programs.take(loaded, self._rows(self._whole[1]))
 
     def stream(self) -> AbstractContextManager[Any]:
         """Nothing of its own to step within: every call orders itself after those before it."""
@@ -359,7 +391,7 @@ class FunctionalEngine(Engine):
         if form not in known:
             with self._trying(batch, self.inputs(batch.data), name) as few:
                 state = map_tree(lambda t: t[0], self._readable(self.state))
-                output = self.backend.shapes(self.programs.definition.predict, state, few)
+                output, _ = self.backend.shapes(self.programs.definition.predict, state, few)
             known[form] = tuple(output.shape) if hasattr(output, "shape") else None
         return known[form]
 
@@ -417,6 +449,15 @@ class FunctionalEngine(Engine):
         state["member"] |= {name: np.zeros(len(members), dtype=np.int32) for name in ("step", "trouble")}
         return state
 
+    def _all(self) -> Any:
+        return self.tensor(np.ones(self._width, dtype=bool))
+
+    def _take_in(self, changed: State) -> None:
+        """Keep what evaluating or predicting has changed."""
+        if leaves(changed):
+            self.state = {**self.state, **{part: {**self.state[part], **own} for part, own in changed.items()}}
+            self._changed = True
+
     def _put_weights(self, positions: Any, weights: State, *, working: bool) -> None:
         side = self._side(working)
         own = {part: side[part] for part in WEIGHTS}
@@ -459,8 +500,8 @@ def _padded_otherwise(leaf: np.ndarray, real: int) -> np.ndarray:
     """The rows of a batch with other padding: its own, real rows again, might leave means and variances alone."""
     leaf = np.array(leaf)
     leaf[real:] = leaf[0]
-    if leaf.dtype.kind == "f":
-        leaf[real:] = 1.5 * leaf[real:] + 0.5
+    if leaf.dtype.kind in "fcV":  # V: bfloat16
+        leaf[real:] = (1.5 * leaf[real:] + 0.5).astype(leaf.dtype)
     return leaf
 
 

@@ -25,7 +25,8 @@ class Programs:
         self.put = backend.compile(backend.put, donate=True)
 
     def run(self, kind: str, shared: bool, *args: Any) -> Any:
-        """Run a step: "train", "several", "one", "evaluate", "evaluate_one", "predict" or "results"."""
+        """Run a step: "train", "several", "one", "evaluate", "evaluate_one", "predict", "predict_one" or
+        "results"."""
         compiled, plain = self._functions(kind, shared)
         return (plain if (kind, shared) in self._plain else compiled)(*args)
 
@@ -102,16 +103,31 @@ class Programs:
 
     def _evaluate(self, shared: bool, state: State, totals: Any, there: Any, data: Any, weights: Any) -> Any:
         args, mapped = (state, totals, data, weights), (True, True, not shared, True)
-        new = self._mapped(self.definition.evaluate, args, mapped)
-        return _merged(lambda a, b: self.backend.where(there, a, b), new, totals)
+        new, changed = self._mapped(self.definition.evaluate, args, mapped)
+        kept = {part: {name: state[part][name] for name in own} for part, own in changed.items()}
+
+        def there_only(new: Any, old: Any) -> Any:
+            return self.backend.where(there, new, old)
+
+        return _merged(there_only, new, totals), _merged(there_only, changed, kept)
 
     def _evaluate_one(self, _: bool, state: State, totals: Any, rows: Any, there: Any, data: Any) -> Any:
         take = self.backend.take
-        part = self._evaluate(True, take(state, rows), take(totals, rows), there, data, None)
-        return self.backend.put(totals, rows, part)
+        part, changed = self._evaluate(True, take(state, rows), take(totals, rows), there, data, None)
+        return self.backend.put(totals, rows, part), self._put_changed(state, rows, changed)
 
-    def _predict(self, shared: bool, state: State, data: Any) -> Any:
-        return self._mapped(self.definition.predict, (state, data), (True, not shared))
+    def _predict(self, shared: bool, state: State, there: Any, data: Any) -> Any:
+        outputs, changed = self._mapped(self.definition.predict, (state, data), (True, not shared))
+        kept = {part: {name: state[part][name] for name in own} for part, own in changed.items()}
+        return outputs, _merged(lambda new, old: self.backend.where(there, new, old), changed, kept)
+
+    def _predict_one(self, _: bool, state: State, rows: Any, there: Any, data: Any) -> Any:
+        outputs, changed = self._predict(True, self.backend.take(state, rows), there, data)
+        return outputs, self._put_changed(state, rows, changed)
+
+    def _put_changed(self, state: State, rows: Any, changed: State) -> State:
+        kept = {part: {name: state[part][name] for name in own} for part, own in changed.items()}
+        return self.backend.put(kept, rows, changed)
 
     def _results(self, _: bool, metrics: dict[str, Any]) -> dict[str, Any]:
         def results(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -130,9 +146,9 @@ class Programs:
 
 
 _TOGETHER = {  # what can't be traced if one of them can't: a model that branches when trained does so elsewhere
-    "train": ("train", "several", "one", "evaluate", "evaluate_one", "predict"),
+    "train": ("train", "several", "one", "evaluate", "evaluate_one", "predict", "predict_one"),
     "evaluate": ("evaluate", "evaluate_one"),
-    "predict": ("predict",),
+    "predict": ("predict", "predict_one"),
 }
 
 

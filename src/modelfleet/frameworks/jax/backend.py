@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from modelfleet.frameworks.jax.arrays import from_host
 from modelfleet.trees import map_tree
 
 Function = Callable[..., Any]
@@ -41,6 +42,14 @@ class JaxBackend:
     def host(self, tree: Any) -> Any:
         """A tree of tensors as NumPy arrays; bfloat16 as float32."""
         return map_tree(_host, jax.device_get(tree))
+
+    def exactly(self, tree: Any) -> Any:
+        """A tree of tensors as NumPy arrays of their own dtypes."""
+        return map_tree(np.asarray, jax.device_get(tree))
+
+    def loaded(self, array: Any, like: jax.Array) -> jax.Array:
+        """What `arrays.host` gave of a tensor, as one like another."""
+        return self.tensor(from_host(np.asarray(array), like))
 
     def map(self, function: Function, args: Sequence[Any], mapped: Sequence[bool]) -> Any:
         """`function` of every member."""

@@ -86,31 +86,32 @@ class JaxDefinition(Definition):
         assert self._slots is not None
 
         def loss_of(params: Parts) -> Any:
-            (loss, found), buffers = self._losses({**state, "params": params}, batch, weights, True)
-            return loss, (found, buffers)
+            (loss, found), after = self._losses({**state, "params": params}, batch, weights, True)
+            return loss, (found, after)
 
-        (loss, (found, buffers)), gradients = jax.value_and_grad(loss_of, has_aux=True)(state["params"])
+        (loss, (found, after)), gradients = jax.value_and_grad(loss_of, has_aux=True)(state["params"])
         finite = jnp.isfinite(sum((g * 0).sum() for g in gradients.values()))
         if self.task.clip:
             gradients = _clipped(gradients, state["member"]["clip_norm"])
-        params, slots = self._form.tree(state["params"]), self._slots.tree(state["slots"])
+        # A forward may change weights itself, as nnx.SpectralNorm does: these are what the optimizer steps.
+        params, slots = self._form.tree(after["params"]), self._slots.tree(state["slots"])
         # Some transformations go by the loss: Polyak's steps, the plateau's.
         updates, slots = self.task.optimizer.transformation.update(
             self._form.tree(gradients), slots, params, value=loss
         )
         new = {
             "params": self._form.flat(optax.apply_updates(params, updates)),
-            "buffers": buffers,
+            "buffers": after["buffers"],
             "slots": self._slots.parts(slots),
         }
         kept: State = {part: _as_before(tensors, state[part]) for part, tensors in new.items()}
         kept["metrics"] = self._added(state["metrics"], found)
         return kept, jnp.isfinite(loss), finite
 
-    def evaluate(self, state: State, metrics: Parts, batch: Any, weights: Any) -> Parts:
+    def evaluate(self, state: State, metrics: Parts, batch: Any, weights: Any) -> tuple[Parts, State]:
         """The accumulators with a batch added."""
-        (_, found), _ = self._losses(state, batch, weights, False)
-        return self._added(metrics, found)
+        (_, found), after = self._losses(state, batch, weights, False)
+        return self._added(metrics, found), _changed(after, state)
 
     def results(self, metrics: Parts) -> Parts:
         """The loss and the metrics from their accumulators."""
@@ -118,10 +119,12 @@ class JaxDefinition(Definition):
         order = [name for name in ("loss", *(m.name for m in self.task.metrics)) if name in found]
         return {name: self.task.metric(name).value(found[name]) for name in dict.fromkeys([*order, *found])}
 
-    def predict(self, state: State, x: Any) -> Any:
+    def predict(self, state: State, x: Any) -> tuple[Any, State]:
         """The outputs on inputs."""
         x = self._cast(x)
-        return self._run(state, False, lambda model: widened(self._form.call(model, x), self.task.precision))[0]
+        call = self._form.call
+        outputs, after = self._run(state, False, lambda model: widened(call(model, x), self.task.precision))
+        return outputs, _changed(after, state)
 
     def write_back(self, member: Member, state: State) -> None:
         """Put a member's arrays into its module, or make a new pair of them."""
@@ -145,17 +148,24 @@ class JaxDefinition(Definition):
         return check
 
     def _losses(self, state: State, batch: Any, weights: Any, train: bool) -> Any:
-        """(loss, parts of the metrics), and the buffers afterwards."""
+        """(loss, parts of the metrics), and the params and buffers afterwards."""
         if self.task.loss is not None and isinstance(batch, tuple) and len(batch) == 2:
             batch = self._cast(batch[0]), batch[1]
         else:
             batch = self._cast(batch)
         return self._run(state, train, lambda model: self.task.run(self._form.call, model, batch, weights))
 
-    def _run(self, state: State, train: bool, use: Callable[[Any], Any]) -> tuple[Any, Parts]:
+    def _run(self, state: State, train: bool, use: Callable[[Any], Any]) -> tuple[Any, State]:
         member = state["member"]
         key = jax.random.fold_in(key_of(member["key"]), member["step"])
-        return self._form.run(self._cast(state["params"]), state["buffers"], key, use, train=train)
+        given = self._cast(state["params"])
+        result, params, buffers = self._form.run(given, state["buffers"], key, use, train=train)
+        # Of those that it left alone, what was there before they were cast.
+        kept = {
+            name: before if params[name] is given[name] else params[name].astype(before.dtype)
+            for name, before in state["params"].items()
+        }
+        return result, {"params": kept, "buffers": buffers}
 
     def _cast(self, tree: Any) -> Any:
         """A tree in the precision to compute in; weights and their updates stay in float32."""
@@ -179,7 +189,7 @@ class JaxDefinition(Definition):
             return False
 
         def counted(state: State, batch: Any) -> Any:
-            return loss.rows(self.predict(state, batch[0]), batch[1])[1]
+            return loss.rows(self.predict(state, batch[0])[0], batch[1])[1]
 
         return shapes(counted, state, batch) is not None
 
@@ -198,6 +208,14 @@ def _clipped(gradients: Parts, most: Any) -> Parts:
     return {key: jnp.where(norm < most, g, g / norm * most) for key, g in gradients.items()}
 
 
+def _changed(after: State, before: State) -> State:
+    """Those of the params and buffers that a model has put others in the place of."""
+    return {
+        part: _as_before({name: own[name] for name in own if own[name] is not before[part][name]}, before[part])
+        for part, own in after.items()
+    }
+
+
 def _as_before(new: Parts, old: Parts) -> Parts:
     """The new tensors in the dtypes of the old: a step never changes what a member is made of."""
-    return {key: jnp.asarray(new[key], value.dtype) for key, value in old.items()}
+    return {key: jnp.asarray(value, old[key].dtype) for key, value in new.items()}

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from modelfleet.errors import InputError
+
 Parts = dict[str, Any]  # arrays by structural key
 Use = Callable[[Any], Any]
 
@@ -86,6 +88,23 @@ class Tree:
         ]
         return jax.tree.unflatten(self._definition, leaves)
 
+    def after(self, before: list[tuple[str, Any]], parts: Mapping[str, Any], named: Mapping[str, Any]) -> Parts:
+        """The arrays that have these names now; those of `parts` where nothing was put in their place.
+
+        `before` are the leaves of the tree that was made of them.
+        Raises `InputError` for one that has become another shape or dtype.
+        """
+        found: Parts = {}
+        for key, (name, old) in zip(self.keys, before, strict=True):
+            leaf = named.get(name, old)
+            if leaf.shape != old.shape or leaf.dtype != old.dtype:
+                raise InputError(
+                    f"its {name!r} was {_spec(old)}, now it is {_spec(leaf)}. A member's variables "
+                    f"keep their shapes and dtypes: cast what the model assigns."
+                )
+            found[key] = parts[key] if leaf is old else raw(leaf)
+        return found
+
     @property
     def trained(self) -> set[str]:
         """The keys of what can have a gradient."""
@@ -124,17 +143,24 @@ class Module:
         """The params of what the optimizer gave."""
         return self._params.parts(tree)
 
-    def run(self, params: Parts, buffers: Parts, key: Any, use: Use, *, train: bool) -> tuple[Any, Parts]:
-        """What `use` makes of the model with these parts, and its buffers afterwards."""
+    def run(self, params: Parts, buffers: Parts, key: Any, use: Use, *, train: bool) -> tuple[Any, Parts, Parts]:
+        """What `use` makes of the model with these parts, and its params and buffers afterwards.
+
+        What the model has not replaced is the very array that was given.
+        """
         nnx = self._nnx
         whole = {key: params[key] if key in params else buffers[f"param.{key}"] for key in self._params.keys}
         graph = self._train if train else self._eval
-        model = nnx.merge(graph, self._params.tree(whole), self._others.tree(buffers))
+        own, others = self._params.tree(whole), self._others.tree(buffers)
+        before = named_leaves(own), named_leaves(others)  # now: the trees may be the model's own variables
+        model = nnx.merge(graph, own, others)
         result = use(model)
-        after = dict(named_leaves(nnx.state(model, nnx.Not(nnx.Param))))
         # By name: a model may have sown variables that were not there before.
-        own = {key: raw(after[key.partition(".")[2]]) for key in self._others.keys}
-        return result, {**buffers, **own}
+        after = dict(named_leaves(nnx.state(model)))
+        trained = self._params.after(before[0], whole, after)
+        frozen = {f"param.{key}": value for key, value in trained.items()}
+        kept = {**frozen, **self._others.after(before[1], buffers, after)}
+        return result, {key: trained[key] for key in params}, {key: kept[key] for key in buffers}
 
     def write_back(self, model: Any, params: Parts, buffers: Parts) -> Any:
         """The model itself, with these parts."""
@@ -174,15 +200,15 @@ class Pair:
         """The params of what the optimizer gave."""
         return self._params.parts(tree)
 
-    def run(self, params: Parts, buffers: Parts, key: Any, use: Use, *, train: bool) -> tuple[Any, Parts]:
-        """What `use` makes of the model with these parts, and its buffers, which stay as they are."""
+    def run(self, params: Parts, buffers: Parts, key: Any, use: Use, *, train: bool) -> tuple[Any, Parts, Parts]:
+        """What `use` makes of the model with these parts, and these, which a function leaves as they are."""
         given: dict[str, Any] = {}
         if "train" in self._takes:
             given["train"] = train
         if "rng" in self._takes and (train or self._takes["rng"]):
             given["rng"] = key
         apply = functools.partial(self._apply, **given) if given else self._apply
-        return use((self._params.tree({**params, **buffers}), apply)), buffers
+        return use((self._params.tree({**params, **buffers}), apply)), params, buffers
 
     def write_back(self, model: Any, params: Parts, buffers: Parts) -> Any:
         """A new pair with these parts: a tuple can't be changed."""
@@ -208,6 +234,10 @@ def _keywords(function: Callable[..., Any]) -> dict[str, bool]:
 
 def _of_kind(value: Any, kind: Any) -> Any:
     return value if kind is None else jax.random.wrap_key_data(value, impl=kind)
+
+
+def _spec(array: Any) -> str:
+    return f"{tuple(array.shape)} {array.dtype}"
 
 
 def _is_key(leaf: Any) -> bool:

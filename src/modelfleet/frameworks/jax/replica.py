@@ -19,7 +19,9 @@ def replica(model: Any, device: jax.Device, precision: str) -> functional.Replic
     definition = JaxDefinition(model, Task(precision=precision))
     state = definition.state(Member("model", model, 0, adapter("jax")))
     state["member"]["step"] = np.int32(0)
-    return functional.Replica(definition.predict, lent(state, device), JaxBackend(device), arrays)
+    return functional.Replica(
+        lambda state, x: definition.predict(state, x)[0], lent(state, device), JaxBackend(device), arrays
+    )
 
 
 def lent(tree: Any, device: jax.Device) -> Any:

@@ -62,17 +62,19 @@ class KerasDefinition(Definition):
         good_gradient = ops.full_like(good_loss, True) if steps.scales_loss else _finite(gradients)
         return {"params": params, "buffers": buffers, "slots": slots, "metrics": metrics}, good_loss, good_gradient
 
-    def evaluate(self, state: State, metrics: dict[str, Any], batch: Any, weights: Any) -> dict[str, Any]:
+    def evaluate(
+        self, state: State, metrics: dict[str, Any], batch: Any, weights: Any
+    ) -> tuple[dict[str, Any], State]:
         """The metrics with a batch added."""
-        return self.steps.evaluate(state["params"], state["buffers"], metrics, batch, weights)
+        return self.steps.evaluate(state["params"], state["buffers"], metrics, batch, weights), {}
 
     def results(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """The loss and the metrics, by the names of Keras's logs."""
         return self.steps.results(metrics)
 
-    def predict(self, state: State, x: Any) -> Any:
+    def predict(self, state: State, x: Any) -> tuple[Any, State]:
         """The model's outputs."""
-        return self.steps.predict(state["params"], state["buffers"], x)
+        return self.steps.predict(state["params"], state["buffers"], x), {}
 
     def write_back(self, member: Member, state: State) -> None:
         """Put a member's weights, seeds and optimizer's variables into its model."""
@@ -121,7 +123,7 @@ class KerasEngine(FunctionalEngine):
             part: {key: tensor[row] for key, tensor in side[part].items()}
             for part in ("params", "buffers", "slots")
         }
-        self._definition.write_back(member, self.backend.host(own))
+        self._definition.write_back(member, self.backend.exactly(own))
 
 
 def _copied(arrays: dict[str, Any]) -> dict[str, np.ndarray]:

@@ -245,7 +245,7 @@ class Engine(engine.Engine):
         """The loss and the metrics `(slot,)` of what `evaluate` added up, by the names of Keras's logs."""
         return self._to_host(self._steps.results(totals, fused=self.fused))
 
-    def predict(self, data: Any, *, shared: bool) -> Any:
+    def predict(self, data: Any, *, shared: bool, counts: np.ndarray | None = None) -> Any:
         """The outputs `(slot, row, …)` on a batch of inputs."""
         args = (self._reading(self.state), self.shared, data)
         return self.programs.program("predict", args, shared)[0](leaves(args))

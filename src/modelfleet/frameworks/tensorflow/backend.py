@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from modelfleet.frameworks.tensorflow import rules
+from modelfleet.frameworks.tensorflow.arrays import from_host
 from modelfleet.frameworks.tensorflow.programs import Graph, Program, live_bytes
 from modelfleet.trees import leaves, map_tree, rebuild
 
@@ -54,6 +55,14 @@ class TensorFlowBackend:
     def host(self, tree: Any) -> Any:
         """A tree of tensors as NumPy arrays; bfloat16 as float32."""
         return map_tree(_host, tree)
+
+    def exactly(self, tree: Any) -> Any:
+        """A tree of tensors as NumPy arrays of their own dtypes."""
+        return map_tree(np.asarray, tree)
+
+    def loaded(self, array: Any, like: tf.Tensor) -> tf.Tensor:
+        """What `arrays.host` gave of a tensor, as one like another."""
+        return self.tensor(from_host(np.asarray(array), like))
 
     def map(self, function: Function, args: Sequence[Any], mapped: Sequence[bool]) -> Any:
         """`function` of every member."""

@@ -28,8 +28,8 @@ class _Prediction(Definition):
     def fresh_metrics(self) -> dict[str, Any]:
         return {}
 
-    def predict(self, state: State, x: Any) -> Any:
-        return self._call(x)
+    def predict(self, state: State, x: Any) -> tuple[Any, State]:
+        return self._call(x), {}
 
     def write_back(self, member: Member, state: State) -> None:
         pass
@@ -40,7 +40,9 @@ class _Prediction(Definition):
     def train(self, state: State, hyper: Any, batch: Any, weights: Any) -> tuple[State, Any, Any]:
         raise self._refusal()
 
-    def evaluate(self, state: State, metrics: dict[str, Any], batch: Any, weights: Any) -> dict[str, Any]:
+    def evaluate(
+        self, state: State, metrics: dict[str, Any], batch: Any, weights: Any
+    ) -> tuple[dict[str, Any], State]:
         raise self._refusal()
 
     def results(self, metrics: dict[str, Any]) -> dict[str, Any]:

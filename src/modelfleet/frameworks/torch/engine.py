@@ -286,7 +286,7 @@ class Engine(TorchEngine):
         empty = torch.zeros(len(counts), dtype=torch.float64, device=self.device)
         return {name: empty.index_copy(0, rows, value.double()) for name, value in sums.items()}
 
-    def predict(self, data: Any, *, shared: bool) -> Any:
+    def predict(self, data: Any, *, shared: bool, counts: np.ndarray | None = None) -> Any:
         """The outputs `(slot, row, …)` on a batch of inputs."""
         return self.programs.predict((self.state, self.shared, data), shared_data=shared)
 
