@@ -21,7 +21,7 @@ class Net(nnx.Module):
     """A linear layer in whatever wraps it, and one after it."""
 
     def __init__(self, wrap: Callable[[nnx.Module, nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> None:
-        self.first = wrap(nnx.Linear(4, 6, rngs=rngs), rngs)
+        self.first: Any = wrap(nnx.Linear(4, 6, rngs=rngs), rngs)
         self.last = nnx.Linear(6, 2, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -32,10 +32,10 @@ class Noisy(nnx.Module):
     """Adds noise, counts its calls, and changes a weight itself, whether it is trained or not."""
 
     def __init__(self, layer: nnx.Module, rngs: nnx.Rngs) -> None:
-        self.layer = layer
+        self.layer: Any = layer
         self.rngs = rngs.fork()
         self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
-        self.shift = nnx.Param(jnp.ones(4))
+        self.shift: Any = nnx.Param(jnp.ones(4))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         self.calls[...] += 1
