@@ -23,9 +23,10 @@ from modelfleet.frameworks.torch import arrays, plain_optimizer, plain_parallel
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.base import TorchEngine, explained, on_host
 from modelfleet.frameworks.torch.dividing import divide
+from modelfleet.frameworks.torch.drawing import DrawFromStreams
 from modelfleet.frameworks.torch.parallel import Group
 from modelfleet.frameworks.torch.programs import mode
-from modelfleet.frameworks.torch.random import DrawFromStreams, Draws, Streams
+from modelfleet.frameworks.torch.random import Draws, Streams
 from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.steps import GROWTH_STEPS, SMALLEST_SCALE, Steps
 from modelfleet.frameworks.torch.task import PRECISIONS, Task, call, logits

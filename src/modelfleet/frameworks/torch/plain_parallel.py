@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelfleet.frameworks.torch.drawing import DrawFromStreams
 from modelfleet.frameworks.torch.parallel import Group
-from modelfleet.frameworks.torch.random import DrawFromStreams, Draws, Part, Streams
+from modelfleet.frameworks.torch.random import Draws, Part, Streams
 from modelfleet.frameworks.torch.state import exact
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.trees import leaves, map_tree
