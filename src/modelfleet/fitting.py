@@ -143,7 +143,7 @@ class Fit:
         self._announce()
         for shift in self.shifts:
             shift.divisible = not self._way.side_by_side
-            shift.several = 1 if self._way.watched or self._way.side_by_side else shift.lane.engine.several
+            shift.take_several(one=self._way.watched or self._way.side_by_side)
             shift.begin()
         self.active = self._training()
         stopped_by: str | None = "an error"

@@ -12,8 +12,8 @@ OWN_THREADS = "modelfleet-"  # how the names of modelfleet's threads begin
 class Gate:
     """Lets one thread at a time use a fleet.
 
-    Another thread waits until a verb is over; while a `fit` is under way it gets `BusyError`. Within a verb the same
-    thread may begin one that only reads, as a callback does.
+    Another thread waits until a verb is over; while a `fit` is under way it gets `BusyError`. Within a verb the
+    same thread may begin one that only reads, as a callback does.
     """
 
     def __init__(self) -> None:

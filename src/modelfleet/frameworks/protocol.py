@@ -62,6 +62,11 @@ class Prepared(Protocol):
 class Schedules(Protocol):
     """The hyperparameters of a lane's members over the steps of a fit."""
 
+    @property
+    def by_step(self) -> bool:
+        """Whether the columns may change from one step to the next, not only from epoch to epoch."""
+        ...
+
     def at(self, steps: np.ndarray, /) -> Mapping[str, np.ndarray]:
         """The columns for members that have taken so many steps; the same object as long as nothing changes."""
         ...

@@ -63,7 +63,7 @@ def epoch_seconds(
         lane.ready(feed.first(), "train")
     shifts = supply.shifts(fed, scratch)
     for shift in shifts:
-        shift.several = shift.lane.engine.several
+        shift.take_several()
     ends = [time.perf_counter()]
     way = Way(True, watched=False, stopped=lambda: False, side_by_side=False, halve=lambda shift: None)
     for moment in sharing_of(scratch)(shifts, way):

@@ -171,7 +171,7 @@ class _Crew:
         for shift, standing, tensors in zip(self.shifts, order.standings, order.tensors, strict=True):
             shift.lane.engine.load({name: _writable(array) for name, array in tensors.items()})
             self._take_up(shift, standing)
-            shift.several = 1 if order.watched else shift.lane.engine.several
+            shift.take_several(one=order.watched)
         if any(standing.epoch or standing.position for standing in order.standings):
             self._restore(order.randomness)
             for shift in self.shifts:

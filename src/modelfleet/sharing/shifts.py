@@ -93,6 +93,10 @@ class Shift:
         """Whether anybody is still training."""
         return bool(self.lane.on().any())
 
+    def take_several(self, *, one: bool = False) -> None:
+        """Take as many steps in a turn as the engine likes; one, if each is watched or has its own columns."""
+        self.several = 1 if one or self.schedules.by_step else self.lane.engine.several
+
     def training(self) -> list[str]:
         """Who is still training."""
         return [name for name, on in zip(self.lane.names, self.lane.on(), strict=True) if on]

@@ -9,6 +9,8 @@ import numpy as np
 class Schedules:
     """Nothing to do between the steps (see `protocol.Schedules`)."""
 
+    by_step = False
+
     def __init__(self, *_: Any, **__: Any) -> None:
         self._columns: dict[str, np.ndarray] = {}
 

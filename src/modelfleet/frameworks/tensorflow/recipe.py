@@ -49,6 +49,8 @@ def _refusal(member: Member, what: str) -> InputError:
 class Schedules:
     """There are none (see `protocol.Schedules`)."""
 
+    by_step = False
+
     def __init__(self, *_: Any, **__: Any) -> None:
         self._columns: dict[str, np.ndarray] = {}
 

@@ -8,7 +8,6 @@ is not finite is not taken: the member keeps its last good weights and buffers.
 
 import copy
 import math
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -23,10 +22,10 @@ from modelfleet.frameworks.torch import arrays, plain_optimizer, plain_parallel
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.base import TorchEngine, explained, on_host
 from modelfleet.frameworks.torch.dividing import divide
-from modelfleet.frameworks.torch.drawing import DrawFromStreams
+from modelfleet.frameworks.torch.eager_draws import Ahead, EagerDraws
 from modelfleet.frameworks.torch.parallel import Group
 from modelfleet.frameworks.torch.programs import mode
-from modelfleet.frameworks.torch.random import Draws, Streams
+from modelfleet.frameworks.torch.random import Draws
 from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.steps import GROWTH_STEPS, SMALLEST_SCALE, Steps
 from modelfleet.frameworks.torch.task import PRECISIONS, Task, call, logits
@@ -34,16 +33,15 @@ from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree
 
 FIRST_SCALE = 65536.0  # torch.amp.GradScaler's
+MOST_JOINED = 1 << 17  # numbers: beyond, copying them together takes longer than it saves
 WEIGHTS = ("params", "frozen", "buffers")
-
-_DRAWING = threading.RLock()  # the draws of a step are counted by torch's one generator
 
 
 class PlainEngine(TorchEngine):
     """The torch side of a lane of one member (see `modelfleet.lanes.Lane`)."""
 
     programs = None
-    several = 1
+    several = 8  # steps a turn: what is around a step costs as much as a small model's forward
     fused = False
     prospect = 1.0
     compiling = False
@@ -69,6 +67,7 @@ class PlainEngine(TorchEngine):
         self._scale, self._good = FIRST_SCALE, 0
         self._sums: dict[str, Any] = {}
         self._draws: dict[str, bool] = {}  # by what is done: whether it draws random numbers
+        self._ahead = Ahead()
         self._needs_grad = (
             False  # whether evaluating takes gradients, as an objective with a gradient penalty does
         )
@@ -80,6 +79,7 @@ class PlainEngine(TorchEngine):
     def _bind(self) -> None:
         """Make the optimizer for the parameters that the model has now."""
         self._params = dict(self.model.named_parameters())
+        self._buffered = [module for module in self.model.modules() if module._buffers]
         self._optimizer = plain_optimizer.make(self.task.optimizer, self._params.values(), self._hyper)
 
     def _rebind(self) -> None:
@@ -93,7 +93,7 @@ class PlainEngine(TorchEngine):
         for name, parameter in self._params.items():
             if name in before and before[name].shape == parameter.shape:
                 own = {slot: tensors[name][0] for slot, tensors in slots.items()}
-                plain_optimizer.write_slots(self._optimizer, parameter, own)
+                plain_optimizer.write_slots(self._optimizer, parameter, own, self._step)
 
     @property
     def task(self) -> Task:
@@ -160,7 +160,12 @@ class PlainEngine(TorchEngine):
 
     def _take_step(self, batch: Any, weights: Tensor | None) -> None:
         """Do what a plain loop does: forward, backward, clip, update."""
-        kept = [(module, name, buffer, buffer.clone()) for module, name, buffer in self._buffers()]
+        kept = [
+            (module, name, buffer, buffer.clone())
+            for module in self._buffered
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
         self._optimizer.zero_grad(set_to_none=True)
         scale = self._scale if self.task.precision == "fp16" else None
         self._skipped = True
@@ -203,7 +208,9 @@ class PlainEngine(TorchEngine):
     def _update(self, scale: float | None) -> int:
         """Update the parameters if all gradients are finite; return the trouble there is."""
         gradients = [p.grad for p in self._params.values() if p.grad is not None]
-        if not _unscaled(gradients, None if self._group is not None else scale):
+        if scale is not None and self._group is None:
+            torch._foreach_div_(gradients, scale)
+        if not _finite(gradients):
             if scale is None:
                 return GRADIENT
             self._scale, self._good = scale * 0.5, 0
@@ -285,7 +292,7 @@ class PlainEngine(TorchEngine):
         """Return the loss and the metrics `(slot,)` of what `evaluate` added up."""
         return self.task.values({name: np.array([float(total)]) for name, total in totals.items()})
 
-    def predict(self, data: Any, *, shared: bool) -> Any:
+    def predict(self, data: Any, *, shared: bool, counts: np.ndarray | None = None) -> Any:
         """Return the outputs on a batch of inputs, without the slot axis."""
         with torch.no_grad(), self._in_mode(train=False), self._drawing("evaluate"), self._autocast():
             return logits(call(self.model, self._own(data, shared)))
@@ -327,24 +334,17 @@ class PlainEngine(TorchEngine):
     @contextmanager
     def _drawing(self, kind: str) -> Iterator[None]:
         """Have random operations draw from the member's stream, if the model draws any."""
-        before = torch.get_rng_state() if self._draws.get(kind) is False else None
-        if before is None:
-            streams = Streams(torch.tensor(self._member.seed), torch.tensor(float(self._step)))
-            with _DRAWING, DrawFromStreams(streams):
+        if self._draws.get(kind, True):
+            with EagerDraws(self._member.seed, self._step, self._ahead) as draws:
                 yield
-            self._draws[kind] = streams._draws > 0
+            self._draws[kind] = draws.count > 0
             return
+        before = torch.get_rng_state()
         yield
-        if not torch.equal(before, torch.get_rng_state()):
+        if not torch.equal(before, torch.get_rng_state()):  # it draws now, or another thread does
             self._draws[kind] = True
 
     # --- buffers -------------------------------------------------------------------------------------------------
-
-    def _buffers(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        for module in self.model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    yield module, name, buffer
 
     def _put_back(self, kept: Sequence[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
         """Give the buffers the numbers they had before the step, and let the gradients go."""
@@ -360,20 +360,23 @@ class PlainEngine(TorchEngine):
     def state(self) -> State:
         """Return all of the state as a fused lane of this one member has it; weights are views of the model's."""
         exact = states.exact(self.device)
-        member = {
-            "seed": torch.tensor([self._member.seed], device=self.device),
-            "step": torch.tensor([float(self._step)], dtype=exact, device=self.device),
-            "trouble": torch.tensor([self._trouble], device=self.device),
-        }
-        if self.task.precision == "fp16":
-            member["scale"] = torch.tensor([self._scale], device=self.device)
-            member["good"] = torch.tensor([self._good], device=self.device)
         sums = {
             name: torch.tensor([float(total)], dtype=exact, device=self.device)
             for name, total in self._sums.items()
         }
         slots = self._slots(states.trained(self.model))
-        return {**self._weights(), "slots": self._laid(slots), "member": member, "sums": sums}
+        return {**self._weights(), "slots": self._laid(slots), "member": self._numbers(), "sums": sums}
+
+    def _numbers(self) -> dict[str, Tensor]:
+        found = {
+            "seed": torch.tensor([self._member.seed], device=self.device),
+            "step": torch.tensor([float(self._step)], dtype=states.exact(self.device), device=self.device),
+            "trouble": torch.tensor([self._trouble], device=self.device),
+        }
+        if self.task.precision == "fp16":
+            found["scale"] = torch.tensor([self._scale], device=self.device)
+            found["good"] = torch.tensor([self._good], device=self.device)
+        return found
 
     def _weights(self) -> State:
         parts = {"params": states.trained, "frozen": states.kept, "buffers": states.buffers}
@@ -391,12 +394,12 @@ class PlainEngine(TorchEngine):
     def _laid(self, parts: Mapping[str, Mapping[str, Tensor]]) -> State:
         """Return stacked tensors in the layout that fused lanes store them in, or back from it."""
         return {
-            part: {
-                name: tensor.transpose(1, 2) if name in self._layout and tensor.dim() == 3 else tensor
-                for name, tensor in tensors.items()
-            }
+            part: {name: self._turned(name, tensor) for name, tensor in tensors.items()}
             for part, tensors in parts.items()
         }
+
+    def _turned(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor.transpose(1, 2) if name in self._layout and tensor.dim() == 3 else tensor
 
     def snapshot(self, row: int, working: bool = True) -> State:
         """Return a copy of the member's weights."""
@@ -431,13 +434,12 @@ class PlainEngine(TorchEngine):
                 value = arrays.from_host(value, own.get(path, torch.empty(0, dtype=torch.float64)))
             given.setdefault(part, {})[name] = value
         self._fill({part: given.get(part, {}) for part in WEIGHTS})
-        slots: dict[str, dict[str, Tensor]] = {}
-        for path, tensor in given.get("slots", {}).items():
-            slot, _, name = path.partition("/")
-            slots.setdefault(slot, {})[name] = tensor
-        self._fill_slots(self._laid(slots), 0)
-        self._take_numbers(given.get("member", {}), 0)
+        self._take_numbers({name: tensor[0] for name, tensor in given["member"].items()})
         self._trouble = int(given["member"]["trouble"][0])
+        slots = given.get("slots", {})
+        self._fill_slots(
+            {f"slots/{path}": self._turned(path.partition("/")[2], t)[0] for path, t in slots.items()}
+        )
         self._sums = {name: float(tensor[0]) for name, tensor in given.get("sums", {}).items()}
 
     def adopt(self, position: int, other: Any, source: int) -> None:
@@ -445,23 +447,34 @@ class PlainEngine(TorchEngine):
 
         What was given another shape meanwhile begins anew.
         """
-        plain = isinstance(other, PlainEngine)
-        slots = other._slots(other._params) if plain else self._laid(other.state["slots"])
-        if "step" not in slots:
-            slots["step"] = dict.fromkeys(self._params, other.state["member"]["step"])
-        self._fill_slots(slots, source)
-        self._take_numbers(other.state["member"], source)
+        theirs = other.carried(source)
+        self._take_numbers(
+            {name: theirs[f"member/{name}"] for name in ("step", "scale", "good") if f"member/{name}" in theirs}
+        )
+        self._fill_slots(theirs)
 
-    def _fill_slots(self, slots: Mapping[str, Mapping[str, Tensor]], row: int) -> None:
+    def carried(self, row: int) -> dict[str, Tensor]:
+        """Return the optimizer's state and the step count by path, for another engine to take over.
+
+        Parameters that are frozen now are among them.
+        """
+        parts = {"slots": self._slots(self._params), "member": self._numbers()}
+        return {path: tensor[0] for path, tensor in states.named(parts).items()}
+
+    def _fill_slots(self, given: Mapping[str, Tensor]) -> None:
+        """Give the optimizer the state of each parameter, by path and as the model's parameters lie."""
         for name, parameter in self._params.items():
-            own = {slot: tensors[name][row] for slot, tensors in slots.items() if name in tensors}
-            if "step" in own and all(t.dim() == 0 or t.shape == parameter.shape for t in own.values()):
-                plain_optimizer.write_slots(self._optimizer, parameter, own)
+            own = {slot: given.get(f"slots/{slot}/{name}") for slot in self.task.optimizer.slots}
+            found = {slot: tensor for slot, tensor in own.items() if tensor is not None}
+            if found.keys() == own.keys() and all(
+                t.dim() == 0 or t.shape == parameter.shape for t in found.values()
+            ):
+                plain_optimizer.write_slots(self._optimizer, parameter, found, self._step)
 
-    def _take_numbers(self, member: Mapping[str, Tensor], row: int) -> None:
-        self._step = int(member["step"][row])
+    def _take_numbers(self, member: Mapping[str, Tensor]) -> None:
+        self._step = int(member["step"])
         if "scale" in member:
-            self._scale, self._good = float(member["scale"][row]), int(member["good"][row])
+            self._scale, self._good = float(member["scale"]), int(member["good"])
 
     def trouble(self) -> np.ndarray:
         """Return `(slot,)`: what went wrong, by the codes of `protocol.REASONS`; 0 where nothing did."""
@@ -476,6 +489,7 @@ class PlainEngine(TorchEngine):
         self._trouble = FINE
         self._draws = {}
         self._rebind()
+        self._buffered = [module for module in self.model.modules() if module._buffers]
 
     def narrow(self, members: np.ndarray) -> None:
         """Do nothing: there is one member."""
@@ -564,21 +578,21 @@ def _exact(total: Any) -> Any:
     return total.detach().double() if isinstance(total, Tensor) else float(total)
 
 
-def _unscaled(gradients: Sequence[Tensor], scale: float | None) -> bool:
-    """Divide gradients by the loss scale, if there is one; return True if all of them are finite."""
-    dense = [g for g in gradients if not g.is_sparse and not g.is_complex()]
-    others = [g for g in gradients if g.is_sparse or g.is_complex()]
-    finite = True
-    if dense:
-        found = torch.zeros(1, device=dense[0].device)
-        inverse = torch.full((1,), 1.0 if scale is None else 1.0 / scale, device=found.device)
-        for dtype in dict.fromkeys(g.dtype for g in dense):
-            own = [g for g in dense if g.dtype == dtype]
-            torch._amp_foreach_non_finite_check_and_unscale_(own, found, inverse)
-        finite = not found.item()
-    for gradient in others:
+def _finite(gradients: Sequence[Tensor]) -> bool:
+    """Return True if all gradients are finite."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for gradient in gradients:
         values = gradient._values() if gradient.is_sparse else gradient
-        if scale is not None:
-            values.div_(scale)
-        finite &= bool(torch.isfinite(values).all())
-    return finite
+        kinds.setdefault((values.dtype, values.device), []).append(values)
+    for tensors in kinds.values():
+        total = _sum(tensors)
+        # A sum may overflow where no term does: then every number is looked at.
+        if not math.isfinite(abs(total)) and not all(bool(torch.isfinite(t).all()) for t in tensors):
+            return False
+    return True
+
+
+def _sum(tensors: Sequence[Tensor]) -> complex:
+    if sum(t.numel() for t in tensors) <= MOST_JOINED:  # one call costs less than one for each
+        return torch.cat([t.reshape(-1) for t in tensors]).sum().item()
+    return torch.stack([t.sum() for t in tensors]).sum().item()

@@ -1,7 +1,7 @@
 """A real `torch.optim` optimizer for one member, and its state in the form that fused lanes keep theirs in.
 
 Fused lanes keep `{slot: {parameter: (member, …)}}`, with zeros for a parameter that has not been stepped. torch
-makes the state of a parameter at its first step. A step count of 0 stands for "not made yet".
+makes the state of a parameter at its first step.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelfleet.frameworks.torch.optimizers import Optimizer, flat_names
+from modelfleet.frameworks.torch.optimizers import STEP, Optimizer, flat_names
 
 Slots = dict[str, dict[str, Tensor]]
 
@@ -73,40 +73,32 @@ def read_slots(
     optimizer: Optimizer, made: torch.optim.Optimizer, params: Mapping[str, Tensor], hyper: Mapping[str, Tensor]
 ) -> Slots:
     """Return the state of some parameters by slot, `(1, …)` each; the state's own memory where there is one."""
-    slots: Slots = {name: {} for name in (*optimizer.slots, "step")}
+    slots: Slots = {slot: {} for slot in optimizer.slots}
     for name, parameter in params.items():
         state = made.state.get(parameter) or {}
+        initial = optimizer.initial(parameter.detach().unsqueeze(0), hyper)
         step = _steps(state)
-        initial = optimizer.initial(parameter.detach().unsqueeze(0), hyper) if not step else {}
-        for slot in slots:
-            if slot == "step":
-                slots[slot][name] = torch.tensor([step], dtype=torch.float64, device=parameter.device)
-            elif not step or state.get(slot) is None:
-                slots[slot][name] = initial.get(slot, torch.zeros_like(parameter.detach()).unsqueeze(0))
-            else:
-                value = state[slot]
-                slots[slot][name] = (value if isinstance(value, Tensor) else torch.tensor(value)).unsqueeze(0)
+        for slot, fresh in initial.items():
+            value = torch.tensor(step) if slot == STEP else state.get(slot) if step else None
+            slots[slot][name] = fresh if value is None else torch.as_tensor(value).unsqueeze(0).to(fresh)
     return slots
 
 
-def write_slots(made: torch.optim.Optimizer, parameter: nn.Parameter, slots: Mapping[str, Tensor]) -> None:
-    """Give a parameter the state that `read_slots` gave for it, without the member axis; copied."""
-    step = float(slots["step"])
-    if not step and "sum" not in made.state.get(parameter, {}):  # Adagrad makes its state before the first step
+def write_slots(
+    made: torch.optim.Optimizer, parameter: nn.Parameter, slots: Mapping[str, Tensor], steps: float
+) -> None:
+    """Give a parameter the state that `read_slots` gave for it, without the member axis; it is copied.
+
+    `steps` is how many the member has taken: the parameter's own count, where the optimizer needs none.
+    """
+    count = float(slots.get(STEP, steps))
+    if not count and "sum" not in made.state.get(parameter, {}):  # Adagrad makes its state before the first step
         made.state.pop(parameter, None)
         return
-    state = {
-        slot: value.detach().to(
-            parameter.device, parameter.dtype if value.shape == parameter.shape else value.dtype
-        )
-        for slot, value in slots.items()
-        if slot != "step"
-    }
-    state = {slot: value.clone() for slot, value in state.items()}
-    if isinstance(made, torch.optim.SGD):  # keeps no count
-        made.state[parameter] = state
-        return
-    made.state[parameter] = {"step": torch.tensor(step, dtype=torch.get_default_dtype()), **state}
+    state = {slot: value.detach().to(parameter.device, copy=True) for slot, value in slots.items() if slot != STEP}
+    if not isinstance(made, torch.optim.SGD):  # which keeps no count
+        state[STEP] = torch.tensor(count, dtype=torch.get_default_dtype())
+    made.state[parameter] = state
 
 
 def _steps(state: Mapping[str, Any]) -> float:

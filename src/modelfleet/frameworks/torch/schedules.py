@@ -122,6 +122,11 @@ class Schedules:
         self._columns = self._current = columns
         self._read_back()
 
+    @property
+    def by_step(self) -> bool:
+        """Whether the columns may change from one step to the next, not only from epoch to epoch."""
+        return bool(self._courses) or any(run.per_batch for run in self._runs.values())
+
     def at(self, step: np.ndarray) -> Columns:
         """The hyperparameters for each member's step, counted from 0; the same object if none changed."""
         moved = [run.go_to(int(step[row])) for row, run in self._runs.items() if run.per_batch]
