@@ -107,19 +107,12 @@ class Arrays(Protocol):
 
 
 def grouped(batches: Iterator[Batch], several: int, arrays: Arrays) -> Generator[Batch, None, None]:
-    """The same steps, up to `several` in a batch. Where `batches` raises, what came before is handed on first."""
+    """The same steps, up to `several` in a batch."""
     held: list[Batch] = []
-    failure: Exception | None = None
-    while True:
-        try:
-            batch = next(batches, None)
-        except Exception as error:
-            batch, failure = None, error
-        if held and (batch is None or not (batch.full and _alike(held[0], batch))):
+    for batch in batches:
+        if held and not (batch.full and _alike(held[0], batch)):
             yield _joined(held, arrays)
             held = []
-        if batch is None:
-            break
         if not batch.full:
             yield batch
             continue
@@ -127,8 +120,8 @@ def grouped(batches: Iterator[Batch], several: int, arrays: Arrays) -> Generator
         if len(held) == several:
             yield _joined(held, arrays)
             held = []
-    if failure is not None:
-        raise failure
+    if held:
+        yield _joined(held, arrays)
 
 
 def _alike(a: Batch, b: Batch) -> bool:

@@ -232,6 +232,10 @@ class DrawFromStreams(TorchDispatchMode):
         kwargs = kwargs or {}
         if not is_random(func) or on_meta(args, kwargs):
             return func(*args, **kwargs)
+        if self._streams.by_torch and (func not in RULES or own_generator(args, kwargs)):
+            return (
+                func(*args, **kwargs) if own_generator(args, kwargs) else seeded(self._streams, func, args, kwargs)
+            )
         if own_generator(args, kwargs):
             raise NotImplementedError(
                 f"{func} draws random numbers from a generator of its own, one for all members"
@@ -239,6 +243,28 @@ class DrawFromStreams(TorchDispatchMode):
         if func not in RULES:
             raise NotImplementedError(f"{func} draws random numbers in a way that has no stream per member")
         return RULES[func](self._streams, *args, **kwargs)
+
+
+def device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+    """The device on which an operation draws."""
+    first = next((value for value in args if isinstance(value, Tensor)), None)
+    return first.device if first is not None else torch.device(kwargs.get("device") or "cpu")
+
+
+def seeded(streams: Streams, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What torch itself draws after a seed from a member's stream: for operations without a rule."""
+    device, seed = device_of(args, kwargs), int(streams.wide([1])) % 2**63
+    if any(argument.name == "generator" for argument in func._schema.arguments):
+        return func(*args, **{**kwargs, "generator": torch.Generator(device).manual_seed(seed)})
+    generator = (
+        torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
+    )
+    before = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        generator.set_state(before)
 
 
 def on_meta(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from modelfleet.frameworks.torch.drawing import RULES, is_random, on_meta, own_generator
+from modelfleet.frameworks.torch.drawing import RULES, device_of, is_random, on_meta, own_generator, seeded
 from modelfleet.frameworks.torch.random import Streams
 from modelfleet.frameworks.torch.threefry import threefry
 
@@ -112,10 +112,10 @@ class EagerDraws(TorchDispatchMode):
             return func(*args, **kwargs)
         number, self._number = self._number, self._number + 1
         self.count = max(self.count, self._number)
-        streams = self._stream(_device(args, kwargs)).at(number)
+        streams = self._stream(device_of(args, kwargs)).at(number)
         if func in RULES:
             return RULES[func](streams, *args, **kwargs)
-        return _seeded(int(streams.wide([1])) % 2**63, func, args, kwargs)
+        return seeded(streams, func, args, kwargs)
 
     def read(self, state: Tensor) -> None:
         """Note that the model has read the generator's state: with it goes the number of the next draw."""
@@ -141,27 +141,6 @@ class EagerDraws(TorchDispatchMode):
 
 
 _draws = cache(is_random)
-
-
-def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
-    first = next((value for value in args if isinstance(value, Tensor)), None)
-    return first.device if first is not None else torch.device(kwargs.get("device") or "cpu")
-
-
-def _seeded(seed: int, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What torch itself draws after this seed, for operations without a rule."""
-    device = _device(args, kwargs)
-    if any(argument.name == "generator" for argument in func._schema.arguments):
-        return func(*args, **{**kwargs, "generator": torch.Generator(device).manual_seed(seed)})
-    generator = (
-        torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
-    )
-    before = generator.get_state()
-    generator.manual_seed(seed)
-    try:
-        return func(*args, **kwargs)
-    finally:
-        generator.set_state(before)
 
 
 class _Watch:

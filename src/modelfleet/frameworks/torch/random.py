@@ -131,12 +131,18 @@ class Streams:
 
     def permutation(self, shape: Sequence[int]) -> Tensor:
         """The numbers from 0 on in a random order, along the last axis."""
-        return torch.argsort(self.wide(shape), dim=-1, stable=True)
+        unsigned = self.wide(shape) ^ -(2**63)  # in their order
+        return torch.argsort(unsigned, dim=-1, stable=True)
 
     @property
     def members(self) -> int | None:
         """How many members are stacked; None for one by itself."""
         return len(self._seed) if self._stacked else None
+
+    @property
+    def by_torch(self) -> bool:
+        """Whether an operation without a rule may be left to torch: one member's, on its whole batch."""
+        return type(self) is Streams and not self._stacked and self._part is None
 
     def _pairs(
         self, number: int, size: int, positions: Tensor | None, exact: torch.dtype

@@ -15,12 +15,55 @@ from torch.overrides import TorchFunctionMode
 
 
 class Rules(TorchFunctionMode):
-    """Within this context the operations of `RULES` are computed by their rules."""
+    """Within this context the operations of `RULES` are computed by their rules.
+
+    A tensor that a forward makes is the same for all members at first. What it draws into such a tensor is not,
+    and vmap refuses it (`torch.empty(8).bernoulli_(p)`). Here the tensor gets a member axis, if nothing else has
+    been done with it yet.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fresh: dict[int, Tensor] = {}  # by identity: made in this forward, and not used yet
+        self._stacked: Tensor | None = None  # any tensor with a member axis
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return RULES.get(func, func)(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        if func in FILLED_BY_CHANCE and self._stacked is not None and first is not None and self._is_same(first):
+            del self._fresh[id(first)]
+            drawn = self._stacked.new_empty(first.shape, dtype=first.dtype, device=first.device)
+            torch.utils.swap_tensors(first, func(drawn, *args[1:], **kwargs))
+            return first
+        result = RULES.get(func, func)(*args, **kwargs)
+        if func in MAKERS and isinstance(result, Tensor):
+            self._fresh[id(result)] = result
+        elif func not in LOOKS:
+            for arg in (*args, *kwargs.values()):
+                if isinstance(arg, Tensor):
+                    self._fresh.pop(id(arg), None)
+                    if self._stacked is None and _stacked(arg):
+                        self._stacked = arg
+        return result
+
+    def _is_same(self, tensor: Tensor) -> bool:
+        """Whether a tensor has just been made, for all members alike."""
+        return id(tensor) in self._fresh and not _stacked(tensor)
+
+
+def _stacked(tensor: Tensor) -> bool:
+    """Whether a tensor has a member axis, which vmap hides."""
+    functorch: Any = torch._C._functorch
+    while functorch.is_gradtrackingtensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return functorch.is_batchedtensor(tensor)
+
+
+def _mapping() -> bool:
+    """Whether members are stacked."""
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 class _LSTMScan(torch.autograd.Function):
@@ -200,6 +243,37 @@ def _full(arg: Any) -> Any:
     return arg.float() if isinstance(arg, Tensor) and arg.dtype in (torch.float16, torch.bfloat16) else arg
 
 
+def _randperm(n: int, **options: Any) -> Tensor:
+    if not _mapping():
+        return torch.randperm(n, **options)
+    # vmap would ask for one order at a time. The order of 64-bit words, as `Streams.permutation` has it.
+    dtype = options.pop("dtype", None) or torch.int64
+    words = torch.randint(-(2**63), 2**63 - 1, (n,), **options)
+    return torch.argsort(words, stable=True).to(dtype)
+
+
+def _rrelu(
+    x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
+) -> Tensor:
+    if not training or not _mapping():
+        return F.rrelu(x, lower, upper, training, inplace)
+    slopes = lower + (upper - lower) * torch.rand_like(x)
+    found = torch.where(x <= 0, x * slopes, x)
+    return x.copy_(found) if inplace else found
+
+
+def _gumbel_softmax(
+    logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
+) -> Tensor:
+    if not hard or not _mapping():
+        return F.gumbel_softmax(logits, tau, hard, eps, dim)
+    soft = F.gumbel_softmax(logits, tau, dim=dim)
+    found = soft.argmax(dim, keepdim=True)
+    classes = torch.arange(logits.shape[dim], device=logits.device)
+    choice = (classes.view(-1, *[1] * (logits.dim() - 1 - dim % logits.dim())) == found).to(logits.dtype)
+    return choice - soft.detach() + soft
+
+
 _LOSSES = (
     F.cross_entropy,
     F.nll_loss,
@@ -215,8 +289,49 @@ _LOSSES = (
     F.margin_ranking_loss,
 )
 
+MAKERS = frozenset(
+    {
+        torch.empty,
+        torch.zeros,
+        torch.ones,
+        torch.full,
+        torch.empty_like,
+        torch.zeros_like,
+        torch.ones_like,
+        torch.full_like,
+        Tensor.new,
+        Tensor.new_empty,
+        Tensor.new_zeros,
+        Tensor.new_ones,
+        Tensor.new_full,
+    }
+)
+FILLED_BY_CHANCE = frozenset(
+    {
+        Tensor.bernoulli_,
+        Tensor.cauchy_,
+        Tensor.exponential_,
+        Tensor.geometric_,
+        Tensor.log_normal_,
+        Tensor.normal_,
+        Tensor.random_,
+        Tensor.uniform_,
+    }
+)
+LOOKS: frozenset[Any] = frozenset(
+    {
+        Tensor.size,
+        Tensor.dim,
+        Tensor.numel,
+        *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device")),
+    }
+)
+
 RULES: Mapping[Any, Callable[..., Any]] = {
     **{loss: _in_float32(loss) for loss in _LOSSES},
+    torch.randperm: _randperm,
+    F.rrelu: _rrelu,
+    F.gumbel_softmax: _gumbel_softmax,
     torch.bilinear: _bilinear,
     F.one_hot: _one_hot,
     torch.adaptive_avg_pool1d: _contiguously(torch.adaptive_avg_pool1d),
