@@ -143,6 +143,7 @@ class _Numbers:
         self.computes = computing(param.dtype)
         self.narrow = self.computes != param.dtype
         self._axes = param.dim()
+        self._rounds_addends = self.narrow and param.device.type == "cpu"
 
     def __getitem__(self, name: str) -> Tensor:
         return _wide(self.coefficients[name], self.computes, self._axes)
@@ -169,11 +170,11 @@ class _Numbers:
 
     def plus(self, tensor: Tensor, name: str) -> Tensor:
         """`tensor + number`."""
-        return self.down(self.up(tensor) + self[name])
+        return self.down(self.up(tensor) + self._addend(name))
 
     def plus_scaled(self, tensor: Tensor, other: Tensor, name: str) -> Tensor:
         """`tensor.add(other, alpha=number)`."""
-        return self.down(torch.addcmul(self.up(tensor), self.up(other), self[name]))
+        return self.down(torch.addcmul(self.up(tensor), self.up(other), self._addend(name)))
 
     def lerp(self, start: Tensor, end: Tensor, name: str) -> Tensor:
         """`start.lerp(end, number)`."""
@@ -191,9 +192,13 @@ class _Numbers:
     def decayed(self, tensor: Tensor, name: str, added: Tensor, weight: str | None = None) -> Tensor:
         """`tensor.mul(number).add(added, alpha=weight)`."""
         if self.narrow:
-            tensor = self.up(self.times(tensor, name))
-            return self.down(tensor + (self.up(added) if weight is None else self.up(added) * self[weight]))
+            tensor = self.times(tensor, name)
+            return tensor + added if weight is None else self.plus_scaled(tensor, added, weight)
         return torch.addcmul(added if weight is None else added * self[weight], tensor, self[name])
+
+    def _addend(self, name: str) -> Tensor:
+        # On the CPU, `add` alone rounds a Python number, and its alpha, to the tensor's own dtype.
+        return self.up(self.down(self[name])) if self._rounds_addends else self[name]
 
     def square_average(self, average: Tensor, grad: Tensor, decay: str, weight: str) -> Tensor:
         """`average.mul(decay).addcmul(grad, grad, value=weight)`."""
