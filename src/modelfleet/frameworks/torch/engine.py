@@ -352,7 +352,9 @@ class Engine(TorchEngine):
             given = given.transpose(-1, -2) if self._turned(name) else given
             if name != "member/seed" and given.shape == tensor.shape[1:]:
                 tensor[position] = given
-        self._resting[position] = {name: tensor for name, tensor in theirs.items() if name.startswith("slots/")}
+        self._resting[position] = {
+            name: tensor.clone() for name, tensor in theirs.items() if name.startswith("slots/")
+        }
         self._ahead.forget()
 
     def carried(self, row: int) -> dict[str, Tensor]:

@@ -79,8 +79,8 @@ class Optimizer:
         """The slots of one parameter `(member, …)` before its first step."""
         slots = {name: torch.zeros_like(param) for name in self.slots}
         if "sum" in slots:
-            pairs = _pairs(slots["sum"])
-            pairs += _wide(hyper["initial_accumulator_value"], pairs.dtype, pairs.dim())
+            parts = pairs(slots["sum"])
+            parts += _wide(hyper["initial_accumulator_value"], parts.dtype, parts.dim())
         if "mu_product" in slots:  # one running number per member, rounded as torch rounds it
             dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
             slots["mu_product"] = torch.ones(len(param), dtype=dtype, device=param.device)
@@ -108,8 +108,8 @@ class Optimizer:
         """The parameter `(member, …)` after one step, and its slots."""
         paired = param.is_complex()
         if paired:
-            param, grad = _pairs(param), _pairs(grad)
-            slots = {name: _pairs(slot) if slot.is_complex() else slot for name, slot in slots.items()}
+            param, grad = pairs(param), pairs(grad)
+            slots = {name: pairs(slot) if slot.is_complex() else slot for name, slot in slots.items()}
         c = _Numbers(coefficients, param)
         if self.flags.get("maximize", False):
             grad = -grad
@@ -212,7 +212,7 @@ def computing(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def _pairs(tensor: Tensor) -> Tensor:
+def pairs(tensor: Tensor) -> Tensor:
     """A complex tensor as pairs of real numbers, a view; a real one as it is."""
     return torch.view_as_real(tensor.resolve_conj().resolve_neg()) if tensor.is_complex() else tensor
 

@@ -45,7 +45,11 @@ class Lion(torch.optim.Optimizer):
                 average = state["exp_avg"]
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 direction = average.mul(beta1).add_(gradient, alpha=1 - beta1)
-                parameter.add_(torch.sgn(direction), alpha=-group["lr"])
+                if parameter.is_complex():  # as pairs of numbers, as torch's adaptive optimizers take them
+                    sign = torch.view_as_complex(torch.view_as_real(direction).sign())
+                else:
+                    sign = direction.sign()
+                parameter.add_(sign, alpha=-group["lr"])
                 average.mul_(beta2).add_(gradient, alpha=1 - beta2)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from modelfleet.each import Each, spread
 from modelfleet.errors import InputError, unknown
@@ -25,6 +26,7 @@ class Prepared:
 def compile(recipe: Recipe, members: Sequence[Member]) -> None:
     """Check a recipe for these members: every error of it now, none later."""
     _prepare(recipe, [member.name for member in members])
+    _refuse_scaling_half(recipe, members)
 
 
 def prepare(recipe: Recipe | None, members: Sequence[Member], kind: str) -> Prepared:
@@ -36,7 +38,21 @@ def prepare(recipe: Recipe | None, members: Sequence[Member], kind: str) -> Prep
                 f"call compile before {verb}: member {members[0].name!r} needs to know its loss and its optimizer."
             )
         recipe = Recipe("sgd")
+    _refuse_scaling_half(recipe, members)
     return _prepare(recipe, [member.name for member in members])
+
+
+def _refuse_scaling_half(recipe: Recipe, members: Sequence[Member]) -> None:
+    """Refuse to scale the loss of float16 parameters, whose gradients can't hold the scale; so does GradScaler."""
+    if recipe.precision != "fp16":
+        return
+    for member in members:
+        for path, parameter in member.model.named_parameters():
+            if parameter.requires_grad and parameter.dtype == torch.float16:
+                raise InputError(
+                    f'member {member.name!r}: precision="fp16" keeps parameters in float32, but its {path!r} is '
+                    f"float16. Give a float32 model (model.float()), or leave precision out to train it as it is."
+                )
 
 
 def _prepare(recipe: Recipe, names: Sequence[str]) -> Prepared:

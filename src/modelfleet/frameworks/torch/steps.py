@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, SCALE
 from modelfleet.frameworks.torch.counting import Coefficients
 from modelfleet.frameworks.torch.drawing import DrawFromStreams
-from modelfleet.frameworks.torch.optimizers import STEP
+from modelfleet.frameworks.torch.optimizers import STEP, computing, pairs
 from modelfleet.frameworks.torch.random import Draws, Part, Streams
 from modelfleet.frameworks.torch.rules import Rules
 from modelfleet.frameworks.torch.state import State, exact
@@ -103,7 +103,7 @@ class Steps:
         gradients = {name: g for name, g in gradients.items() if name not in self.unused}
 
         if scale is not None:
-            gradients = {name: g / _like(scale, g) for name, g in gradients.items()}
+            gradients = {name: (g / _like(scale, g)).to(g.dtype) for name, g in gradients.items()}
         self._apply(state, coefficients, live, gradients, loss, sums, buffers=buffers)
         return loss
 
@@ -146,10 +146,11 @@ class Steps:
             found, (total, count, sums) = _gradients(total_of, args, (0, 0, 0, axis, 0, 0), fused=fused)
         found = {name: g for name, g in found.items() if name not in self.unused}
         if scale is not None:
-            found = {name: g / _like(unit(scale, count), g) for name, g in found.items()}
+            found = {name: (g / _like(unit(scale, count), g)).to(g.dtype) for name, g in found.items()}
 
         wide = _widest(params)
-        flat = torch.cat([_flat(found.get(name, torch.zeros_like(p))).to(wide) for name, p in params.items()], 1)
+        all_found = [found.get(name, torch.zeros_like(p)) for name, p in params.items()]
+        flat = torch.cat([_flat(pairs(g)).to(wide) for g in all_found], 1)
         dtype = exact(flat.device)
         total = total.to(dtype)
         took_part, none = torch.ones_like(total), torch.zeros_like(total)
@@ -160,7 +161,7 @@ class Steps:
     def nothing(self, state: State) -> tuple[Tensor, Tensor]:
         """What `gradients` gives for no rows."""
         params, seed = state["params"], state["member"]["seed"]
-        numbers = sum(p[0].numel() for p in params.values())
+        numbers = sum(pairs(p[0]).numel() for p in params.values())
         columns = 3 + len(_summed(state)) + len(params)
         return (
             torch.zeros(len(seed), numbers, dtype=_widest(params), device=seed.device),
@@ -188,10 +189,8 @@ class Steps:
         loss = total / count
         sums = {**dict(zip(_summed(state), rest, strict=False)), "loss": loss * rows, "rows": rows}
         used = dict(zip(params, (columns[:, -len(params) :] > 0).unbind(1), strict=True))
-        parts = (flat / _like(count, flat)).split([p[0].numel() for p in params.values()], 1)
-        gradients = {
-            name: part.reshape(p.shape).to(p.dtype) for (name, p), part in zip(params.items(), parts, strict=True)
-        }
+        parts = (flat / _like(count, flat)).split([pairs(p[0]).numel() for p in params.values()], 1)
+        gradients = {name: _shaped(part, p) for (name, p), part in zip(params.items(), parts, strict=True)}
         live = active & (state["member"]["trouble"] == FINE)
         self._apply(state, coefficients, live, gradients, loss, sums, used=used)
         return loss
@@ -351,7 +350,14 @@ def _row(arg: Any, axis: int | None) -> Any:
 
 
 def _like(per_member: Tensor, tensor: Tensor) -> Tensor:
-    return per_member.view(-1, *[1] * (tensor.dim() - 1)).to(tensor.dtype)
+    """Numbers `(member,)` to compute with a tensor `(member, …)`, in the dtype that its operations compute in."""
+    return per_member.view(-1, *[1] * (tensor.dim() - 1)).to(computing(tensor.dtype))
+
+
+def _shaped(flat: Tensor, parameter: Tensor) -> Tensor:
+    """Numbers `(member, number)` in the shape and dtype of a parameter; of a complex one they are pairs."""
+    own = flat.reshape(pairs(parameter).shape).to(pairs(parameter).dtype)
+    return torch.view_as_complex(own) if parameter.is_complex() else own
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -368,7 +374,7 @@ def _widest(params: Mapping[str, Tensor]) -> torch.dtype:
     """The dtype in which gradients are summed: float32 at least."""
     dtype = torch.float32
     for parameter in params.values():
-        dtype = torch.promote_types(dtype, parameter.dtype)
+        dtype = torch.promote_types(dtype, computing(parameter.dtype))
     return dtype
 
 
@@ -378,10 +384,13 @@ def _summed(state: State) -> list[str]:
 
 
 def _clipped(gradients: dict[str, Tensor], most: Tensor) -> dict[str, Tensor]:
-    # As torch.nn.utils.clip_grad_norm_ does it, member by member.
-    squares = torch.stack([_flat(g).norm(dim=1) for g in gradients.values()], dim=1)
-    factor = torch.clamp(most.to(squares.dtype) / (squares.norm(dim=1) + 1e-6), max=1.0)
-    return {name: g * _like(factor, g) for name, g in gradients.items()}
+    # As torch.nn.utils.clip_grad_norm_ does it, member by member: the norm of each gradient in its own dtype, and
+    # a number divided by a tensor as `reciprocal() * number`.
+    norms = torch.stack([torch.linalg.vector_norm(_flat(g), dim=1) for g in gradients.values()], dim=1)
+    total = torch.linalg.vector_norm(norms, dim=1)
+    inverse = (total + 1e-6).reciprocal()
+    factor = torch.clamp((inverse * most.to(computing(inverse.dtype))).to(inverse.dtype), max=1.0)
+    return {name: (g * _like(factor, g)).to(g.dtype) for name, g in gradients.items()}
 
 
 def _rescale(member: dict[str, Tensor], taking_part: Tensor, finite: Tensor) -> Tensor:
