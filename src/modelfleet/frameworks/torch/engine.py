@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.errors import InputError, StrategyError
+from modelfleet.frameworks.protocol import CannotFuseError
 from modelfleet.frameworks.torch import arrays, pages
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.base import TorchEngine, explained
@@ -23,7 +24,7 @@ from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.structure import shared_parameters
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.members import Member
-from modelfleet.trees import leaves, map_tree
+from modelfleet.trees import leaves, map_tree, rebuild
 
 FIRST_SCALE = 65536.0  # torch.amp.GradScaler's
 
@@ -66,6 +67,7 @@ class Engine(TorchEngine):
         self._group: Group | None = None
         self._divided: dict[Any, Draws] = {}  # by the form of a batch: what its rows draw
         self._places: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self._unfusable: dict[Any, CannotFuseError] = {}  # by kind and form of a batch
 
     @property
     def parameters(self) -> int:
@@ -170,11 +172,25 @@ class Engine(TorchEngine):
         return None
 
     def _step(self, state: State, rest: tuple[Any, ...], *, shared: bool, pace: Any) -> None:
-        """One train step of a state, alone or with the other ranks."""
+        """One train step of a state, alone or with the other ranks.
+
+        A batch of a form that can't be fused raises `CannotFuseError`, unless it is for one member alone.
+        """
         lead = (state, self.shared)
         if self._group is None:
-            unused = self.programs.train(lead, rest, shared_data=shared, pace=pace)
-            self._ahead.stepped(unused if self.fused else None)
+            try:
+                self._refuse_unfusable("train", rest[2], shared=shared)
+                unused = self.programs.train(lead, rest, shared_data=shared, pace=pace)
+                self._ahead.stepped(unused if self.fused else None)
+                return
+            except CannotFuseError as error:
+                self._unfusable["train", _form(rest[2], shared)] = error
+                if len(state["member"]["seed"]) > 1:
+                    raise
+            steps = self.programs.steps
+            with borrowed(steps.model, train=True):
+                steps.train(*lead, *rest, shared_data=shared, fused=False)
+            self._ahead.stepped(None)
             return
         coefficients, active, data, weights = rest
         self._check_divisible(data, shared=shared)
@@ -186,6 +202,29 @@ class Engine(TorchEngine):
         self._group.sum([flat, columns])
         self.programs.update(lead, (coefficients, active, flat, columns))
         self._ahead.stepped(None)
+
+    def _refuse_unfusable(self, kind: str, data: Any, *, shared: bool) -> None:
+        """Raise `CannotFuseError` for batches of a form that was found not to fuse: they are not traced again."""
+        known = self._unfusable.get((kind, _form(data, shared))) if self._unfusable else None
+        if known is not None:
+            raise known
+
+    def _looked(self, kind: str, state: State, data: Any, *weights: Tensor, shared: bool) -> Any:
+        """Evaluate or predict: all members at once, or one after the other where a batch can't be fused."""
+        try:
+            self._refuse_unfusable(kind, data, shared=shared)
+            return getattr(self.programs, kind)((state, self.shared, data, *weights), shared_data=shared)
+        except CannotFuseError as error:
+            self._unfusable[kind, _form(data, shared)] = error
+        steps, found = self.programs.steps, []
+        for row in range(len(state["member"]["seed"])):
+            one = states.select(state, torch.tensor([row], device=self.device))
+            own = data if shared else map_tree(lambda leaf, row=row: leaf[row : row + 1], data)
+            with borrowed(steps.model, train=False):
+                rest = [weight[row : row + 1] for weight in weights]
+                found.append(getattr(steps, kind)(one, self.shared, own, *rest, shared_data=shared, fused=False))
+        columns = [torch.cat(column) for column in zip(*(leaves(one) for one in found), strict=True)]
+        return rebuild(found[0], columns)
 
     def _own_rows(self, data: Any, weights: Tensor | None, *, shared: bool) -> tuple[Any, ...] | None:
         """This rank's rows of a batch, their weights, and their place in it; None if it has no rows."""
@@ -276,19 +315,19 @@ class Engine(TorchEngine):
         if slots is None:
             if weights is None:
                 weights = self.row_weights(np.where(counts > 0, size, 0), size)
-            sums = self.programs.evaluate((self.state, self.shared, data, weights), shared_data=shared)
+            sums = self._looked("evaluate", self.state, data, weights, shared=shared)
             there = self.tensor(counts > 0)
             return {name: torch.where(there, value, 0.0).double() for name, value in sums.items()}
         rows = self.tensor(slots)
         part = states.select(self.state, rows)
         weights = torch.ones(len(slots), int(counts[slots[0]]), device=self.device)
-        sums = self.programs.evaluate((part, self.shared, data, weights), shared_data=shared)
+        sums = self._looked("evaluate", part, data, weights, shared=shared)
         empty = torch.zeros(len(counts), dtype=torch.float64, device=self.device)
         return {name: empty.index_copy(0, rows, value.double()) for name, value in sums.items()}
 
     def predict(self, data: Any, *, shared: bool, counts: np.ndarray | None = None) -> Any:
         """The outputs `(slot, row, …)` on a batch of inputs."""
-        return self.programs.predict((self.state, self.shared, data), shared_data=shared)
+        return self._looked("predict", self.state, data, shared=shared)
 
     # --- which rows count ----------------------------------------------------------------------------------------
 
@@ -533,3 +572,8 @@ def engine(
     if len(members) == 1:
         return PlainEngine(members, task, columns, device)
     return Engine(members, task, columns, device, fused=fused, programs=programs)
+
+
+def _form(data: Any, shared: bool) -> tuple[Any, ...]:
+    """Return the shapes and dtypes of a member's batch."""
+    return tuple((leaf.shape[0 if shared else 1 :], leaf.dtype) for leaf in leaves(data))
