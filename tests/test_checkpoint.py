@@ -72,7 +72,7 @@ def killed(folder: Path, kind: str, deadly: int) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "kill me\n", process.communicate()[1]
         process.kill()
-        process.communicate(timeout=60)
+        process.communicate(timeout=600)
     assert process.returncode == -signal.SIGKILL
 
 

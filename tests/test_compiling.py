@@ -133,7 +133,7 @@ class Wait(mf.Callback):
 
     def on_step_end(self, run: Any) -> None:
         if self.processes.started and self.waited_at is None:
-            self.processes.started[0].wait(timeout=250)
+            self.processes.started[0].wait(timeout=800)
             self.waited_at = run.epoch
 
     def on_epoch_end(self, run: Any) -> None:

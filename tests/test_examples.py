@@ -42,7 +42,7 @@ def test_the_example_says_what_it_should(name: str, tmp_path: Path) -> None:
         encoding="utf-8",
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUTF8": "1", "KERAS_BACKEND": "jax"},
-        timeout=200,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -27,7 +27,7 @@ HEAVY = {
 
 
 def test_the_import_brings_numpy_and_nothing_else() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     brought = set(done.stdout.split())
     assert brought & HEAVY == set()
@@ -37,5 +37,5 @@ def test_the_import_brings_numpy_and_nothing_else() -> None:
 
 def test_a_process_that_compiles_nothing_does_without_what_compiling_needs() -> None:
     script = "import sys, modelfleet.frameworks.torch; sys.exit('sympy' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr or "sympy was imported, which takes a worker half a second"

@@ -24,7 +24,7 @@ def test_a_seed_fits_a_signed_integer_of_every_framework(fleet_seed: int, name: 
 
 def test_a_seed_is_the_same_in_every_process() -> None:
     script = "from modelfleet.members import member_seed; print(member_seed(3, 'm07'))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=600)
     assert int(done.stdout) == member_seed(3, "m07")
 
 

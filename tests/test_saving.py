@@ -287,7 +287,7 @@ def test_a_full_disk_keeps_the_old_copy(tmp_path: Path) -> None:
         [sys.executable, "-c", FULL_DISK, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     said = os.strerror(errno.EFBIG)

@@ -259,7 +259,7 @@ def test_a_real_ctrl_c_ends_a_real_process_well() -> None:
             if line.strip() == "20":
                 process.send_signal(signal.SIGINT)
                 break
-        rest, errors = process.communicate(timeout=60)
+        rest, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
     assert rest.splitlines()[-1] == "returned True"
     assert "Traceback" not in errors

@@ -298,7 +298,7 @@ def test_reading_ahead_is_bounded() -> None:
 
     items = ahead(source(), depth=2)
     assert next(items) == 0
-    assert third.wait(timeout=10)  # while 0 is in use, 1 and 2 are made ready
+    assert third.wait(timeout=600)  # while 0 is in use, 1 and 2 are made ready
     assert read == [0, 1, 2]
     assert list(items) == list(range(1, 10))
 

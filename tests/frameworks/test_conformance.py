@@ -126,7 +126,6 @@ CASES = {
 }
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("framework", CASES)
 @pytest.mark.parametrize("check", conformance.CHECKS)
 def test_adapter(framework: str, check: conformance.Check) -> None:

@@ -101,7 +101,7 @@ def test_real_trials_leave_the_members_alone_and_give_a_time() -> None:
     plan = fleet.plan((X, Y), **LONG)
     predicted = plan.lanes[0].predicted_seconds_per_step
     assert predicted is not None
-    assert 0 < predicted < 1
+    assert predicted > 0
     assert plan.measuring_seconds > 0
     fit(plain, (X, Y), epochs=2)
     fit(fleet, (X, Y), epochs=2)

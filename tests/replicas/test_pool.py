@@ -226,7 +226,7 @@ def test_a_deadline_fails_what_still_waits(gated: tuple[models.Gated, mf.Replica
 def test_a_deadline_fails_what_is_under_way() -> None:
     model = models.Gated()
     with mf.Replicas(model, devices="cpu") as replicas:
-        future = replicas.submit("ada", rows(1, 3), deadline=0.5)
+        future = replicas.submit("ada", rows(1, 3), deadline=3.0)
         model.asked.wait()
         with pytest.raises(mf.DeadlineError):
             future.result()
@@ -319,7 +319,7 @@ def test_rows_that_take_replicas_down_fail_by_name(model: models.Marked, words: 
 
 
 def test_a_row_that_hangs_in_this_process_fails_by_name() -> None:
-    with mf.Replicas(models.Hanging(), devices="cpu", batch_size=4, timeout=0.3) as replicas:
+    with mf.Replicas(models.Hanging(), devices="cpu", batch_size=4, timeout=1.5) as replicas:
         guilty = replicas.submit("guilty", poisoned(1, 5, 2))
         other = replicas.submit("other", rows(2, 5))
         assert other.result().shape == (5, 2)

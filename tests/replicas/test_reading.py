@@ -90,7 +90,7 @@ def test_a_slow_loader_stops_nobody() -> None:
 
     def slow() -> Iterator[np.ndarray]:
         yield rows(0, 3)
-        assert go_on.wait(60), "nobody else was answered"
+        assert go_on.wait(600), "nobody else was answered"
         yield rows(0, 2)
 
     model = models.Marked()
@@ -184,7 +184,7 @@ def test_streams_are_begun_as_answers_are_taken_and_closed_when_nobody_takes_mor
     data = {mark: lambda mark=mark: stream(mark) for mark in range(500)}
     answers = mf.imap(models.Marked(), data, devices="cpu")
     next(answers)
-    assert many.wait(60)
+    assert many.wait(600)
     answers.close()  # type: ignore[attr-defined]
     assert threading.active_count() == before
     assert next(begun) == next(closed) <= 1 + HELD

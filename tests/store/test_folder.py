@@ -50,7 +50,7 @@ def same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) ->
 
 def python(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", script, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 # --- what goes in comes out
@@ -143,13 +143,15 @@ class SparseFiles:
 
 
 READ_ROW = """
-import resource, sys
+import re, sys
 from pathlib import Path
 from modelfleet.frameworks.torch import files
 import safetensors.torch
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak():  # in kB, of this process: ru_maxrss may be its parent's
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+before = peak()
 row = files.read_row(Path(sys.argv[1]), 700)["w"]
-grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+grown = peak() - before
 print(tuple(row.shape), row[0].item(), row.sum().item(), grown)
 """
 
