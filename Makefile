@@ -4,8 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 FILES := pyproject.toml constraints.txt
+QUICK := tests/feeds tests/planning tests/store tests/frameworks/test_functional.py \
+	$(filter-out %/test_parallel.py,$(wildcard tests/frameworks/torch/test_*.py)) \
+	$(addprefix tests/test_,$(addsuffix .py,bad_input callbacks composition each fleet golden history layers \
+	members saving shared_loader streams trees trouble))
 
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test quick fuzz lint bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -18,6 +22,15 @@ demo: $(VENV)/.demo  ## 64 variants of a network on one device, in under a minut
 # With bytecode kept, whatever the environment says: a hundred processes are started.
 test: lint  ## lint, types and all tests
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
+
+quick: setup  ## what to run after each edit: the tests that take neither processes nor compilers, a few minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' $(QUICK)
+
+MINUTES ?= 10
+TARGET ?= all
+
+fuzz: setup  ## random programs, in a fleet and alone: MINUTES=60 TARGET=torch|jax|keras-tensorflow|keras-jax|all
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --minutes $(MINUTES) --target $(TARGET)
 
 lint: setup  ## ruff and pyrefly
 	$(BIN)/ruff check .
