@@ -96,7 +96,7 @@ def work(target: str, until: float, seed: int, examples: int | None = None) -> i
     from tests.fuzz.drawing import programs
     from tests.fuzz.programs import Program, script
     from tests.fuzz.reducing import kind, reduced
-    from tests.fuzz.running import Difference, check
+    from tests.fuzz.running import DifferenceError, check
 
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what frameworks print is not for the supervisor
@@ -111,7 +111,7 @@ def work(target: str, until: float, seed: int, examples: int | None = None) -> i
         signal.alarm(LONGEST)
         try:
             check(program)
-        except Difference as difference:
+        except DifferenceError as difference:
             return str(difference)
         except Exception as error:  # a mistake of these tests, or of the library: both are to be seen
             return f"{type(error).__name__}: {error}\n\n{script(program)}"
@@ -129,7 +129,7 @@ def work(target: str, until: float, seed: int, examples: int | None = None) -> i
         try:
             end, message = check(program), ""
         except Exception as error:  # see above
-            end, message = "failed", str(error) if isinstance(error, Difference) else ""
+            end, message = "failed", str(error) if isinstance(error, DifferenceError) else ""
             message = message or f"{type(error).__name__}: {error}\n\n{script(program)}"
         finally:
             signal.alarm(0)

@@ -155,9 +155,7 @@ def observe(model: Any) -> dict[str, Any]:
     }
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and optimizer.built:
-        found |= {
-            f"optimizer {number}": _numbers(variable) for number, variable in enumerate(optimizer.variables)
-        }
+        found |= {f"optimizer {number}": _numbers(variable) for number, variable in enumerate(optimizer.variables)}
     return found
 
 

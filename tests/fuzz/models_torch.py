@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from tests.fuzz.data import CLASSES, FEATURES, SIDE, WORDS
+from tests.fuzz.data import CLASSES, FEATURES, WORDS
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -20,8 +20,8 @@ WIDTH = FEATURES
 class Net:
     """A model: the names of its parts, and the seed of its weights.
 
-    frozen: parts whose parameters take no gradient. evaluated: parts that stay in evaluation mode. shared: the first
-    part is one object, frozen, for all members.
+    frozen: parts whose parameters take no gradient. evaluated: parts that stay in evaluation mode.
+    shared: the first part is one object, frozen, for all members.
     """
 
     kind: str = "vector"

@@ -1,7 +1,7 @@
 """Programs: what a user does with a fleet, as frozen values. `script` writes one down so that it can be run again.
 
-A member is named by a number, which counts round the members at that moment. A number that may differ from member to
-member is a tuple, which is taken in turns.
+A member is named by a number, which counts round the members at that moment. A number that may differ from member
+to member is a tuple, which is taken in turns.
 """
 
 from dataclasses import dataclass, fields
@@ -208,5 +208,6 @@ def script(program: Program) -> str:
     return (
         f"from tests.fuzz.programs import *\nfrom tests.fuzz.running import check\n"
         f"from tests.fuzz.models_{program.target.partition('-')[0]} import Net\n\n"
-        f"check(Program(\n    {program.target!r},\n    nets=(\n{nets}    ),\n    verbs=(\n{verbs}    ),\n{rest}))\n"
+        f"check(Program(\n    {program.target!r},\n    nets=(\n{nets}    ),\n"
+        f"    verbs=(\n{verbs}    ),\n{rest}))\n"
     )

@@ -194,8 +194,7 @@ class JaxReference(Reference):
 
     def evaluate(self, verb: Evaluate) -> dict[str, dict[str, float]]:
         return {
-            name: self._evaluated(name, self.batches(verb.data, verb.batch, name)).values()
-            for name in self.names
+            name: self._evaluated(name, self.batches(verb.data, verb.batch, name)).values() for name in self.names
         }
 
     def predict(self, verb: Predict) -> dict[str, Any]:

@@ -63,9 +63,9 @@ class TorchReference(Reference):
 
     def compile(self, verb: Compile | Add, names: list[str]) -> None:
         for number, name in enumerate(names):
-            own = {
-                key: value if key in PAIRS else turns(value, number) for key, value in verb.recipe.hyper
-            } | {"clip": turns(verb.recipe.clip, number)}
+            own = {key: value if key in PAIRS else turns(value, number) for key, value in verb.recipe.hyper} | {
+                "clip": turns(verb.recipe.clip, number)
+            }
             loss = loss_of(verb.recipe, self.program.task, self.program.dtype, self.knob)
             self.recipes[name] = (verb.recipe, own, loss)
             self.optimizers.pop(name, None)
@@ -114,8 +114,7 @@ class TorchReference(Reference):
 
     def evaluate(self, verb: Evaluate) -> dict[str, dict[str, float]]:
         return {
-            name: self._evaluated(name, self.batches(verb.data, verb.batch, name)).values()
-            for name in self.names
+            name: self._evaluated(name, self.batches(verb.data, verb.batch, name)).values() for name in self.names
         }
 
     def _evaluated(self, name: str, batches: Any) -> Totals:
@@ -211,7 +210,7 @@ def autocast(recipe: Recipe) -> Any:
     return torch.autocast("cpu", torch.bfloat16, enabled=recipe.precision == "bf16")
 
 
-# --- what users do to models, in the fleet and alone --------------------------------------------------------------
+# --- what users do to models, in the fleet and alone ---------------------------------------------------------
 
 
 def freeze(model: Any, verb: Freeze) -> None:

@@ -3,6 +3,7 @@
 import re
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -46,11 +47,11 @@ TOO_LARGE = 1e4
 """Training that has come apart: rounding decides."""
 
 
-class Difference(AssertionError):
+class DifferenceError(AssertionError):
     """A fleet has given something else than the reference."""
 
 
-class _Broken(Exception):
+class _BrokenOffError(Exception):
     """A run that is broken off by its user."""
 
 
@@ -65,8 +66,8 @@ def check(program: Program) -> str:
     """Run a program both ways. Gives how it ended: "same", "refused", "both raised" or "came apart"."""
     try:
         return _Check(program).run()
-    except Difference as difference:
-        raise Difference(f"{difference}\n\n{script(program)}") from difference
+    except DifferenceError as difference:
+        raise DifferenceError(f"{difference}\n\n{script(program)}") from difference
 
 
 class _Check:
@@ -123,16 +124,16 @@ class _Check:
         seen = self.seen
         if alone_error is not None:
             if error is None and not getattr(found, "failed", None):
-                raise Difference(f"{where}: alone it raises {_told(alone_error)}; the fleet does not")
+                raise DifferenceError(f"{where}: alone it raises {_told(alone_error)}; the fleet does not")
             return "both raised"
         if _apart(alone) or _apart(seen_alone):
             return "came apart"
         if isinstance(error, mf.FleetError) and any(words.search(str(error)) for words in REFUSED):
             return "refused"
         if error is not None:
-            raise Difference(f"{where}: works alone; the fleet raises {_told(error)}") from error
+            raise DifferenceError(f"{where}: works alone; the fleet raises {_told(error)}") from error
         if getattr(found, "failed", None):
-            raise Difference(f"{where}: works alone; the fleet sets aside {found.failed}")
+            raise DifferenceError(f"{where}: works alone; the fleet sets aside {found.failed}")
         if isinstance(verb, Fit):
             found = {name: dict(found[name]) for name in self.reference.names}
         self._compare(found, alone, where)
@@ -148,7 +149,7 @@ class _Check:
     def _compare(self, found: Any, expected: Any, where: str) -> None:
         difference = unlike(found, expected, self.tolerance)
         if difference:
-            raise Difference(f"{where}: {difference}")
+            raise DifferenceError(f"{where}: {difference}")
 
     # --- alone ------------------------------------------------------------------------------------------------
 
@@ -282,7 +283,7 @@ class _Check:
             def on_epoch_end(self, run: Any) -> None:
                 if run.epoch == verb.broken and not self.done:
                     self.done = True
-                    raise _Broken
+                    raise _BrokenOffError
 
         def epochs(value: Any) -> Any:
             if not isinstance(value, tuple):
@@ -307,14 +308,12 @@ class _Check:
             before = self.side.copied(data)
             history = self.fleet.fit(data, callbacks=callbacks, **options)
             if isinstance(data, tuple) and unlike(data, before, 0.0):
-                raise Difference(f"{short(verb)}: the user's data were written to")
+                raise DifferenceError(f"{short(verb)}: the user's data were written to")
             return history
         with tempfile.TemporaryDirectory() as folder:
             callbacks = [mf.Checkpoint(folder), Break()]
-            try:
+            with suppress(_BrokenOffError):
                 self.fleet.fit(self._data(verb.data, verb.batch), callbacks=callbacks, **options)
-            except _Broken:
-                pass
             return self.fleet.fit(self._data(verb.data, verb.batch), callbacks=callbacks, **options)
 
     def _size(self, data: Any, batch: Any) -> dict[str, Any]:
@@ -324,9 +323,7 @@ class _Check:
         if not isinstance(batch, tuple):
             return {"batch_size": batch}
         names = self.fleet.names
-        return {
-            "batch_size": mf.each({name: batch[number % len(batch)] for number, name in enumerate(names)})
-        }
+        return {"batch_size": mf.each({name: batch[number % len(batch)] for number, name in enumerate(names)})}
 
     def _data(self, data: Any, batch: Any) -> Any:
         """What the user gives to a verb."""
@@ -351,7 +348,7 @@ class _Check:
 def _attempt(act: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
         return act(), None
-    except Difference:
+    except DifferenceError:
         raise
     except Exception as error:  # whatever a model or the library raises is what is compared
         return None, error
@@ -386,14 +383,16 @@ def unlike(found: Any, expected: Any, tolerance: float) -> str:
         for key, value in expected.items():
             difference = unlike(found[key], value, tolerance)
             if difference:
-                return f"[{key}]{'' if difference.startswith('[') else ' '}{difference}"
+                return f"[{key}] {difference}"
         return ""
     if isinstance(expected, list | tuple):
         if not isinstance(found, list | tuple) or len(found) != len(expected):
             return f"is {found!r:.200}, expected {expected!r:.200}"
         pairs = enumerate(zip(found, expected, strict=True))
         differences = ((number, unlike(a, b, tolerance)) for number, (a, b) in pairs)
-        return next((f"[{number}]{'' if text.startswith('[') else ' '}{text}" for number, text in differences if text), "")
+        return next(
+            (f"[{number}]{'' if text.startswith('[') else ' '}{text}" for number, text in differences if text), ""
+        )
     if expected is None or isinstance(expected, bool | str | int):
         return "" if found == expected else f"is {found!r:.100}, expected {expected!r}"
     if not hasattr(expected, "shape") and not isinstance(expected, float):
@@ -401,9 +400,8 @@ def unlike(found: Any, expected: Any, tolerance: float) -> str:
     a, b = np.asarray(_host(found)), np.asarray(_host(expected))
     if a.shape != b.shape:
         return f"has shape {a.shape}, expected {b.shape}"
-    if hasattr(found, "dtype") and hasattr(expected, "dtype") and str(found.dtype) != str(expected.dtype):
-        if {a.dtype.kind, b.dtype.kind} != {"f"}:
-            return f"is {found.dtype}, expected {expected.dtype}"
+    if a.dtype.kind != b.dtype.kind and hasattr(expected, "dtype"):
+        return f"is {found.dtype}, expected {expected.dtype}"
     if not a.size or a.dtype.kind not in "fciub":
         return ""
     scale = max(1.0, float(np.abs(b).max()))

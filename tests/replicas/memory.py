@@ -1,6 +1,6 @@
 """Which of a large model's arrays a worker has in the memory that all workers share, and which are copies of ours.
 
-The arrays are looked up, not the process's memory: what a framework packs, caches or keeps depends on the processor.
+The arrays are looked up, not the process's memory: what a framework packs or keeps depends on the processor.
 """
 
 import gc
