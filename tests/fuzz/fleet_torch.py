@@ -19,7 +19,8 @@ REFERENCE = TorchReference
 
 def tolerance(program: Program) -> float:
     """How far numbers may be apart, relative to the largest of an array, or to 1."""
-    recipes = [verb.recipe for verb in program.verbs if isinstance(getattr(verb, "recipe", None), Recipe)]
+    found = [getattr(verb, "recipe", None) for verb in program.verbs]
+    recipes = [recipe for recipe in found if isinstance(recipe, Recipe)]
     if any(recipe.precision == "bf16" for recipe in recipes):
         return 5e-2
     if program.dtype == "float32":

@@ -44,7 +44,8 @@ def _smaller(program: Program) -> Iterator[Program]:
             yield replace(program, nets=_without(program.nets, number))
     for name, plain in (("devices", "cpu"), ("build", False)):
         if getattr(program, name) != plain:
-            yield replace(program, **{name: plain})
+            change: dict[str, Any] = {name: plain}
+            yield replace(program, **change)
     parts = {part for net in program.nets for part in getattr(net, "parts", ())}
     for part in sorted(parts):
         kept = tuple(
@@ -56,7 +57,8 @@ def _smaller(program: Program) -> Iterator[Program]:
         values = getattr(program, place)
         for number, value in enumerate(values):
             for simpler in _simpler(value):
-                yield replace(program, **{place: (*values[:number], simpler, *values[number + 1 :])})
+                smaller: dict[str, Any] = {place: (*values[:number], simpler, *values[number + 1 :])}
+                yield replace(program, **smaller)
 
 
 def _without(values: tuple[Any, ...], number: int) -> tuple[Any, ...]:

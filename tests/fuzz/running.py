@@ -31,17 +31,15 @@ from tests.fuzz.programs import (
 
 import modelfleet as mf
 
-REFUSED = tuple(
-    map(
-        re.compile,
-        [
-            r'strategy="',  # an explicit strategy that these members can't have
-            r"has no (parameter|trainable variable)",  # everything is frozen
-            r"Nesterov needs",
-            r"each\(\.\.\.\) has no value for",  # of a member that has joined since
-        ],
+REFUSED = [
+    re.compile(words)
+    for words in (
+        r'strategy="',  # an explicit strategy that these members can't have
+        r"has no (parameter|trainable variable)",  # everything is frozen
+        r"Nesterov needs",
+        r"each\(\.\.\.\) has no value for",  # of a member that has joined since
     )
-)
+]
 """What a fleet may refuse though it would work alone: each is documented."""
 TOO_LARGE = 1e4
 """Training that has come apart: rounding decides."""
