@@ -66,7 +66,8 @@ def fits(draw: Callable[..., Any], target: Any, *, heavy: bool, stateful: bool) 
     broken = draw(st.sampled_from([None, None, 2])) if resumable and epochs in (2, 3) else None
     steps = draw(st.sampled_from([None] * 5 + [1])) if data.form != "arrays" else None
     strategy = draw(st.sampled_from(strategies))
-    return Fit(draw(look), data, epochs, batch, False, strategy, validation, during, broken, steps)
+    shuffle = target.SHUFFLED and draw(st.booleans())
+    return Fit(draw(look), data, epochs, batch, shuffle, strategy, validation, during, broken, steps)
 
 
 @st.composite

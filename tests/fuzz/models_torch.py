@@ -274,6 +274,16 @@ class Sorted(Part):
         return self.layer(x).sort(-1).values + F.normalize(x, dim=-1)
 
 
+class Noisy(Part):
+    """Draws in training: rows feel no one, but rounding to float32 would be seen."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if not self.training:
+            return y
+        return y * (0.5 + torch.rand_like(y)) + 0.1 * torch.randn_like(y)
+
+
 class Learnt(Part):
     """Keeps something beside its tensors."""
 
@@ -362,6 +372,8 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "detached": Detached,
     "sorted": Sorted,
     "learnt": Learnt,
+    "noisy": Noisy,
+    "dropout": lambda: nn.Dropout(0.3),
     "weight norm": lambda: parametrizations.weight_norm(_linear()),
     "spectral norm": lambda: parametrizations.spectral_norm(_linear()),
 }
@@ -383,6 +395,7 @@ IMAGE: dict[str, Callable[[], nn.Module]] = {
     "relu": lambda: nn.ReLU(inplace=True),
     "gelu": nn.GELU,
     "in place": InPlace,
+    "dropout": lambda: nn.Dropout(0.2),
 }
 STATEFUL = {"counting", "remembering", "carrying", "alternating", "learnt", "rebinding"}
 """Parts that keep something in Python, which no checkpoint can have."""
@@ -456,9 +469,10 @@ def observe(model: nn.Module) -> dict[str, Any]:
 
 
 @st.composite
-def nets(draw: Callable[..., Any], kind: str, count: int, dtype: str, *, draws: bool = False) -> tuple[Net, ...]:
+def nets(draw: Callable[..., Any], kind: str, count: int, dtype: str) -> tuple[Net, ...]:
     """Nets for as many members: most of one structure."""
-    names = sorted(set(table(kind)) - ({"complex"} if dtype != "float64" else set()))
+    double_only = {"complex", "noisy"}
+    names = sorted(set(table(kind)) - (double_only if dtype != "float64" else set()))
     parts = tuple(draw(st.lists(st.sampled_from(names), min_size=0, max_size=3)))
     odd = st.lists(st.integers(0, 2), max_size=1).map(tuple)
     frozen, evaluated = draw(odd), draw(odd)

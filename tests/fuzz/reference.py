@@ -70,7 +70,7 @@ class Totals:
         loss, extra = result
         rows = len(batch[0])
         self.rows += rows
-        values = {"loss": float(loss)} | {key: float(value) for key, value in extra.items() if key}
+        values = {key: _double(value).item() for key, value in {"loss": loss, **extra}.items() if key}
         for metric in recipe.metrics:
             values[metric] = float(_METRICS[metric](_double(extra[""]), np.asarray(batch[1])))
         for key, value in values.items():
@@ -94,7 +94,7 @@ _METRICS = {
 
 
 def _double(output: Any) -> np.ndarray:
-    return np.asarray(output.double() if hasattr(output, "double") else output, np.float64)
+    return np.asarray(output.detach().double() if hasattr(output, "detach") else output, np.float64)
 
 
 def zipped(sources: dict[str, Any], active: list[str]) -> Iterator[dict[str, Any]]:

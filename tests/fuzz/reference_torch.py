@@ -2,9 +2,11 @@
 
 import copy
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from tests.fuzz.draws import drawing, order, seed_of
 from tests.fuzz.models_torch import Net, make, observe
 from tests.fuzz.programs import Add, Compile, Data, Edit, Evaluate, Fit, Freeze, Predict, Recipe, Train, turns
 from tests.fuzz.recipes_torch import CLASSES, PAIRS, SCHEDULES, loss_of, plain_loss
@@ -25,6 +27,8 @@ class TorchReference(Reference):
         self.models: dict[str, Any] = {}
         self.recipes: dict[str, tuple[Recipe, dict[str, Any], dict[str, Any]]] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self.steps: dict[str, int] = {}  # of members since they came
+        self.epochs: dict[str, int] = {}
 
     # --- models ------------------------------------------------------------------------------------------------
 
@@ -43,12 +47,13 @@ class TorchReference(Reference):
         memo = {id(one): one for trunk in self.trunk.values() for one in trunk.parameters()}
         self.models[new] = copy.deepcopy(self.models[name], memo)
         self.recipes[new] = self.recipes[name]
+        self.steps[new], self.epochs[new] = self.steps.get(name, 0), self.epochs.get(name, 0)
         if name in self.optimizers:
             self._optimizer(new).load_state_dict(copy.deepcopy(self.optimizers[name].state_dict()))
 
     def reload(self) -> None:
-        self.recipes.clear()
-        self.optimizers.clear()
+        for kept in (self.recipes, self.optimizers, self.steps, self.epochs):
+            kept.clear()
 
     def freeze(self, verb: Freeze, name: str) -> None:
         freeze(self.models[name], verb)
@@ -68,7 +73,8 @@ class TorchReference(Reference):
             }
             loss = loss_of(verb.recipe, self.program.task, self.program.dtype, self.knob)
             self.recipes[name] = (verb.recipe, own, loss)
-            self.optimizers.pop(name, None)
+            for kept in (self.optimizers, self.steps, self.epochs):
+                kept.pop(name, None)
 
     def _optimizer(self, name: str) -> torch.optim.Optimizer:
         if name not in self.optimizers:
@@ -85,6 +91,8 @@ class TorchReference(Reference):
         modes = {name: [m.training for m in self.models[name].modules()] for name in names}
         stopped: set[str] = set()
         sources = self.sources(verb.data, verb.batch, names)
+        if verb.shuffle and verb.data.form == "arrays":
+            sources = {name: _Shuffled(self, name, verb) for name in names}
         for name in names:
             if not self.models[name].training:
                 self.models[name].train()
@@ -98,6 +106,7 @@ class TorchReference(Reference):
                     if name in active:
                         members[name].step(batch, totals[name])
             for name in active:
+                self.epochs[name] = self.epochs.get(name, 0) + 1
                 totals[name].note(history[name], "")
                 members[name].end_epoch()
                 if verb.validation is not None:
@@ -147,10 +156,25 @@ class TorchReference(Reference):
         return [(x[cut].clone(), y[cut].clone()) for cut in self.cuts(data, len(x), batch)]
 
 
+class _Shuffled:
+    """A member's arrays in its own order, a new one in every epoch."""
+
+    def __init__(self, own: TorchReference, name: str, verb: Fit) -> None:
+        self.own, self.name, self.size = own, name, own.size(verb.data, verb.batch, name)
+        self.data = own.tensors(verb.data, None if verb.data.own is None else own.numbers[name])
+
+    def __iter__(self) -> Iterator[Batch]:
+        x, y = self.data
+        rows = torch.from_numpy(order(seed_of(self.name), self.own.epochs.get(self.name, 0), len(x)))
+        for chosen in rows.split(self.size):
+            yield x[chosen], y[chosen]
+
+
 class _Member:
     """One member in one fit."""
 
     def __init__(self, own: TorchReference, name: str, verb: Fit, epochs: int) -> None:
+        self.own, self.name = own, name
         self.model, self.task = own.models[name], own.program.task
         self.recipe, self.options, self.loss = own.recipes[name]
         self.optimizer = own._optimizer(name)
@@ -177,13 +201,14 @@ class _Member:
         elif self.recipe.schedule == "linear":
             self._set_rate(self.base * (1 - self.taken / self.total))
         self.optimizer.zero_grad()
-        with autocast(self.recipe):
+        with autocast(self.recipe), drawing(self.name, self.own.steps.get(self.name, 0)):
             result = plain_loss(self.loss, self.task)(self.model, (batch[0].clone(), batch[1].clone()))
         result[0].backward()
         if self.options["clip"] is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.options["clip"])
         self.optimizer.step()
         self.taken += 1
+        self.own.steps[self.name] = self.own.steps.get(self.name, 0) + 1
         totals.add(result, batch, self.recipe)
 
     def end_epoch(self) -> None:
