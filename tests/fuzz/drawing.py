@@ -70,10 +70,13 @@ def fits(draw: Callable[..., Any], target: Any, *, heavy: bool, stateful: bool) 
     return Fit(draw(look), data, epochs, batch, shuffle, strategy, validation, during, broken, steps)
 
 
+def programs(name: str, *, heavy: bool = False) -> st.SearchStrategy[Program]:
+    """Any program for a target. `heavy`: worker processes, too."""
+    return _programs(name, import_module(f"tests.fuzz.fleet_{name.partition('-')[0]}"), heavy)
+
+
 @st.composite
-def programs(draw: Callable[..., Any], name: str, *, heavy: bool = False) -> Program:
-    """Any program for a target."""
-    target = import_module(f"tests.fuzz.fleet_{name.partition('-')[0]}")
+def _programs(draw: Callable[..., Any], name: str, target: Any, heavy: bool) -> Program:
     kind = draw(st.sampled_from(target.KINDS))
     task = draw(st.sampled_from(["numbers", "classes"]))
     dtype = draw(st.sampled_from(target.DTYPES))

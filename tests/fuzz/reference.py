@@ -48,14 +48,36 @@ class Reference:
         own = None if data.own is None else self.numbers[name]
         return iter(self.loader(data, self.size(data, batch, name), own))
 
-    def sources(self, data: Data, batch: Any, names: list[str]) -> dict[str, Any]:
+    def sources(self, data: Data, batch: Any, names: list[str], steps: int | None) -> dict[str, Any]:
         """By name what a member reads; one for "" if all read the same."""
         if data.own is None and data.form != "arrays":
-            return {"": self.loader(data, turns(batch, 0), None)}
+            return {"": _stretched(self.loader(data, turns(batch, 0), None), steps)}
         return {
-            name: self.loader(data, self.size(data, batch, name), None if data.own is None else self.numbers[name])
+            name: _stretched(
+                self.loader(data, self.size(data, batch, name), None if data.own is None else self.numbers[name]),
+                steps,
+            )
             for name in names
         }
+
+
+class Stretched:
+    """A loader in epochs of so many steps, which go on where the last one stopped, and at its end begin anew."""
+
+    def __init__(self, loader: Any, steps: int) -> None:
+        self.loader, self.steps, self.rest = loader, steps, iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self.steps):
+            batch = next(self.rest, None)
+            if batch is None:
+                self.rest = iter(self.loader)
+                batch = next(self.rest)
+            yield batch
+
+
+def _stretched(loader: Any, steps: int | None) -> Any:
+    return loader if steps is None else Stretched(loader, steps)
 
 
 class Totals:

@@ -160,15 +160,13 @@ class JaxReference(Reference):
         epochs = {name: turns(verb.epochs, number) for number, name in enumerate(names)}
         history: History = {name: {} for name in names}
         stopped: set[str] = set()
-        sources = self.sources(verb.data, verb.batch, names)
+        sources = self.sources(verb.data, verb.batch, names, verb.steps)
         for epoch in range(max(epochs.values())):
             active = [name for name in names if epoch < epochs[name] and name not in stopped]
             totals: dict[str, Totals] = {name: Totals() for name in active}
             for name in active:
                 _mode(self.models[name], train=True)
-            for number, batches in enumerate(zipped(sources, active)):
-                if verb.steps is not None and number >= verb.steps:
-                    break
+            for batches in zipped(sources, active):
                 for name, batch in batches.items():
                     placed = tuple(map(jnp.asarray, batch))
                     totals[name].add(self._step(name, placed), batch, self.recipes[name][0])

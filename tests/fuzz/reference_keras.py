@@ -1,5 +1,6 @@
 """What the programs do to Keras models by Keras: `compile`, `fit`, `evaluate` and `predict` of each model."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -105,12 +106,16 @@ class KerasReference(Reference):
         epochs = {name: turns(verb.epochs, number) for number, name in enumerate(names)}
         history: dict[str, dict[str, list[float]]] = {name: {} for name in names}
         stopped: set[str] = set()
+        sources = self.sources(verb.data, verb.batch, names, verb.steps)
         for epoch in range(max(epochs.values())):
             active = [name for name in names if epoch < epochs[name] and name not in stopped]
             for name in active:
-                options = self._given(verb.data, verb.batch, name, verb.steps)
+                options = self._given(verb.data, verb.batch, name)
+                if verb.steps is not None:
+                    stretched = sources.get(name) or sources.setdefault(name, copy.copy(sources[""]))
+                    options = {"x": (batch for batch in stretched), "steps_per_epoch": verb.steps}
                 if verb.validation is not None:
-                    held = self._given(verb.validation, verb.batch, name, None)
+                    held = self._given(verb.validation, verb.batch, name)
                     options["validation_data"] = held["x"] if "y" not in held else (held["x"], held["y"])
                     if "batch_size" in held:
                         options["validation_batch_size"] = held["batch_size"]
@@ -125,18 +130,17 @@ class KerasReference(Reference):
         callback(0)
         return history
 
-    def _given(self, data: Data, batch: Any, name: str, steps: int | None) -> dict[str, Any]:
+    def _given(self, data: Data, batch: Any, name: str) -> dict[str, Any]:
         size = self.size(data, batch, name)
         found = self._batches(data, size, name)
         if isinstance(found, tuple):
             return {"x": found[0], "y": found[1], "batch_size": size}
-        given: dict[str, Any] = {"x": (batch for batch in found)}  # Keras takes generators, not iterators
-        return given if steps is None else {**given, "steps_per_epoch": steps}
+        return {"x": (batch for batch in found)}  # Keras takes generators, not iterators
 
     def evaluate(self, verb: Evaluate) -> dict[str, dict[str, float]]:
         found = {}
         for name in self.names:
-            given = self._given(verb.data, verb.batch, name, None)
+            given = self._given(verb.data, verb.batch, name)
             values = self.models[name].evaluate(**given, return_dict=True, verbose=0)
             found[name] = {key: float(value) for key, value in values.items()}
         return found
@@ -147,7 +151,7 @@ class KerasReference(Reference):
             model = self.models[name]
             if keras.backend.backend() == "tensorflow":
                 model.run_eagerly = True
-            x = self._given(verb.data, verb.batch, name, None)
+            x = self._given(verb.data, verb.batch, name)
             x.pop("y", None)
             found[name] = model.predict(**x, verbose=0)
         return found

@@ -90,7 +90,7 @@ class TorchReference(Reference):
         members = {name: _Member(self, name, verb, epochs[name]) for name in names}
         modes = {name: [m.training for m in self.models[name].modules()] for name in names}
         stopped: set[str] = set()
-        sources = self.sources(verb.data, verb.batch, names)
+        sources = self.sources(verb.data, verb.batch, names, verb.steps)
         if verb.shuffle and verb.data.form == "arrays":
             sources = {name: _Shuffled(self, name, verb) for name in names}
         for name in names:
@@ -99,9 +99,7 @@ class TorchReference(Reference):
         for epoch in range(max(epochs.values())):
             active = [name for name in names if epoch < epochs[name] and name not in stopped]
             totals: dict[str, Totals] = {name: Totals() for name in active}
-            for number, batches in enumerate(zipped(sources, active)):
-                if verb.steps is not None and number >= verb.steps:
-                    break
+            for batches in zipped(sources, active):
                 for name, batch in batches.items():
                     if name in active:
                         members[name].step(batch, totals[name])
@@ -183,7 +181,7 @@ class _Member:
         rows = own.rows(verb.data, name)
         size = own.size(verb.data, verb.batch, name)
         own_steps = len(list(own.cuts(verb.data, rows, size)))
-        self.total = epochs * (own_steps if verb.steps is None else min(verb.steps, own_steps))
+        self.total = epochs * (own_steps if verb.steps is None else verb.steps)
         self._set_rate(self.base)
         self.scheduler = None
         if self.recipe.schedule in SCHEDULES:

@@ -6,7 +6,7 @@ from tests.fuzz.programs import Program
 from tests.fuzz.running import check
 
 
-@settings(max_examples=16, derandomize=True, deadline=None, database=None, phases=[Phase.generate])
+@settings(max_examples=8, derandomize=True, deadline=None, database=None, phases=[Phase.generate])
 @given(programs("jax"))
 def test_programs_give_what_flax_and_optax_give(program: Program) -> None:
     check(program)

@@ -6,7 +6,7 @@ from tests.fuzz.programs import Program
 from tests.fuzz.running import check
 
 
-@settings(max_examples=60, derandomize=True, deadline=None, database=None, phases=[Phase.generate])
+@settings(max_examples=76, derandomize=True, deadline=None, database=None, phases=[Phase.generate])
 @given(programs("torch"))
 def test_programs_give_what_plain_torch_gives(program: Program) -> None:
     check(program)
