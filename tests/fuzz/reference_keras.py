@@ -110,7 +110,7 @@ class KerasReference(Reference):
         for epoch in range(max(epochs.values())):
             active = [name for name in names if epoch < epochs[name] and name not in stopped]
             for name in active:
-                options = self._given(verb.data, verb.batch, name)
+                options: dict[str, Any] = self._given(verb.data, verb.batch, name)
                 if verb.steps is not None:
                     stretched = sources.get(name) or sources.setdefault(name, copy.copy(sources[""]))
                     options = {"x": (batch for batch in stretched), "steps_per_epoch": verb.steps}

@@ -1,6 +1,7 @@
 """The fuzzer's own random numbers are right: else it would compare with a mistake."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from tests.fuzz.draws import threefry
 
@@ -16,6 +17,6 @@ def test_threefry_gives_its_published_numbers() -> None:
 
 
 def test_threefry_gives_what_jax_gives() -> None:
-    key = jax.random.wrap_key_data(np.array([7, 11], np.uint32), impl="threefry2x32")
+    key = jax.random.wrap_key_data(jnp.array([7, 11], jnp.uint32), impl="threefry2x32")
     expected = jax.random.key_data(jax.random.fold_in(key, 5))
     np.testing.assert_array_equal(np.array(threefry((7, 11), (0, 5))).ravel(), expected)
