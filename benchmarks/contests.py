@@ -18,6 +18,8 @@ POOL = "multiprocessing.Pool(2)"
 SPLIT = "DataParallel-style, 2 threads"
 RAY = "2 Ray actors by hand"
 IDEAL = "the ideal split"
+PLAIN = "a plain torch loop"
+UNWEIGHTED = "without class weights"
 STRATEGIES = ("interleaved", "threads", "processes")
 BACKENDS = ("tensorflow", "jax", "torch")
 MIXES = {
@@ -90,6 +92,16 @@ def _mix(name: str) -> Contest:
     return Contest(f"auto-{name}", f'strategy="auto": {MIXES[name]}', entrants, bars)
 
 
+def _single(net: str) -> Contest:
+    entrants = {who: Entrant("single", (net, who)) for who in (FLEET, PLAIN)}
+    return Contest(f"single-{net}", f"a fleet of one: {net}", entrants, {PLAIN: 0.95})
+
+
+def _weighted() -> Contest:
+    entrants = {who: Entrant("class_weights", (who,)) for who in (FLEET, UNWEIGHTED)}
+    return Contest("class-weights", "64 × MLP, class weights from outside the models", entrants, {UNWEIGHTED: 0.9})
+
+
 # One thread for each device, and none that spins while it waits: the peers' processes are all there at once.
 _THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 _RAY = _THREAD | {"RAY_USAGE_STATS_ENABLED": "0"}
@@ -149,6 +161,8 @@ CONTESTS: dict[str, Contest] = {
         _equal("tensorflow", 30),
         _equal("jax", 8),
         _equal("torch", 25),
+        *(_single(net) for net in ("mlp", "cnn", "lstm", "transformer")),
+        _weighted(),
         *(_mix(name) for name in MIXES),
         *_devices(),
     )
