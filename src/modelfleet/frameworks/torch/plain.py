@@ -8,8 +8,9 @@ is not finite is not taken: the member keeps its last good weights and buffers.
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,7 @@ class PlainEngine(TorchEngine):
         self._trouble = FINE
         self._scale, self._good = FIRST_SCALE, 0
         self._sums: dict[str, Any] = {}
-        self._draws: dict[str, bool] = {}  # by what is done: whether it draws random numbers
+        self._watches: dict[str, _Watch] = {}  # by what is done: whether it draws random numbers
         self._ahead = Ahead()
         self._needs_grad = (
             False  # whether evaluating takes gradients, as an objective with a gradient penalty does
@@ -130,13 +131,11 @@ class PlainEngine(TorchEngine):
         steps: int | None = None,
     ) -> None:
         """Take one step, or several on data with a step axis."""
-        for step in range(steps or 0):
-            one = map_tree(lambda t, step=step: t[step], data)
-            self.train(hyper, active, one, weights, shared=shared, pace=pace)
-        if steps is not None or not self._takes_part(active):
-            return
         self._use(hyper)
-        self._take_step(self._own(data, shared), None if weights is None else weights[0])
+        weights = None if weights is None else weights[0]
+        for step in range(steps or 1):
+            if self._takes_part(active):
+                self._take_step(self._own(data, shared, None if steps is None else step), weights)
 
     def train_some(self, slots: np.ndarray, hyper: Any, data: Any, *, shared: bool, pace: Any) -> None:
         """Take one step on data cut for it."""
@@ -199,11 +198,11 @@ class PlainEngine(TorchEngine):
                 )
         with self._in_mode(train=True), self._drawing("train"):
             with self._autocast():
-                loss, sums = self.task.run(self.model, batch, weights)
+                loss, sums, rows = self.task.measured(self.model, batch, weights)
             value = loss.item()
             if math.isfinite(value):
                 (loss if scale is None else loss * scale).backward()
-        return value, sums
+        return value, {**sums, "rows": rows}
 
     def _update(self, scale: float | None) -> int:
         """Update the parameters if all gradients are finite; return the trouble there is."""
@@ -319,9 +318,11 @@ class PlainEngine(TorchEngine):
             with torch.enable_grad():
                 return run()
 
-    def _own(self, data: Any, shared: bool) -> Any:
+    def _own(self, data: Any, shared: bool, step: int | None = None) -> Any:
         """Return the member's batch in memory of its own: a forward may write into its input."""
-        return map_tree(lambda leaf: leaf.clone() if shared else leaf[0].clone(), data)
+        if step is None:
+            return map_tree(lambda leaf: leaf.clone() if shared else leaf[0].clone(), data)
+        return map_tree(lambda leaf: (leaf[step] if shared else leaf[step, 0]).clone(), data)
 
     def _in_mode(self, *, train: bool) -> AbstractContextManager[None]:
         # A model given in training mode is trained as it was given; nothing need be put back.
@@ -331,18 +332,9 @@ class PlainEngine(TorchEngine):
         dtype = PRECISIONS[self.task.precision]
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
 
-    @contextmanager
-    def _drawing(self, kind: str) -> Iterator[None]:
-        """Have random operations draw from the member's stream, if the model draws any."""
-        if self._draws.get(kind, True):
-            with EagerDraws(self._member.seed, self._step, self._ahead) as draws:
-                yield
-            self._draws[kind] = draws.count > 0
-            return
-        before = torch.get_rng_state()
-        yield
-        if not torch.equal(before, torch.get_rng_state()):  # it draws now, or another thread does
-            self._draws[kind] = True
+    def _drawing(self, kind: str) -> AbstractContextManager[Any]:
+        """Return the context in which random operations draw from the member's stream, if the model draws any."""
+        return _Drawing(self._watches.setdefault(kind, _Watch()), self._member.seed, self._step, self._ahead)
 
     # --- buffers -------------------------------------------------------------------------------------------------
 
@@ -487,7 +479,7 @@ class PlainEngine(TorchEngine):
     def forgive(self) -> None:
         """Begin a fit with nobody in trouble, on the model as it is now."""
         self._trouble = FINE
-        self._draws = {}
+        self._watches = {}
         self._rebind()
         self._buffered = [module for module in self.model.modules() if module._buffers]
 
@@ -554,6 +546,40 @@ class PlainEngine(TorchEngine):
         return None
 
 
+@dataclass
+class _Watch:
+    """Whether a model draws random numbers, by what it did last."""
+
+    draws: bool = True
+    state: Tensor | None = None
+    """Of torch's generator after the last step that drew nothing."""
+
+
+class _Drawing:
+    """The context of one step or look, with the member's own random numbers only if it needs any.
+
+    A step that drew nothing is believed to be followed by others that draw nothing. If torch's generator has moved
+    meanwhile, by a draw of the model or of somebody else, the next step is watched again.
+    """
+
+    def __init__(self, watch: _Watch, seed: int, step: int, ahead: Ahead) -> None:
+        self._watch = watch
+        self._draws = EagerDraws(seed, step, ahead) if watch.draws else None
+
+    def __enter__(self) -> None:
+        if self._draws is not None:
+            self._draws.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        watch = self._watch
+        if self._draws is not None:
+            self._draws.__exit__(*error)
+            watch.draws, watch.state = self._draws.count > 0, torch.get_rng_state()
+            return
+        state = torch.get_rng_state()
+        watch.draws = watch.state is None or not torch.equal(watch.state, state)
+
+
 def _scratch(model: nn.Module) -> nn.Module | None:
     """Return a copy of a model that reads the same parameters; None if it can't be copied."""
     memo: dict[int, Any] = {
@@ -580,10 +606,9 @@ def _exact(total: Any) -> Any:
 
 def _finite(gradients: Sequence[Tensor]) -> bool:
     """Return True if all gradients are finite."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    kinds: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
-        values = gradient._values() if gradient.is_sparse else gradient
-        kinds.setdefault((values.dtype, values.device), []).append(values)
+        kinds.setdefault(gradient.dtype, []).append(gradient._values() if gradient.is_sparse else gradient)
     for tensors in kinds.values():
         total = _sum(tensors)
         # A sum may overflow where no term does: then every number is looked at.

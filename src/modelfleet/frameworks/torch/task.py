@@ -46,6 +46,13 @@ class Task:
 
         `weights` is `(row,)`, 1 for a row that counts and 0 for padding; without it every row counts.
         """
+        loss, sums, rows = self.measured(model, batch, weights)
+        return loss, {"loss": loss.detach() * rows, **sums, "rows": torch.as_tensor(rows, device=loss.device)}
+
+    def measured(
+        self, model: nn.Module, batch: Any, weights: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor | int]:
+        """Return one member's loss on a batch, the sums of the metrics, and how many rows count."""
         rows = weights.sum() if weights is not None else _count(batch)
         if self.objective is not None:
             loss, extra = _loss_and_extra(self.objective(model, batch))
@@ -68,8 +75,7 @@ class Task:
                     f"include the labels in the batch."
                 )
             sums = self._sums(logits(output), x["labels"], weights) if self.metrics else {}
-        loss = _scalar(loss)
-        return loss, {"loss": loss.detach() * rows, **sums, "rows": torch.as_tensor(rows, device=loss.device)}
+        return _scalar(loss), sums, rows
 
     def share(
         self, model: nn.Module, batch: Any, weights: Tensor | None
