@@ -404,3 +404,18 @@ def test_a_trunk_that_is_changed_or_no_longer_shared_is_noticed() -> None:
     expected = {name: fleet[name](torch.from_numpy(X)).detach().numpy() for name in fleet.names}
     found = fleet.predict(X)
     assert all(np.allclose(found[name], expected[name], atol=1e-6) for name in fleet.names)
+
+
+def test_names_are_looked_up_and_not_searched_for_when_members_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    from modelfleet import fleet as module
+
+    check = module.check_name
+
+    def looked_up(name: object, taken: Any) -> str:
+        assert isinstance(taken, dict | set)  # to search a list for every name takes more than linear time
+        return check(name, taken)
+
+    monkeypatch.setattr(module, "check_name", looked_up)
+    assert mf.Fleet.build(mlp, ["b", "a"]).names == ["b", "a"]
+    with pytest.raises(mf.InputError, match="two members named 'a'"):
+        mf.Fleet.build(mlp, ["a", "b", "a"])

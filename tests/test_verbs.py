@@ -337,7 +337,7 @@ def test_a_loader_that_asks_the_fleet_that_reads_it_is_refused_and_does_not_wait
 
     with pytest.raises(mf.BusyError, match="by a loader"):
         fleet.evaluate(batches)
-    with pytest.raises(mf.BusyError, match="another thread is in fleet.fit"):
+    with pytest.raises(mf.BusyError, match=r"another thread is in fleet\.fit"):
         fit(fleet, batches)
     assert fleet.predict(XV).keys() == {"m0", "m1", "m2"}
 

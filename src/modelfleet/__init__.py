@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from modelfleet.callbacks import Callback, Checkpoint, EarlyStopping
     from modelfleet.errors import (
+        AllFailedError,
         BusyError,
         ClosedError,
         DeadlineError,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 # Where each public name lives. It is imported when it is first asked for, so that `import modelfleet` stays light.
 _HOME = {
+    "AllFailedError": "errors",
     "Answers": "replicas.mapping",
     "BusyError": "errors",
     "Callback": "callbacks",
@@ -71,6 +73,7 @@ _HOME = {
 }
 
 __all__ = [
+    "AllFailedError",
     "Answers",
     "BusyError",
     "Callback",

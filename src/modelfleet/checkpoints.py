@@ -7,6 +7,7 @@ from typing import Any
 
 from modelfleet.callbacks import Callback
 from modelfleet.errors import StoreError
+from modelfleet.frameworks import files as numpy_files
 from modelfleet.history import History
 from modelfleet.planning.assembly import Part, Studied
 from modelfleet.planning.placement import packed
@@ -60,10 +61,7 @@ def save(folder: Path, run: Any, callbacks: Sequence[Callback]) -> None:
     """Keep the run as it is now; a checkpoint that was there before stays whole until this one is."""
     files: dict[str, dict[str, Any]] = {}
     writers: dict[str, Any] = {}
-    for framework in _frameworks(run).values():
-        if run.randomness.get(framework.NAME) is not None:
-            files[f"random-{framework.NAME}"] = {"generator": run.randomness[framework.NAME]}
-            writers[f"random-{framework.NAME}"] = framework.files
+    files["random"], writers["random"] = run.randomness, numpy_files
     for number, shift in enumerate(run.shifts):
         files[f"lane-{number}"] = shift.lane.engine.tensors()
         writers[f"lane-{number}"] = shift.lane.members[0].framework.files
@@ -119,6 +117,9 @@ def resume(folder: Path, run: Any, callbacks: Sequence[Callback]) -> tuple[Any, 
     files: dict[str, Any] = {}
     for name in manifest["files"]:
         kind, _, rest = name.partition("-")
+        if name == "random":
+            files[name] = read_file(folder, manifest, name, numpy_files)
+            continue
         framework = (
             run.shifts[int(rest)].lane.members[0].framework if kind == "lane" else known[rest.split("-")[-1]]
         )
@@ -139,9 +140,10 @@ def resume(folder: Path, run: Any, callbacks: Sequence[Callback]) -> tuple[Any, 
         if arrays:
             callback.restore_arrays(arrays)
     history = History.from_dict(manifest["history"])
-    randomness = {
-        name: files[f"random-{name}"]["generator"] if f"random-{name}" in files else None for name in known
-    }
+    randomness = files.get("random")
+    if randomness is None:  # of an earlier version, which kept the frameworks' own only
+        kept = {name: files[f"random-{name}"]["generator"] for name in known if f"random-{name}" in files}
+        randomness = {name: known[name].arrays.host(generator) for name, generator in kept.items()}
     return manifest["epoch"], manifest["step"], history, randomness
 
 

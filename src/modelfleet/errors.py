@@ -21,6 +21,14 @@ class BusyError(FleetError, RuntimeError):
     """A verb was called while its fleet is at another one that does not bear it."""
 
 
+class AllFailedError(FleetError):
+    """The steps of all members raised; `history` has the reason of each."""
+
+    def __init__(self, message: str, history: Any = None) -> None:
+        super().__init__(message)
+        self.history = history
+
+
 class StoreError(FleetError):
     """A folder of weights can't be read or written."""
 

@@ -3,7 +3,7 @@
 import signal
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +11,12 @@ from typing import Any
 
 from modelfleet import checkpoints
 from modelfleet.callbacks import Callback, Checkpoint
-from modelfleet.errors import BusyError, InputError
+from modelfleet.errors import AllFailedError, BusyError, InputError
+from modelfleet.frameworks import randomness
 from modelfleet.history import History
 from modelfleet.planning.assembly import Part
 from modelfleet.progress import Reporter
-from modelfleet.sharing.shifts import Moment, Report, Sharing, Shift, Stepped, Way
+from modelfleet.sharing.shifts import RAISED, Moment, Report, Sharing, Shift, Stepped, Way
 
 
 class Fit:
@@ -29,7 +30,7 @@ class Fit:
         sharing_name: str,
         callbacks: Sequence[Callback],
         reporter: Reporter,
-        randomness: Mapping[str, Any],
+        before: randomness.State,
         *,
         side_by_side: bool,
         devices: Sequence[str] = (),
@@ -42,8 +43,8 @@ class Fit:
         self.epochs = max(int(shift.epochs.max()) for shift in shifts)
         self.active: tuple[str, ...] = ()
         self.callbacks = list(callbacks)
-        self.randomness = dict(randomness)
-        """The state of the frameworks' generators when the epoch at hand began."""
+        self.randomness = dict(before)
+        """The state of the generators when the epoch at hand began."""
         self.sharing_name = sharing_name
         self.devices = list(devices)
         self.epoch_seconds: float | None = None
@@ -162,6 +163,7 @@ class Fit:
             stopped_by = "Ctrl-C" if self._interrupted else None
             self.active = self._training()
             self._call("on_fit_end")
+            self._refuse_all_failed()
         finally:
             for shift in self.shifts:
                 shift.close()
@@ -210,11 +212,7 @@ class Fit:
         for shift, _ in reports:
             shift.leave(self._stopped(shift))
         self.active = self._training()
-        self.randomness = {
-            member.framework.NAME: member.framework.randomness()
-            for shift in self.shifts
-            for member in shift.lane.members[:1]
-        }
+        self.randomness = randomness.state()
         for shift, _ in reports:  # loaders that a worker reads draw there
             if shift.away is not None:
                 self.randomness.update(shift.randomness or {})
@@ -242,6 +240,20 @@ class Fit:
             shift.pull()
             for name, failure in shift.trouble(shift.epoch + 1).items():
                 self.history.fail(name, failure)
+
+    def _refuse_all_failed(self) -> None:
+        """Raise `AllFailedError` if nobody is left because steps raised: then it is the program that is wrong."""
+        failed = self.history.failed
+        raised = [name for name in self.fleet.names if name in failed and failed[name].reason.startswith(RAISED)]
+        if len(failed) < len(self.fleet) or not raised:
+            return
+        failure = failed[raised[0]]
+        cause = next((shift.raised for shift in self.shifts if shift.raised is not None), None)
+        raise AllFailedError(
+            f"member {raised[0]!r} failed in epoch {failure.epoch}, step {failure.step}: {failure.reason}. "
+            f"All {len(failed):,} members failed: the history of this error has every reason.",
+            self.history,
+        ) from cause
 
     def _show(self) -> None:
         """Tell the reporter when the slowest lane has ended an epoch."""
@@ -284,10 +296,7 @@ class Fit:
 
     def _rewind(self) -> None:
         """Have loaders draw their shuffles as they did when the epoch at hand began."""
-        for shift in self.shifts:
-            framework = shift.lane.members[0].framework
-            if self.randomness.get(framework.NAME) is not None:
-                framework.restore_randomness(self.randomness[framework.NAME])
+        randomness.restore(self.randomness)
         feeds = [*(shift.feed for shift in self.shifts), *(shift.validation for shift in self.shifts)]
         for feed in feeds:
             if feed is not None:

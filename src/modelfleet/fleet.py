@@ -15,6 +15,7 @@ from modelfleet.each import spread
 from modelfleet.errors import InputError, StrategyError, unknown
 from modelfleet.feeds import Feed
 from modelfleet.fitting import Fit
+from modelfleet.frameworks import randomness
 from modelfleet.gate import Gate
 from modelfleet.history import History
 from modelfleet.lane_sets import LaneSet
@@ -98,9 +99,10 @@ class Fleet:
             members = [str(number) for number in range(int(members))]
         elif isinstance(members, str) or not isinstance(members, Iterable):
             raise InputError(f"members is {members!r}; give a number, or a sequence of names.")
-        names: list[str] = []
+        known: dict[str, None] = {}  # in their order, and quick to look up
         for name in members:
-            names.append(check_name(name, names))
+            known[check_name(name, known)] = None
+        names = list(known)
         if not names:
             raise InputError("a fleet needs at least one member; members is below 1 or empty.")
         spreads = {key: spread(value, names, key) for key, value in kwargs.items()}
@@ -290,17 +292,17 @@ class Fleet:
 
     def _trained(self, job: Job, strategy: str, callbacks: Sequence[Callback], shown: Reporter) -> History:
         """The history of a fit."""
-        randomness = self._randomness()  # as it is before any loader draws from it
+        before = randomness.state()  # before any loader draws from the generators
         lanes = self._set.settled(strategy, job, "train", self._handed, self._ways, _kept(callbacks))
         choice, studied = self._set.choice, self._set.studied
         self._fit = run = Fit(
             self,
             supply.shifts(lanes, job),
-            self._sharings(randomness)[choice.sharing](job),
+            self._sharings(before)[choice.sharing](job),
             choice.sharing,
             callbacks,
             shown,
-            randomness,
+            before,
             side_by_side=supply.side_by_side([lane for lane, _ in lanes], job),
             devices=[str(device) for device in self._assembly.all_chosen(list(self._members.values()))],
         )
@@ -325,8 +327,8 @@ class Fleet:
         found: dict[str, dict[str, float]] = {}
         with self._gate.reading("evaluate"):
             fed = self._reading().settled("auto", job, "evaluate", self._changed(), self._ways)
-            in_turn = supply.side_by_side([lane for lane, _ in fed], job)
-            for (lane, feed), values in zip(fed, everywhere(fed, Lane.evaluate, in_turn=in_turn), strict=True):
+            one = supply.side_by_side([lane for lane, _ in fed], job)
+            for (lane, feed), values in zip(fed, everywhere(fed, Lane.evaluating, side_by_side=one), strict=True):
                 lane.refuse_failures(feed)
                 lane.engine.write_changes(lane.members)
                 for row, name in enumerate(lane.names):
@@ -339,8 +341,8 @@ class Fleet:
         found: dict[str, Any] = {}
         with self._gate.reading("predict"):
             fed = self._reading().settled("auto", job, "predict", self._changed(), self._ways)
-            in_turn = supply.side_by_side([lane for lane, _ in fed], job)
-            for (lane, _), outputs in zip(fed, everywhere(fed, Lane.predict, in_turn=in_turn), strict=True):
+            one = supply.side_by_side([lane for lane, _ in fed], job)
+            for (lane, _), outputs in zip(fed, everywhere(fed, Lane.predicting, side_by_side=one), strict=True):
                 lane.engine.write_changes(lane.members)
                 found.update(zip(lane.names, outputs, strict=True))
         return {name: found[name] for name in job.names}
@@ -374,14 +376,14 @@ class Fleet:
         return set(self._members) if self._gate.nested else self._handed
 
     def _ways(self) -> dict[str, Callable[[Job], Sharing]]:
-        return self._sharings(self._randomness())
+        return self._sharings(randomness.state())
 
-    def _sharings(self, randomness: Mapping[str, Any]) -> dict[str, Callable[[Job], Sharing]]:
+    def _sharings(self, before: randomness.State) -> dict[str, Callable[[Job], Sharing]]:
         """The ways to share the devices, for a job."""
         devices = self._assembly.all_chosen(list(self._members.values()))
 
         def orders(job: Job) -> Orders:
-            return Orders(self._token, self._recipes, self._assembly.devices, job, randomness)
+            return Orders(self._token, self._recipes, self._assembly.devices, job, before)
 
         return sharings(orders, devices, self._assembly.places)
 
@@ -395,10 +397,6 @@ class Fleet:
         self._set.asked = []  # the next fit is planned anew
         self._aside = None
         return halves
-
-    def _randomness(self) -> dict[str, Any]:
-        adapters = {member.framework.NAME: member.framework for member in self._members.values()}
-        return {name: adapter.randomness() for name, adapter in adapters.items()}
 
     @staticmethod
     def _wrapped(callbacks: Sequence[Any]) -> list[Callback]:

@@ -47,6 +47,7 @@ class LaneSet:
         self._studied: Studied | None = None
         self._fixed = False  # whether the lanes stay in the parts they were made for
         self._parallel = False  # whether each lane is over all devices
+        self._parted = False  # whether lanes were cut for the data of the last verb
         self._kind = ""  # what the lanes can do: "predict" only, or all
         self._carried: dict[str, tuple[Lane, int]] = {}  # where a member's optimizer state is, between two sets
 
@@ -80,7 +81,8 @@ class LaneSet:
         that is to be resumed, if there is one.
         """
         lanes = self.ready(strategy, kind, handed, kept)
-        fed = supply.feeds(lanes, job)
+        own = self._alike(lanes, job, strategy)
+        fed = supply.feeds(own, job)
         for lane, feed in fed:
             if kind == "predict":
                 lane.engine.output_shape(feed.first(), lane.names[0])
@@ -95,6 +97,7 @@ class LaneSet:
         if made != lanes:
             self.regroup()
             self._take(made)
+        self._parted = own != lanes
         return settled
 
     def ready(
@@ -124,7 +127,7 @@ class LaneSet:
             asked = kept.placed(self.studied)
         asked = self.asked if self._fixed else asked
         parted = strategy == "fused" and any(not lane.part.fused for lane in lanes or ())
-        parted |= parallel != self._parallel
+        parted |= self._parted or parallel != self._parallel
         self._parallel = parallel
         if lanes is None or parted or [part.names for part in asked] != [part.names for part in self.asked]:
             self.regroup()
@@ -148,6 +151,18 @@ class LaneSet:
             for position, name in enumerate(lane.names):
                 if last[name] is lane:
                     lane.sync(position)
+
+    def _alike(self, lanes: list[Lane], job: Job, strategy: str) -> list[Lane]:
+        """The lanes, cut where members' own data have rows of unlike forms."""
+        found: list[Lane] = []
+        for lane, parts in zip(lanes, supply.alike(lanes, job), strict=True):
+            if len(parts) == 1:
+                found.append(lane)
+                continue
+            if strategy == "fused":
+                refuse_unfused(parts)
+            found += [self._assembly.lane(self.studied, part) for part in parts]
+        return found
 
     def regroup(self) -> None:
         """Give up the lanes, and remember where each member's optimizer state is."""

@@ -1,16 +1,25 @@
 """A lane: what takes steps on a device. One program, and the stacked state of the members of one group."""
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
-from modelfleet.errors import InputError
+from modelfleet.errors import GroupError, InputError, StrategyError
 from modelfleet.feeds import Batch, Feed
-from modelfleet.frameworks.protocol import Engine
+from modelfleet.frameworks.protocol import Engine, StepError
 from modelfleet.members import Member
+from modelfleet.trees import map_tree, paths
 
+T = TypeVar("T")
+Work = Generator[None, None, T]
+"""Work that yields after every batch, and returns what came of it."""
+
+_ROWS = (
+    "predict joins the outputs of batches row by row. Have the model return only what has one row for each input, "
+    "or call fleet[name] yourself."
+)
 STEADY = 50  # steps after the first epoch, from which on the pace of a run is believed
 
 
@@ -113,27 +122,68 @@ class Lane:
     def train(self, batch: Batch, columns: dict[str, np.ndarray], steps_left: int) -> None:
         """One step, or as many as the batch has, of every member that takes part and has rows in it.
 
-        `columns` are the hyperparameters of this step, `(member,)` each.
+        `columns` are the hyperparameters of this step, `(member,)` each. Raises `StepError` if the steps of some
+        members raised; those of the others were taken.
         """
         begun = time.perf_counter()
-        steps = batch.steps or 1
-        live = self._on & (batch.counts > 0)
         hyper = self._hyper_tensors(columns)
+        causes: dict[int, Exception] = {}
+        for piece in batch.pieces:
+            live = self._on & (piece.counts > 0)
+            if not live.any():
+                continue
+            causes.update(self._train(piece, live, hyper, steps_left))
+            live[list(causes)] = False
+            self.steps[self._slots[live]] += piece.steps or 1
+        self._clock((time.perf_counter() - begun) / (batch.steps or 1))
+        if causes:
+            raise StepError(causes)
+
+    def _train(self, batch: Batch, live: np.ndarray, hyper: Any, steps_left: int) -> dict[int, Exception]:
+        """Train on rows of one form; gives what the steps of members raised, by slot."""
+        causes: dict[int, Exception] = {}
         for rows, data, weights in self._pieces(batch, live):
-            if rows is None:
-                self.engine.train(
-                    hyper,
-                    self._mask(live),
-                    data,
-                    weights,
-                    shared=batch.shared,
-                    pace=(steps_left, self._seconds),
-                    steps=batch.steps,
-                )
-            else:
-                self.engine.train_some(rows, hyper, data, shared=batch.shared, pace=(steps_left, None))
-        self.steps[self._slots[live]] += steps
-        self._clock((time.perf_counter() - begun) / steps)
+            try:
+                if rows is None:
+                    self.engine.train(
+                        hyper,
+                        self._mask(live),
+                        data,
+                        weights,
+                        shared=batch.shared,
+                        pace=(steps_left, self._seconds),
+                        steps=batch.steps,
+                    )
+                else:
+                    self.engine.train_some(rows, hyper, data, shared=batch.shared, pace=(steps_left, None))
+            except StepError as error:
+                causes.update(error.causes)
+            except Exception as error:
+                if self.engine.out_of_memory(error) or isinstance(error, StrategyError | GroupError):
+                    raise
+                slots = np.flatnonzero(live) if rows is None else rows
+                causes.update(self._train_singly(batch, slots, hyper, error))
+        return causes
+
+    def _train_singly(self, batch: Batch, slots: np.ndarray, hyper: Any, error: Exception) -> dict[int, Exception]:
+        """After an error of a step of several members: one at a time, so that only those are harmed that raise it.
+
+        A step that raises leaves the state as it was.
+        """
+        if self.width == 1:
+            return {0: error}
+        causes: dict[int, Exception] = {}
+        for slot in slots.tolist():
+            try:
+                for step in range(batch.steps or 1):
+                    data = batch.data if batch.steps is None else map_tree(lambda t, s=step: t[s], batch.data)
+                    own = self.engine.cut(data, np.array([slot]), int(batch.counts[slot]), shared=batch.shared)
+                    self.engine.train_some(np.array([slot]), hyper, own, shared=batch.shared, pace=(0, None))
+            except Exception as raised:
+                if self.engine.out_of_memory(raised):
+                    raise
+                causes[slot] = raised
+        return causes
 
     def ready(self, batch: Batch, kind: str) -> None:
         """Have the program for batches like this one; raises `CannotFuseError` if a fused lane can't have it."""
@@ -150,27 +200,61 @@ class Lane:
         """`(slot,)`: the member in each slot."""
         return self._slots
 
-    def evaluate(self, feed: Feed) -> dict[str, np.ndarray]:
-        """The loss and the metrics `(slot,)` over a whole feed."""
+    def evaluating(self, feed: Feed) -> "Work[dict[str, np.ndarray]]":
+        """The loss and the metrics `(slot,)` over a whole feed; batch by batch, for `in_step`."""
         totals = None
-        for batch in feed.epoch(0):
-            for rows, data, weights in self._pieces(batch, batch.counts > 0):
-                totals = self.engine.evaluate(
-                    totals, rows, data, weights, batch.counts, batch.size, shared=batch.shared
-                )
+        for whole in feed.epoch(0):
+            for batch in whole.pieces:
+                for rows, data, weights in self._pieces(batch, batch.counts > 0):
+                    totals = self.engine.evaluate(
+                        totals, rows, data, weights, batch.counts, batch.size, shared=batch.shared
+                    )
+            yield
         return {} if totals is None else self.engine.values(totals)
 
-    def predict(self, feed: Feed) -> list[Any]:
-        """Every member's outputs over a whole feed, as arrays of its own rows in their order."""
+    def predicting(self, feed: Feed) -> "Work[list[Any]]":
+        """Every member's outputs over a whole feed, as arrays of its own rows in their order; batch by batch."""
         parts: list[list[Any]] = [[] for _ in self.members]
-        for batch in feed.epoch(0):
-            inputs = self.engine.inputs(batch.data)
-            outputs = self.engine.predict(inputs, shared=batch.shared, counts=batch.counts)
-            for slot, count in enumerate(batch.counts):
-                if count:
-                    parts[slot].append(self.engine.rows(outputs, slot, int(count)))
+        for whole in feed.epoch(0):
+            for batch in whole.pieces:
+                inputs = self.engine.inputs(batch.data)
+                outputs = self.engine.predict(inputs, shared=batch.shared, counts=batch.counts)
+                for slot, count in enumerate(batch.counts.tolist()):
+                    if count:
+                        parts[slot].append(self._rows(outputs, slot, count, batch.size))
+            yield
         self.refuse_failures(feed)
-        return [self.engine.concatenate(part) for part in parts]
+        return [self._joined(name, part) for name, part in zip(self.names, parts, strict=True)]
+
+    def _rows(self, outputs: Any, slot: int, count: int, size: int) -> Any:
+        """A member's rows of the outputs of a batch; raises `InputError` if some output has not one per input."""
+        name = self.members[self._slots[slot]].name
+        try:
+            own = self.engine.rows(outputs, slot, size + 1)  # one more than there should be
+        except IndexError as error:
+            raise InputError(
+                f"member {name!r}: a part of the output is a single number for a batch of {size} rows. {_ROWS}"
+            ) from error
+        for path, leaf in paths(own):
+            if len(leaf) not in (size, count):
+                what = f"{path} of the output" if path else "the output"
+                raise InputError(
+                    f"member {name!r}: {what} has the shape {leaf.shape} for a batch of {size} rows. {_ROWS}"
+                )
+        return map_tree(lambda leaf: leaf[:count], own)
+
+    def _joined(self, name: str, parts: Sequence[Any]) -> Any:
+        """One member's outputs of all batches."""
+        forms = [[(path, tuple(leaf.shape[1:])) for path, leaf in paths(part)] for part in parts]
+        for form in forms:
+            for (path, shape), (_, first) in zip(form, forms[0], strict=False):
+                if shape != first:
+                    what = f"{path} of the output" if path else "the output"
+                    raise InputError(
+                        f"member {name!r}: a row of {what} is {first} in one batch and {shape} in another, which "
+                        f"can't be one array. Pad the inputs to one length, or predict them one length at a time."
+                    )
+        return self.engine.concatenate(parts)
 
     def refuse_failures(self, feed: Feed) -> None:
         """Raise `InputError` if a member's data could not be read."""
@@ -301,3 +385,16 @@ class Lane:
         self._calls += 1
         if self._calls > 3:
             self._seconds = seconds if self._seconds is None else 0.9 * self._seconds + 0.1 * seconds
+
+
+def in_step(works: Sequence[Work[T]]) -> list[T]:
+    """Do several works, a batch of each after the other: so lanes that read one loader read it once."""
+    found: dict[int, T] = {}
+    while len(found) < len(works):
+        for number, work in enumerate(works):
+            if number not in found:
+                try:
+                    next(work)
+                except StopIteration as end:
+                    found[number] = end.value
+    return [found[number] for number in range(len(works))]

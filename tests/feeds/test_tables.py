@@ -121,3 +121,18 @@ def test_two_columns_of_one_name() -> None:
 def test_other_tables(table: Any) -> None:
     with pytest.raises(InputError, match="Give a pandas or polars DataFrame"):
         by(table, key="store", x="price", y="sold")
+
+
+def test_a_key_that_is_no_number_belongs_to_no_member(kind: str) -> None:
+    table = table_of(kind, {**SALES, "store": [1.0, 2.0, float("nan"), 1.0, 2.0, 1.0]})
+    with pytest.raises(InputError, match="column 'store' has no value in row 2, so the row belongs to no member"):
+        by(table, **RIGHT)
+
+
+def test_a_key_of_several_columns_is_refused_with_a_sentence(kind: str) -> None:
+    table = table_of(kind, SALES)
+    for key in (["store", "day"], ("store", "day")):
+        with pytest.raises(InputError, match=r"expected the name of one column. To cut by several, join them"):
+            by(table, key=key, x="price", y="sold")  # pyrefly: ignore
+    with pytest.raises(InputError, match=r"expected a column, or a flat list of columns"):
+        by(table, key="store", x=[["price"]], y="sold")  # pyrefly: ignore

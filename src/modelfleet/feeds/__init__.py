@@ -10,8 +10,9 @@ from modelfleet.errors import InputError
 from modelfleet.feeds._base import Arrays, Batch, Feed, is_number_list, settle
 from modelfleet.feeds.arrays import ArrayFeed
 from modelfleet.feeds.loaders import LoaderFeed
+from modelfleet.feeds.reading import SharedLoader
 
-__all__ = ["ArrayFeed", "Arrays", "Batch", "Feed", "LoaderFeed", "is_loader", "make_feed"]
+__all__ = ["ArrayFeed", "Arrays", "Batch", "Feed", "LoaderFeed", "SharedLoader", "is_loader", "make_feed"]
 
 DEFAULT_BATCH_SIZE = 32
 
@@ -65,11 +66,15 @@ def make_feed(
             f"{what} is a loader, which decides the size of its batches itself. "
             f"Leave batch_size out, or set it in the loader."
         )
-    return LoaderFeed(values if own else values[:1], wheres=wheres, shared=not own, device=device, arrays=arrays)
+    if not own:
+        values = values[0] if isinstance(values[0], SharedLoader) else SharedLoader(values[0], what)
+    return LoaderFeed(values, wheres=wheres, device=device, arrays=arrays)
 
 
 def is_loader(data: Any, arrays: Arrays, where: str) -> bool:
     """Whether `data` yields batches, as against being arrays. Raises where it is neither."""
+    if isinstance(data, SharedLoader):
+        return True
     if arrays.is_array(data) or isinstance(data, tuple | Mapping):
         return False
     if isinstance(data, list):

@@ -24,6 +24,13 @@ class Batch:
     """`(member,)`: how many of the rows are real for each member, before its padding. 0: it sits out."""
     steps: int | None = None
     """How many steps these are, if the leaves have a step axis."""
+    others: "tuple[Batch, ...]" = ()
+    """The rows of this step of other members, whose shapes are other than these."""
+
+    @property
+    def pieces(self) -> "tuple[Batch, ...]":
+        """This batch and the others of its step."""
+        return (self, *self.others)
 
     @cached_property
     def size(self) -> int:
@@ -109,10 +116,19 @@ class Arrays(Protocol):
 def grouped(batches: Iterator[Batch], several: int, arrays: Arrays) -> Generator[Batch, None, None]:
     """The same steps, up to `several` in a batch."""
     held: list[Batch] = []
-    for batch in batches:
-        if held and not (batch.full and _alike(held[0], batch)):
+    raised: Exception | None = None
+    while True:
+        try:
+            batch = next(batches, None)
+        except Exception as error:  # what was read before it is not lost
+            batch, raised = None, error
+        if held and (batch is None or not (batch.full and _alike(held[0], batch))):
             yield _joined(held, arrays)
             held = []
+        if raised is not None:
+            raise raised
+        if batch is None:
+            return
         if not batch.full:
             yield batch
             continue
@@ -120,8 +136,6 @@ def grouped(batches: Iterator[Batch], several: int, arrays: Arrays) -> Generator
         if len(held) == several:
             yield _joined(held, arrays)
             held = []
-    if held:
-        yield _joined(held, arrays)
 
 
 def _alike(a: Batch, b: Batch) -> bool:

@@ -111,7 +111,7 @@ class ArrayFeed:
         return chosen
 
     def _slices(self, start: int, several: int) -> Generator[Batch, None, None]:
-        """Shared batches: views of the one data set in its own order."""
+        """Shared batches: the one data set in its own order; copied, for a model may write into its inputs."""
         rows, size = int(self.rows[0]), int(self._batch_sizes[0])
         begins = [int(offsets[0]) for offsets in self._offsets]
         low = start * size
@@ -119,7 +119,7 @@ class ArrayFeed:
             steps = min(several, (rows - low) // size)
             high = low + steps * size if steps else rows
             parts = [
-                leaf[begins[which] + low : begins[which] + high]
+                self._arrays.place(leaf[begins[which] + low : begins[which] + high], self._device, copy=True)
                 for leaf, which in zip(self._stored, self._layout, strict=True)
             ]
             if steps > 1:

@@ -1,43 +1,46 @@
 """The feed of loaders: anything that yields batches, read in the background while the device computes."""
 
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from copy import copy
-from queue import SimpleQueue
-from threading import Semaphore, Thread
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from modelfleet.errors import InputError
-from modelfleet.feeds._base import Arrays, Batch, difference, grouped, settle, spec
+from modelfleet.feeds._base import Arrays, Batch, grouped, settle, spec
+from modelfleet.feeds.reading import SharedLoader, Source, ahead
 from modelfleet.trees import leaves, map_tree, rebuild
-
-T = TypeVar("T")
 
 
 class LoaderFeed:
     """Batches from one loader for all members (`shared`), or from one loader per member.
 
-    A loader is an iterable of batches that can be read again and again, or a function that returns one. Feeds that
-    `select` made of one shared feed and that step side by side read its loader once: they get the same batches.
-    `check`, if there is one, is given every batch as it is read, and raises for one that can't be trained on.
+    A loader is an iterable of batches that can be read again and again, or a function that returns one. All feeds
+    of one `SharedLoader` that step side by side get the same batches. Where members' own batches have rows of
+    unlike shapes, those that are alike come together (`Batch.others`). `check`, if there is one, is given every
+    batch as it is read, and raises for one that can't be trained on.
     """
 
     rows: np.ndarray | None = None
 
     def __init__(
-        self, loaders: Sequence[Any], *, wheres: Sequence[str], shared: bool, device: Any, arrays: Arrays
+        self, loaders: SharedLoader | Sequence[Any], *, wheres: Sequence[str], device: Any, arrays: Arrays
     ) -> None:
-        self.shared: bool = shared
+        self.shared: bool = isinstance(loaders, SharedLoader)
         self.failures: dict[int, Exception] = {}
         self.check: Callable[[Any], None] | None = None
         self._members = len(wheres)
-        self._sources = [_Source(loader, where) for loader, where in zip(loaders, wheres, strict=False)]
         self.device = device
         self._arrays = arrays
-        self._reading = _Reading()
+        self._one: SharedLoader | None = None
+        if isinstance(loaders, SharedLoader):
+            self._one = loaders
+            self._sources = [loaders.source]
+            loaders.convert(id(arrays), self._placed)
+        else:
+            self._sources = [Source(loader, where) for loader, where in zip(loaders, wheres, strict=True)]
 
     @property
     def steps(self) -> np.ndarray | None:
@@ -59,12 +62,11 @@ class LoaderFeed:
             yield from grouped(batches, several, self._arrays)
 
     def _singly(self, number: int, start: int) -> Generator[Batch, None, None]:
-        # Opened here and not in the thread: a DataLoader starts its processes best from the caller's, and it
-        # draws the seed of its shuffle with its first batch, which must happen at a fixed moment.
-        if self.shared:
-            with closing(self._reading.batches(number, lambda: self._open(start))) as batches:
+        if self._one is not None:
+            with closing(self._one.batches(id(self._arrays), number, start)) as batches:
                 for data, rows in batches:
-                    own = map_tree(lambda leaf: self._arrays.place(leaf, self.device), data)
+                    several = self._one.readers > 1  # of whom one may write into what it is given
+                    own = map_tree(lambda leaf, c=several: self._arrays.place(leaf, self.device, copy=c), data)
                     self._checked(own, self._sources[0].where)
                     yield Batch(own, True, np.full(self._members, rows))
             return
@@ -96,7 +98,7 @@ class LoaderFeed:
                     found[member] = self._settled(source.peek(), source.where)
                 except Exception as error:
                     failures[member] = error
-        batch = self._own_batch(found, failures)
+        batch = self._own_batch(found)
         self.failures.update(failures)
         if batch is None:
             raise InputError("no member's data could be read.") from next(iter(self.failures.values()), None)
@@ -115,10 +117,6 @@ class LoaderFeed:
         if not self.shared:
             chosen._sources = [self._sources[member] for member in keep]
         return chosen
-
-    def _open(self, start: int) -> Generator[tuple[Any, int], None, None]:
-        self._sources[0].peek()
-        return ahead(self._placed(raw) for step, raw in enumerate(self._sources[0].read()) if step >= start)
 
     def _placed(self, raw: Any) -> tuple[Any, int]:
         """A shared batch on the device, and its number of rows."""
@@ -143,7 +141,7 @@ class LoaderFeed:
                         del readers[member]
                     except Exception as error:
                         failures[member] = error
-                batch = self._own_batch(found, failures)
+                batch = self._own_batch(found)
                 for member in failures:
                     readers.pop(member).close()
                 if batch is not None or failures:
@@ -166,22 +164,20 @@ class LoaderFeed:
             except InputError as error:
                 raise InputError(f"{where}: {error}") from None
 
-    def _own_batch(self, found: dict[int, tuple[Any, int]], failures: dict[int, Exception]) -> Batch | None:
-        """One batch from the members' own. Those unlike most of the others are added to `failures`."""
-        specs = {member: spec(tree) for member, (tree, _) in found.items()}
-        if not specs:
-            return None
-        expected = Counter(specs.values()).most_common(1)[0][0]
-        for member, own in specs.items():
-            if own != expected:
-                del found[member]
-                failures[member] = InputError(
-                    f"{self._sources[member].where} does not fit the other members': "
-                    f"{difference(own, expected)}. Members that run together need rows of one form."
-                )
+    def _own_batch(self, found: dict[int, tuple[Any, int]]) -> Batch | None:
+        """One batch from the members' own; those whose rows are of one form come together."""
+        alike: dict[Any, dict[int, tuple[Any, int]]] = {}
+        for member, own in found.items():
+            alike.setdefault(spec(own[0]), {})[member] = own
+        # Most first: they stand in for the others, in the trials that a batch is used for, too.
+        batches = [self._stacked(own) for own in sorted(alike.values(), key=len, reverse=True)]
+        return replace(batches[0], others=tuple(batches[1:])) if batches else None
+
+    def _stacked(self, found: dict[int, tuple[Any, int]]) -> Batch:
+        """A batch of members whose rows are of one form; the others sit it out."""
         size = max(rows for _, rows in found.values())
         stand_in = next(iter(found))
-        columns: list[list[Any]] = [[] for _ in expected]
+        columns: list[list[Any]] = [[] for _ in leaves(found[stand_in][0])]
         for member in range(self._members):
             tree, rows = found.get(member, found[stand_in])
             padding = None
@@ -192,147 +188,3 @@ class LoaderFeed:
         stacked = [self._arrays.place(self._arrays.stack(column), self.device) for column in columns]
         counts = np.array([found[member][1] if member in found else 0 for member in range(self._members)])
         return Batch(rebuild(found[stand_in][0], stacked), False, counts)
-
-
-class _Reading:
-    """One reading of a loader for all that step side by side: a batch is read once, and handed to each of them."""
-
-    def __init__(self) -> None:
-        self._batches: Generator[tuple[Any, int], None, None] | None = None
-        self._number = -1
-        self._index = -1
-        self._last: tuple[Any, int] | None = None
-
-    def batches(
-        self, number: int, start: Callable[[], Generator[tuple[Any, int], None, None]]
-    ) -> Generator[tuple[Any, int], None, None]:
-        """The batches of an epoch: of the reading that others of this epoch are at, or of a new one."""
-        index = 0
-        try:
-            while True:
-                if index == 0 and (self._number != number or self._index > 0):
-                    self._close()
-                    self._batches, self._number = start(), number
-                if index > self._index:
-                    assert self._batches is not None
-                    self._last, self._index = next(self._batches, None), index
-                if self._last is None:
-                    return
-                yield self._last
-                index += 1
-        except GeneratorExit:
-            self._close()
-            raise
-
-    def _close(self) -> None:
-        if self._batches is not None:
-            self._batches.close()
-        self._batches, self._number, self._index, self._last = None, -1, -1, None
-
-
-class _Source:
-    """One loader, opened anew for every epoch. What was peeked at is not lost."""
-
-    def __init__(self, loader: Any, where: str) -> None:
-        self.where = where
-        self._loader = loader
-        self._batches: Iterator[Any] | None = None
-        self._peeked: list[Any] = []
-
-    @property
-    def steps(self) -> int | None:
-        """Its number of batches, where it knows."""
-        return steps_of(self._loader)
-
-    def open(self) -> None:
-        """Begin the coming epoch, if it has not begun."""
-        if self._batches is None:
-            self._batches = opened(self._loader, self.where)
-
-    def peek(self) -> Any:
-        """The first batch of the coming epoch."""
-        self.open()
-        if not self._peeked:
-            batches, self._batches = self._batches, None  # so that after an error the next try begins anew
-            assert batches is not None
-            for first in batches:
-                self._peeked, self._batches = [first], batches
-                break
-            else:
-                raise InputError(
-                    f"{self.where} has yielded no batch. Every epoch reads it anew: give a loader "
-                    f"with at least one batch, or a function that returns a new iterator at every call."
-                )
-        return self._peeked[0]
-
-    def forget(self) -> None:
-        """Let the coming epoch begin anew."""
-        self._batches, self._peeked = None, []
-
-    def read(self) -> Generator[Any, None, None]:
-        """The batches of the epoch."""
-        first, rest = self.peek(), self._batches
-        assert rest is not None
-        self._peeked, self._batches = [], None
-        yield first
-        yield from rest
-
-
-def opened(loader: Any, where: str) -> Iterator[Any]:
-    """The batches of a loader, from the first on."""
-    called = callable(loader) and not hasattr(loader, "__iter__")
-    batches = loader() if called else loader
-    if not hasattr(batches, "__iter__"):
-        raise InputError(
-            f"{where} is a function that returned {type(batches).__name__}. It must return an iterator of batches."
-        )
-    return iter(batches)
-
-
-def steps_of(loader: Any) -> int | None:
-    """A loader's number of batches, where it knows."""
-    try:
-        return len(loader)
-    except TypeError:  # no __len__, or a DataLoader over a stream, or a tf.data.Dataset that can't tell
-        return None
-
-
-def ahead(source: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
-    """The items of `source`, read by a background thread that is at most `depth` items ahead.
-
-    An exception in `source` is raised here. Closing this generator ends the thread and closes `source`.
-    """
-    ready: SimpleQueue[tuple[Any, BaseException | None, bool]] = SimpleQueue()
-    room = Semaphore(depth)
-    closed = False
-
-    def work() -> None:
-        try:
-            while True:
-                room.acquire()
-                if closed:
-                    break
-                ready.put((next(source), None, False))
-        except StopIteration:
-            ready.put((None, None, True))
-        except BaseException as error:  # whatever it is, the reader would wait for ever if it were not told
-            ready.put((None, error, True))
-        finally:
-            if isinstance(source, Generator):
-                source.close()
-
-    thread = Thread(target=work, name="modelfleet-feed", daemon=True)
-    thread.start()
-    try:
-        while True:
-            item, error, ended = ready.get()
-            if error is not None:
-                raise error
-            if ended:
-                return
-            room.release()
-            yield item
-    finally:
-        closed = True
-        room.release()
-        thread.join()

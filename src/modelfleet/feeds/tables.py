@@ -17,7 +17,8 @@ def by(table: Any, *, key: str, x: Columns, y: Columns) -> Each:
     """Cut a pandas or polars table into one data set `(x, y)` per member.
 
     The values of the column `key` are the members' names. `x` and `y` are each a column, for `(row,)` arrays,
-    or a list of columns, for `(row, column)`. Rows keep their order; members come in that of their first.
+    or a list of columns, for `(row, column)`. Rows keep their order; members come in that of their first. A row
+    whose key is missing or NaN belongs to no member, and raises `InputError`.
 
         data = mf.by(sales, key="store", x=["price", "weekday"], y="sold")
         fleet = mf.Fleet.build(make_net, list(data.values))
@@ -26,7 +27,13 @@ def by(table: Any, *, key: str, x: Columns, y: Columns) -> Each:
     kind = _kind(table)
     known = Counter(table.columns)
     inputs, targets = _listed(x), _listed(y)
+    if isinstance(key, list | set | dict) or (isinstance(key, tuple) and key not in known):
+        raise InputError(
+            f"key is {key!r}; expected the name of one column. To cut by several, join them into one column first."
+        )
     for column in (key, *inputs, *targets):
+        if not isinstance(column, Hashable):
+            raise InputError(f"x or y names {column!r}; expected a column, or a flat list of columns.")
         if column not in known:
             raise unknown("column", column, map(str, known))
         if known[column] > 1:
@@ -103,7 +110,10 @@ def _cut_polars(table: Any, key: str) -> tuple[list[Any], np.ndarray, np.ndarray
     """As `_cut_pandas`."""
     import polars
 
-    missing = table[key].is_null().to_numpy()
+    keys = table[key]
+    if keys.dtype.is_float():
+        keys = keys.fill_nan(None)
+    missing = keys.is_null().to_numpy()
     if missing.any():
         raise _no_key(key, int(np.argmax(missing)))
     rows = polars.DataFrame({"key": table[key], "row": np.arange(len(table))})

@@ -31,6 +31,17 @@ class CannotFuseError(FleetError):
     """A step can't be run for several members at once; says which operation is in the way."""
 
 
+class StepError(FleetError):
+    """The steps of some members raised. Those of the others were taken; theirs are as they were before.
+
+    `causes` has what each raised, by slot.
+    """
+
+    def __init__(self, causes: Mapping[int, Exception]) -> None:
+        super().__init__("; ".join(f"slot {slot}: {type(e).__name__}: {e}" for slot, e in causes.items()))
+        self.causes = dict(causes)
+
+
 class Task(Protocol):
     """What the members of one lane have in common beside their structure. Equal tasks may be fused."""
 

@@ -1,6 +1,6 @@
 """What lanes are fed with, and for how long: from a user's data to a shift for every lane."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -8,10 +8,12 @@ import numpy as np
 
 from modelfleet.each import Each, spread
 from modelfleet.errors import InputError
-from modelfleet.feeds import Feed, LoaderFeed, is_loader, make_feed
+from modelfleet.feeds import Feed, LoaderFeed, SharedLoader, is_loader, make_feed
+from modelfleet.feeds._base import difference, settle, spec
 from modelfleet.lanes import Lane
 from modelfleet.planning.assembly import Part, Studied
 from modelfleet.sharing.shifts import Shift
+from modelfleet.trees import map_tree
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Job:
 def feeds(lanes: Sequence[Lane], job: Job, *, what: str = "data") -> list[tuple[Lane, Feed]]:
     """Every lane with its feed, of the job's `data` or `validation`.
 
-    One loader for all is read once, by one feed that the lanes of a framework share.
+    One loader for all is read once, whatever lanes and frameworks there are.
     """
     data = getattr(job, what)
     values = dict(zip(job.names, spread(data, job.names, what), strict=True))
@@ -67,9 +69,13 @@ def feeds(lanes: Sequence[Lane], job: Job, *, what: str = "data") -> list[tuple[
             size = None
     found: list[tuple[Lane, Feed]] = []
     whole: dict[int, tuple[Feed, Iterator[int]]] = {}
+    one: SharedLoader | None = None
+    if not isinstance(data, Each) and is_loader(data, _arrays(lanes[0]), what):
+        changed = [_changed(lane.members[0].framework, job, what) for lane in lanes]
+        data = one = SharedLoader(changed[0](data), what)
     for lane in lanes:
         arrays = _arrays(lane)
-        if isinstance(data, Each) or not is_loader(data, arrays, what):
+        if one is None:
             found.append((lane, _feed([lane], data, values, size, shuffle, what, job)))
             continue
         if id(arrays) not in whole:
@@ -81,6 +87,49 @@ def feeds(lanes: Sequence[Lane], job: Job, *, what: str = "data") -> list[tuple[
             own.device = lane.engine.device  # one reading for all; each lane has its batches on its own device
         found.append((lane, own))
     return found
+
+
+def alike(lanes: Sequence[Lane], job: Job) -> list[list[Part]]:
+    """The parts of every lane whose members' own arrays have rows of one form: those can be fed together."""
+    arrays = {name: _arrays(lane) for lane in lanes for name in lane.names}
+    forms: dict[str, list[Any]] = {name: [] for name in arrays}
+    for what in ("data", "validation"):
+        data = getattr(job, what)
+        if not isinstance(data, Each):
+            continue
+        known: dict[tuple[int, int], Any] = {}
+        for name, value in zip(job.names, spread(data, job.names, what), strict=True):
+            key = id(value), id(arrays[name])
+            if key not in known:
+                known[key] = _form(value, arrays[name], f"{what} of member {name!r}")
+            forms[name].append(known[key])
+    return [_cut(lane, forms) for lane in lanes]
+
+
+def _cut(lane: Lane, forms: Mapping[str, list[Any]]) -> list[Part]:
+    """A lane in parts, by the forms of its members' rows."""
+    found: dict[Any, list[str]] = {}
+    for name in lane.names:
+        found.setdefault(tuple(forms[name]), []).append(name)
+    if len(found) == 1:
+        return [lane.part]
+    (first, (like, *_)), *_ = found.items()
+    parts = []
+    for own, names in found.items():
+        reason = lane.part.reason
+        if own != first:
+            what = next(difference(a, b) for a, b in zip(own, first, strict=True) if a != b)
+            reason = f"its rows are unlike those of {like!r}: {what}"
+        parts.append(replace(lane.part, names=tuple(names), reason=reason, split=None))
+    return parts
+
+
+def _form(data: Any, arrays: Any, where: str) -> tuple[Any, ...]:
+    """The form of the rows of arrays, as they will be fed; nothing for a loader, whose batches may be of many."""
+    if data is None or is_loader(data, arrays, where):
+        return ()
+    tree, _ = settle(data, arrays, where)
+    return spec(map_tree(lambda leaf: arrays.place(leaf[:0], None), tree))
 
 
 def _feed(
@@ -124,6 +173,8 @@ def _changed(framework: Any, job: Job, what: str) -> Callable[[Any], Any]:
     known: dict[int, Any] = {}  # the same object for the same data: arrays are stored once
 
     def change(data: Any) -> Any:
+        if isinstance(data, SharedLoader):
+            return data
         if id(data) not in known:
             changed = data
             if weigh is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from modelfleet.errors import FleetError, RowsError
-from modelfleet.feeds.loaders import opened, steps_of
+from modelfleet.feeds.reading import opened, steps_of
 from modelfleet.replicas.pool import Replicas
 from modelfleet.replicas.queue import HOPELESS
 from modelfleet.replicas.requests import Request

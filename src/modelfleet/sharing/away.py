@@ -6,11 +6,9 @@ state; so when it dies, what was computed up to then is here, and another can go
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from modelfleet import frameworks
 from modelfleet.history import Failure
 from modelfleet.sharing import crew
 from modelfleet.sharing.shifts import Report, Shift, next_wave
@@ -70,7 +68,7 @@ class Crew:
         """Take in what was told: the reports, and the lane that took a turn. `watched`: every turn is told."""
         reports, stepped = [], None
         # Copied: the arrays that came are gone with the next answer.
-        randomness = {name: _copied(name, state) for name, state in told.randomness.items()}
+        randomness = {name: np.array(state) for name, state in told.randomness.items()}
         for number, tensors, standing, report in told.lanes:
             shift = self.shifts[number]
             away = _away(shift)
@@ -146,7 +144,3 @@ def work_of(shift: Shift) -> float:
 def _away(shift: Shift) -> Away:
     assert shift.away is not None
     return shift.away
-
-
-def _copied(name: str, state: Any) -> Any:
-    return None if state is None else frameworks.adapter(name).arrays.place(state, None, copy=True)

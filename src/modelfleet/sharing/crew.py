@@ -9,6 +9,7 @@ import numpy as np
 from modelfleet import frameworks
 from modelfleet.devices import Device, parse_devices
 from modelfleet.each import Each
+from modelfleet.frameworks import randomness as generators
 from modelfleet.members import Member
 from modelfleet.planning import supply
 from modelfleet.planning.assembly import Assembly, Part
@@ -55,8 +56,8 @@ class Order:
     tensors: list[Tensors]
     """The state of every lane."""
     standings: list[Standing]
-    randomness: Mapping[str, Any]
-    """The state of the frameworks' generators when the epoch at hand began."""
+    randomness: generators.State
+    """The state of the generators when the epoch at hand began."""
     data: Shared | None = None
     """The job's data and validation data, if all members have the same."""
     together: bool = False
@@ -79,8 +80,8 @@ class Told:
 
     lanes: list[tuple[int, Tensors, Standing, Report | None]]
     """Of each lane its number, its state, where it stands, and its report."""
-    randomness: Mapping[str, Any] = field(default_factory=dict)
-    """The state of the frameworks' generators."""
+    randomness: generators.State = field(default_factory=dict)
+    """The state of the generators."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,8 @@ def work(order: Order) -> Generator[Told, Answer, None]:
     yield Told([])
     group = _met(order)
     crew = _Crew(order, group)
-    side_by_side = supply.side_by_side(crew.lanes, crew.job)
     stopped = interrupted if group is None else lambda: group.any(interrupted())
-    way = Way(order.together, order.watched, stopped, side_by_side, _indivisible)
+    way = Way(order.together, order.watched, stopped, crew.side_by_side, _indivisible)
     for shift in crew.shifts:
         shift.begin()
     try:
@@ -115,7 +115,7 @@ def work(order: Order) -> Generator[Told, Answer, None]:
                 told = [crew.tell(moment.shift, None)]
             else:
                 continue
-            answer = yield Told(told, crew.randomness())
+            answer = yield Told(told, generators.state())
             if answer.end:
                 return
             crew.heed(answer, moment.reports if isinstance(moment, Ended) else [])
@@ -125,7 +125,7 @@ def work(order: Order) -> Generator[Told, Answer, None]:
             shift.lane.engine.stop()
         if group is not None:
             group.close()
-    yield Told([crew.tell(shift, None) for shift in crew.shifts], crew.randomness())
+    yield Told([crew.tell(shift, None) for shift in crew.shifts], generators.state())
 
 
 def _met(order: Order) -> Any:
@@ -154,12 +154,12 @@ class _Crew:
             data, validation = order.data.get()
             self.job = replace(order.job, data=data, validation=validation)
         members = [Member(name, model, seed, frameworks.adapter(f)) for name, model, seed, f in order.members]
-        self._frameworks = {m.framework.NAME: m.framework for m in members}
-        self._restore(order.randomness)
+        generators.restore(order.randomness)
         studied = assembly.study(members, order.recipes, "train")
         self.lanes = [assembly.lane(studied, part) for part in order.parts]
         for lane, standing in zip(self.lanes, order.standings, strict=True):
             lane.epochs = np.array(standing.begun[0])  # what shuffles go by
+        self.side_by_side = supply.side_by_side(self.lanes, self.job)
         fed = supply.feeds(self.lanes, self.job)
         for lane, feed in fed:
             supply.check(lane, feed, self.job)
@@ -171,9 +171,10 @@ class _Crew:
         for shift, standing, tensors in zip(self.shifts, order.standings, order.tensors, strict=True):
             shift.lane.engine.load({name: _writable(array) for name, array in tensors.items()})
             self._take_up(shift, standing)
-            shift.take_several(one=order.watched)
+            # Lanes that read one loader take a batch of it after the other.
+            shift.take_several(one=order.watched or self.side_by_side)
         if any(standing.epoch or standing.position for standing in order.standings):
-            self._restore(order.randomness)
+            generators.restore(order.randomness)
             for shift in self.shifts:
                 for feed in (shift.feed, shift.validation):
                     if feed is not None:
@@ -189,15 +190,6 @@ class _Crew:
         if len(slots) < len(shift.lane.members):
             shift.feed = shift.feed.select(slots)
             shift.validation = shift.validation and shift.validation.select(slots)
-
-    def _restore(self, randomness: Mapping[str, Any]) -> None:
-        for name, framework in self._frameworks.items():
-            if randomness.get(name) is not None:
-                framework.restore_randomness(randomness[name])
-
-    def randomness(self) -> dict[str, Any]:
-        """The state of the frameworks' generators now."""
-        return {name: framework.randomness() for name, framework in self._frameworks.items()}
 
     def tell(self, shift: Shift, report: Report | None) -> tuple[int, Tensors, Standing, Report | None]:
         """A lane's state as it is now: the owner keeps it, whatever becomes of this worker."""
@@ -226,7 +218,7 @@ class Orders:
     recipes: Mapping[str, Recipe | None]
     devices: tuple[Device, ...] | None
     job: supply.Job
-    randomness: Mapping[str, Any]
+    randomness: generators.State
 
     @property
     def data(self) -> tuple[Any, Any] | None:

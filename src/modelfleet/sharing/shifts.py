@@ -9,11 +9,13 @@ import numpy as np
 
 from modelfleet.errors import FleetError
 from modelfleet.feeds import Batch, Feed
-from modelfleet.frameworks.protocol import REASONS
+from modelfleet.frameworks import randomness as generators
+from modelfleet.frameworks.protocol import REASONS, CannotFuseError, StepError
 from modelfleet.history import Failure
-from modelfleet.lanes import Lane
+from modelfleet.lanes import Lane, Work, in_step
 from modelfleet.trees import map_tree
 
+RAISED = "its step raised"
 MOST_KEPT = 1 << 26  # bytes
 
 
@@ -67,8 +69,8 @@ class Shift:
     """Whether its steps are being taken beside what is done here, by a thread or a worker."""
     away: Any = field(default=None, repr=False)
     """What is known of it while its steps are taken by a worker (`sharing.away.Away`)."""
-    randomness: Mapping[str, Any] | None = field(default=None, repr=False)
-    """The state of the frameworks' generators when its epoch began, where that was not here."""
+    randomness: generators.State | None = field(default=None, repr=False)
+    """The state of the generators when its epoch began, where that was not here."""
     _batches: Generator[Batch, None, None] | None = field(default=None, repr=False)
     _spent: float = 0.0
     _first: int = 0
@@ -82,6 +84,7 @@ class Shift:
         self.taken = self.lane.engine.steps_taken().copy()
         self._tried: set[tuple[int, int | None]] = set()
         self._lost: dict[str, Failure] = {}
+        self.raised: Exception | None = None  # by the last step that did
 
     @property
     def names(self) -> list[str]:
@@ -116,7 +119,10 @@ class Shift:
         return next(self._batches, None)
 
     def step(self, batch: Batch) -> int:
-        """Train on a batch; gives how many steps that was. Raises `TooWideError` if memory runs out."""
+        """Train on a batch; gives how many steps that was: 0 if nobody is left.
+
+        Raises `TooWideError` if memory runs out.
+        """
         begun = time.perf_counter()
         batch = self._cut_short(batch)
         columns = self.schedules.at(self.lane.steps - self.started)
@@ -124,6 +130,10 @@ class Shift:
         kept = None if shape in self._tried else self._kept()
         try:
             self.lane.train(batch, columns, self._steps_left())
+        except StepError as error:
+            self._set_aside(error.causes)
+            if not self.working:
+                return 0
         except Exception as error:
             if not self.lane.engine.out_of_memory(error):
                 raise
@@ -134,6 +144,19 @@ class Shift:
         self._spent += time.perf_counter() - begun
         return batch.steps or 1
 
+    def _set_aside(self, causes: Mapping[int, Exception]) -> None:
+        """Take out the members whose steps raised."""
+        self.raised = next(iter(causes.values()))
+        for slot, error in causes.items():
+            if isinstance(error, CannotFuseError) and isinstance(error.__cause__, Exception):
+                error = error.__cause__  # noqa: PLW2901: what the model said
+            member = self.lane.members[self.lane.slots[slot]]
+            place = self.lane.places[member.name]
+            step = int(self.lane.steps[place] - self.started[place]) + 1
+            reason = f"{RAISED} {type(error).__name__}: {error}"
+            self._lost[member.name] = Failure(self.epoch + 1, step, reason)
+        self.lane.rest([self.lane.places[name] for name in self._lost], failed=True)
+
     def turn(self) -> int:
         """The next steps; 0 if the epoch is over."""
         batch = self.next_batch()
@@ -141,6 +164,10 @@ class Shift:
 
     def end_epoch(self) -> Report:
         """Close the epoch: its numbers, validation, and who is in trouble."""
+        return in_step([self.ending()])[0]
+
+    def ending(self) -> Work[Report]:
+        """Close the epoch, validation batch by batch."""
         begun = time.perf_counter()
         self.close()
         self.epoch += 1
@@ -151,7 +178,7 @@ class Shift:
         self.seconds += self._spent
         self.lane.paced(steps, self._spent, first=self.epoch == 1)
         if self.validation is not None:
-            for name, column in self.lane.evaluate(self.validation).items():
+            for name, column in (yield from self.lane.evaluating(self.validation)).items():
                 values[f"val_{name}"] = column
         self.position = 0
         failures = self.trouble(self.epoch)
@@ -320,3 +347,13 @@ def next_wave(shifts: Sequence[Shift]) -> list[Shift]:
         return []
     wave = min(shift.lane.part.wave for shift in working)
     return [shift for shift in working if shift.lane.part.wave == wave]
+
+
+def due(shifts: Sequence[Shift], way: Way) -> list[Shift]:
+    """The lanes that take turns now: those of a wave, or all that read one loader, which is read only once."""
+    return [shift for shift in shifts if shift.working] if way.side_by_side else next_wave(shifts)
+
+
+def end_epochs(shifts: Sequence[Shift]) -> list[tuple[Shift, Report]]:
+    """Close the epoch of several lanes that go side by side."""
+    return list(zip(shifts, in_step([shift.ending() for shift in shifts]), strict=True))

@@ -6,9 +6,20 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from modelfleet.feeds import Batch, Feed
-from modelfleet.lanes import Lane
+from modelfleet.lanes import Lane, Work, in_step
 from modelfleet.sharing.cores import cores
-from modelfleet.sharing.shifts import Ended, Moment, Report, Shift, Stepped, TooWideError, Way, next_wave
+from modelfleet.sharing.shifts import (
+    Ended,
+    Moment,
+    Report,
+    Shift,
+    Stepped,
+    TooWideError,
+    Way,
+    due,
+    end_epochs,
+    next_wave,
+)
 
 T = TypeVar("T")
 
@@ -112,19 +123,22 @@ def _next(shift: Shift, shifts: Sequence[Shift], begun: set[int]) -> list[Shift]
 def _in_step(pool: ThreadPoolExecutor, shifts: Sequence[Shift], way: Way) -> Iterator[Moment]:
     """A turn of every lane at a time, their batches read by this thread."""
     scattered = len(_by_device(shifts)) > 1
-    while (working := next_wave(shifts)) and not way.stopped():
+    while (working := due(shifts, way)) and not way.stopped():
         training = list(working)
         while training and not way.stopped():
             batches = {id(shift): batch for shift in training if (batch := shift.next_batch()) is not None}
             training = [shift for shift in training if id(shift) in batches]
-            hands = list(_by_device(training).values()) if scattered else [[shift] for shift in training]
-            taken = [pool.submit(_turns, [(shift, batches[id(shift)]) for shift in own]) for own in hands]
-            # All of them, before anybody looks at a lane.
-            steps = {number: count for turns in taken for number, count in turns.result().items()}
+            steps: dict[int, int] = {}
+            for wave in sorted({shift.lane.part.wave for shift in training}):  # they do not fit beside each other
+                turn = [shift for shift in training if shift.lane.part.wave == wave]
+                hands = list(_by_device(turn).values()) if scattered else [[shift] for shift in turn]
+                taken = [pool.submit(_turns, [(shift, batches[id(shift)]) for shift in own]) for own in hands]
+                for turns in taken:  # all of them, before anybody looks at a lane
+                    steps.update(turns.result())
             for shift in training:
                 yield Stepped(shift, steps[id(shift)])
         if not way.stopped():
-            yield Ended([(shift, shift.end_epoch()) for shift in working])
+            yield Ended(end_epochs(working))
 
 
 def _turns(own: Sequence[tuple[Shift, Batch]]) -> dict[int, int]:
@@ -136,24 +150,26 @@ def _turns(own: Sequence[tuple[Shift, Batch]]) -> dict[int, int]:
 
 
 def everywhere(
-    fed: Sequence[tuple[Lane, Feed]], what: Callable[[Lane, Feed], T], *, in_turn: bool = False
+    fed: Sequence[tuple[Lane, Feed]], what: Callable[[Lane, Feed], Work[T]], *, side_by_side: bool = False
 ) -> list[T]:
-    """What a function gives for every lane, in their order: the lanes of each device in a thread of its own.
+    """What some work gives for every lane, in their order: the lanes of each device in a thread of its own.
 
-    `in_turn`: not in threads, for the lanes read one loader.
+    `side_by_side`: not in threads but batch by batch, for the lanes read one loader.
     """
     by_device: dict[str, list[int]] = {}
     for number, (lane, _) in enumerate(fed):
         by_device.setdefault(lane.device, []).append(number)
-    if len(by_device) == 1 or in_turn:
-        return [what(lane, feed) for lane, feed in fed]
+    if side_by_side:
+        return in_step([what(lane, feed) for lane, feed in fed])
+    if len(by_device) == 1:
+        return [in_step([what(lane, feed)])[0] for lane, feed in fed]
     found: dict[int, Any] = {}
 
     def run(numbers: list[int]) -> None:
         for number in numbers:
             lane, feed = fed[number]
             with lane.engine.stream():
-                found[number] = what(lane, feed)
+                found[number] = in_step([what(lane, feed)])[0]
 
     with (
         cores(lane for lane, _ in fed) as begin,

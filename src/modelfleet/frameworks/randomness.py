@@ -1,0 +1,49 @@
+"""The global generators that loaders may draw from, whatever framework their members are of."""
+
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from modelfleet import frameworks
+
+State = dict[str, np.ndarray]
+
+
+def state() -> State:
+    """The state of Python's generator, of NumPy's global one, and of those of the frameworks that are loaded."""
+    version, words, gauss = random.getstate()
+    legacy = np.random.get_state(legacy=False)
+    inner = legacy["state"]
+    found = {
+        "python/words": np.array([version, *words], dtype=np.int64),
+        "python/gauss": np.array([np.nan if gauss is None else gauss]),
+        "numpy/key": np.array(inner["key"]),
+        "numpy/numbers": np.array([inner["pos"], legacy["has_gauss"]], dtype=np.int64),
+        "numpy/gauss": np.array([legacy["gauss"]]),
+    }
+    for framework in _loaded():
+        own = framework.randomness()
+        if own is not None:
+            found[framework.NAME] = np.array(framework.arrays.host(own))
+    return found
+
+
+def restore(state: Mapping[str, np.ndarray]) -> None:
+    """Put the generators back into a state; those that it does not hold stay as they are."""
+    if "python/words" in state:
+        version, *words = (int(word) for word in state["python/words"])
+        gauss = float(state["python/gauss"][0])
+        random.setstate((version, tuple(words), None if np.isnan(gauss) else gauss))
+    if "numpy/key" in state:
+        position, has_gauss = (int(number) for number in state["numpy/numbers"])
+        np.random.set_state(("MT19937", state["numpy/key"], position, has_gauss, float(state["numpy/gauss"][0])))
+    for framework in _loaded():
+        if framework.NAME in state:
+            framework.restore_randomness(framework.arrays.place(state[framework.NAME], None, copy=True))
+
+
+def _loaded() -> list[Any]:
+    return [frameworks.adapter(name) for name in frameworks.ADAPTERS if name in sys.modules]
