@@ -551,7 +551,7 @@ class _Watch:
     """Whether a model draws random numbers, by what it did last."""
 
     draws: bool = True
-    state: Tensor | None = None
+    state: bytes = b""
     """Of torch's generator after the last step that drew nothing."""
 
 
@@ -574,10 +574,13 @@ class _Drawing:
         watch = self._watch
         if self._draws is not None:
             self._draws.__exit__(*error)
-            watch.draws, watch.state = self._draws.count > 0, torch.get_rng_state()
-            return
-        state = torch.get_rng_state()
-        watch.draws = watch.state is None or not torch.equal(watch.state, state)
+            watch.draws, watch.state = self._draws.count > 0, _generator()
+        else:
+            watch.draws = watch.state != _generator()
+
+
+def _generator() -> bytes:
+    return torch.get_rng_state().numpy().tobytes()
 
 
 def _scratch(model: nn.Module) -> nn.Module | None:
