@@ -6,8 +6,10 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +221,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"lr": 0.2}, {}, "hyperparameters"),
         ({"optimizer": "adam"}, {}, "tasks"),
         ({}, {"epochs": 7}, "epochs"),
-        ({}, {"batch_size": 3}, "steps per epoch"),
+        ({}, {"batch_size": 3}, "batches"),
         ({"seed": 4}, {}, "seeds"),
         ({"members": ["0", "2"]}, {}, "members"),
     ],
@@ -235,6 +237,109 @@ def test_a_checkpoint_of_other_settings_is_refused(
         fit(fleet, (X, Y), **{"epochs": 2, **options}, callbacks=[mf.Checkpoint(tmp_path)])
     assert equal(all_weights(fleet), weights)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def one(output: Any, target: Any) -> torch.Tensor:
+    return (output - torch.nn.functional.one_hot(target, 3)).square().mean()
+
+
+def edited(output: Any, target: Any) -> torch.Tensor:
+    return (output - torch.nn.functional.one_hot(target, 3)).abs().mean()
+
+
+edited.__name__ = edited.__qualname__ = "one"  # the same function, in a script that was edited meanwhile
+
+
+class Net(torch.nn.Sequential):
+    """Layers of any dtype, for float32 data."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input.to(next(self.parameters()).dtype)).float()
+
+
+def layers(*sizes: int, bias: bool = True, frozen: bool = False, first: str = "l0") -> Callable[[], Net]:
+    def make() -> Net:
+        made = [torch.nn.Linear(*pair, bias=bias) for pair in pairwise(sizes)]
+        made[0].requires_grad_(not frozen)
+        return Net(OrderedDict((f"l{k}" if k else first, one) for k, one in enumerate(made)))
+
+    return make
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "wider": (
+        {"model": layers(4, 9, 3)},
+        r"weights are 'l0.weight' \(.*6.*\) float32 of '0', here they are 'l0.weight' \(.*9.*\) float32 of '0'",
+    ),
+    "deeper": ({"model": layers(4, 6, 6, 3)}, "weights are .* of '0', here they are"),
+    "without biases": (
+        {"model": layers(4, 6, 3, bias=False)},
+        "weights are 'l0.bias' .* of '0', here they are without 'l0.bias' of '0'",
+    ),
+    "renamed": (
+        {"model": layers(4, 6, 3, first="in")},
+        "weights are 'l0.weight' .*, here they are without 'l0.weight'",
+    ),
+    "frozen": (
+        {"model": layers(4, 6, 3, frozen=True)},
+        "weights are 'l0.weight' .*, here they are a frozen 'l0.weight'",
+    ),
+    "bfloat16": (
+        {"model": lambda: layers(4, 6, 3)().bfloat16()},
+        "weights are .* float32 of '0', here they are .* bfloat16 of '0'",
+    ),
+    "another schedule": ({"schedule": "linear"}, "schedules are .*'cosine'.*here they are .*'linear'"),
+    "another schedule's option": ({"schedule": mf.Schedule("cosine", final=0.5)}, "schedules are .*Schedule"),
+    "a factory of schedulers": (
+        {"schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=2)},
+        "schedules are .*StepLR",
+    ),
+    "an edited loss": ({"loss": edited}, "tasks are"),
+    "another loss": ({"loss": "cross_entropy"}, "tasks are"),
+    "another momentum": ({"momentum": 0.5}, "hyperparameters are"),
+    "another batch size": ({"batch_size": 13}, "batches are"),
+    "no shuffle": ({"shuffle": False}, "batches are"),
+}
+
+
+@pytest.mark.parametrize(("change", "told"), OTHERS.values(), ids=list(OTHERS))
+def test_a_run_does_not_go_on_with_something_else(change: dict[str, Any], told: str, tmp_path: Path) -> None:
+    def run(**change: Any) -> None:
+        given = {"model": layers(4, 6, 3), "batch_size": 12, "shuffle": True, "loss": one, "schedule": "cosine"}
+        given |= {"momentum": 0.9, **change}
+        data = {name: given.pop(name) for name in ("batch_size", "shuffle")}
+        fleet = mf.Fleet.build(given.pop("model"), 2)
+        fleet.compile("sgd", given.pop("loss"), lr=0.01, **given)
+        fit(fleet, (X, Y), epochs=2, callbacks=[mf.Checkpoint(tmp_path)], **data)
+
+    run()
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(mf.StoreError, match=rf"checkpoint of another run: its ({told})"):
+        run(**change)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    run()
+
+
+def test_a_run_of_fused_members_does_not_go_on_with_one_that_is_wider(tmp_path: Path) -> None:
+    def run(*widths: int) -> None:
+        fleet = mf.Fleet({str(k): layers(4, width, 3)() for k, width in enumerate(widths)})
+        fleet.compile("sgd", "cross_entropy", lr=0.01)
+        fit(fleet, (X, Y), epochs=2, callbacks=[mf.Checkpoint(tmp_path)])
+
+    run(6, 6)
+    with pytest.raises(mf.StoreError, match=r"its weights are 'l0.weight' .* of '1', here they are 'l0"):
+        run(6, 9)
+
+
+def test_a_second_fit_may_train_other_layers_with_the_same_folder(tmp_path: Path) -> None:
+    fleet = fleet_of(2)
+    fit(fleet, (X, Y), epochs=2, callbacks=[mf.Checkpoint(tmp_path)])
+    fleet["1"][0].requires_grad_(False)
+    before = all_weights(fleet)
+    history = fit(fleet, (X, Y), epochs=1, callbacks=[mf.Checkpoint(tmp_path)])
+    assert len(history["0"]["loss"]) == 1
+    assert torch.equal(fleet["1"][0].weight, before["1"]["0.weight"])
+    assert not torch.equal(fleet["1"][2].weight, before["1"]["2.weight"])
 
 
 def test_resume_false_begins_anew(tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 """Checkpoints of a fit under way: weights, optimizer state, positions, random state, history and callbacks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from modelfleet.callbacks import Callback
 from modelfleet.errors import StoreError
+from modelfleet.fingerprints import alike, fingerprint
 from modelfleet.frameworks import files as numpy_files
 from modelfleet.history import History
 from modelfleet.planning.assembly import Part, Studied
@@ -14,6 +15,8 @@ from modelfleet.planning.placement import packed
 from modelfleet.store import read_file, read_manifest, write_folder
 
 KIND = "checkpoint"
+WEIGHTS = {"params": "", "frozen": "a frozen ", "buffers": "a buffer "}
+FINGERPRINTS = ("tasks", "schedules")  # the parts of an identity that hold them
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,9 @@ class Arrangement:
     def placed(self, studied: Studied) -> list[Part]:
         """The lanes again: each where it was, if there are as many devices, or placed anew."""
         parts = [Part(names, fused, "as in the checkpoint") for names, fused in self.parts]
+        groups = [set(part.names) for part in studied.groups]
+        if not all(any(group.issuperset(part.names) for group in groups) for part in parts):
+            return studied.groups  # the models are others now: `resume` will tell
         if not studied.scattered or any(len(studied.devices(part)) != self.devices for part in parts):
             return packed(studied, parts)
         return [
@@ -104,14 +110,16 @@ def resume(folder: Path, run: Any, callbacks: Sequence[Callback]) -> tuple[Any, 
     manifest = read_manifest(folder, kind=KIND)
     then, now = manifest["run"], _identity(run)
     if then != now:
-        same_fleet = all(then.get(key) == now[key] for key in ("members", "seeds"))
-        if same_fleet and then.get("started") != now["started"]:
+        same_fleet = all(_by_name(then, key) == _by_name(now, key) for key in ("members", "seeds"))
+        if same_fleet and _by_name(then, "started") != _by_name(now, "started"):
             return None
-        what = next(key for key in now if then.get(key) != now[key])
-        raise StoreError(
-            f"{folder} holds a checkpoint of another run: its {what} are {_brief(then.get(what))}, here they are "
-            f"{_brief(now[what])}. Give another folder, or delete this one."
-        )
+        found = _difference(then, now)
+        if found is not None:
+            what, there, here = found
+            raise StoreError(
+                f"{folder} holds a checkpoint of another run: its {what} are {there}, here they are {here}. "
+                f"Give another folder, or delete this one. To go on with that run, give what it was begun with."
+            )
     # All is read before anything is taken up: a file that can't be read must change nothing.
     known = _frameworks(run)
     files: dict[str, Any] = {}
@@ -154,20 +162,77 @@ def _frameworks(run: Any) -> dict[str, Any]:
 
 
 def _identity(run: Any) -> dict[str, Any]:
-    """What makes two fits the same one."""
+    """What makes two fits the same one, lane by lane."""
     return {
         "members": [shift.lane.names for shift in run.shifts],
         "seeds": [[member.seed for member in shift.lane.members] for shift in run.shifts],
+        "weights": [_weights(shift.lane.engine) for shift in run.shifts],
         "tasks": [shift.lane.engine.task.summary for shift in run.shifts],
+        "schedules": [[fingerprint(schedule) for schedule in shift.lane.schedules] for shift in run.shifts],
         "hyperparameters": [
             {name: column.tolist() for name, column in shift.lane.columns.items()} for shift in run.shifts
         ],
         "epochs": [shift.epochs.tolist() for shift in run.shifts],
+        "batches": [shift.batches for shift in run.shifts],
         "rows": [None if shift.rows is None else shift.rows.tolist() for shift in run.shifts],
         "steps per epoch": [None if s.known_steps is None else s.known_steps.tolist() for s in run.shifts],
         "callbacks": [type(callback).__name__ for callback in run.callbacks],
         "started": [shift.started.tolist() for shift in run.shifts],
     }
+
+
+def _weights(engine: Any) -> dict[str, str]:
+    """The shape and dtype of every weight, by path, without the member axis."""
+    return {
+        path: f"{tuple(tensor.shape[1:])} {str(tensor.dtype).removeprefix('torch.')}"
+        for path, tensor in engine.tensors().items()
+        if path.partition("/")[0] in WEIGHTS
+    }
+
+
+def _difference(then: dict[str, Any], now: dict[str, Any]) -> tuple[str, str, str] | None:
+    """The first thing in which two runs differ: what it is, there and here; None if they are the same."""
+    for key in ("members", "seeds"):
+        if _by_name(then, key) != _by_name(now, key):
+            return key, _brief(then.get(key)), _brief(now[key])
+    known = _by_name(then, "weights")
+    for name, here in _by_name(now, "weights").items():
+        there = known.get(name) or {}
+        for path in {**there, **here}:
+            if there.get(path) != here.get(path):
+                return "weights", *(f"{_told(path, own)} of {name!r}" for own in (there, here))
+    for key, value in now.items():
+        before = then.get(key)
+        if before == value or (key in FINGERPRINTS and _alike(before, value)):
+            continue
+        return key, _brief(before), _brief(value)
+    return None
+
+
+def _by_name(identity: dict[str, Any], key: str) -> dict[str, Any]:
+    """What an identity has lane by lane, member by member."""
+    found: dict[str, Any] = {}
+    for names, own in zip(
+        identity["members"], identity.get(key) or [None] * len(identity["members"]), strict=True
+    ):
+        found.update(zip(names, own if isinstance(own, list) else [own] * len(names), strict=True))
+    return found
+
+
+def _told(path: str, weights: Mapping[str, str]) -> str:
+    """A weight in words, whether it is trained, frozen or a buffer there, or not there at all."""
+    _, _, name = path.partition("/")
+    for part, kind in WEIGHTS.items():
+        if f"{part}/{name}" in weights:
+            return f"{kind}{name!r} {weights[f'{part}/{name}']}"
+    return f"without {name!r}"
+
+
+def _alike(then: Any, now: Any) -> bool:
+    """Whether fingerprints, nested in lists, are of the same settings."""
+    if isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
+        return all(_alike(one, other) for one, other in zip(then, now, strict=True))
+    return isinstance(then, str) and isinstance(now, str) and alike(then, now)
 
 
 def _named(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -61,6 +61,11 @@ class Feed(Protocol):
         """`(member,)`: steps per epoch, where known."""
         ...
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """How rows become batches, as JSON can hold it, where that is known here."""
+        return {}
+
     def epoch(self, number: int, *, start: int = 0, several: int = 1) -> Generator[Batch, None, None]:
         """The batches of one epoch, without the first `start` of them. Close it to stop before the end.
 

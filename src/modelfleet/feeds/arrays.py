@@ -59,6 +59,11 @@ class ArrayFeed:
         """`(member,)`: steps per epoch."""
         return -(-self.rows // self._batch_sizes)
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The sizes of the batches, and whether rows are shuffled."""
+        return {"sizes": self._batch_sizes.tolist(), "shuffled": self._shuffle}
+
     def rewind(self) -> None:
         """Nothing to forget: every epoch's order is known from its number."""
 

@@ -43,6 +43,11 @@ class LoaderFeed:
             self._sources = [Source(loader, where) for loader, where in zip(loaders, wheres, strict=True)]
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """Return nothing: how a loader makes its batches is its own affair."""
+        return {}
+
+    @property
     def steps(self) -> np.ndarray | None:
         """`(member,)`: steps per epoch, where all loaders know."""
         steps = [source.steps for source in self._sources]

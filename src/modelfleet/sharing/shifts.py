@@ -80,6 +80,7 @@ class Shift:
         self.started = self.lane.steps.copy()
         self.epochs_before = self.lane.epochs.copy()
         self.rows = self.feed.rows
+        self.batches = self.feed.settings
         self.known_steps = self._limited(self.feed.steps)
         self.taken = self.lane.engine.steps_taken().copy()
         self._tried: set[tuple[int, int | None]] = set()

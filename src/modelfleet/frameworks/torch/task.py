@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.errors import InputError
+from modelfleet.fingerprints import fingerprint
 from modelfleet.frameworks.torch.losses import Loss, weighted
 from modelfleet.frameworks.torch.metrics import Metric
 from modelfleet.frameworks.torch.optimizers import Optimizer
@@ -33,11 +35,16 @@ class Task:
         """Whether padded rows can be weighted out of the loss and of every metric."""
         return self.loss is not None and self.loss.rows is not None and all(m.maskable for m in self.metrics)
 
-    @property
+    @cached_property
     def summary(self) -> str:
         """The task in a line, for checkpoints: what must be the same for a run to go on."""
         flags = [name for name, on in self.optimizer.flags.items() if on]
-        loss = "its own loss" if self.loss is None else self.loss.name
+        if self.objective is not None:
+            loss = fingerprint(self.objective)
+        elif self.loss is None:
+            loss = "its own loss"
+        else:
+            loss = self.loss.name if self.loss.rows is not None else fingerprint(self.loss.plain)
         metrics = [metric.name for metric in self.metrics]
         return ", ".join([self.optimizer.name, *sorted(flags), loss, *metrics, self.precision])
 
