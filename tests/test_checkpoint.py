@@ -261,7 +261,8 @@ def layers(*sizes: int, bias: bool = True, frozen: bool = False, first: str = "l
     def make() -> Net:
         made = [torch.nn.Linear(*pair, bias=bias) for pair in pairwise(sizes)]
         made[0].requires_grad_(not frozen)
-        return Net(OrderedDict((f"l{k}" if k else first, one) for k, one in enumerate(made)))
+        named: Any = OrderedDict((f"l{k}" if k else first, one) for k, one in enumerate(made))
+        return Net(named)
 
     return make
 
@@ -305,8 +306,8 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("change", "told"), OTHERS.values(), ids=list(OTHERS))
 def test_a_run_does_not_go_on_with_something_else(change: dict[str, Any], told: str, tmp_path: Path) -> None:
     def run(**change: Any) -> None:
-        given = {"model": layers(4, 6, 3), "batch_size": 12, "shuffle": True, "loss": one, "schedule": "cosine"}
-        given |= {"momentum": 0.9, **change}
+        given: dict[str, Any] = {"model": layers(4, 6, 3), "batch_size": 12, "shuffle": True, "loss": one}
+        given |= {"schedule": "cosine", "momentum": 0.9, **change}
         data = {name: given.pop(name) for name in ("batch_size", "shuffle")}
         fleet = mf.Fleet.build(given.pop("model"), 2)
         fleet.compile("sgd", given.pop("loss"), lr=0.01, **given)

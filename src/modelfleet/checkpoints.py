@@ -200,7 +200,7 @@ def _difference(then: dict[str, Any], now: dict[str, Any]) -> tuple[str, str, st
         there = known.get(name) or {}
         for path in {**there, **here}:
             if there.get(path) != here.get(path):
-                return "weights", *(f"{_told(path, own)} of {name!r}" for own in (there, here))
+                return "weights", f"{_told(path, there)} of {name!r}", f"{_told(path, here)} of {name!r}"
     for key, value in now.items():
         before = then.get(key)
         if before == value or (key in FINGERPRINTS and _alike(before, value)):

@@ -10,13 +10,14 @@ import hashlib
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 DEEPEST = 6  # levels of objects in objects
 
+_FIXED = (bool, int, float, str, types.NoneType, types.FunctionType, functools.partial)
 _DIGEST = re.compile(r"(\d+\.\d+):[0-9a-f]{12}")
 
 
@@ -60,7 +61,7 @@ def _words(value: Any, depth: int) -> Iterable[str]:
         yield from _code(value.__code__)
         cells = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
         # What a closure holds may change as the run goes on, except for numbers, words and functions.
-        fixed = [cell for cell in cells if cell is None or isinstance(cell, bool | int | float | str | Callable)]
+        fixed = [cell for cell in cells if isinstance(cell, _FIXED)]
         yield from _all((value.__defaults__, value.__kwdefaults__, *fixed), depth)
     elif isinstance(value, Mapping):
         yield from _all([item for pair in value.items() for item in pair], depth)
