@@ -35,7 +35,7 @@ def test_rates_are_each_members_own() -> None:
     plain = optax.adam(2.0, b1=0.8)
     expected: Any = plain.update(params, plain.init(params), params)[0]
     np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-6)
-    assert set(state.hyperparams) == {"learning_rate"}  # the others are constants of the program
+    assert set(state.values) == {"learning_rate"}  # the others are constants of the program
 
 
 def test_numbers_by_each_are_in_the_state_and_switches_part_members() -> None:

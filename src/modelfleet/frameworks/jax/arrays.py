@@ -32,7 +32,7 @@ def place(leaf: Any, device: jax.Device | None, *, copy: bool = False) -> Array:
     In the dtypes that JAX has: unless it was told to use 64 bits, float64 becomes float32 and int64 int32.
     """
     if not isinstance(leaf, jax.Array):
-        leaf = _canonical(np.asarray(leaf.detach().cpu() if hasattr(leaf, "detach") else leaf))
+        leaf = _canonical(as_numpy(leaf))
     if device is None:
         return leaf.copy() if copy else leaf
     if device.platform == "cpu":
@@ -83,6 +83,15 @@ def restored(array: np.ndarray, dtype: str) -> jax.Array:
     """The array that `reduced` took apart: on the CPU, in the very memory. Who computes with it puts it elsewhere;
     on the first of several GPUs the weights of all their workers would come together."""
     return jax.device_put(array.view(jnp.dtype(dtype)), jax.devices("cpu")[0])
+
+
+def as_numpy(leaf: Any) -> np.ndarray:
+    """An array of any kind as NumPy's, in its own dtype."""
+    if not hasattr(leaf, "detach"):
+        return np.asarray(leaf)
+    # Of torch, whose bfloat16 NumPy knows by the name of ml_dtypes only: float32 holds the same numbers.
+    leaf = leaf.detach().cpu()
+    return np.asarray(leaf.float()).astype(jnp.bfloat16) if "bfloat16" in str(leaf.dtype) else np.asarray(leaf)
 
 
 def _library(tensors: Sequence[Array]) -> Any:

@@ -95,10 +95,14 @@ class JaxDefinition(Definition):
             gradients = _clipped(gradients, state["member"]["clip_norm"])
         # A forward may change weights itself, as nnx.SpectralNorm does: these are what the optimizer steps.
         params, slots = self._form.tree(after["params"]), self._slots.tree(state["slots"])
-        # Some transformations go by the loss: Polyak's steps, the plateau's.
-        updates, slots = self.task.optimizer.transformation.update(
-            self._form.tree(gradients), slots, params, value=loss
-        )
+
+        def value_of(tree: Any) -> Any:
+            return loss_of(self._form.flat(tree))[0]
+
+        # Some transformations go by the loss: Polyak's steps, the plateau's; and those that search along a line.
+        tree = self._form.tree(gradients)
+        extra = self.task.optimizer.taken(value=loss, grad=tree, value_fn=value_of)
+        updates, slots = self.task.optimizer.transformation.update(tree, slots, params, **extra)
         new = {
             "params": self._form.flat(optax.apply_updates(params, updates)),
             "buffers": after["buffers"],

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from modelfleet.errors import InputError, unknown
+from modelfleet.frameworks.jax.arrays import as_numpy
 
 IGNORED = -100  # the class index that is left out of cross_entropy and nll
 
@@ -65,7 +66,7 @@ def check_targets(loss: Loss, output_shape: tuple[int, ...], target: Any, member
     if loss.kind == "any":
         return
     whose = "" if member is None else f"member {member!r}: "
-    found = np.asarray(target)
+    found = as_numpy(target)
     if found.dtype.kind not in "biufV":  # V: bfloat16
         raise InputError(f"{whose}the target is of {found.dtype}; {loss.name} needs numbers.")
     shape = (*found.shape[:1], *output_shape[1:])

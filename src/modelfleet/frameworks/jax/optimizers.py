@@ -9,7 +9,7 @@ import inspect
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -59,36 +59,59 @@ class Optimizer:
             return optax.with_extra_args_support(self.make)
         if not self.own:
             return optax.with_extra_args_support(self.make(**dict(self.fixed)))
-        make = functools.partial(self.make, **dict(self.fixed))
-        named = _Named(make, self.own)
-        injected = optax.inject_hyperparams(named)(**dict.fromkeys(self.own, 0.0))
-        return optax.with_extra_args_support(injected)
+        return optax.GradientTransformationExtraArgs(self._begun, self._update)
+
+    def taken(self, **extra: Any) -> dict[str, Any]:
+        """Those of the extra arguments that the transformation takes."""
+        takes = _arguments(self.transformation.update)
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
+            return extra
+        return {name: value for name, value in extra.items() if name in takes}
 
     def state(self, params: Any, values: Mapping[str, float]) -> Any:
         """The state for a tree of params and a member's own hyperparameters."""
-        state = _initial(self)(params)
         if not self.own:
-            return state
-        own = {name: np.asarray(values[name], state.hyperparams[name].dtype) for name in self.own}
-        return state._replace(hyperparams={**state.hyperparams, **own})
+            return _initial(self)(params)
+        return _initial(self)(params, {name: np.asarray(values[name], float) for name in self.own})
+
+    def _begun(self, params: Any, values: Mapping[str, Any] | None = None) -> "_OwnState":
+        values = dict.fromkeys(self.own, 0.0) if values is None else values
+        return _OwnState(
+            {name: jax.numpy.asarray(values[name], float) for name in self.own}, self._made(values).init(params)
+        )
+
+    def _update(self, updates: Any, state: "_OwnState", params: Any = None, **extra: Any) -> Any:
+        made = _optax().with_extra_args_support(self._made(state.values))
+        updates, inner = made.update(updates, state.inner, params, **extra)
+        return updates, _OwnState(state.values, inner)
+
+    def _made(self, values: Mapping[str, Any]) -> Any:
+        return self.make(**dict(self.fixed), **{name: _like_a_number(values[name]) for name in self.own})
+
+
+class _OwnState(NamedTuple):
+    """A member's own hyperparameters, and the state of the transformation that is made of them."""
+
+    values: dict[str, Any]
+    inner: Any
+
+
+def _like_a_number(value: Any) -> Any:
+    """A scalar that takes the dtype of what it is computed with, as a number of Python's does.
+
+    `optax.inject_hyperparams` rounds hyperparameters to the params' dtype, where 0.999 is 1 in bfloat16.
+    """
+    if isinstance(value, float):
+        return value
+    value = jax.numpy.asarray(value)
+    # jax 0.10 has no other way to make a weak type of one that is being traced.
+    return jax.lax.convert_element_type_p.bind(value, new_dtype=value.dtype, weak_type=True, sharding=None)
 
 
 @functools.lru_cache(maxsize=64)
-def _initial(optimizer: Optimizer) -> Callable[[Any], Any]:
+def _initial(optimizer: Optimizer) -> Callable[..., Any]:
     """The first state for a tree of params, as a program, for all recipes that have this optimizer."""
     return jax.jit(optimizer.transformation.init)
-
-
-class _Named:
-    """A function of a few named arguments only, so that Optax keeps these in the state and no others."""
-
-    def __init__(self, make: Callable[..., Any], names: Sequence[str]) -> None:
-        kind = inspect.Parameter.KEYWORD_ONLY
-        self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
-        self._make = make
-
-    def __call__(self, **values: Any) -> Any:
-        return self._make(**values)
 
 
 def resolve(
@@ -127,6 +150,8 @@ def _resolve(
             f"the schedule of a JAX model is {schedule!r}; expected a schedule of Optax, a function of the step, "
             f"such as optax.cosine_decay_schedule(1e-3, 1000)."
         )
+    if isinstance(optimizer, optax.MultiSteps):
+        optimizer = _accumulating(optimizer)
     if isinstance(optimizer, optax.GradientTransformation):
         extra = [*given, *(["schedule"] if schedule is not None else [])]
         if extra:
@@ -156,6 +181,12 @@ def _resolve(
     made = Optimizer(name, make, tuple(sorted(fixed.items())), tuple(sorted(own)))
     hash(made)
     return made, own
+
+
+@functools.lru_cache(maxsize=64)
+def _accumulating(optimizer: Any) -> Any:
+    """The transformation of an `optax.MultiSteps`; of one, always the same."""
+    return optimizer.gradient_transformation()
 
 
 def _maker(optimizer: Any) -> tuple[str, Callable[..., Any]]:

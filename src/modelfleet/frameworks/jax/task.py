@@ -90,7 +90,8 @@ def _loss_and_extra(result: Any) -> tuple[Any, Mapping[str, Any]]:
 def _scalar(loss: Any) -> Array:
     if jnp.size(loss) != 1:
         raise InputError(f"the loss is {jnp.shape(loss)}; expected one number, such as the batch's mean.")
-    return jnp.asarray(loss, jnp.float32).reshape(())
+    loss = jnp.asarray(loss)
+    return loss.astype(jnp.promote_types(loss.dtype, jnp.float32)).reshape(())
 
 
 def widened(output: Any, precision: str = "bf16") -> Any:
