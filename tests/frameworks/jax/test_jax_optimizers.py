@@ -82,9 +82,7 @@ TRANSFORMATIONS = {
     "MultiSteps": optax.MultiSteps(optax.adam(0.02), 2),
     "injected": optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(0.05, 0.01, 5)),
     "masked": optax.chain(optax.masked(optax.scale_by_adam(), {"a": True, "b": False}), optax.scale(-0.02)),
-    "multi_transform": optax.multi_transform(
-        {"x": optax.adam(0.02), "y": optax.sgd(0.1)}, {"a": "x", "b": "y"}
-    ),
+    "multi_transform": optax.multi_transform({"x": optax.adam(0.02), "y": optax.sgd(0.1)}, {"a": "x", "b": "y"}),
     "schedule_free": optax.contrib.schedule_free_adamw(0.02),
     "muon": optax.contrib.muon(0.02),
     "prodigy": optax.contrib.prodigy(),
