@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+HALVES = (torch.float16, torch.bfloat16)
+
 
 class Rules(TorchFunctionMode):
     """Within this context the operations of `RULES` are computed by their rules.
@@ -120,8 +122,10 @@ def _bias(weights: Sequence[Tensor]) -> Tensor | None:
 
 
 def _lstm_layer(x: Tensor, state: tuple[Tensor, ...], weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    projected = F.linear(x, weights[0], _bias(weights))
-    hiddens, cells, _ = _LSTMScan.apply(projected, *state, weights[1])
+    # In one dtype: autocast, which would cast, does not reach the scan's backward.
+    dtype = weights[1].dtype
+    projected = F.linear(x, weights[0], _bias(weights)).to(dtype)
+    hiddens, cells, _ = _LSTMScan.apply(projected, *(part.to(dtype) for part in state), weights[1])
     return hiddens[1:], hiddens[-1], cells[-1]
 
 
@@ -165,6 +169,7 @@ def _recurrent(layer: Callable[..., tuple[Tensor, ...]], states: int, plain: Any
         ):  # packed sequences: (data, batch_sizes, state, weights, …)
             return plain(x, state, weights, *options)
         biases, layers, dropout, train, both, batch_first = options
+        given_dtype = x.dtype
         first = tuple(state) if states == 2 else (state,)
         # The order of weights: for each layer and direction w_ih, w_hh, and then the two biases if there are any
         # (and a projection, which has no rule).
@@ -188,9 +193,18 @@ def _recurrent(layer: Callable[..., tuple[Tensor, ...]], states: int, plain: Any
             if dropout and train and depth < layers - 1:
                 x = F.dropout(x, dropout)
         final_states = tuple(torch.stack([state[part] for state in last]) for part in range(states))
-        return (x.transpose(0, 1) if batch_first else x), *final_states
+        results = (x.transpose(0, 1) if batch_first else x), *final_states
+        return tuple(result.to(_given_alone(given_dtype, result, plain)) for result in results)
 
     return run
+
+
+def _given_alone(given: torch.dtype, result: Tensor, plain: Any) -> torch.dtype:
+    """The dtype in which autocast leaves the result of a recurrent layer on an input of a dtype."""
+    kind = result.device.type
+    if not torch.is_autocast_enabled(kind):
+        return result.dtype
+    return given if plain is torch.gru and kind == "cpu" else torch.get_autocast_dtype(kind)
 
 
 def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -228,6 +242,19 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return result
 
 
+def _normalized(plain: Callable[..., Tensor], whole: bool) -> Callable[..., Tensor]:
+    # Alone, a kernel takes halves with float32 weights and statistics, computes in float32, and gives halves.
+    # Under vmap its parts get both dtypes, and raise or go on in float32. `whole`: autocast on a GPU gives float32.
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        kind = x.device.type
+        if not _mapping() or not torch.is_autocast_enabled(kind) or x.dtype not in HALVES:
+            return plain(x, *args, **kwargs)
+        found = plain(x.float(), *args, **kwargs)
+        return found if whole and kind == "cuda" else found.to(x.dtype)
+
+    return run
+
+
 def _in_float32(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     # Likewise: autocast computes losses in float32, but under vmap it sees only what they are made of.
     def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -240,7 +267,7 @@ def _in_float32(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _full(arg: Any) -> Any:
-    return arg.float() if isinstance(arg, Tensor) and arg.dtype in (torch.float16, torch.bfloat16) else arg
+    return arg.float() if isinstance(arg, Tensor) and arg.dtype in HALVES else arg
 
 
 def _randperm(n: int, **options: Any) -> Tensor:
@@ -274,6 +301,16 @@ def _gumbel_softmax(
     return choice - soft.detach() + soft
 
 
+_NORMS = {
+    F.layer_norm: True,
+    torch.layer_norm: True,
+    F.group_norm: True,
+    torch.group_norm: True,
+    F.batch_norm: False,
+    torch.batch_norm: False,
+    F.instance_norm: False,
+    torch.instance_norm: False,
+}
 _LOSSES = (
     F.cross_entropy,
     F.nll_loss,
@@ -329,6 +366,7 @@ LOOKS: frozenset[Any] = frozenset(
 
 RULES: Mapping[Any, Callable[..., Any]] = {
     **{loss: _in_float32(loss) for loss in _LOSSES},
+    **{norm: _normalized(norm, whole) for norm, whole in _NORMS.items()},
     torch.randperm: _randperm,
     F.rrelu: _rrelu,
     F.gumbel_softmax: _gumbel_softmax,
