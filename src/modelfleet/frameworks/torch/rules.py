@@ -244,7 +244,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _normalized(plain: Callable[..., Tensor], whole: bool) -> Callable[..., Tensor]:
     # Alone, a kernel takes halves with float32 weights and statistics, computes in float32, and gives halves.
-    # Under vmap its parts get both dtypes, and raise or go on in float32. `whole`: autocast on a GPU gives float32.
+    # Under vmap its parts get both dtypes, and raise or go on in float32. `whole`: on a GPU autocast gives float32
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         kind = x.device.type
         if not _mapping() or not torch.is_autocast_enabled(kind) or x.dtype not in HALVES:
