@@ -334,18 +334,18 @@ class Engine(TorchEngine):
     def maskable(self, batch: Any) -> bool:
         """Whether padded rows can be weighted out without being felt, found by trying on one member.
 
-        BatchNorm, say, feels every row of a batch. So the member's outputs on a padded batch are compared with
-        those on its own rows alone.
+        BatchNorm, say, feels every row of a batch. So a step on a padded batch is compared with one on its own
+        rows alone.
         """
         if not self.task.maskable:
             return False
         real = int(batch.counts[batch.counts > 0].min())
         key = (real, batch.size)
         if key not in self._bears_padding:
-            x = batch.data[0]
+            data = batch.data
             if not batch.shared:
-                x = map_tree(lambda leaf: leaf[int(np.flatnonzero(batch.counts == real)[0])], x)
-            self._bears_padding[key] = bears_padding(self.programs.steps, self.state, self.shared, x, real)
+                data = map_tree(lambda leaf: leaf[int(np.flatnonzero(batch.counts == real)[0])], data)
+            self._bears_padding[key] = bears_padding(self.programs.steps, self.state, self.shared, data, real)
         return self._bears_padding[key]
 
     # --- state ---------------------------------------------------------------------------------------------------

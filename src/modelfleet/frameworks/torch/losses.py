@@ -23,13 +23,15 @@ class Loss:
 
     `rows` gives the sum of the loss over each row's elements and how many they are, both `(row,)`; it is None
     for a function that only tells its mean. `plain` gives the mean over all, as `torch.nn.functional` would.
-    `kind` says what the targets are.
+    `kind` says what the targets are. `parts`, of some losses without `rows`, gives a sum and a count for a part of
+    a batch: the batch's loss is the sum of all sums over that of all counts. A count of None: the loss is a sum.
     """
 
     name: str
     rows: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None
     plain: Callable[[Any, Any], Tensor]
     kind: Kind = "any"
+    parts: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]] | None = None
 
 
 def resolve(loss: str | Callable[[Any, Any], Any]) -> Loss:
@@ -46,7 +48,36 @@ def resolve(loss: str | Callable[[Any, Any], Any]) -> Loss:
     for stock, function, module in _STOCK:
         if loss is function or (type(loss) is module and signature(loss) == signature(module())):
             return stock
-    return Loss(getattr(loss, "__name__", type(loss).__name__), None, loss)
+    return Loss(getattr(loss, "__name__", type(loss).__name__), None, loss, parts=_parts(loss))
+
+
+def _parts(loss: Callable[[Any, Any], Any]) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]] | None:
+    """How one of torch's own modules adds up over the parts of a batch, where that is no mean of their means."""
+    if type(loss) not in {module for _, _, module in _STOCK}:
+        return None
+    assert isinstance(loss, nn.Module)
+    if loss.reduction == "sum":
+        return lambda output, target: (loss(output, target), None)
+    if not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) or loss.reduction != "mean":
+        return None
+    classes: Any = loss
+
+    def parts(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        if target.is_floating_point():  # probabilities: a mean over the rows
+            mean, count = loss(output, target), target.numel() // target.shape[1]
+            return mean * count, torch.as_tensor(count, dtype=mean.dtype, device=mean.device)
+        there = target != classes.ignore_index
+        counted = there.to(output.dtype)
+        if classes.weight is not None:
+            counted = counted * classes.weight[torch.where(there, target, 0)].to(output.dtype)
+        count = counted.sum()
+        smoothing = {"label_smoothing": loss.label_smoothing} if isinstance(loss, nn.CrossEntropyLoss) else {}
+        function = F.cross_entropy if isinstance(loss, nn.CrossEntropyLoss) else F.nll_loss
+        ignored = classes.ignore_index
+        total = function(output, target, classes.weight, ignore_index=ignored, reduction="sum", **smoothing)
+        return total, count
+
+    return parts
 
 
 def weighted(loss: Loss, output: Tensor, target: Tensor, weights: Tensor) -> Tensor:

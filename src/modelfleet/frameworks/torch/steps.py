@@ -132,9 +132,8 @@ class Steps:
 
         def total_of(params: Any, frozen: Any, buffers: Any, data: Any, weights: Any, scale: Any) -> Any:
             buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-            total, count, sums = self._call(
-                {**params, **frozen, **shared}, buffers, self.task.share, data, weights
-            )
+            own = {**params, **frozen, **shared}
+            total, count, sums = self._call(own, buffers, self.task.share, data, weights, place["share"])
             aux = total.detach(), count.detach(), sums
             return total if scale is None else total * unit(scale, aux[1]), aux
 
@@ -284,6 +283,26 @@ class Steps:
         with torch.no_grad(), self._streams(state["member"], fused=False, streams=streams):
             result = self._call({**one["params"], **one["frozen"], **shared}, buffers, run, data)
         return result, buffers
+
+    def learn(
+        self,
+        state: State,
+        shared: dict[str, Tensor],
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        streams: Streams,
+    ) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
+        """What `run(steps, model, *args)` gives for the first member, a loss in front; the gradients of that loss
+        by the parameters that take part in it; and the member's buffers after it."""
+        one = {part: map_tree(lambda t: t[0], state[part]) for part in ("params", "frozen", "buffers")}
+        buffers = {name: buffer.clone() for name, buffer in one["buffers"].items()}
+        params = {name: p.detach().requires_grad_() for name, p in one["params"].items()}
+        with torch.enable_grad(), self._streams(state["member"], fused=False, streams=streams):
+            own = {**params, **one["frozen"], **shared}
+            result = self._call(own, buffers, lambda model, *args: run(self, model, *args), *args)
+            found = torch.autograd.grad(leaves(result)[0], list(params.values()), allow_unused=True)
+        gradients = {name: g for name, g in zip(params, found, strict=True) if g is not None}
+        return map_tree(torch.Tensor.detach, (result, gradients, buffers))
 
     def _call(self, own: Any, buffers: Any, run: Callable[..., Any], *args: Any) -> Any:
         own = {name: t.transpose(-1, -2) if name in self.layout else t for name, t in own.items()}

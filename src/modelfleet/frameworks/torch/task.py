@@ -85,14 +85,23 @@ class Task:
         return _scalar(loss), sums, rows
 
     def share(
-        self, model: nn.Module, batch: Any, weights: Tensor | None
+        self, model: nn.Module, batch: Any, weights: Tensor | None, part: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """What some rows of a batch add to its loss: (total, count, sums), each to be summed over all of its rows.
 
-        The whole batch's loss is the sum of the totals over the sum of the counts. A loss that can't be told row
-        by row (a function, an objective, the output's own `.loss`) is taken as the mean over its rows, as
-        DistributedDataParallel takes it.
+        The whole batch's loss is the sum of the totals over the sum of the counts. `part` is how much of the batch
+        the rows are. A loss that can't be told row by row (a function, an objective, the output's own `.loss`) is
+        taken as the mean over its rows; `dividing.divide` has seen that it is.
         """
+        if self.loss is not None and self.loss.parts is not None and self.objective is None:
+            x, target = _pair(self.loss, batch)
+            output = logits(call(model, x))
+            total, count = self.loss.parts(output, target)
+            sums = {
+                **self._sums(output, target, weights),
+                "rows": torch.as_tensor(_count(batch), device=part.device),
+            }
+            return total, part.to(total.dtype) if count is None else count, sums
         if self.objective is not None or self.loss is None or self.loss.rows is None:
             loss, sums = self.run(model, batch, weights)
             return loss * sums["rows"], sums["rows"], sums
