@@ -72,7 +72,7 @@ def test_norms_in_half_precision_are_those_of_plain_autocast(norm: str, precisio
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("first", [nn.Identity, lambda: nn.Linear(6, 6)])
 def test_recurrent_layers_in_half_precision_give_the_dtype_of_plain_autocast(
-    layer: type[nn.RNNBase], first: Callable[[], nn.Module]
+    layer: Callable[..., nn.Module], first: Callable[[], nn.Module]
 ) -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Unflatten(1, (2, 6)), first(), Noted(layer(6, 4)), nn.Flatten(), nn.Linear(8, 3))

@@ -152,7 +152,7 @@ class Engine(TorchEngine):
         """Compute only this rank's rows of every train batch from now on, together with the group's other ranks.
 
         Each rank is given the whole batch and takes the same steps. Evaluating and predicting stay whole on every
-        rank. A loss that can't be told row by row (a function, an objective, the output's own `.loss`) is taken as
+        rank. A loss that can't be told row by row (a function, an objective, the output's own `.loss`) must be
         the mean over the rows it sees. `ready` and the first step raise `StrategyError` for a model that can't be
         cut by rows. None: whole batches again.
         """

@@ -71,10 +71,11 @@ def _parts(loss: Callable[[Any, Any], Any]) -> Callable[[Tensor, Tensor], tuple[
         if classes.weight is not None:
             counted = counted * classes.weight[torch.where(there, target, 0)].to(output.dtype)
         count = counted.sum()
-        smoothing = {"label_smoothing": loss.label_smoothing} if isinstance(loss, nn.CrossEntropyLoss) else {}
-        function = F.cross_entropy if isinstance(loss, nn.CrossEntropyLoss) else F.nll_loss
-        ignored = classes.ignore_index
-        total = function(output, target, classes.weight, ignore_index=ignored, reduction="sum", **smoothing)
+        function: Any = F.nll_loss
+        options = {"ignore_index": classes.ignore_index, "reduction": "sum"}
+        if isinstance(loss, nn.CrossEntropyLoss):
+            function, options["label_smoothing"] = F.cross_entropy, loss.label_smoothing
+        total = function(output, target, classes.weight, **options)
         return total, count
 
     return parts
