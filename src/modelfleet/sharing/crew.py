@@ -9,6 +9,7 @@ import numpy as np
 from modelfleet import frameworks
 from modelfleet.devices import Device, parse_devices
 from modelfleet.each import Each
+from modelfleet.errors import StrategyError
 from modelfleet.frameworks import randomness as generators
 from modelfleet.members import Member
 from modelfleet.planning import supply
@@ -109,6 +110,8 @@ def work(order: Order) -> Generator[Told, Answer, None]:
         shift.begin()
     try:
         for moment in interleaved(crew.shifts, way):
+            for shift in [shift for shift, _ in moment.reports] if isinstance(moment, Ended) else [moment.shift]:
+                crew.refuse_python_state(shift)
             if isinstance(moment, Ended):
                 told = [crew.tell(shift, report) for shift, report in moment.reports]
             elif order.watched:
@@ -167,6 +170,9 @@ class _Crew:
             for lane in self.lanes:
                 lane.engine.spread(group)
         self.shifts = supply.shifts(fed, self.job)
+        self._structures = {
+            id(shift): shift.lane.signature for shift in self.shifts if len(shift.lane.members) == 1
+        }
         self._numbers = {id(shift): number for number, shift in enumerate(self.shifts)}
         for shift, standing, tensors in zip(self.shifts, order.standings, order.tensors, strict=True):
             shift.lane.engine.load({name: _writable(array) for name, array in tensors.items()})
@@ -179,6 +185,17 @@ class _Crew:
                 for feed in (shift.feed, shift.validation):
                     if feed is not None:
                         feed.rewind()
+
+    def refuse_python_state(self, shift: Shift) -> None:
+        """Raise `StrategyError` if a lane's first turn has changed its model beside the tensors that are told."""
+        before = self._structures.pop(id(shift), None)
+        member = shift.lane.members[0]
+        change = before and member.framework.difference(member.framework.signature(member.model), before)
+        if change:
+            raise StrategyError(
+                f"member {member.name!r} keeps state in Python: after a step, {change}. What a worker process "
+                f'changes there would be lost. Use strategy="interleaved" or "threads", or keep it in a buffer.'
+            )
 
     def _take_up(self, shift: Shift, standing: Standing) -> None:
         """Go on from where a lane was, whoever took its steps until then."""
