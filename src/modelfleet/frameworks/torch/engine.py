@@ -501,7 +501,7 @@ class Engine(TorchEngine):
     def _trying(self, batch: Any, data: Any, name: str) -> Iterator[tuple[State, Any]]:
         """One member and two rows of its data to try it on, with a clear error for what does not fit."""
         data = data if batch.shared else map_tree(lambda leaf: leaf[0], data)
-        few = map_tree(lambda leaf: leaf[:2], data)
+        few = map_tree(lambda leaf: leaf[:2].clone(), data)  # a forward may write to its input
         model = self.programs.steps.model
         one = states.select(self.state, torch.zeros(1, dtype=torch.int64, device=self.device))
         with explained(name, model, data), borrowed(model, train=False), torch.random.fork_rng(devices=[]):

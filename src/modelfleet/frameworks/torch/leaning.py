@@ -11,16 +11,10 @@ import torch
 from torch import Tensor, fx
 
 from modelfleet.frameworks.torch.drawing import is_random
+from modelfleet.frameworks.torch.outside import WRITE_UNSAID
 from modelfleet.trees import leaves
 
 aten = torch.ops.aten
-
-# They write the running statistics, without their schemas saying so.
-_WRITE_UNSAID = (
-    aten.native_batch_norm.default,
-    aten.cudnn_batch_norm.default,
-    aten.miopen_batch_norm.default,
-)
 
 
 def lean(module: fx.GraphModule) -> None:
@@ -35,7 +29,7 @@ def lean(module: fx.GraphModule) -> None:
             # quicker to call.
             node.target = torch.reshape
     written = {target for node in module.graph.nodes for target in _written(node)}
-    unsaid = any(node.target in _WRITE_UNSAID for node in module.graph.nodes)
+    unsaid = any(node.target in WRITE_UNSAID for node in module.graph.nodes)
     if not unsaid and all(node.op == "placeholder" or _fresh(node) for node in written):
         _once(module, written)
     module.graph.eliminate_dead_code(lambda node: node.is_impure() or node.target in _WRITE_UNSAID)

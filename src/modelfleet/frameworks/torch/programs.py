@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from modelfleet.frameworks.protocol import CannotFuseError
 from modelfleet.frameworks.torch import state as states
+from modelfleet.frameworks.torch.asking import NeedsGradientError
 from modelfleet.frameworks.torch.compiling import SAVING, Compiler
 from modelfleet.frameworks.torch.compiling import mode as mode_of_compiling
 from modelfleet.frameworks.torch.state import State
@@ -22,6 +23,10 @@ from modelfleet.trees import leaves, map_tree
 Key = tuple[Any, ...]
 TRAINING = ("train", "gradients", "update")  # whole, or the two halves of a step whose rows are on several devices
 ByWidth = dict[int, tuple[Program, Compiler]]
+_NO_VIEW = (
+    "view size is not compatible",
+    "Cannot view a tensor",
+)  # what torch says of a transposed weight's view(-1)
 
 
 class Programs:
@@ -85,7 +90,8 @@ class Programs:
         """
         program, compiler = self.program("train", (*lead, *rest), shared_data)
         compiler.consider(*pace)
-        program.run(*self._flat(lead), *leaves(rest))
+        with torch.no_grad():  # what is outside may take gradients
+            program.run(*self._flat(lead), *leaves(rest), *program.outside)
         return program.unused
 
     def gradients(
@@ -94,14 +100,16 @@ class Programs:
         """The first half of a train step, on some rows of a batch; what it gives is to be summed over all rows."""
         program, compiler = self.program("gradients", (*lead, *rest), shared_data)
         compiler.consider(*pace)
-        flat, columns = program.run(*self._flat(lead), *leaves(rest))
+        with torch.no_grad():
+            flat, columns = program.run(*self._flat(lead), *leaves(rest), *program.outside)
         return flat, columns
 
     def update(self, lead: Sequence[Any], rest: Sequence[Any]) -> None:
         """The second half of a train step, in place."""
         # Never compiled: the devices of a group would have it compiled at different steps, and round differently.
         program, _ = self.program("update", (*lead, *rest), False)
-        program.run(*self._flat(lead), *leaves(rest))
+        with torch.no_grad():  # what is outside may take gradients
+            program.run(*self._flat(lead), *leaves(rest), *program.outside)
 
     def evaluate(self, args: tuple[Any, ...], *, shared_data: bool) -> dict[str, Tensor]:
         """The sums `(member,)` of the loss and the metrics over a batch."""
@@ -180,7 +188,7 @@ class Programs:
 
         self.traces += 1
         try:
-            program = trace(run, args, stacked)
+            program = self._traced(run, args, stacked)
         except CannotFuseError as error:
             if self.fused:
                 raise
@@ -188,6 +196,18 @@ class Programs:
             program = plain(run, args, stacked)
         program.unused = self.steps.unused
         return program, Compiler(program, at_width if self.fused else None)
+
+    def _traced(self, run: Callable[..., Any], args: tuple[Any, ...], stacked: Sequence[bool]) -> Program:
+        """Trace a step; once more, otherwise, if the model turns out to need it."""
+        try:
+            return trace(run, args, stacked)
+        except NeedsGradientError:
+            self.steps.differentiates = True
+        except CannotFuseError as error:
+            if self.steps.contiguous or not any(said in str(error.__cause__) for said in _NO_VIEW):
+                raise
+            self.steps.contiguous = True
+        return self._traced(run, args, stacked)
 
 
 _HELD: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.eager_transforms import enable_inplace_requires_grad
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, SCALE
+from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, SCALE, CannotFuseError
+from modelfleet.frameworks.torch.asking import Asking, NeedsGradientError
 from modelfleet.frameworks.torch.counting import Coefficients
 from modelfleet.frameworks.torch.drawing import DrawFromStreams
 from modelfleet.frameworks.torch.optimizers import STEP, computing, pairs
@@ -53,6 +55,8 @@ class Steps:
         self.task = task
         self.layout = layout
         self.unused: frozenset[str] = frozenset()  # parameters that take no part in the loss
+        self.contiguous = False  # whether the model needs its weights in their own order: for `weight.view(-1)`
+        self.differentiates = False  # whether the objective takes gradients itself, and needs them to evaluate
         self.draws: Draws = ()  # what a step draws, for `gradients` on some rows of batches like the next one
 
     def find_unused(
@@ -62,6 +66,7 @@ class Steps:
         if not shared_data:
             data = map_tree(lambda t: t[0], data)
         weights = None if weights is None else weights[0]
+        data, shared = map_tree(torch.clone, data), map_tree(torch.clone, shared)  # it may write to them
         one = {part: map_tree(lambda t: t[0].clone(), tensors) for part, tensors in state.items()}
         with self._streams(state["member"], fused=False), torch.enable_grad():
             params = {name: p.requires_grad_() for name, p in one["params"].items()}
@@ -251,28 +256,46 @@ class Steps:
         fused: bool,
     ) -> dict[str, Tensor]:
         """The sums `(member,)` of the loss and the metrics over a batch."""
+        args = (state["params"], state["frozen"], state["buffers"], data, weights)
 
         def sums_of(params: Any, frozen: Any, buffers: Any, data: Any, weights: Any) -> Any:
             buffers = {name: buffer.clone() for name, buffer in buffers.items()}
             mask = weights if self.task.maskable else None
             return self._call({**params, **frozen, **shared}, buffers, self.task.run, data, mask)[1]
 
-        args = (state["params"], state["frozen"], state["buffers"], data, weights)
-        with torch.no_grad(), self._streams(state["member"], fused):
-            return mapped(sums_of, args, (0, 0, 0, None if shared_data else 0, 0), fused=fused)
+        return self._read(sums_of, state, args, (0, 0, 0, None if shared_data else 0, 0), fused)
 
     def predict(
         self, state: State, shared: dict[str, Tensor], data: Any, *, shared_data: bool, fused: bool
     ) -> Any:
         """The outputs `(member, row, …)` on a batch of inputs."""
+        args = (state["params"], state["frozen"], state["buffers"], data)
 
         def output_of(params: Any, frozen: Any, buffers: Any, data: Any) -> Any:
             buffers = {name: buffer.clone() for name, buffer in buffers.items()}
             return self._call({**params, **frozen, **shared}, buffers, lambda m, x: logits(call(m, x)), data)
 
-        args = (state["params"], state["frozen"], state["buffers"], data)
+        return self._read(output_of, state, args, (0, 0, 0, None if shared_data else 0), fused)
+
+    def _read(self, function: Callable[..., Any], state: State, args: Any, axes: Any, fused: bool) -> Any:
+        """Map a function that changes no weight over the members. Gradients are kept only if it takes some itself."""
+        try:
+            return self._reading(function, state, args, axes, fused)
+        except NeedsGradientError:
+            if torch.compiler.is_compiling():
+                raise  # for another trace
+            self.differentiates = True
+            return self._reading(function, state, args, axes, fused)
+
+    def _reading(self, function: Callable[..., Any], state: State, args: Any, axes: Any, fused: bool) -> Any:
         with torch.no_grad(), self._streams(state["member"], fused):
-            return mapped(output_of, args, (0, 0, 0, None if shared_data else 0), fused=fused)
+            if not self.differentiates:
+                return mapped(function, args, axes, fused=fused)
+
+            def tracked(params: Any, *rest: Any) -> Any:
+                return sum((p * 0.0).sum() for p in params.values()), function(params, *rest)
+
+            return _gradients(tracked, args, axes, fused=fused)[1]
 
     def observe(
         self, state: State, shared: dict[str, Tensor], run: Callable[..., Any], data: Any, streams: Streams
@@ -280,6 +303,7 @@ class Steps:
         """What `run(model, data)` gives for the first member, and the member's buffers after it."""
         one = {part: map_tree(lambda t: t[0], state[part]) for part in ("params", "frozen", "buffers")}
         buffers = {name: buffer.clone() for name, buffer in one["buffers"].items()}
+        data, shared = map_tree(torch.clone, data), map_tree(torch.clone, shared)  # it may write to them
         with torch.no_grad(), self._streams(state["member"], fused=False, streams=streams):
             result = self._call({**one["params"], **one["frozen"], **shared}, buffers, run, data)
         return result, buffers
@@ -305,16 +329,32 @@ class Steps:
         return map_tree(torch.Tensor.detach, (result, gradients, buffers))
 
     def _call(self, own: Any, buffers: Any, run: Callable[..., Any], *args: Any) -> Any:
-        own = {name: t.transpose(-1, -2) if name in self.layout else t for name, t in own.items()}
+        trained = {name: parameter.requires_grad for name, parameter in self.model.named_parameters()}
+        own = {name: self._as_given(name, t) for name, t in own.items()}
         tensors = {f"model.{name}": t for name, t in {**own, **buffers}.items()}
         dtype = PRECISIONS[self.task.precision]
         device = next(iter(tensors.values())).device.type
-        with torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=False):
+        versions = {name: t._version for name, t in own.items()}
+        with (
+            Asking({name: (own[name], takes) for name, takes in trained.items() if name in own}, self),
+            enable_inplace_requires_grad(True),
+            torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=False),
+        ):
             result = functional_call(Holder(self.model, run), tensors, args)
+        for name in trained.keys() & own.keys():
+            if torch.compiler.is_compiling() and own[name]._version != versions[name]:
+                raise CannotFuseError(f"its forward changes its parameter {name} in place")
         # functional_call leaves the buffers that the model reassigned in the dict it was given.
         for name in buffers:
             buffers[name] = tensors[f"model.{name}"]
         return result
+
+    def _as_given(self, name: str, tensor: Tensor) -> Tensor:
+        """A parameter as the model has it: not transposed, and no tensor of the state itself."""
+        if name not in self.layout:
+            return torch.ops.aten.alias.default(tensor)
+        found = tensor.transpose(-1, -2)
+        return found.contiguous() if self.contiguous or not torch.compiler.is_compiling() else found
 
     @contextmanager
     def _streams(

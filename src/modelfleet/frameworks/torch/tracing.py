@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from modelfleet.errors import FleetError
 from modelfleet.frameworks.protocol import CannotFuseError
 from modelfleet.frameworks.torch.leaning import lean
+from modelfleet.frameworks.torch.outside import lift, protect
 from modelfleet.trees import leaves, map_tree, rebuild
 
 Run = Callable[..., Any]
@@ -54,9 +55,11 @@ class Program:
     `run` is what is called now: the traced graph at first, the compiled form once there is one.
     """
 
-    def __init__(self, step: "_Flat", graph: torch.fx.GraphModule | None) -> None:
+    def __init__(self, step: "_Flat", graph: torch.fx.GraphModule | None, outside: Sequence[Tensor] = ()) -> None:
         self.graph = graph
+        self.outside = tuple(outside)  # tensors that no argument brings: the last inputs, the same in every step
         self.inputs = [Spec.of(*pair) for pair in zip(step.inputs, step.stacked, strict=True)]
+        self.inputs += [Spec.of(tensor, False) for tensor in outside]
         self.run: Run = step if graph is None else graph.forward
         self.compiled = False
         self.any_width = False
@@ -75,7 +78,8 @@ class Program:
 
     def __call__(self, inputs: Sequence[Tensor]) -> Any:
         """Run one step on the tensors of its arguments, in their order; gives what the step gives."""
-        values = self.run(*inputs)
+        with torch.no_grad():  # what is outside may take gradients
+            values = self.run(*inputs, *self.outside)
         return rebuild(self._step.outputs, values)  # plain Python tells their form only as it runs
 
 
@@ -87,6 +91,7 @@ class _Flat:
         self._args = args
         self.inputs: list[Tensor] = leaves(args)
         self.stacked = [axis for arg, axis in zip(args, stacked, strict=True) for _ in leaves(arg)]
+        self.owners = [place for place, arg in enumerate(args) for _ in leaves(arg)]
         self.outputs: Any = None
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
@@ -109,13 +114,15 @@ def trace(step: Callable[..., Any], args: tuple[Any, ...], stacked: Sequence[boo
     flat = _Flat(step, args, stacked)
     try:
         with _strictly(), torch.no_grad():
-            graph = make_fx(flat, tracing_mode="fake")(*flat.inputs)
+            graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*flat.inputs)
     except FleetError:
         raise
     except Exception as error:  # whatever a model's forward may raise while it is traced
         raise CannotFuseError(_reason(error)) from error
+    outside = lift(graph)
+    protect(graph, flat.owners)
     lean(graph)
-    program = Program(flat, graph)
+    program = Program(flat, graph, outside)
     flat.forget()
     return program
 
