@@ -504,7 +504,7 @@ class Engine(TorchEngine):
         few = map_tree(lambda leaf: leaf[:2].clone(), data)  # a forward may write to its input
         model = self.programs.steps.model
         one = states.select(self.state, torch.zeros(1, dtype=torch.int64, device=self.device))
-        with explained(name, model, data), borrowed(model, train=False), torch.random.fork_rng(devices=[]):
+        with explained(name, model, data), self.programs.trial(train=False), torch.random.fork_rng(devices=[]):
             yield one, few
 
     def _next_coefficients(self, hyper: dict[str, Tensor], active: Tensor) -> Coefficients:

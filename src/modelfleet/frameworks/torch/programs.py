@@ -1,8 +1,9 @@
 """The programs of a lane: its steps traced once for each shape of batch and width, and compiled where it pays."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,6 +15,7 @@ from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.asking import NeedsGradientError
 from modelfleet.frameworks.torch.compiling import SAVING, Compiler
 from modelfleet.frameworks.torch.compiling import mode as mode_of_compiling
+from modelfleet.frameworks.torch.guards import Watch, eagerly, refuse_hooks, unchanged
 from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.steps import Steps
 from modelfleet.frameworks.torch.task import Task
@@ -22,6 +24,7 @@ from modelfleet.trees import leaves, map_tree
 
 Key = tuple[Any, ...]
 TRAINING = ("train", "gradients", "update")  # whole, or the two halves of a step whose rows are on several devices
+MOST_KEPT = 16  # states of the model's Python whose programs are kept
 ByWidth = dict[int, tuple[Program, Compiler]]
 _NO_VIEW = (
     "view size is not compatible",
@@ -41,6 +44,9 @@ class Programs:
         self.fused = fused
         self.traces = 0  # how often a step was traced: a test's proof that a second epoch traces nothing
         self.untraced: str | None = None  # why a lane of one runs its Python at every step, if it does
+        self._watch: Watch | None = None  # what the Python of the model and the task reads
+        self._thoroughly = True
+        self._kept: dict[Hashable, tuple[Watch, dict[Key, ByWidth]]] = {}  # the programs of what it read before, too
         self._programs: dict[Key, ByWidth] = {}  # by kind and batch, then by width
         self._listed = threading.local()
 
@@ -129,17 +135,62 @@ class Programs:
         return listed[1]
 
     def _all(self, *kinds: str) -> Iterator[tuple[Program, Compiler]]:
-        for (kind, *_), programs in self._programs.items():
-            if not kinds or kind in kinds:
-                yield from programs.values()
+        for _, family in list(self._kept.values()):
+            for (kind, *_), programs in list(family.items()):
+                if not kinds or kind in kinds:
+                    yield from list(programs.values())
 
     def stop(self) -> None:
         """End every compiler that is still at work."""
         for _, compiler in self._all():
             compiler.stop()
 
+    def look_again(self) -> None:
+        """Compare all that the traced Python could read before the next step, large arrays too."""
+        self._thoroughly = True
+
+    def _look(self) -> None:
+        """Find the programs for what the Python of the model, the loss and the metrics would read now."""
+        if self._watch is not None and self._watch.same(thoroughly=self._thoroughly):
+            self._thoroughly = False
+            return
+        with TRACING, held(self.steps.model):
+            self._watch = watch = Watch(self._roots())
+            if self.fused:
+                watch.refuse()
+                refuse_hooks(self.steps.model)
+            kept = self._kept.pop(watch.key, None) or (watch, {})
+            self._kept[watch.key] = kept  # the last one used is the last one to go
+            while len(self._kept) > MOST_KEPT:
+                _, forgotten = self._kept.pop(next(iter(self._kept)))
+                for _, compiler in (pair for programs in forgotten.values() for pair in programs.values()):
+                    compiler.stop()
+            self._programs = kept[1]
+            self._thoroughly = False
+
+    def _roots(self) -> list[tuple[str, Any]]:
+        """What runs while a step is traced, as a reader knows it."""
+        task = self.task
+        roots: list[tuple[str, Any]] = [("self", self.steps.model), ("the objective", task.objective)]
+        if task.loss is not None:
+            roots.append(("the loss", task.loss.plain))
+        return roots + [(f"the metric {metric.name}", metric.sums) for metric in task.metrics]
+
+    @contextmanager
+    def trial(self, *, train: bool) -> Iterator[None]:
+        """Run the model's Python to see what it says, and leave nothing of it behind."""
+        with held(self.steps.model):
+            watch = Watch(self._roots())
+            with unchanged(watch, strictly=False), eagerly(watch, strictly=False), mode(self.steps.model, train=train):
+                yield
+
+    def serve(self, model: nn.Module) -> None:
+        """Trace this model from now on; it is of the structure that the programs are for."""
+        self.steps.model = model
+
     def program(self, kind: str, args: tuple[Any, ...], shared_data: bool) -> tuple[Program, Compiler]:
         """The program for arguments of these shapes; traced if there is none yet."""
+        self._look()
         # What is left out, the weights and the numbers per member, follows from the structure and the width.
         data = _key(args[-2:] if kind == "train" else args[2:], 0 if shared_data else 1)
         # Neither does what is shared follow from the structure, nor which parameters have counted the same steps.
@@ -148,8 +199,9 @@ class Programs:
         width = len(args[0]["member"]["seed"])
         programs = self._programs.setdefault(family, {})
         if width not in programs:
-            with TRACING:
+            with TRACING, held(self.steps.model):
                 if width not in programs:
+                    self._refuse_other_parameters(kind, args)
                     programs[width] = self._for_any(programs, width) or self._make(kind, args, shared_data)
         return programs[width]
 
@@ -171,24 +223,21 @@ class Programs:
             with borrowed(self.steps.model, train=kind in TRAINING):
                 return step(*args, shared_data=shared_data, fused=self.fused)
 
+        watch = self._watch
+        assert watch is not None
+
         def at_width(width: int) -> Program:
-            seeds = args[0]["member"]["seed"]
-            rows = torch.arange(width, device=seeds.device) % len(seeds)
-            few = (
-                map_tree(lambda t: t.index_select(0, rows), arg) if axis else arg
-                for arg, axis in zip(args, stacked, strict=True)
-            )
-            return trace(run, tuple(few), stacked)
+            if not watch.same(thoroughly=True):
+                raise CannotFuseError("what it reads has changed")
+            with unchanged(watch):
+                return trace(run, tuple(rows_of(args, stacked, width)), stacked)
 
-        if kind in ("train", "gradients") and self.fused:
-            state, shared = args[:2]
-            batch, weights = args[4:] if kind == "train" else args[2:4]
-            with suppress(Exception), borrowed(self.steps.model, train=True):  # tracing will tell what is wrong
-                self.steps.find_unused(state, shared, batch, weights, shared_data=shared_data)
-
+        if self.fused:
+            self._try(kind, args, stacked, shared_data, watch)
         self.traces += 1
         try:
-            program = self._traced(run, args, stacked)
+            with unchanged(watch, strictly=self.fused, harmless=lambda: self._is_cache(kind, watch)):
+                program = self._traced(run, args, stacked)
         except CannotFuseError as error:
             if self.fused:
                 raise
@@ -196,6 +245,54 @@ class Programs:
             program = plain(run, args, stacked)
         program.unused = self.steps.unused
         return program, Compiler(program, at_width if self.fused else None)
+
+    def _try(
+        self, kind: str, args: tuple[Any, ...], stacked: Sequence[bool], shared_data: bool, watch: Watch
+    ) -> None:
+        """Run a step's Python once as it is, for the first member: to see what it draws, and which parameters take
+        part in the loss. What else is wrong with it, tracing will tell."""
+        if kind == "update":
+            return
+        harmless = partial(self._is_cache, kind, watch)
+        with unchanged(watch, harmless=harmless), eagerly(watch), borrowed(self.steps.model, train=kind in TRAINING):
+            try:
+                if kind in TRAINING:
+                    batch, weights = args[4:] if kind == "train" else args[2:4]
+                    self.steps.find_unused(*args[:2], batch, weights, shared_data=shared_data)
+                    return
+                one = [map_tree(torch.clone, arg) for arg in rows_of(args, stacked, 1)]
+                step = partial(getattr(self.steps, kind), shared_data=shared_data, fused=False)
+                first = step(*map_tree(torch.clone, one))
+                changed = watch.changed()
+                if changed:
+                    known = Watch(self._roots()).key
+                    again = step(*one)
+            except Exception:
+                return
+            if changed and not (known == Watch(self._roots()).key and _equal(first, again)):
+                raise CannotFuseError(f"running it changes {changed[0]}")
+
+    def _is_cache(self, kind: str, watch: Watch) -> bool:
+        """Whether what a forward in evaluation mode has left is a cache that `model.train()` empties.
+
+        timm's LeViT and others keep their attention biases so. A program computes them anew at every batch.
+        """
+        if kind in TRAINING:
+            return False
+        model = self.steps.model
+        model.train(True)
+        after = Watch(self._roots()).key
+        watch.restore()
+        model.train(True)
+        return after == Watch(self._roots()).key
+
+    def _refuse_other_parameters(self, kind: str, args: tuple[Any, ...]) -> None:
+        """Raise `CannotFuseError` if a parameter was frozen or unfrozen since the state was stacked."""
+        state, shared = args[:2]
+        for name, parameter in self.steps.model.named_parameters():
+            if name not in shared and parameter.requires_grad != (name in state["params"]):
+                done = "unfrozen" if parameter.requires_grad else "frozen"
+                raise CannotFuseError(f"its parameter {name} was {done} meanwhile")
 
     def _traced(self, run: Callable[..., Any], args: tuple[Any, ...], stacked: Sequence[bool]) -> Program:
         """Trace a step; once more, otherwise, if the model turns out to need it."""
@@ -208,6 +305,18 @@ class Programs:
                 raise
             self.steps.contiguous = True
         return self._traced(run, args, stacked)
+
+
+def rows_of(args: Sequence[Any], stacked: Sequence[bool], width: int) -> Iterator[Any]:
+    """The arguments of a step for so many members: the first ones, over and over."""
+    seeds = args[0]["member"]["seed"]
+    rows = torch.arange(width, device=seeds.device) % len(seeds)
+    for arg, axis in zip(args, stacked, strict=True):
+        yield map_tree(lambda t: t.index_select(0, rows), arg) if axis else arg
+
+
+def _equal(tree: Any, other: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(leaves(tree), leaves(other), strict=True))
 
 
 _HELD: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()

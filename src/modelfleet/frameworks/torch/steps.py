@@ -278,7 +278,7 @@ class Steps:
         return self._read(output_of, state, args, (0, 0, 0, None if shared_data else 0), fused)
 
     def _read(self, function: Callable[..., Any], state: State, args: Any, axes: Any, fused: bool) -> Any:
-        """Map a function that changes no weight over the members. Gradients are kept only if it takes some itself."""
+        """Map a function that changes no weight over the members; with gradients only if it takes some itself."""
         try:
             return self._reading(function, state, args, axes, fused)
         except NeedsGradientError:

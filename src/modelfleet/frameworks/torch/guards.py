@@ -1,0 +1,216 @@
+"""What traced Python can read besides its arguments, and whether it has changed since.
+
+A fused program is the trace of a model's Python at one moment. `Watch` remembers what that Python could see then:
+attributes of modules, closure cells, default values, globals and class attributes. It tells whether any of it has
+changed, gives the whole as a key to keep programs by, and can put everything back as it was.
+"""
+
+import random
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from modelfleet.frameworks.protocol import CannotFuseError
+from modelfleet.frameworks.torch.outside import WRITE_UNSAID
+from modelfleet.frameworks.torch.places import Place
+from modelfleet.frameworks.torch.structure import difference, signature
+from modelfleet.frameworks.torch.walking import UNREAD, Walk
+
+
+class Watch:
+    """The state that the Python of some models and functions can read.
+
+    `roots` are named as a reader knows them: `("self", model)`, `("the objective", objective)`.
+    """
+
+    def __init__(self, roots: Sequence[tuple[str, Any]]) -> None:
+        walk = Walk(roots)
+        self.places: list[Place] = walk.places
+        self.tensors: dict[int, Tensor] = walk.tensors
+        self._refusal = walk.refusal
+        self._often = [place for place in self.places if place.cheap]
+        self.parameters = walk.parameters
+        self._flags = _flags(walk.parameters)
+
+    def refuse(self) -> None:
+        """Raise `CannotFuseError` if there is state that can't be watched."""
+        if self._refusal is not None:
+            raise CannotFuseError(self._refusal)
+
+    def same(self, *, thoroughly: bool) -> bool:
+        """Whether nothing has changed. Not thoroughly: without what takes long to compare, such as large arrays."""
+        places = self.places if thoroughly else self._often
+        return all(place.same() for place in places) and self._flags == _flags(self.parameters)
+
+    def changed(self) -> list[str]:
+        """The names of what has changed."""
+        return [name for place in self.places for name in place.changed()]
+
+    def restore(self) -> None:
+        """Put back everything that has changed since."""
+        for place in self.places:
+            if place.moved():
+                place.restore()
+
+    @property
+    def key(self) -> Hashable:
+        """Everything as a value, equal for two moments at which the same was there to read."""
+        return tuple(place.token for place in self.places), self._flags
+
+
+def _flags(parameters: Sequence[nn.Parameter]) -> tuple[Hashable, ...]:
+    """What can change in parameters that stay the same objects: whether they are trained, and have hooks."""
+    return tuple(
+        (p.requires_grad, bool(p._backward_hooks), bool(getattr(p, "_post_accumulate_grad_hooks", None)))
+        for p in parameters
+    )
+
+
+@contextmanager
+def unchanged(watch: Watch, *, strictly: bool = True, harmless: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Run a model's Python, and leave everything as it was before.
+
+    Strictly, raise `CannotFuseError` for what it changed, unless `harmless` says that no later step would notice.
+    """
+    try:
+        yield
+        names = [name for name in watch.changed() if not name.endswith(".training")]
+        if strictly and names and not harmless():
+            raise CannotFuseError(f"running it changes {names[0]}")
+    finally:
+        watch.restore()
+
+
+@contextmanager
+def eagerly(watch: Watch, *, strictly: bool = True) -> Iterator[None]:
+    """Run a model's Python on real tensors, and undo what it writes to tensors and draws from generators.
+
+    Strictly, raise `CannotFuseError` if it draws: a program would have the same numbers at every step.
+    """
+    saved: dict[int, tuple[Any, Any, str]] = {}
+
+    def look(frame: Any, event: str, called: Any) -> None:
+        owner = getattr(called, "__self__", None) if event == "c_call" else None
+        if owner is None or id(owner) in saved or called.__name__ in _HARMLESS:
+            return
+        if isinstance(owner, random.Random):
+            saved[id(owner)] = owner.setstate, owner.getstate(), "draws from Python's random"
+        elif isinstance(owner, torch.Generator) and "seed" in called.__name__:
+            saved[id(owner)] = owner.set_state, owner.get_state(), "seeds torch's generator"
+
+    numpys = np.random.get_state()
+    profile = sys.getprofile()
+    with _Rollback([*watch.tensors.values(), *watch.parameters]) as written:
+        sys.setprofile(look)  # of this thread alone: others may draw meanwhile
+        try:
+            yield
+        finally:
+            sys.setprofile(profile)
+            written.undo()
+            for put, state, _ in saved.values():
+                put(state)
+            if _digits(np.random.get_state()) != _digits(numpys):
+                saved[0] = np.random.set_state, numpys, "draws from numpy.random"
+                np.random.set_state(numpys)
+    for _, _, what in saved.values() if strictly else ():
+        raise CannotFuseError(f"it {what}, which has no stream per member")
+    if strictly and any(written.undone(parameter) for parameter in watch.parameters):
+        raise CannotFuseError("its train() changes its parameters")
+
+
+_HARMLESS = frozenset({"getstate", "setstate", "get_state", "set_state", "initial_seed", "clone_state"})
+
+
+def _digits(state: Any) -> Hashable:
+    return tuple(part.tobytes() if isinstance(part, np.ndarray) else part for part in state)
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Raise `CannotFuseError` for hooks that only a backward pass of autograd's runs."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise CannotFuseError(f"its parameter {name} has a hook on its gradient")
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise CannotFuseError(f"{name or 'the model'} has a backward hook")
+
+
+class _Rollback(TorchDispatchMode):
+    """Copies a tensor before it is first written to, so that the writing can be undone."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._known: dict[int, list[Tensor]] = {}
+        for tensor in tensors:
+            if tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
+                self._known.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._known and type(func) is torch._ops.OpOverload and (func._schema.is_mutable or func in WRITE_UNSAID):
+            for value in (*args, *(kwargs or {}).values()):
+                for tensor in value if isinstance(value, list | tuple) else (value,):
+                    if isinstance(tensor, Tensor):
+                        self._keep(tensor)
+        return func(*args, **(kwargs or {}))
+
+    def _keep(self, tensor: Tensor) -> None:
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
+            return
+        for known in self._known.get(tensor.untyped_storage().data_ptr(), ()):
+            if id(known) not in self._copies:
+                self._copies[id(known)] = known, known.detach().clone()
+
+    def undone(self, tensor: Tensor) -> bool:
+        """Whether a tensor was written to."""
+        return id(tensor) in self._copies
+
+    def undo(self) -> None:
+        """Write the copies back where something has changed."""
+        with torch.no_grad():
+            for tensor, copy in self._copies.values():
+                if not torch.equal(tensor, copy):
+                    tensor.detach().copy_(copy)
+
+
+class Alike:
+    """Watches that the members of a lane stay as like each other as they were when they were fused.
+
+    A step runs one member's Python for all of them.
+    """
+
+    def __init__(self, models: Sequence[tuple[str, nn.Module]]) -> None:
+        self._models = models
+        self._before = self._look()
+
+    def check(self) -> None:
+        """Raise `CannotFuseError` if one of them has become unlike the first."""
+        now = self._look()
+        if len(now) == len(self._before) and all(map(_same, now, self._before)):
+            return
+        (first, model), *others = self._models
+        expected = signature(model)
+        for name, other in others:
+            unlike = difference(signature(other), expected)
+            if unlike is not None:
+                raise CannotFuseError(f"{name!r} is no longer like {first!r}: {unlike}")
+        self._before = now
+
+    def _look(self) -> list[Any]:
+        found: list[Any] = []
+        for _, model in self._models:
+            for module in model.modules():
+                values = [value for key, value in vars(module).items() if key not in UNREAD]
+                found += values
+                found += [value._version for value in values if isinstance(value, Tensor)]
+        return found
+
+
+def _same(value: Any, other: Any) -> bool:
+    return value is other or (type(value) is int and type(other) is int and value == other)
