@@ -88,4 +88,4 @@ def reason(fleet: mf.Fleet, data: Any, batch_size: int = 4) -> str | None:
     plan = fleet.plan(data, batch_size=batch_size)
     if len(plan.lanes) == 1:
         return None
-    return plan.lanes[0].reason or "no reason given"
+    return "; ".join(lane.reason or "no reason given" for lane in plan.lanes)

@@ -15,10 +15,11 @@ from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.base import TorchEngine, explained
 from modelfleet.frameworks.torch.counting import Ahead, Coefficients
 from modelfleet.frameworks.torch.dividing import bears_padding, divide
+from modelfleet.frameworks.torch.guards import Alike
 from modelfleet.frameworks.torch.optimizers import PER_MEMBER
 from modelfleet.frameworks.torch.parallel import Group
 from modelfleet.frameworks.torch.plain import PlainEngine
-from modelfleet.frameworks.torch.programs import Programs, borrowed, held, readable
+from modelfleet.frameworks.torch.programs import Programs, held, readable
 from modelfleet.frameworks.torch.random import Draws
 from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.structure import shared_parameters
@@ -43,7 +44,12 @@ class Engine(TorchEngine):
         programs: Programs | None = None,
     ) -> None:
         models = [member.model for member in members]
-        self._begin(members[0].name, programs or Programs(models[0], task, fused=fused), device)
+        if programs is None:
+            programs = Programs(models[0], task, fused=fused)
+        programs.serve(models[0])
+        self._begin(members[0].name, programs, device)
+        if len(members) > 1:
+            self._alike = Alike([(member.name, member.model) for member in members])
         shared = shared_parameters(models) if len(models) > 1 else set()
         first = {**dict(models[0].named_parameters()), **dict(models[0].named_buffers())}
         self.shared = {
@@ -63,6 +69,8 @@ class Engine(TorchEngine):
         self._ahead = Ahead(programs.task)
         self._resting: dict[int, dict[str, Tensor]] = {}  # by member: the optimizer's state of what is frozen now
         self.several = 1
+        self._alike: Alike | None = None
+        self._begun = False  # whether a step was taken since the members were last looked at
         self._bears_padding: dict[tuple[int, int], bool] = {}
         self._group: Group | None = None
         self._divided: dict[Any, Draws] = {}  # by the form of a batch: what its rows draw
@@ -176,6 +184,8 @@ class Engine(TorchEngine):
 
         A batch of a form that can't be fused raises `CannotFuseError`, unless it is for one member alone.
         """
+        if not self._begun:
+            self._look_at_members()
         lead = (state, self.shared)
         if self._group is None:
             try:
@@ -254,6 +264,7 @@ class Engine(TorchEngine):
 
     def ready(self, kind: str, hyper: Any, active: Tensor, data: Any, *, shared: bool) -> None:
         """Trace a step for batches like this one, if that has not been done."""
+        self._look_at_members()
         if kind == "train":
             if not self.state["params"]:
                 raise InputError(
@@ -275,8 +286,16 @@ class Engine(TorchEngine):
             rest = data, self.row_weights(np.full(len(active), size), size)
         self.programs.program(kind, (readable(self.state), self.shared, *rest), shared)
 
+    def _look_at_members(self) -> None:
+        """See whether the members' Python still does what it did when the last epoch or verb began."""
+        self._begun = True
+        self.programs.look_again()
+        if self._alike is not None:
+            self._alike.check()
+
     def epoch_values(self) -> dict[str, np.ndarray]:
         """The loss and the metrics `(slot,)` since the last call; the next epoch begins at zero."""
+        self._begun = False
         taken = self._to_host(self.state["sums"])
         for total in self.state["sums"].values():
             total.zero_()

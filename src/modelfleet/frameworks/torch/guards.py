@@ -50,7 +50,8 @@ class Watch:
 
     def changed(self) -> list[str]:
         """The names of what has changed."""
-        return [name for place in self.places for name in place.changed()]
+        names = (name for place in self.places for name in place.changed())
+        return [name for name in names if not name.endswith(".training")]  # the mode is switched for every run
 
     def restore(self) -> None:
         """Put back everything that has changed since."""
@@ -73,14 +74,16 @@ def _flags(parameters: Sequence[nn.Parameter]) -> tuple[Hashable, ...]:
 
 
 @contextmanager
-def unchanged(watch: Watch, *, strictly: bool = True, harmless: Callable[[], bool] = lambda: False) -> Iterator[None]:
+def unchanged(
+    watch: Watch, *, strictly: bool = True, harmless: Callable[[], bool] = lambda: False
+) -> Iterator[None]:
     """Run a model's Python, and leave everything as it was before.
 
     Strictly, raise `CannotFuseError` for what it changed, unless `harmless` says that no later step would notice.
     """
     try:
         yield
-        names = [name for name in watch.changed() if not name.endswith(".training")]
+        names = watch.changed()
         if strictly and names and not harmless():
             raise CannotFuseError(f"running it changes {names[0]}")
     finally:
@@ -99,9 +102,9 @@ def eagerly(watch: Watch, *, strictly: bool = True) -> Iterator[None]:
         owner = getattr(called, "__self__", None) if event == "c_call" else None
         if owner is None or id(owner) in saved or called.__name__ in _HARMLESS:
             return
-        if isinstance(owner, random.Random):
-            saved[id(owner)] = owner.setstate, owner.getstate(), "draws from Python's random"
-        elif isinstance(owner, torch.Generator) and "seed" in called.__name__:
+        if owner is _PYTHONS:
+            saved[id(owner)] = random.setstate, random.getstate(), "draws from Python's random"
+        elif owner is torch.default_generator and "seed" in called.__name__:
             saved[id(owner)] = owner.set_state, owner.get_state(), "seeds torch's generator"
 
     numpys = np.random.get_state()
@@ -124,6 +127,15 @@ def eagerly(watch: Watch, *, strictly: bool = True) -> Iterator[None]:
         raise CannotFuseError("its train() changes its parameters")
 
 
+@contextmanager
+def undone(*roots: tuple[str, Any]) -> Iterator[None]:
+    """Try out a model's Python on real tensors, and leave everything as it was before."""
+    watch = Watch(roots)
+    with unchanged(watch, strictly=False), eagerly(watch, strictly=False):
+        yield
+
+
+_PYTHONS: Any = getattr(random.random, "__self__", None)  # the generator behind `random.random`
 _HARMLESS = frozenset({"getstate", "setstate", "get_state", "set_state", "initial_seed", "clone_state"})
 
 
@@ -153,7 +165,11 @@ class _Rollback(TorchDispatchMode):
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._known and type(func) is torch._ops.OpOverload and (func._schema.is_mutable or func in WRITE_UNSAID):
+        if (
+            self._known
+            and type(func) is torch._ops.OpOverload
+            and (func._schema.is_mutable or func in WRITE_UNSAID)
+        ):
             for value in (*args, *(kwargs or {}).values()):
                 for tensor in value if isinstance(value, list | tuple) else (value,):
                     if isinstance(tensor, Tensor):

@@ -24,6 +24,7 @@ from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.base import TorchEngine, explained, on_host
 from modelfleet.frameworks.torch.dividing import divide
 from modelfleet.frameworks.torch.eager_draws import Ahead, EagerDraws
+from modelfleet.frameworks.torch.guards import undone
 from modelfleet.frameworks.torch.parallel import Group
 from modelfleet.frameworks.torch.programs import mode
 from modelfleet.frameworks.torch.random import Draws
@@ -534,6 +535,7 @@ class PlainEngine(TorchEngine):
         few = map_tree(lambda leaf: leaf[:2].clone(), data)
         with (
             explained(name, self.model, data),
+            undone(("self", model), ("the loss", self.task.loss and self.task.loss.plain)),
             torch.random.fork_rng(devices=[]),
             mode(model, train=False),
             self._autocast(),

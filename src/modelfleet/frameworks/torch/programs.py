@@ -15,7 +15,7 @@ from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.asking import NeedsGradientError
 from modelfleet.frameworks.torch.compiling import SAVING, Compiler
 from modelfleet.frameworks.torch.compiling import mode as mode_of_compiling
-from modelfleet.frameworks.torch.guards import Watch, eagerly, refuse_hooks, unchanged
+from modelfleet.frameworks.torch.guards import Watch, eagerly, refuse_hooks, unchanged, undone
 from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.steps import Steps
 from modelfleet.frameworks.torch.task import Task
@@ -46,7 +46,9 @@ class Programs:
         self.untraced: str | None = None  # why a lane of one runs its Python at every step, if it does
         self._watch: Watch | None = None  # what the Python of the model and the task reads
         self._thoroughly = True
-        self._kept: dict[Hashable, tuple[Watch, dict[Key, ByWidth]]] = {}  # the programs of what it read before, too
+        self._kept: dict[
+            Hashable, tuple[Watch, dict[Key, ByWidth]]
+        ] = {}  # the programs of what it read before, too
         self._programs: dict[Key, ByWidth] = {}  # by kind and batch, then by width
         self._listed = threading.local()
 
@@ -179,10 +181,8 @@ class Programs:
     @contextmanager
     def trial(self, *, train: bool) -> Iterator[None]:
         """Run the model's Python to see what it says, and leave nothing of it behind."""
-        with held(self.steps.model):
-            watch = Watch(self._roots())
-            with unchanged(watch, strictly=False), eagerly(watch, strictly=False), mode(self.steps.model, train=train):
-                yield
+        with held(self.steps.model), undone(*self._roots()), mode(self.steps.model, train=train):
+            yield
 
     def serve(self, model: nn.Module) -> None:
         """Trace this model from now on; it is of the structure that the programs are for."""
@@ -221,7 +221,14 @@ class Programs:
 
         def run(*args: Any) -> Any:
             with borrowed(self.steps.model, train=kind in TRAINING):
-                return step(*args, shared_data=shared_data, fused=self.fused)
+                modes = {name: module.training for name, module in self.steps.model.named_modules()}
+                result = step(*args, shared_data=shared_data, fused=self.fused)
+                for name, module in self.steps.model.named_modules() if self.fused else ():
+                    if module.training != modes.get(name):
+                        raise CannotFuseError(
+                            f"its forward switches {name or 'itself'} between train and eval mode"
+                        )
+                return result
 
         watch = self._watch
         assert watch is not None
@@ -254,7 +261,11 @@ class Programs:
         if kind == "update":
             return
         harmless = partial(self._is_cache, kind, watch)
-        with unchanged(watch, harmless=harmless), eagerly(watch), borrowed(self.steps.model, train=kind in TRAINING):
+        with (
+            unchanged(watch, harmless=harmless),
+            eagerly(watch),
+            borrowed(self.steps.model, train=kind in TRAINING),
+        ):
             try:
                 if kind in TRAINING:
                     batch, weights = args[4:] if kind == "train" else args[2:4]
@@ -350,6 +361,15 @@ def mode(model: nn.Module, *, train: bool) -> Iterator[None]:
     try:
         yield
     finally:
+        for module, training in before:
+            module.training = training
+
+
+def enter_training(model: nn.Module) -> None:
+    """Let a model's own `train()` drop what it kept for evaluation, as it would before a plain loop."""
+    if not model.training and any(type(module).train is not nn.Module.train for module in model.modules()):
+        before = [(module, module.training) for module in model.modules()]
+        model.train()
         for module, training in before:
             module.training = training
 

@@ -9,6 +9,7 @@ import torch
 from modelfleet.each import Each, spread
 from modelfleet.errors import InputError, unknown
 from modelfleet.frameworks.torch import losses, metrics, optimizers, schedules
+from modelfleet.frameworks.torch.programs import enter_training
 from modelfleet.frameworks.torch.task import PRECISIONS, Task
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
@@ -39,6 +40,9 @@ def prepare(recipe: Recipe | None, members: Sequence[Member], kind: str) -> Prep
             )
         recipe = Recipe("sgd")
     _refuse_scaling_half(recipe, members)
+    if kind == "train":
+        for member in members:
+            enter_training(member.model)
     return _prepare(recipe, [member.name for member in members])
 
 

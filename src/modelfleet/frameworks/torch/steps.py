@@ -19,6 +19,7 @@ from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, SCALE, CannotFu
 from modelfleet.frameworks.torch.asking import Asking, NeedsGradientError
 from modelfleet.frameworks.torch.counting import Coefficients
 from modelfleet.frameworks.torch.drawing import DrawFromStreams
+from modelfleet.frameworks.torch.eager_draws import EagerDraws
 from modelfleet.frameworks.torch.optimizers import STEP, computing, pairs
 from modelfleet.frameworks.torch.random import Draws, Part, Streams
 from modelfleet.frameworks.torch.rules import Rules
@@ -368,6 +369,11 @@ class Steps:
         # Attention's CPU kernels have no batching rule; its plain form has, and recurrent layers have ours. The
         # same forms are used unfused, so that a member's numbers and random draws do not depend on the strategy.
         seed, step = member["seed"], member["step"]
+        if streams is None and part is None and not fused and not torch.compiler.is_compiling():
+            # A trial: it draws as in plain execution.
+            with sdpa_kernel(SDPBackend.MATH), Rules(), EagerDraws(int(seed[0]), int(step[0])):
+                yield
+            return
         if streams is None:
             streams = Streams(seed, step, part) if fused else Streams(seed[0], step[0], part)
         with sdpa_kernel(SDPBackend.MATH), Rules(), DrawFromStreams(streams):

@@ -200,6 +200,7 @@ def _first_sentence(text: str, most: int = 160) -> str:
 
 
 _KNOWN = {
+    "would mutate a captured Tensor": "it writes to a tensor that is no part of the model",
     "hit the vmap fallback": "an operation has no batching rule",
     "Batching rule not implemented": "an operation has no batching rule",
     "data-dependent control flow": "its forward branches on the value of a tensor",
