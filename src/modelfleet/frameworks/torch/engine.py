@@ -15,11 +15,11 @@ from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.base import TorchEngine, explained
 from modelfleet.frameworks.torch.counting import Ahead, Coefficients
 from modelfleet.frameworks.torch.dividing import bears_padding, divide
-from modelfleet.frameworks.torch.guards import Alike
+from modelfleet.frameworks.torch.guards import Alike, StatefulError
 from modelfleet.frameworks.torch.optimizers import PER_MEMBER
 from modelfleet.frameworks.torch.parallel import Group
 from modelfleet.frameworks.torch.plain import PlainEngine
-from modelfleet.frameworks.torch.programs import Programs, held, readable
+from modelfleet.frameworks.torch.programs import Programs, borrowed, held, readable
 from modelfleet.frameworks.torch.random import Draws
 from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.structure import shared_parameters
@@ -48,8 +48,8 @@ class Engine(TorchEngine):
             programs = Programs(models[0], task, fused=fused)
         programs.serve(models[0])
         self._begin(members[0].name, programs, device)
-        if len(members) > 1:
-            self._alike = Alike([(member.name, member.model) for member in members])
+        named = [(member.name, member.model) for member in members]
+        self._alike = Alike(named) if len(named) > 1 else None
         shared = shared_parameters(models) if len(models) > 1 else set()
         first = {**dict(models[0].named_parameters()), **dict(models[0].named_buffers())}
         self.shared = {
@@ -69,7 +69,6 @@ class Engine(TorchEngine):
         self._ahead = Ahead(programs.task)
         self._resting: dict[int, dict[str, Tensor]] = {}  # by member: the optimizer's state of what is frozen now
         self.several = 1
-        self._alike: Alike | None = None
         self._begun = False  # whether a step was taken since the members were last looked at
         self._bears_padding: dict[tuple[int, int], bool] = {}
         self._group: Group | None = None
@@ -185,12 +184,14 @@ class Engine(TorchEngine):
         A batch of a form that can't be fused raises `CannotFuseError`, unless it is for one member alone.
         """
         if not self._begun:
-            self._look_at_members()
+            with self._unfused_too_late():
+                self._look_at_members()
         lead = (state, self.shared)
         if self._group is None:
             try:
                 self._refuse_unfusable("train", rest[2], shared=shared)
-                unused = self.programs.train(lead, rest, shared_data=shared, pace=pace)
+                with self._unfused_too_late():
+                    unused = self.programs.train(lead, rest, shared_data=shared, pace=pace)
                 self._ahead.stepped(unused if self.fused else None)
                 return
             except CannotFuseError as error:
@@ -223,7 +224,8 @@ class Engine(TorchEngine):
         """Evaluate or predict: all members at once, or one after the other where a batch can't be fused."""
         try:
             self._refuse_unfusable(kind, data, shared=shared)
-            return getattr(self.programs, kind)((state, self.shared, data, *weights), shared_data=shared)
+            with self._unfused_too_late():
+                return getattr(self.programs, kind)((state, self.shared, data, *weights), shared_data=shared)
         except CannotFuseError as error:
             self._unfusable[kind, _form(data, shared)] = error
         steps, found = self.programs.steps, []
@@ -285,6 +287,17 @@ class Engine(TorchEngine):
             size = leaves(data)[0].shape[0 if shared else 1]
             rest = data, self.row_weights(np.full(len(active), size), size)
         self.programs.program(kind, (readable(self.state), self.shared, *rest), shared)
+
+    @contextmanager
+    def _unfused_too_late(self) -> Iterator[None]:
+        """Raise `StrategyError` for Python state that shows only now: no member may run another's Python."""
+        try:
+            yield
+        except StatefulError as error:
+            raise StrategyError(
+                f"member {self._first!r} and those like it can't go on as one: {error}. "
+                f'Use strategy="interleaved", where each member runs its own model.'
+            ) from error
 
     def _look_at_members(self) -> None:
         """See whether the members' Python still does what it did when the last epoch or verb began."""

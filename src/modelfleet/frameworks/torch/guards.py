@@ -22,6 +22,13 @@ from modelfleet.frameworks.torch.places import Place
 from modelfleet.frameworks.torch.structure import difference, signature
 from modelfleet.frameworks.torch.walking import UNREAD, Walk
 
+# What changes whenever a model runs with other weights than its own: its mode, and notes of recurrent layers.
+_OURS = (".training", "._flat_weights", "._flat_weight_refs")
+
+
+class StatefulError(CannotFuseError):
+    """Python state keeps a model from being fused; then no other member may run its Python either."""
+
 
 class Watch:
     """The state that the Python of some models and functions can read.
@@ -39,19 +46,19 @@ class Watch:
         self._flags = _flags(walk.parameters)
 
     def refuse(self) -> None:
-        """Raise `CannotFuseError` if there is state that can't be watched."""
+        """Raise `StatefulError` if there is state that can't be watched."""
         if self._refusal is not None:
-            raise CannotFuseError(self._refusal)
+            raise StatefulError(self._refusal)
 
     def same(self, *, thoroughly: bool) -> bool:
-        """Whether nothing has changed. Not thoroughly: without what takes long to compare, such as large arrays."""
+        """Whether nothing has changed; if not thoroughly, without what takes long to compare (large arrays)."""
         places = self.places if thoroughly else self._often
         return all(place.same() for place in places) and self._flags == _flags(self.parameters)
 
     def changed(self) -> list[str]:
         """The names of what has changed."""
         names = (name for place in self.places for name in place.changed())
-        return [name for name in names if not name.endswith(".training")]  # the mode is switched for every run
+        return [name for name in names if not name.endswith(_OURS)]
 
     def restore(self) -> None:
         """Put back everything that has changed since."""
@@ -79,13 +86,13 @@ def unchanged(
 ) -> Iterator[None]:
     """Run a model's Python, and leave everything as it was before.
 
-    Strictly, raise `CannotFuseError` for what it changed, unless `harmless` says that no later step would notice.
+    Strictly, raise `StatefulError` for what it changed, unless `harmless` says that no later step would notice.
     """
     try:
         yield
         names = watch.changed()
         if strictly and names and not harmless():
-            raise CannotFuseError(f"running it changes {names[0]}")
+            raise StatefulError(f"running it changes {names[0]}")
     finally:
         watch.restore()
 
@@ -94,7 +101,7 @@ def unchanged(
 def eagerly(watch: Watch, *, strictly: bool = True) -> Iterator[None]:
     """Run a model's Python on real tensors, and undo what it writes to tensors and draws from generators.
 
-    Strictly, raise `CannotFuseError` if it draws: a program would have the same numbers at every step.
+    Strictly, raise `StatefulError` if it draws: a program would have the same numbers at every step.
     """
     saved: dict[int, tuple[Any, Any, str]] = {}
 
@@ -122,9 +129,9 @@ def eagerly(watch: Watch, *, strictly: bool = True) -> Iterator[None]:
                 saved[0] = np.random.set_state, numpys, "draws from numpy.random"
                 np.random.set_state(numpys)
     for _, _, what in saved.values() if strictly else ():
-        raise CannotFuseError(f"it {what}, which has no stream per member")
+        raise StatefulError(f"it {what}, which has no stream per member")
     if strictly and any(written.undone(parameter) for parameter in watch.parameters):
-        raise CannotFuseError("its train() changes its parameters")
+        raise StatefulError("its train() changes its parameters")
 
 
 @contextmanager
@@ -144,13 +151,13 @@ def _digits(state: Any) -> Hashable:
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """Raise `CannotFuseError` for hooks that only a backward pass of autograd's runs."""
+    """Raise `StatefulError` for hooks that only a backward pass of autograd's runs."""
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise CannotFuseError(f"its parameter {name} has a hook on its gradient")
+            raise StatefulError(f"its parameter {name} has a hook on its gradient")
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
-            raise CannotFuseError(f"{name or 'the model'} has a backward hook")
+            raise StatefulError(f"{name or 'the model'} has a backward hook")
 
 
 class _Rollback(TorchDispatchMode):
@@ -206,7 +213,7 @@ class Alike:
         self._before = self._look()
 
     def check(self) -> None:
-        """Raise `CannotFuseError` if one of them has become unlike the first."""
+        """Raise `StatefulError` if one of them has become unlike the first."""
         now = self._look()
         if len(now) == len(self._before) and all(map(_same, now, self._before)):
             return
@@ -215,7 +222,7 @@ class Alike:
         for name, other in others:
             unlike = difference(signature(other), expected)
             if unlike is not None:
-                raise CannotFuseError(f"{name!r} is no longer like {first!r}: {unlike}")
+                raise StatefulError(f"{name!r} is no longer like {first!r}: {unlike}")
         self._before = now
 
     def _look(self) -> list[Any]:

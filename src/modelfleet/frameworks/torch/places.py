@@ -244,7 +244,7 @@ class Hidden(Place):
 
 
 class Cache(Hidden):
-    """A function's cache. What a trace puts there is taken out again, and is no change that anybody would notice."""
+    """A function's cache. What a trace puts there is taken out again; it is no change that anybody notices."""
 
     def changed(self) -> Iterator[str]:
         """Nothing: a cache changes no result."""

@@ -15,7 +15,7 @@ from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.asking import NeedsGradientError
 from modelfleet.frameworks.torch.compiling import SAVING, Compiler
 from modelfleet.frameworks.torch.compiling import mode as mode_of_compiling
-from modelfleet.frameworks.torch.guards import Watch, eagerly, refuse_hooks, unchanged, undone
+from modelfleet.frameworks.torch.guards import StatefulError, Watch, eagerly, refuse_hooks, unchanged, undone
 from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.steps import Steps
 from modelfleet.frameworks.torch.task import Task
@@ -269,19 +269,20 @@ class Programs:
             try:
                 if kind in TRAINING:
                     batch, weights = args[4:] if kind == "train" else args[2:4]
-                    self.steps.find_unused(*args[:2], batch, weights, shared_data=shared_data)
+                    self.steps.find_unused(args[0], args[1], batch, weights, shared_data=shared_data)
                     return
                 one = [map_tree(torch.clone, arg) for arg in rows_of(args, stacked, 1)]
                 step = partial(getattr(self.steps, kind), shared_data=shared_data, fused=False)
                 first = step(*map_tree(torch.clone, one))
                 changed = watch.changed()
-                if changed:
-                    known = Watch(self._roots()).key
-                    again = step(*one)
+                if not changed:
+                    return
+                known = Watch(self._roots()).key
+                again = step(*one)
             except Exception:
                 return
-            if changed and not (known == Watch(self._roots()).key and _equal(first, again)):
-                raise CannotFuseError(f"running it changes {changed[0]}")
+            if known != Watch(self._roots()).key or not _equal(first, again):
+                raise StatefulError(f"running it changes {changed[0]}")
 
     def _is_cache(self, kind: str, watch: Watch) -> bool:
         """Whether what a forward in evaluation mode has left is a cache that `model.train()` empties.
@@ -303,7 +304,7 @@ class Programs:
         for name, parameter in self.steps.model.named_parameters():
             if name not in shared and parameter.requires_grad != (name in state["params"]):
                 done = "unfrozen" if parameter.requires_grad else "frozen"
-                raise CannotFuseError(f"its parameter {name} was {done} meanwhile")
+                raise StatefulError(f"its parameter {name} was {done} meanwhile")
 
     def _traced(self, run: Callable[..., Any], args: tuple[Any, ...], stacked: Sequence[bool]) -> Program:
         """Trace a step; once more, otherwise, if the model turns out to need it."""

@@ -54,8 +54,8 @@ _ITERATORS = (types.GeneratorType, *(type(iter(kind())) for kind in (list, tuple
 class Walk:
     """Lists the places that the code of some roots could read, and the tensors that are no part of the models.
 
-    Of objects that have methods of their own, only those attributes are followed that some code reached here names:
-    an experiment's object may hold its data, its history and much else.
+    Of objects that have methods of their own, only those attributes are followed that some code reached here
+    names: an experiment's object may hold its data, its history and much else.
     """
 
     def __init__(self, roots: Sequence[tuple[str, Any]]) -> None:
