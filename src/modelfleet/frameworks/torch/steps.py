@@ -20,6 +20,7 @@ from modelfleet.frameworks.torch.asking import Asking, NeedsGradientError
 from modelfleet.frameworks.torch.counting import Coefficients
 from modelfleet.frameworks.torch.drawing import DrawFromStreams
 from modelfleet.frameworks.torch.eager_draws import EagerDraws
+from modelfleet.frameworks.torch.guards import undone
 from modelfleet.frameworks.torch.optimizers import STEP, computing, pairs
 from modelfleet.frameworks.torch.random import Draws, Part, Streams
 from modelfleet.frameworks.torch.rules import Rules
@@ -305,7 +306,8 @@ class Steps:
         one = {part: map_tree(lambda t: t[0], state[part]) for part in ("params", "frozen", "buffers")}
         buffers = {name: buffer.clone() for name, buffer in one["buffers"].items()}
         data, shared = map_tree(torch.clone, data), map_tree(torch.clone, shared)  # it may write to them
-        with torch.no_grad(), self._streams(state["member"], fused=False, streams=streams):
+        tried = undone(("self", self.model), ("the objective", self.task.objective))
+        with tried, torch.no_grad(), self._streams(state["member"], fused=False, streams=streams):
             result = self._call({**one["params"], **one["frozen"], **shared}, buffers, run, data)
         return result, buffers
 

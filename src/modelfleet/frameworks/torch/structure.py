@@ -19,6 +19,8 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 # What nn.Module keeps for itself, and what libraries note on modules that no forward reads.
 _BOOKKEEPING = frozenset(vars(nn.Module())) | {
     "_compiled_call_impl",
+    "_flat_weights",  # a recurrent layer's own list of its parameters
+    "_flat_weight_refs",
     "_is_hf_initialized",
     "name_or_path",
     "warnings_issued",

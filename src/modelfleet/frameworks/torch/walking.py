@@ -42,7 +42,7 @@ _LIBRARIES = (
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules", *_HOOKS)
 # What nn.Module keeps for itself besides, and no forward reads.
-UNREAD = frozenset(vars(nn.Module())) - {"training"}
+UNREAD = (frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}) - {"training"}
 _CLASS_BOOKKEEPING = frozenset(
     {"__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__abstractmethods__", "_abc_impl"}
     | {"__annotations__", "__firstlineno__", "__static_attributes__", "__parameters__", "__orig_bases__"}
