@@ -32,7 +32,7 @@ def lean(module: fx.GraphModule) -> None:
     unsaid = any(node.target in WRITE_UNSAID for node in module.graph.nodes)
     if not unsaid and all(node.op == "placeholder" or _fresh(node) for node in written):
         _once(module, written)
-    module.graph.eliminate_dead_code(lambda node: node.is_impure() or node.target in _WRITE_UNSAID)
+    module.graph.eliminate_dead_code(lambda node: node.is_impure() or node.target in WRITE_UNSAID)
     module.recompile()
 
 
