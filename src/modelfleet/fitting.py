@@ -329,7 +329,7 @@ class Fit:
         if shift.busy and shift.working:
             raise BusyError(
                 f"{verb} in a callback: member {shift.names[0]!r} is in the middle of an epoch, in another thread "
-                f"or process. Set together = True on the callback: then all members wait for it."
+                f"or process. Use a modelfleet.Callback with together = True: then all members wait for it."
             )
 
     def _placed(self) -> list[Shift]:

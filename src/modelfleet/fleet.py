@@ -223,8 +223,11 @@ class Fleet:
             self._set.forget(chosen)
 
     def plan(self, data: Any = None, *, epochs: Any = 1, batch_size: Any = None) -> Plan:
-        """What will run where, and why. With data it is known whether every group can be fused."""
-        with self._gate.reading("plan"):
+        """What will run where, and why. With data it is known whether every group can be fused.
+
+        A loader is looked into; the generators that it draws from are then put back.
+        """
+        with self._gate.reading("plan"), randomness.kept():
             lanes = self._reading()
             handed = self._changed()
             if data is None:

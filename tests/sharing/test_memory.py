@@ -9,6 +9,7 @@ from tests.helpers import fit, fleet_of, toy
 import modelfleet as mf
 from modelfleet import testing
 from modelfleet.frameworks.torch.engine import Engine
+from modelfleet.frameworks.torch.plain import PlainEngine
 
 X, Y = toy(40)
 
@@ -69,6 +70,7 @@ def test_a_member_that_does_not_fit_at_all_fails_alone(monkeypatch: pytest.Monke
         raise torch.OutOfMemoryError("pretended")
 
     monkeypatch.setattr(Engine, "train", no_room)
+    monkeypatch.setattr(PlainEngine, "train", no_room)
     history = fit(fleet, (X, Y))
     assert set(history.failed) == {"0", "1", "2"}
     assert "ran out of memory" in history.failed["1"].reason

@@ -2,7 +2,8 @@
 
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,16 @@ def restore(state: Mapping[str, np.ndarray]) -> None:
     for framework in _loaded():
         if framework.NAME in state:
             framework.restore_randomness(framework.arrays.place(state[framework.NAME], None, copy=True))
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Leave the generators as they were."""
+    before = state()
+    try:
+        yield
+    finally:
+        restore(before)
 
 
 def _loaded() -> list[Any]:
