@@ -220,8 +220,8 @@ def _one_hot(labels: Tensor, num_classes: int = -1) -> Tensor:
 
 def _contiguously(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     # Pooling to one number keeps the memory format with as_strided_, which has no batching rule.
-    def pool(x: Tensor, size: Any) -> Tensor:
-        return plain(x.contiguous(), size)
+    def pool(x: Tensor, output_size: Any) -> Tensor:
+        return plain(x.contiguous(), output_size)
 
     return pool
 
@@ -373,6 +373,8 @@ RULES: Mapping[Any, Callable[..., Any]] = {
     torch.bilinear: _bilinear,
     F.one_hot: _one_hot,
     torch.adaptive_avg_pool1d: _contiguously(torch.adaptive_avg_pool1d),
+    F.adaptive_avg_pool2d: _contiguously(F.adaptive_avg_pool2d),
+    F.adaptive_avg_pool3d: _contiguously(F.adaptive_avg_pool3d),
     torch._C._nn.adaptive_avg_pool2d: _contiguously(torch._C._nn.adaptive_avg_pool2d),
     F.linear: _linear,
     Tensor.contiguous: _contiguous,

@@ -335,6 +335,7 @@ class Steps:
         trained = {name: parameter.requires_grad for name, parameter in self.model.named_parameters()}
         own = {name: self._as_given(name, t) for name, t in own.items()}
         tensors = {f"model.{name}": t for name, t in {**own, **buffers}.items()}
+        tensors |= {f"model.{name}": tensors[f"model.{first}"] for name, first in tied(self.model).items()}
         dtype = PRECISIONS[self.task.precision]
         device = next(iter(tensors.values())).device.type
         versions = {name: t._version for name, t in own.items()}
@@ -343,7 +344,7 @@ class Steps:
             enable_inplace_requires_grad(True),
             torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=False),
         ):
-            result = functional_call(Holder(self.model, run), tensors, args)
+            result = functional_call(Holder(self.model, run), tensors, args, tie_weights=False)
         for name in trained.keys() & own.keys():
             if torch.compiler.is_compiling() and own[name]._version != versions[name]:
                 raise CannotFuseError(f"its forward changes its parameter {name} in place")
@@ -380,6 +381,26 @@ class Steps:
             streams = Streams(seed, step, part) if fused else Streams(seed[0], step[0], part)
         with sdpa_kernel(SDPBackend.MATH), Rules(), DrawFromStreams(streams):
             yield
+
+
+def tied(model: nn.Module) -> dict[str, str]:
+    """Other names of tensors that several modules hold, and the first name of each.
+
+    Not those of a module that is found by two names: torch 2.13's `functional_call`, told to tie weights, swaps
+    such a module's tensors twice, and leaves the given ones in the model.
+    """
+    first: dict[int, str] = {}
+    places: set[tuple[int, str]] = set()
+    found: dict[str, str] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for part, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None or (id(module), part) in places:
+                continue
+            places.add((id(module), part))
+            name = f"{prefix}.{part}" if prefix else part
+            if first.setdefault(id(tensor), name) != name:
+                found[name] = first[id(tensor)]
+    return found
 
 
 def _gradients(loss_of: Callable[..., Any], args: Any, axes: Any, *, fused: bool) -> Any:
