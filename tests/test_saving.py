@@ -112,6 +112,65 @@ def test_tied_weights_and_buffers_come_back(tmp_path: Path) -> None:
     assert loaded["0"].norm.running_mean.abs().sum() > 0
 
 
+class Counting(nn.Module):
+    """Keeps more than tensors."""
+
+    def __init__(self, count: Any = 0) -> None:
+        super().__init__()
+        self.inner = Keeping(count)
+        self.out = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x)
+
+
+class Keeping(nn.Module):
+    def __init__(self, kept: Any) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def get_extra_state(self) -> Any:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+
+def test_extra_state_comes_back(tmp_path: Path) -> None:
+    states: list[Any] = [
+        3,
+        None,
+        {"names": ["a", ("b", 1.5)], 4: float("inf"), "t": torch.arange(3, dtype=torch.int16), "more": {}},
+        "long " * 200,
+        [np.arange(4.0).reshape(2, 2), True],
+    ]
+    fleet = mf.Fleet([Counting(state) for state in states])
+    fleet.save(tmp_path)
+    loaded = mf.load(tmp_path, Counting)
+    assert all(equal(weights(loaded[name].out), weights(fleet[name].out)) for name in fleet.names)
+    kept = [loaded[name].inner.kept for name in loaded.names]
+    assert kept[:2] == states[:2]
+    assert torch.equal(kept[2].pop("t"), states[2].pop("t"))
+    assert kept[2] == states[2]
+    assert kept[3] == states[3]
+    assert np.array_equal(kept[4][0], states[4][0])
+    assert kept[4][1] is True
+
+
+def test_extra_state_that_only_pickle_could_hold_is_refused(tmp_path: Path) -> None:
+    fleet = mf.Fleet({"a": Counting(), "b": Counting({"x": [object()]})})
+    told = r"member 'b': the get_extra_state of 'inner' \(Keeping\) gives a object, .*without pickle. Let it give"
+    with pytest.raises(mf.StoreError, match=told):
+        fleet.save(tmp_path / "fleet")
+    assert not (tmp_path / "fleet").exists()
+
+
+def test_extra_state_that_the_factorys_model_has_not_is_told(tmp_path: Path) -> None:
+    mf.Fleet({"a": nn.Sequential(Keeping(1))}).save(tmp_path)
+    with pytest.raises(mf.StoreError, match=r"does not fit the model .* made: it has no '0._extra_state'"):
+        mf.load(tmp_path, lambda: nn.Sequential(nn.Identity()))
+
+
 def test_models_of_unlike_structure_share_a_folder(tmp_path: Path) -> None:
     fleet = mf.Fleet({"a": mlp(5), "b": mlp(9), "c": mlp(5)})
     fleet.save(tmp_path)

@@ -24,7 +24,10 @@ def save(
     """Write every member's weights; members of one structure share a file, a row each."""
     groups: dict[Any, list[Member]] = {}
     for member in members.values():
-        key = member.framework.NAME, member.framework.weights_key(member.model)
+        try:
+            key = member.framework.NAME, member.framework.weights_key(member.model)
+        except StoreError as error:
+            raise StoreError(f"member {member.name!r}: {error}") from error
         groups.setdefault(key, []).append(member)
     files, writers, listed = {}, {}, {}
     for number, together in enumerate(groups.values()):

@@ -162,3 +162,41 @@ def test_a_scaled_loss_is_refused_for_float16_parameters() -> None:
     fleet = mf.Fleet({"half": nn.Linear(2, 2).half()})
     with pytest.raises(mf.InputError, match="member 'half': precision=\"fp16\" keeps parameters in float32"):
         fleet.compile("sgd", "mse", precision="fp16")
+
+
+class Changing(nn.Module):
+    """Has buffers that a step makes something else of: another dtype, another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("seen", torch.zeros(1), persistent=False)
+        self.count: Tensor
+        self.seen: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.count = self.count + 0.5
+            self.seen = torch.cat([self.seen, x.detach().mean().reshape(1)])
+        return self.layer(x) * (1 + self.count)
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_a_buffer_that_becomes_something_else_is_what_torch_leaves(members: int) -> None:
+    x, y = tensor(ROWS, 4, seed=1), tensor(ROWS, 2, seed=2)
+    torch.manual_seed(0)
+    models = [Changing() for _ in range(members)]
+    references = copy.deepcopy(models)
+    fleet = mf.Fleet(models)
+    fleet.compile("sgd", "mse", lr=0.1)
+    reasons = [str(lane.reason) for lane in fleet.plan((x, y), batch_size=4).lanes]
+    if members > 1:
+        assert all("a step makes its buffer 'count' float64 (), and it was int64 ()" in told for told in reasons)
+    fit(fleet, (x, y), epochs=2, batch_size=4, shuffle=False)
+    for model, reference in zip(models, references, strict=True):
+        alone(reference, torch.optim.SGD, {"lr": 0.1}, None, x, y)
+        assert model.count.dtype == torch.float64
+        assert model.count == reference.count == 3
+        torch.testing.assert_close(model.seen, reference.seen)
+        torch.testing.assert_close(model.layer.weight, reference.layer.weight, rtol=1e-12, atol=1e-13)

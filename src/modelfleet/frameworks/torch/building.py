@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from modelfleet.errors import InputError
+from modelfleet.frameworks.torch.extra import difference, extra_states, is_extra, set_extra_states
 
 
 @contextmanager
@@ -71,21 +72,30 @@ def stacked_weights(models: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> str | None:
     """Copy weights into a model; gives the first thing that does not fit instead, if there is one."""
-    own = _weights(model)
-    for name in (*own, *tensors):
+    own = dict(_tensors(model))
+    kept = {name: tensor for name, tensor in tensors.items() if not is_extra(name)}
+    for name in (*own, *kept):
         if name not in tensors:
             return f"it has a {name!r} that the folder does not"
         if name not in own:
             return f"it has no {name!r}"
         if own[name].shape != tensors[name].shape or own[name].dtype != tensors[name].dtype:
             return f"its {name!r} is {_spec(own[name])}, the folder's is {_spec(tensors[name])}"
+    refused = difference(model, tensors)
+    if refused is not None:
+        return refused
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
+    set_extra_states(model, tensors)
     return None
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
+    return {**_tensors(model), **extra_states(model)}
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
     # Every parameter once, tied ones too, and the buffers that a state_dict would keep.
     kept = set(model.state_dict(keep_vars=True))
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}

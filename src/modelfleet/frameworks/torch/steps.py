@@ -237,6 +237,7 @@ class Steps:
                 count = state["slots"][STEP][name]
                 count.add_(stepping.to(count.dtype))
         for name, buffer in (buffers or {}).items():
+            _refuse_another(name, state["buffers"][name], buffer)
             keep_new(keep, state["buffers"][name], buffer)
         for name, total in state["sums"].items():
             keep_new(keep, total, total + sums[name])
@@ -456,6 +457,13 @@ def _flat(tensor: Tensor) -> Tensor:
 def keep_new(keep: Tensor, old: Tensor, new: Tensor) -> None:
     """Overwrite `old` by `new` for the members in `keep`, and leave the others' bits alone."""
     old.copy_(torch.where(keep.view(-1, *[1] * (old.dim() - 1)), new.to(old.dtype), old))
+
+
+def _refuse_another(name: str, old: Tensor, new: Tensor) -> None:
+    """Refuse a buffer that is of another dtype or shape after a step: stacked state can't follow it."""
+    if (old.dtype, old.shape) != (new.dtype, new.shape):
+        was, becomes = (f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape[1:])}" for t in (old, new))
+        raise CannotFuseError(f"a step makes its buffer {name!r} {becomes}, and it was {was}")
 
 
 def _widest(params: Mapping[str, Tensor]) -> torch.dtype:
