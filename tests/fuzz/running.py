@@ -88,17 +88,20 @@ class _Check:
             nets[name] = net
         trunk: dict[str, Any] = {}
         self.nets, self.trunk = dict(nets), trunk
-        if program.build:
-            self.fleet = mf.Fleet.build(
-                self._factory, list(nets), devices=program.devices, name=mf.each(list(nets))
-            )
-        else:
-            self.fleet = mf.Fleet({name: self._factory(name) for name in nets}, devices=program.devices)
+        self.fleet = self._begun()
         for number, verb in enumerate(program.verbs):
+            self.fresh = number == 1 and isinstance(program.verbs[0], Compile)
             ended = self._do(verb, f"verb {number}, {short(verb)}", verb.look or verb is program.verbs[-1])
             if ended:
                 return ended
         return "same"
+
+    def _begun(self) -> Any:
+        """The fleet that the program begins with."""
+        names = [f"m{number}" for number in range(len(self.program.nets))]
+        if self.program.build:
+            return mf.Fleet.build(self._factory, names, devices=self.program.devices, name=mf.each(names))
+        return mf.Fleet({name: self._factory(name) for name in names}, devices=self.program.devices)
 
     def _factory(self, name: str) -> Any:
         return self.side.make(self.nets[name], self.program.dtype, self.trunk)
@@ -300,7 +303,7 @@ class _Check:
         if verb.validation is not None:
             options["validation"] = self._data(verb.validation, verb.batch)
         longest = max(verb.epochs) if isinstance(verb.epochs, tuple) else verb.epochs
-        if verb.broken is None or not 2 <= verb.broken <= longest:
+        if verb.broken is None or not 2 <= verb.broken <= longest or not self.fresh:
             callbacks = [During()] if verb.during else []
             data = self._data(verb.data, verb.batch)
             before = self.side.copied(data)
@@ -312,6 +315,9 @@ class _Check:
             callbacks = [mf.Checkpoint(folder), Break()]
             with suppress(_BrokenOffError):
                 self.fleet.fit(self._data(verb.data, verb.batch), callbacks=callbacks, **options)
+            self.trunk.clear()
+            self.fleet = self._begun()  # the same script again
+            self._by_fleet(self.program.verbs[0])
             return self.fleet.fit(self._data(verb.data, verb.batch), callbacks=callbacks, **options)
 
     def _size(self, data: Any, batch: Any) -> dict[str, Any]:
