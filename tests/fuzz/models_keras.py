@@ -24,6 +24,7 @@ class Net:
     frozen: tuple[int, ...] = ()
 
 
+@keras.saving.register_keras_serializable("fuzz")
 class Counting(layers.Layer):
     """Counts its calls in a variable."""
 
@@ -35,6 +36,7 @@ class Counting(layers.Layer):
         return x * (1 + 0.1 * ops.convert_to_tensor(self.calls))
 
 
+@keras.saving.register_keras_serializable("fuzz")
 class Sampling(layers.Layer):
     """Adds noise, also outside of training, as a VAE does."""
 
@@ -46,6 +48,7 @@ class Sampling(layers.Layer):
         return x + 0.1 * keras.random.normal(ops.shape(x), dtype=x.dtype, seed=self.generator)
 
 
+@keras.saving.register_keras_serializable("fuzz")
 class Scaled(layers.Layer):
     """Has a plain attribute that decides what it computes."""
 
@@ -57,6 +60,7 @@ class Scaled(layers.Layer):
         return x * self.gain
 
 
+@keras.saving.register_keras_serializable("fuzz")
 class Penalized(layers.Layer):
     """Adds to the loss."""
 
@@ -69,6 +73,7 @@ class Penalized(layers.Layer):
         return x
 
 
+@keras.saving.register_keras_serializable("fuzz")
 class Mixing(layers.Layer):
     """Rows feel each other."""
 
@@ -151,7 +156,7 @@ def observe(model: Any) -> dict[str, Any]:
     found = {
         f"{number} {variable.path.rpartition('/')[2]}": _numbers(variable)
         for number, variable in enumerate(model.variables)
-        if variable not in model.metrics_variables
+        if id(variable) not in {id(own) for own in model.metrics_variables}
     }
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and optimizer.built:
