@@ -288,6 +288,19 @@ def test_a_loader_with_bad_batches_is_refused() -> None:
     assert equal(all_weights(fleet), before)
 
 
+def test_a_schedule_over_data_of_unknown_length_is_refused() -> None:
+    def read() -> Any:
+        return iter([(X[:8], Y[:8]), (X[8:], Y[8:])])
+
+    for schedule in ("cosine", "linear", "step", "onecycle", mf.Schedule("constant", warmup=0.5)):
+        fleet = fleet_of(["a", "b"], schedule=schedule)
+        before = all_weights(fleet)
+        refused(lambda fleet=fleet: fit(fleet, read), "member 'a'", "number of steps", "steps_per_epoch")
+        assert equal(all_weights(fleet), before)
+        fit(fleet, read, steps_per_epoch=2)
+    fit(fleet_of(2, schedule=mf.Schedule("constant", warmup=3)), read)  # which counts steps, however many come
+
+
 def test_a_later_batch_of_a_loader_with_labels_out_of_range_is_told() -> None:
     fleet = fleet_of(["a", "b"])
     starts = {name: copy.deepcopy(fleet[name]) for name in fleet.names}

@@ -121,7 +121,10 @@ class Adapter(Protocol):
 
     @property
     def Schedules(self) -> Callable[..., Schedules]:
-        """`Schedules(schedules, columns, task, per_epoch, steps, *, names)` of a lane's members."""
+        """`Schedules(schedules, columns, task, per_epoch, epochs, *, names)` of a lane's members.
+
+        `per_epoch` is None where nobody knows how long an epoch is.
+        """
         ...
 
     @property

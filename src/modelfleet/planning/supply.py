@@ -250,8 +250,8 @@ def shifts(lanes: Sequence[tuple[Lane, Feed]], job: Job) -> list[Shift]:
     found = []
     for lane, feed in lanes:
         own = np.array([epochs[name] for name in lane.names])
-        per_epoch = np.ones(len(own), dtype=np.int64) if feed.steps is None else feed.steps
-        if limit is not None:
+        per_epoch = feed.steps
+        if per_epoch is not None and limit is not None:
             per_epoch = np.minimum(per_epoch, limit)
         schedules = lane.members[0].framework.Schedules(
             lane.schedules, lane.columns, lane.engine.task, per_epoch, own, names=lane.names
@@ -284,7 +284,7 @@ def halved(studied: Studied, shift: Shift) -> list[Shift]:
             half.schedules,
             half.columns,
             half.engine.task,
-            np.ones(len(rows), dtype=np.int64) if shift.known_steps is None else shift.known_steps[rows],
+            None if shift.known_steps is None else shift.known_steps[rows],
             shift.epochs[rows],
             names=names,
         )

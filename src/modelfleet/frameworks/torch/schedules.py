@@ -71,6 +71,11 @@ class Schedule:
         object.__setattr__(self, "warmup", warmup)
         object.__setattr__(self, "options", {**_OPTIONS[name], **options})
 
+    @property
+    def spans(self) -> bool:
+        """Whether it goes by how many steps a fit or an epoch has."""
+        return self.name != "constant" or 0 < self.warmup < 1
+
 
 def resolve(schedule: object) -> Schedule | Factory:
     """The schedule that was asked for: None and names become a `Schedule`, a factory stays what it is."""
@@ -90,7 +95,8 @@ class Schedules:
     """The hyperparameters of every member at every step.
 
     `schedule` is one for all or a list with one per member; `columns` are the hyperparameters `(member,)` as
-    compiled; `steps_per_epoch` and `epochs` `(member,)` say how long each member trains. What a factory made
+    compiled; `steps_per_epoch` and `epochs` `(member,)` say how long each member trains. A schedule that spans the
+    fit raises `InputError` if `steps_per_epoch` is None, for data of unknown length. What a factory made
     steps once per epoch, as torch loops do, except OneCycleLR and CyclicLR, which step per batch.
     """
 
@@ -99,7 +105,7 @@ class Schedules:
         schedule: object,
         columns: Columns,
         optimizer: Optimizer,
-        steps_per_epoch: np.ndarray,
+        steps_per_epoch: np.ndarray | None,
         epochs: np.ndarray,
         *,
         names: Sequence[str] | None = None,
@@ -114,8 +120,14 @@ class Schedules:
                 hyper = {name: float(column[row]) for name, column in columns.items()}
                 self._runs[row] = _Run(one, optimizer, hyper, names[row])
             elif (one.name, one.warmup) != ("constant", 0):
+                if steps_per_epoch is None and one.spans:
+                    raise InputError(
+                        f"member {names[row]!r}: the schedule {one.name!r} goes by the number of steps, and the data "
+                        f"do not say how many they have. Give fit steps_per_epoch, or a loader with a length."
+                    )
                 named.setdefault(one.name, {})[row] = one
-        self._courses = [_Course(schedules, steps_per_epoch, epochs) for schedules in named.values()]
+        per_epoch = np.ones(members, dtype=np.int64) if steps_per_epoch is None else steps_per_epoch
+        self._courses = [_Course(schedules, per_epoch, epochs) for schedules in named.values()]
         self._optimizer = optimizer
         self._names = names
         # `_columns`: what the factories make of them; named schedules scale its learning rates for each step.
@@ -234,7 +246,13 @@ def _cosine(start: np.ndarray | float, end: np.ndarray | float, progress: np.nda
 
 
 def of_task(
-    schedules: Any, hyper: Any, task: Any, per_epoch: np.ndarray, epochs: np.ndarray, *, names: Sequence[str]
+    schedules: Any,
+    hyper: Any,
+    task: Any,
+    per_epoch: np.ndarray | None,
+    epochs: np.ndarray,
+    *,
+    names: Sequence[str],
 ) -> Schedules:
     """The schedules of members that have a task."""
     return Schedules(schedules, hyper, task.optimizer, per_epoch, epochs, names=names)
