@@ -1,0 +1,385 @@
+"""A member that is not fused runs as plain torch: compared with loops that share no code with the library."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import modelfleet as mf
+
+RANDOM = np.random.default_rng(0)
+X, Y = torch.from_numpy(RANDOM.standard_normal((24, 6))), torch.from_numpy(RANDOM.standard_normal((24, 2)))
+CLASSES = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+    "adadelta": torch.optim.Adadelta,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "adamax": torch.optim.Adamax,
+}
+
+
+def mse(model: nn.Module, batch: Any) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def loop(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    objective: Callable[..., Tensor] = mse,
+    *,
+    epochs: int = 2,
+    size: int = 8,
+) -> list[float]:
+    """What a person would write; gives the mean loss of every epoch."""
+    model.train()
+    means = []
+    for _ in range(epochs):
+        losses = []
+        for start in range(0, len(X), size):
+            optimizer.zero_grad()
+            loss = objective(model, (X[start : start + size].clone(), Y[start : start + size].clone()))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        means.append(float(np.mean(losses)))
+    return means
+
+
+def trained(
+    models: list[nn.Module],
+    objective: Any = None,
+    *,
+    optimizer: str = "adam",
+    strategy: str = "auto",
+    **hyper: Any,
+) -> tuple[mf.Fleet, mf.History]:
+    fleet = mf.Fleet(models)
+    loss = None if objective is not None else "mse"
+    fleet.compile(optimizer, loss, objective=objective, **{"lr": 1e-2, **hyper})
+    history = fleet.fit((X, Y), epochs=2, batch_size=8, shuffle=False, progress=False, strategy=strategy)
+    assert not history.failed, history.failed
+    return fleet, history
+
+
+def same(model: nn.Module, expected: nn.Module, most: float = 1e-12) -> None:
+    state, other = model.state_dict(), expected.state_dict()
+    assert state.keys() == other.keys()
+    for name, tensor in state.items():
+        assert tensor.dtype == other[name].dtype
+        torch.testing.assert_close(tensor, other[name], rtol=most, atol=most)
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+
+class Branching(nn.Module):
+    """Can't be fused: what it does depends on a value."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) if x.sum() > 0 else self.inner(-x)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_optimizer_takes_torch_s_own_steps(name: str) -> None:
+    model = mlp()
+    expected = copy.deepcopy(model)
+    trained([model], optimizer=name, weight_decay=0.1)
+    loop(expected, CLASSES[name](expected.parameters(), lr=1e-2, weight_decay=0.1))
+    same(model, expected, 0.0)
+
+
+@pytest.mark.parametrize("name", [*CLASSES, "lion"])
+def test_optimizer_state_goes_from_plain_to_fused_and_back(name: str) -> None:
+    """Three fits in three arrangements are one run."""
+    models = [mlp(), mlp()]
+    expected = [copy.deepcopy(model) for model in models]
+    extra = {"momentum": 0.9, "dampening": 0.5} if name == "sgd" else {}
+    fleet, whole = mf.Fleet(models), mf.Fleet(expected)
+    for one in (fleet, whole):
+        one.compile(name, "mse", lr=1e-2, **extra)
+    for strategy in ("interleaved", "fused", "interleaved"):
+        fleet.fit((X, Y), batch_size=8, shuffle=False, progress=False, strategy=strategy)
+    if name == "lion":
+        whole.fit((X, Y), batch_size=8, epochs=3, shuffle=False, progress=False, strategy="fused")
+    for model, other in zip(models, expected, strict=True):
+        if name != "lion":
+            loop(other, CLASSES[name](other.parameters(), lr=1e-2, **extra), epochs=3)
+        same(model, other, 1e-10)
+
+
+@pytest.mark.parametrize("strategy", ["interleaved", "fused"])
+def test_a_parameter_that_rests_for_a_fit_keeps_its_optimizer_state(strategy: str) -> None:
+    models = [mlp(), mlp()]
+    expected = [copy.deepcopy(model) for model in models]
+    fleet = mf.Fleet(models)
+    fleet.compile("adam", "mse", lr=1e-2)
+    for frozen in (False, True, False):
+        for model in models:
+            model[0].requires_grad_(not frozen)
+        fleet.fit((X, Y), batch_size=8, shuffle=False, progress=False, strategy=strategy)
+    for model, other in zip(models, expected, strict=True):
+        optimizer = torch.optim.Adam(other.parameters(), lr=1e-2)
+        for frozen in (False, True, False):
+            other[0].requires_grad_(not frozen)
+            loop(other, optimizer, epochs=1)
+        same(model, other)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 5).double(), nn.Linear(5, 2).double()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Any = checkpoint(
+            lambda x: torch.tanh(self.first(x)), x.requires_grad_(), use_reentrant=self.reentrant
+        )
+        return self.second(hidden)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("members", [1, 2])
+def test_activations_are_recomputed_with_the_weights_of_their_own_member(reentrant: bool, members: int) -> None:
+    models = [Checkpointed(reentrant) for _ in range(members)]
+    expected = [copy.deepcopy(model) for model in models]
+    trained(models)
+    for model, other in zip(models, expected, strict=True):
+        loop(other, torch.optim.Adam(other.parameters(), lr=1e-2))
+        same(model, other)
+
+
+def test_hooks_of_parameters_run() -> None:
+    models = [mlp(), mlp()]
+    expected = [copy.deepcopy(model) for model in models]
+    stepped: list[nn.Parameter] = []
+    for model in (*models, *expected):
+        model[0].weight.register_hook(lambda gradient: gradient * 0.5)
+        model[2].bias.register_post_accumulate_grad_hook(stepped.append)
+    trained(models)
+    for model, other in zip(models, expected, strict=True):
+        loop(other, torch.optim.Adam(other.parameters(), lr=1e-2))
+        same(model, other)
+        assert sum(p is model[2].bias for p in stepped) == 6
+
+
+class Remembering(nn.Module):
+    """Keeps a hidden state of its own from batch to batch, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 2).double()
+        self.hidden: Tensor | None = None
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x)
+        if self.hidden is not None:
+            out = out + 0.5 * self.hidden
+        self.hidden = out.detach().mean(0)
+        self.calls += 1
+        return out / self.calls
+
+
+@pytest.mark.parametrize("strategy", ["auto", "interleaved", "threads"])
+def test_what_a_model_remembers_is_its_own_and_moves_on_as_in_a_loop(strategy: str) -> None:
+    models = [Remembering() for _ in range(3)]
+    expected = [copy.deepcopy(model) for model in models]
+    _, history = trained(models, strategy=strategy)
+    for number, (model, other) in enumerate(zip(models, expected, strict=True)):
+        losses = loop(other, torch.optim.Adam(other.parameters(), lr=1e-2))
+        same(model, other)
+        assert model.calls == other.calls == 6
+        torch.testing.assert_close(model.hidden, other.hidden)
+        np.testing.assert_allclose(history[str(number)]["loss"], losses, rtol=1e-12)
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.mul_(2.0))
+
+
+@pytest.mark.parametrize("members", [1, 3])
+def test_a_forward_that_writes_into_its_input_touches_nobody_s_data(members: int) -> None:
+    models = [InPlace() for _ in range(members)]
+    expected = [copy.deepcopy(model) for model in models]
+    x = X.clone()
+    fleet = mf.Fleet(models)
+    fleet.compile("adam", "mse", lr=1e-2)
+    before = fleet.predict(x, batch_size=8)
+    fleet.fit((x, Y), epochs=2, batch_size=8, shuffle=False, progress=False)
+    loss = fleet.evaluate((x, Y), batch_size=8)
+    assert torch.equal(x, X)
+    for number, other in enumerate(expected):
+        with torch.no_grad():
+            np.testing.assert_allclose(before[str(number)], other(X.clone()).numpy(), rtol=1e-12)
+        loop(other, torch.optim.Adam(other.parameters(), lr=1e-2))
+        same(models[number], other)
+        with torch.no_grad():
+            assert abs(loss[str(number)]["loss"] - mse(other, (X.clone(), Y)).item()) < 1e-12
+
+
+def penalty(model: nn.Module, batch: Any) -> Tensor:
+    """A gradient penalty, as physics-informed networks and critics have them."""
+    x = batch[0].detach().requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return F.mse_loss(out, batch[1]) + 0.1 * slope.square().mean()
+
+
+def flattened(model: nn.Module, batch: Any) -> Tensor:
+    """All that an objective may do with parameters."""
+    assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decay = sum((p.view(-1) ** 2).sum() for p in trained)
+    return mse(model, batch) + 0.01 * decay + 0.01 * nn.utils.parameters_to_vector(trained).abs().mean()
+
+
+@pytest.mark.parametrize("objective", [penalty, flattened])
+def test_an_objective_may_do_what_it_may_in_a_loop(objective: Callable[..., Tensor]) -> None:
+    models = [mlp(), mlp()]
+    expected = [copy.deepcopy(model) for model in models]
+    for model in (*models, *expected):
+        model[0].bias.requires_grad_(False)
+    fleet, _ = trained(models, objective)
+    found = fleet.evaluate((X, Y), batch_size=24)
+    for number, other in enumerate(expected):
+        loop(other, torch.optim.Adam(other.parameters(), lr=1e-2), objective)
+        same(models[number], other)
+        other.eval()
+        assert abs(found[str(number)]["loss"] - objective(other, (X, Y)).item()) < 1e-12
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 2, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex128) @ self.weight).abs()
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adagrad", "rmsprop"])
+@pytest.mark.parametrize("members", [1, 2])
+def test_complex_parameters_are_trained(name: str, members: int) -> None:
+    models = [Complex() for _ in range(members)]
+    expected = [copy.deepcopy(model) for model in models]
+    trained(models, optimizer=name)
+    for model, other in zip(models, expected, strict=True):
+        loop(other, CLASSES[name](other.parameters(), lr=1e-2))
+        same(model, other)
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 2, sparse=True).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table((x[:, 0].abs() * 2).long().clamp(max=6))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch's own
+@pytest.mark.parametrize("members", [1, 2])
+def test_sparse_gradients_are_taken_where_torch_takes_them(members: int) -> None:
+    models = [Sparse() for _ in range(members)]
+    expected = [copy.deepcopy(model) for model in models]
+    trained(models, optimizer="adagrad")
+    for model, other in zip(models, expected, strict=True):
+        loop(other, torch.optim.Adagrad(other.parameters(), lr=1e-2))
+        same(model, other)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
+def test_scripted_models_are_trained() -> None:
+    expected = [mlp(), mlp()]
+    models = [torch.jit.script(copy.deepcopy(model)) for model in expected]
+    trained(models)
+    for model, other in zip(models, expected, strict=True):
+        loop(other, torch.optim.Adam(other.parameters(), lr=1e-2))
+        same(model, other)
+
+
+def test_after_a_loss_that_is_not_finite_the_buffers_are_the_last_good_ones() -> None:
+    model = Branching(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2)).double())
+    expected = copy.deepcopy(model)
+    x = X.clone()
+    x[16:] = torch.nan
+    fleet = mf.Fleet([model])
+    fleet.compile("sgd", "mse", lr=1e-2)
+    history = fleet.fit((x, Y), batch_size=8, shuffle=False, progress=False)
+    assert "loss became NaN" in history.failed["0"].reason
+    optimizer = torch.optim.SGD(expected.parameters(), lr=1e-2)
+    for start in (0, 8):
+        optimizer.zero_grad()
+        mse(expected, (X[start : start + 8], Y[start : start + 8])).backward()
+        optimizer.step()
+    same(model, expected)
+
+
+def test_nothing_is_left_in_a_model() -> None:
+    model = Branching(mlp()).eval()
+    before = {path: set(vars(module)) for path, module in model.named_modules()}
+    fleet, _ = trained([model])
+    fleet.evaluate((X, Y))
+    fleet.predict(X)
+    assert {path: set(vars(module)) for path, module in model.named_modules()} == before
+    assert not any(module.training for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+class Moody(nn.Module):
+    """Branches on a value, but for long rows only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > 4 and x.sum() > 0:
+            x = -x
+        return self.layer(x).mean(1)
+
+
+def test_a_later_batch_that_cannot_be_fused_is_trained_one_by_one() -> None:
+    batches = [
+        (X[i : i + 4, :3].unsqueeze(1).expand(-1, n, -1).contiguous(), Y[i : i + 4])
+        for i, n in ((0, 2), (4, 6), (8, 3))
+    ]
+    models = [Moody() for _ in range(3)]
+    expected = [copy.deepcopy(model) for model in models]
+    fleet = mf.Fleet(models)
+    fleet.compile("adam", "mse", lr=1e-2)
+    history = fleet.fit(batches, validation=batches[::-1], epochs=2, progress=False)
+    assert not history.failed
+    assert len(fleet.plan().lanes) == 1
+    for number, other in enumerate(expected):
+        optimizer = torch.optim.Adam(other.parameters(), lr=1e-2)
+        for batch in (*batches, *batches):
+            optimizer.zero_grad()
+            mse(other, batch).backward()
+            optimizer.step()
+        same(models[number], other)
+        loss = np.mean([mse(other, batch).item() for batch in batches])
+        assert abs(history[str(number)]["val_loss"][-1] - loss) < 1e-12
