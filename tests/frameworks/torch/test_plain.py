@@ -15,7 +15,7 @@ import modelfleet as mf
 
 RANDOM = np.random.default_rng(0)
 X, Y = torch.from_numpy(RANDOM.standard_normal((24, 6))), torch.from_numpy(RANDOM.standard_normal((24, 2)))
-CLASSES = {
+CLASSES: dict[str, Any] = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
@@ -65,7 +65,7 @@ def trained(
 ) -> tuple[mf.Fleet, mf.History]:
     fleet = mf.Fleet(models)
     loss = None if objective is not None else "mse"
-    fleet.compile(optimizer, loss, objective=objective, **{"lr": 1e-2, **hyper})
+    fleet.compile(optimizer, loss, objective=objective, lr=1e-2, **hyper)
     history = fleet.fit((X, Y), epochs=2, batch_size=8, shuffle=False, progress=False, strategy=strategy)
     assert not history.failed, history.failed
     return fleet, history
@@ -108,7 +108,7 @@ def test_optimizer_state_goes_from_plain_to_fused_and_back(name: str) -> None:
     """Three fits in three arrangements are one run."""
     models = [mlp(), mlp()]
     expected = [copy.deepcopy(model) for model in models]
-    extra = {"momentum": 0.9, "dampening": 0.5} if name == "sgd" else {}
+    extra: dict[str, Any] = {"momentum": 0.9, "dampening": 0.5} if name == "sgd" else {}
     fleet, whole = mf.Fleet(models), mf.Fleet(expected)
     for one in (fleet, whole):
         one.compile(name, "mse", lr=1e-2, **extra)
