@@ -200,3 +200,32 @@ def test_a_buffer_that_becomes_something_else_is_what_torch_leaves(members: int)
         assert model.count == reference.count == 3
         torch.testing.assert_close(model.seen, reference.seen)
         torch.testing.assert_close(model.layer.weight, reference.layer.weight, rtol=1e-12, atol=1e-13)
+
+
+class Odd(nn.Module):
+    """A tied weight, a frozen parameter of integers, and expanded tensors that no one trains."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.second.weight = self.first.weight
+        self.whole = nn.Parameter(torch.arange(3), requires_grad=False)
+        self.wide = nn.Parameter(torch.full((1,), 0.5).expand(64), requires_grad=False)
+        self.register_buffer("mask", torch.ones(1).expand(64))
+        self.mask: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh()) * self.wide * self.mask + self.whole.sum()
+
+
+def test_tied_frozen_and_expanded_tensors_are_what_torch_leaves() -> None:
+    models, x, y = trained(Odd, "adamw", {"weight_decay": 0.1}, None, 64)
+    for row, model in enumerate(models):
+        reference = Odd(10 * row)
+        alone(reference, torch.optim.AdamW, {"lr": LR[row], "weight_decay": 0.1}, None, x, y)
+        assert model.second.weight is model.first.weight
+        expected = reference.state_dict()
+        for name, ours in model.state_dict().items():
+            torch.testing.assert_close(ours, expected[name], rtol=1e-10, atol=1e-12)

@@ -114,8 +114,16 @@ def write_back(models: Iterable[nn.Module], state: State, layout: frozenset[str]
     }
     sources = [values[row] for row in range(len(models)) for values in rows.values()]
     targets = [_tensor(model, *name.rpartition(".")[::2]) for model in models for name in rows]
+    # What is expanded has fewer numbers than elements: torch can't write to it, and no step has changed it.
+    written = [pair for pair in zip(targets, sources, strict=True) if not _expanded(pair[0])]
     with torch.no_grad():
-        torch._foreach_copy_(targets, sources)
+        torch._foreach_copy_([target for target, _ in written], [source for _, source in written])
+
+
+def _expanded(tensor: Tensor) -> bool:
+    return 0 in tensor.stride() and any(
+        n > 1 and not s for n, s in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def _tensor(model: nn.Module, path: str, name: str) -> Tensor:
