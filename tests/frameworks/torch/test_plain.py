@@ -1,7 +1,7 @@
 """A member that is not fused runs as plain torch: compared with loops that share no code with the library."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,7 @@ def loop(
 
 
 def trained(
-    models: list[nn.Module],
+    models: Sequence[nn.Module],
     objective: Any = None,
     *,
     optimizer: str = "adam",
@@ -169,8 +169,9 @@ def test_hooks_of_parameters_run() -> None:
     expected = [copy.deepcopy(model) for model in models]
     stepped: list[nn.Parameter] = []
     for model in (*models, *expected):
-        model[0].weight.register_hook(lambda gradient: gradient * 0.5)
-        model[2].bias.register_post_accumulate_grad_hook(stepped.append)
+        parameters = list(model.parameters())
+        parameters[0].register_hook(lambda gradient: gradient * 0.5)
+        parameters[3].register_post_accumulate_grad_hook(stepped.append)
     trained(models)
     for model, other in zip(models, expected, strict=True):
         loop(other, torch.optim.Adam(other.parameters(), lr=1e-2))
