@@ -9,6 +9,7 @@ import random
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from modelfleet.frameworks.protocol import CannotFuseError
 from modelfleet.frameworks.torch.outside import WRITE_UNSAID
 from modelfleet.frameworks.torch.places import Place
 from modelfleet.frameworks.torch.structure import difference, signature
-from modelfleet.frameworks.torch.walking import UNREAD, Walk
+from modelfleet.frameworks.torch.walking import Walk
 
 # What changes whenever a model runs with other weights than its own: its mode, and notes of recurrent layers.
 _OURS = (".training", "._flat_weights", "._flat_weight_refs")
@@ -210,12 +211,12 @@ class Alike:
 
     def __init__(self, models: Sequence[tuple[str, nn.Module]]) -> None:
         self._models = models
-        self._before = self._look()
+        self._look()
 
     def check(self) -> None:
         """Raise `StatefulError` if one of them has become unlike the first."""
-        now = self._look()
-        if len(now) == len(self._before) and all(map(_same, now, self._before)):
+        same = all(map(_holds, self._tables, self._values))
+        if same and self._versions == [tensor._version for tensor in self._tensors]:
             return
         (first, model), *others = self._models
         expected = signature(model)
@@ -223,17 +224,17 @@ class Alike:
             unlike = difference(signature(other), expected)
             if unlike is not None:
                 raise StatefulError(f"{name!r} is no longer like {first!r}: {unlike}")
-        self._before = now
+        self._look()
 
-    def _look(self) -> list[Any]:
-        found: list[Any] = []
+    def _look(self) -> None:
+        self._tables: list[dict[str, Any]] = []
         for _, model in self._models:
             for module in model.modules():
-                values = [value for key, value in vars(module).items() if key not in UNREAD]
-                found += values
-                found += [value._version for value in values if isinstance(value, Tensor)]
-        return found
+                self._tables += (vars(module), module._modules) if module._modules else (vars(module),)
+        self._values = [tuple(table.values()) for table in self._tables]
+        self._tensors = [value for values in self._values for value in values if isinstance(value, Tensor)]
+        self._versions = [tensor._version for tensor in self._tensors]
 
 
-def _same(value: Any, other: Any) -> bool:
-    return value is other or (type(value) is int and type(other) is int and value == other)
+def _holds(table: dict[str, Any], values: tuple[Any, ...]) -> bool:
+    return len(table) == len(values) and all(map(is_, table.values(), values))

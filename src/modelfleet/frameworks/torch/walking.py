@@ -42,7 +42,7 @@ _LIBRARIES = (
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules", *_HOOKS)
 # What nn.Module keeps for itself besides, and no forward reads.
-UNREAD = (frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}) - {"training"}
+_UNREAD = (frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}) - {"training"}
 _CLASS_BOOKKEEPING = frozenset(
     {"__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__abstractmethods__", "_abc_impl"}
     | {"__annotations__", "__firstlineno__", "__static_attributes__", "__parameters__", "__orig_bases__"}
@@ -154,13 +154,16 @@ class Walk:
             case _:
                 self._hidden(value, name)
 
-    def _items(self, name: str, mapping: dict[Any, Any], label: Callable[[Any], str]) -> None:
+    def _items(
+        self, name: str, mapping: dict[Any, Any], label: Callable[[Any], str], *, cheap: bool = True
+    ) -> None:
         place = Items(name, mapping, label)
+        place.cheap = cheap  # whether it is worth a look at every step
         keys = self._tokens(place.keys, [name] * len(place.keys))
         self._add(place, (keys, self._tokens(place.values, [name + label(key) for key in place.keys])))
 
     def _module(self, module: nn.Module, name: str) -> None:
-        attributes = {key: value for key, value in vars(module).items() if key not in UNREAD}
+        attributes = {key: value for key, value in vars(module).items() if key not in _UNREAD}
         tokens = self._tokens(attributes.values(), [f"{name}.{key}" for key in attributes])
         self._add(Items(name, vars(module), lambda key: f".{key}"), (tuple(attributes), tokens))
         for key in _TABLES:
@@ -168,7 +171,7 @@ class Walk:
             if not isinstance(table, dict):
                 continue
             if key not in _HOOKS:
-                self._items(name, table, lambda key: f".{key}")
+                self._items(name, table, lambda key: f".{key}", cheap=False)
                 continue
             hooks = Items(f"{name}'s hooks", table, lambda key: "")
             hooks.cheap = bool(table)

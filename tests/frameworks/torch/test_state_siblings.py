@@ -1,0 +1,93 @@
+"""Layers that change themselves as they run, shared parts, and caches: fused and equal, or plain with a reason."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from tests.frameworks.torch import comparing
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, prune
+
+import modelfleet as mf
+
+
+def ordinary(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def spectral() -> nn.Module:
+    return nn.Sequential(parametrizations.spectral_norm(nn.Linear(4, 5)), nn.Tanh(), nn.Linear(5, 3))
+
+
+def old_spectral() -> nn.Module:
+    return nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 5)), nn.Tanh(), nn.Linear(5, 3))
+
+
+def weight_normed() -> nn.Module:
+    return nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 5)), nn.Tanh(), nn.Linear(5, 3))
+
+
+def pruned() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    prune.l1_unstructured(model[0], "weight", 0.4)
+    vars(model[0])["weight"] = model[0].weight.detach()  # which can be copied
+    return model
+
+
+def orthogonal() -> nn.Module:
+    return nn.Sequential(parametrizations.orthogonal(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 3))
+
+
+@functools.lru_cache
+def positions(count: int) -> Tensor:
+    return torch.arange(count, dtype=torch.float64)
+
+
+class Cached(nn.Module):
+    """Reads a tensor from a function's cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + positions(x.shape[1]))
+
+
+@pytest.mark.parametrize("make", [spectral, old_spectral, weight_normed, pruned, orthogonal, Cached])
+def test_a_layer_that_makes_its_weight_anew_trains_as_alone(make: Any) -> None:
+    data, models = comparing.rows(), comparing.build(make, 2)
+    expected = comparing.plainly(models, ordinary, data)
+    fleet = comparing.compiled(models, loss="cross_entropy")
+    comparing.fit(fleet, data)
+    comparing.assert_equal(models, expected, 1e-10)
+    assert comparing.reason(fleet, data) != "no reason given"
+    for place, (model, other) in enumerate(zip(models, expected, strict=True)):
+        # What is left in the model is as good as in a plain run: it can be called, and copied.
+        output = other.eval()(data[0])
+        assert (model.eval()(data[0]) - output).abs().max() < 1e-10, place
+        for part in model.modules():
+            assert not any(type(value).__name__ == "FakeTensor" for value in vars(part).values())
+    assert type(positions(4)) is Tensor
+
+
+def test_members_that_change_apart_in_a_fit_are_refused() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.Linear(4, 3), 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * self.scale
+
+    data, models = comparing.rows(), comparing.build(Scaled, 2)
+
+    class Change(mf.Callback):
+        def on_epoch_end(self, run: Any) -> None:
+            vars(models[1])["scale"] = 2.0
+
+    fleet = comparing.compiled(models, loss="cross_entropy")
+    with pytest.raises(mf.StrategyError, match="'1' is no longer like '0': scale is 2.0, not 1.0"):
+        comparing.fit(fleet, data, callbacks=[Change()])
