@@ -23,8 +23,9 @@ from modelfleet.frameworks.torch.places import Place
 from modelfleet.frameworks.torch.structure import difference, signature
 from modelfleet.frameworks.torch.walking import Walk
 
-# What changes whenever a model runs with other weights than its own: its mode, and notes of recurrent layers.
-_OURS = (".training", "._flat_weights", "._flat_weight_refs")
+# What changes whenever a model runs with other weights than its own: its mode, and notes of recurrent layers. And
+# Hugging Face's heads note at their first loss what the dtype of the labels says, which is the same at every step.
+_OURS = (".training", "._flat_weights", "._flat_weight_refs", ".config.problem_type")
 
 
 class StatefulError(CannotFuseError):
