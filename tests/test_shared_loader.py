@@ -244,3 +244,23 @@ def test_the_generators_of_a_loader_are_carried_for_members_of_any_framework(tmp
     torch.manual_seed(7)
     resumed.fit(Noisy(), epochs=4, callbacks=[mf.Checkpoint(tmp_path), Stops(at=9)], progress=False)
     assert np.allclose(whole["k"][0]["w0"], resumed["k"][0]["w0"], atol=1e-6)
+
+
+def test_a_loader_with_a_generator_of_its_own_gives_the_same_batches_in_a_worker_process() -> None:
+    def loader() -> DataLoader[tuple[torch.Tensor, ...]]:
+        return DataLoader(
+            _loader().dataset, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(5)
+        )
+
+    fleet = mf.Fleet(_members({"a": 6, "b": 9}))
+    fleet.compile("sgd", "cross_entropy", lr=0.1)
+    fleet.fit(loader(), epochs=3, strategy="processes", progress=False)
+    for name, model in _members({"a": 6, "b": 9}).items():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        own = loader()
+        for _ in range(3):
+            for x, y in own:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        assert close(weights(fleet[name]), weights(model)), name

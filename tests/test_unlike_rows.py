@@ -216,9 +216,9 @@ class Doubles(nn.Module):
         return self.inner(x.mul_(2))
 
 
+@pytest.mark.parametrize("names", [["a"], ["a", "b"]])
 @pytest.mark.parametrize("loader", [False, True])
-def test_a_forward_that_writes_into_its_input_writes_into_nobodys_array(loader: bool) -> None:
-    names = ["a"]
+def test_a_forward_that_writes_into_its_input_writes_into_nobodys_array(names: list[str], loader: bool) -> None:
     x, y = np.random.default_rng(0).normal(size=(10, 3)).astype(np.float32), np.arange(10) % 2
     before = x.copy()
     batches = cut((torch.from_numpy(before), torch.from_numpy(y)), 4)

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,7 +33,7 @@ from modelfleet.sharing import sharings
 from modelfleet.sharing.crew import Orders
 from modelfleet.sharing.shifts import Sharing, Shift
 from modelfleet.sharing.threads import everywhere
-from modelfleet.workers import CannotSendError
+from modelfleet.workers import CannotSendError, shared
 
 STRATEGIES = ("auto", "fused", "interleaved", "threads", "processes", "data_parallel")
 
@@ -293,15 +294,32 @@ class Fleet:
         with self._gate.changing("fit"):
             return self._trained(job, strategy, wrapped, shown)
 
+    def _sent(self, job: Job, strategy: str) -> Job:
+        """The job for worker processes: a loader with its own generator goes there before it is looked into."""
+        if strategy not in ("processes", "data_parallel") and not self._assembly.clustered:
+            return job
+        if not supply.has_loaders(list(self._members.values()), job):
+            return job
+        try:
+            data, validation = shared.copied((job.data, job.validation), "the data")
+        except CannotSendError as error:
+            raise self._unsent(error) from error
+        return replace(job, data=data, validation=validation)
+
+    def _unsent(self, error: CannotSendError) -> StrategyError:
+        or_else = "" if self._assembly.places else ' Or use "interleaved" or "threads".'
+        return StrategyError(f'strategy="processes" can\'t be had: {error}{or_else}')
+
     def _trained(self, job: Job, strategy: str, callbacks: Sequence[Callback], shown: Reporter) -> History:
         """The history of a fit."""
         before = randomness.state()  # before any loader draws from the generators
+        sent = self._sent(job, strategy)
         lanes = self._set.settled(strategy, job, "train", self._handed, self._ways, _kept(callbacks))
         choice, studied = self._set.choice, self._set.studied
         self._fit = run = Fit(
             self,
             supply.shifts(lanes, job),
-            self._sharings(before)[choice.sharing](job),
+            self._sharings(before)[choice.sharing](sent),
             choice.sharing,
             callbacks,
             shown,
@@ -317,8 +335,7 @@ class Fleet:
             learn(run.epoch_seconds)
             return history
         except CannotSendError as error:
-            or_else = "" if self._assembly.places else ' Or use "interleaved" or "threads".'
-            raise StrategyError(f'strategy="processes" can\'t be had: {error}{or_else}') from error
+            raise self._unsent(error) from error
         finally:
             self._fit = self._aside = None
             self._set.write_back()

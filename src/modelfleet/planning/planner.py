@@ -86,13 +86,15 @@ class Planner:
         if not scattered:
             if strategy != "auto":
                 return Choice(list(lanes), sharing)
-            return self.choose(studied, lanes, job, {name: sharings[name] for name in ("threads", "processes")})
+            others = ("threads",) if _loaded(lanes, job) else ("threads", "processes")
+            return self.choose(studied, lanes, job, {name: sharings[name] for name in others})
         lanes = self._place(studied, lanes, job)
         choice = Choice(list(lanes), sharing)
         if strategy in ("auto", "threads", "processes"):
-            others = {"processes": sharings["processes"]} if strategy == "auto" else {}
+            loaded = _loaded(lanes, job)
+            others = {"processes": sharings["processes"]} if strategy == "auto" and not loaded else {}
             choice = self.choose(studied, lanes, job, others, sharing)
-            if strategy == "auto" and self._worth_processes(studied, choice, job):
+            if strategy == "auto" and not loaded and self._worth_processes(studied, choice, job):
                 choice.sharing = "processes"
         self._placed = self._placed[0], _where(lane.part for lane, _ in choice.lanes)
         return choice
@@ -407,6 +409,12 @@ def _all(lanes: Sequence[Fed], seconds: Sequence[float | None], steps: Sequence[
 def _per_epoch(feed: Feed, job: Job) -> int:
     steps = UNKNOWN if feed.steps is None else int(feed.steps.max())
     return steps if job.steps_per_epoch is None else min(steps, job.steps_per_epoch)
+
+
+def _loaded(lanes: Sequence[Fed], job: Job) -> bool:
+    """Whether loaders were looked into: a worker process would go on from there, and not from the beginning."""
+    members = {member.name: member for lane, _ in lanes for member in lane.members}
+    return supply.has_loaders([members[name] for name in job.names], job)
 
 
 def _workers_idle(sharing: str) -> bool:

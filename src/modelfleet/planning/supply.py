@@ -11,6 +11,7 @@ from modelfleet.errors import InputError
 from modelfleet.feeds import Feed, LoaderFeed, SharedLoader, is_loader, make_feed
 from modelfleet.feeds._base import difference, settle, spec
 from modelfleet.lanes import Lane
+from modelfleet.members import Member
 from modelfleet.planning.assembly import Part, Studied
 from modelfleet.sharing.shifts import Shift
 from modelfleet.trees import map_tree
@@ -316,6 +317,16 @@ def read_by_loaders(lanes: Sequence[Lane], job: Job) -> bool:
     """Whether the data of anybody come from a loader."""
     values = dict(zip(job.names, spread(job.data, job.names, "data"), strict=True))
     return any(is_loader(values[name], _arrays(lane), "data") for lane in lanes for name in lane.names)
+
+
+def has_loaders(members: Sequence[Member], job: Job) -> bool:
+    """Whether any data, for training or for validation, come from a loader."""
+    found = {}
+    for what in ("data", "validation"):
+        for member, value in zip(members, spread(getattr(job, what), job.names, what), strict=True):
+            if value is not None and id(value) not in found:
+                found[id(value)] = is_loader(value, member.framework.arrays, what)
+    return any(found.values())
 
 
 def side_by_side(lanes: Sequence[Lane], job: Job) -> bool:

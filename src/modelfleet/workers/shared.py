@@ -70,6 +70,12 @@ def pickled(value: Any, what: str, pickler: Any = None) -> tuple[bytes, list[mem
     raise AssertionError("the last of the picklers has given or raised something")
 
 
+def copied(value: Any, what: str) -> Any:
+    """A value as a worker process would get it, on the same arrays."""
+    stream, buffers = pickled(value, what)
+    return pickle.loads(stream, buffers=buffers)
+
+
 def importable_main() -> bool:
     """Whether another process can import the script that is run: not in a notebook, nor at a prompt."""
     main = sys.modules["__main__"]
