@@ -169,6 +169,26 @@ def test_what_has_no_stream_per_member_is_not_fused_and_the_reason_is_told(sampl
         fleet.fit(data, batch_size=4, strategy="fused", progress=False)
 
 
+def test_a_model_that_forks_torchs_generator_is_not_fused() -> None:
+    """Alone, what is drawn after the fork is what was drawn within."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.random.fork_rng(devices=[]):
+                x = x + torch.rand_like(x)
+            return self.layer(x + torch.rand_like(x))
+
+    fleet = mf.Fleet([Model(), Model()])
+    fleet.compile("sgd", "mse", lr=0.1)
+    data = np.ones((4, 5), dtype=np.float32), np.ones((4, 2), dtype=np.float32)
+    with pytest.raises(mf.FleetError, match="puts back the state of torch's generator"):
+        fleet.fit(data, batch_size=4, strategy="fused", progress=False)
+
+
 def test_a_draw_into_a_tensor_that_is_used_elsewhere_is_not_fused() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -5,6 +5,7 @@ attributes of modules, closure cells, default values, globals and class attribut
 changed, gives the whole as a key to keep programs by, and can put everything back as it was.
 """
 
+import inspect
 import random
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -99,6 +100,18 @@ def unchanged(
         watch.restore()
 
 
+def _forking(frame: Any) -> bool:
+    """Whether the generator's state is read to be put back: draws after it are the same again, which no trace sees."""
+    while frame is not None and frame.f_code.co_filename.endswith(("torch/random.py", "eager_draws.py")):
+        if frame.f_code is FORKING:
+            return True
+        frame = frame.f_back
+    return False
+
+
+FORKING = inspect.unwrap(torch.random.fork_rng).__code__
+
+
 @contextmanager
 def eagerly(watch: Watch, *, strictly: bool = True) -> Iterator[None]:
     """Run a model's Python on real tensors, and undo what it writes to tensors and draws from generators.
@@ -109,6 +122,8 @@ def eagerly(watch: Watch, *, strictly: bool = True) -> Iterator[None]:
 
     def look(frame: Any, event: str, called: Any) -> None:
         owner = getattr(called, "__self__", None) if event == "c_call" else None
+        if owner is torch.default_generator and id(owner) not in saved and _forking(frame):
+            saved[id(owner)] = owner.set_state, owner.get_state(), "puts back the state of torch's generator"
         if owner is None or id(owner) in saved or called.__name__ in _HARMLESS:
             return
         if owner is _PYTHONS:
