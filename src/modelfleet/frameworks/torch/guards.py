@@ -101,7 +101,7 @@ def unchanged(
 
 
 def _forking(frame: Any) -> bool:
-    """Whether the generator's state is read to be put back: draws after it are the same again, which no trace sees."""
+    """Whether the generator's state is read to be put back: draws after it repeat, and no trace sees that."""
     while frame is not None and frame.f_code.co_filename.endswith(("torch/random.py", "eager_draws.py")):
         if frame.f_code is FORKING:
             return True
