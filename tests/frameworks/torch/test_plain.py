@@ -384,3 +384,35 @@ def test_a_later_batch_that_cannot_be_fused_is_trained_one_by_one() -> None:
         same(models[number], other)
         loss = np.mean([mse(other, batch).item() for batch in batches])
         assert abs(history[str(number)]["val_loss"][-1] - loss) < 1e-12
+
+
+class Looking(nn.Module):
+    """Counts its calls in a buffer, in evaluation mode as well."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 2).double()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x) / self.calls
+
+
+def test_buffers_that_evaluating_changes_are_changed() -> None:
+    models = [Looking() for _ in range(2)]
+    fleet = mf.Fleet(models)
+    fleet.compile("sgd", "mse", lr=1e-2)
+    fleet.predict(X, batch_size=8)
+    assert [model.calls.item() for model in models] == [3, 3]
+    fleet.evaluate((X, Y), batch_size=8)
+    assert [model.calls.item() for model in models] == [6, 6]
+    history = fleet.fit((X, Y), validation=(X, Y), epochs=2, batch_size=8, shuffle=False, progress=False)
+    assert [model.calls.item() for model in models] == [18, 18]
+    expected = Looking()
+    expected.load_state_dict(models[0].state_dict())
+    expected.calls -= 3  # as it was before the last validation
+    losses = [mse(expected, (X[i : i + 8], Y[i : i + 8])).item() for i in (0, 8, 16)]
+    assert abs(history["0"]["val_loss"][-1] - np.mean(losses)) < 1e-12

@@ -235,6 +235,7 @@ class Engine(TorchEngine):
             with borrowed(steps.model, train=False):
                 rest = [weight[row : row + 1] for weight in weights]
                 found.append(getattr(steps, kind)(one, self.shared, own, *rest, shared_data=shared, fused=False))
+            states.put(state["buffers"], torch.tensor([row], device=self.device), one["buffers"])
         columns = [torch.cat(column) for column in zip(*(leaves(one) for one in found), strict=True)]
         return rebuild(found[0], columns)
 

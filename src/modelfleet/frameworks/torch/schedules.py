@@ -122,8 +122,8 @@ class Schedules:
             elif (one.name, one.warmup) != ("constant", 0):
                 if steps_per_epoch is None and one.spans:
                     raise InputError(
-                        f"member {names[row]!r}: the schedule {one.name!r} goes by the number of steps, and the data "
-                        f"do not say how many they have. Give fit steps_per_epoch, or a loader with a length."
+                        f"member {names[row]!r}: the schedule {one.name!r} goes by the number of steps, and the "
+                        f"data do not say how many they have. Give fit steps_per_epoch, or a loader with a length."
                     )
                 named.setdefault(one.name, {})[row] = one
         per_epoch = np.ones(members, dtype=np.int64) if steps_per_epoch is None else steps_per_epoch

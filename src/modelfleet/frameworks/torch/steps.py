@@ -59,6 +59,7 @@ class Steps:
         self.unused: frozenset[str] = frozenset()  # parameters that take no part in the loss
         self.contiguous = False  # whether the model needs its weights in their own order: for `weight.view(-1)`
         self.differentiates = False  # whether the objective takes gradients itself, and needs them to evaluate
+        self.counting: str | None = None  # a buffer that evaluating changes
         self.draws: Draws = ()  # what a step draws, for `gradients` on some rows of batches like the next one
 
     def find_unused(
@@ -262,9 +263,9 @@ class Steps:
         args = (state["params"], state["frozen"], state["buffers"], data, weights)
 
         def sums_of(params: Any, frozen: Any, buffers: Any, data: Any, weights: Any) -> Any:
-            buffers = {name: buffer.clone() for name, buffer in buffers.items()}
             mask = weights if self.task.maskable else None
-            return self._call({**params, **frozen, **shared}, buffers, self.task.run, data, mask)[1]
+            own = {**params, **frozen, **shared}
+            return self._look(own, buffers, state, fused, self.task.run, data, mask)[1]
 
         return self._read(sums_of, state, args, (0, 0, 0, None if shared_data else 0, 0), fused)
 
@@ -275,10 +276,27 @@ class Steps:
         args = (state["params"], state["frozen"], state["buffers"], data)
 
         def output_of(params: Any, frozen: Any, buffers: Any, data: Any) -> Any:
-            buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-            return self._call({**params, **frozen, **shared}, buffers, lambda m, x: logits(call(m, x)), data)
+            own = {**params, **frozen, **shared}
+            return self._look(own, buffers, state, fused, lambda m, x: logits(call(m, x)), data)
 
         return self._read(output_of, state, args, (0, 0, 0, None if shared_data else 0), fused)
+
+    def _look(self, own: Any, buffers: Any, state: State, fused: bool, run: Callable[..., Any], *args: Any) -> Any:
+        """Run something in evaluation mode.
+
+        What it changes of the buffers stays, in the state of one member. Several can't be asked at once then; that
+        is known from the trial of one that comes before.
+        """
+        if fused and self.counting is not None:
+            raise CannotFuseError(f"its forward changes the buffer {self.counting!r} in evaluation mode, too")
+        given = {name: buffer.clone() for name, buffer in buffers.items()}
+        after, versions = dict(given), {name: buffer._version for name, buffer in given.items()}
+        result = self._call(own, after, run, *args)
+        for name, buffer in after.items():
+            if not fused and (buffer is not given[name] or buffer._version != versions[name]):
+                self.counting = name
+                state["buffers"][name].copy_(buffer.unsqueeze(0))
+        return result
 
     def _read(self, function: Callable[..., Any], state: State, args: Any, axes: Any, fused: bool) -> Any:
         """Map a function that changes no weight over the members; with gradients only if it takes some itself."""
