@@ -142,9 +142,10 @@ class Fit:
         begun = time.monotonic()
         self._resume()
         self._announce()
+        shared = any(shift.share != 1 for shift in self.shifts)  # turns are counted: each is a step
         for shift in self.shifts:
             shift.divisible = not self._way.side_by_side
-            shift.take_several(one=self._way.watched or self._way.side_by_side)
+            shift.take_several(one=self._way.watched or self._way.side_by_side or shared)
             shift.begin()
         self.active = self._training()
         stopped_by: str | None = "an error"
