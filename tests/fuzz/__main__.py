@@ -95,12 +95,12 @@ def work(target: str, until: float, seed: int, examples: int | None = None) -> i
     from hypothesis import seed as seeded
     from tests.fuzz.drawing import programs
     from tests.fuzz.programs import Program, script
-    from tests.fuzz.reducing import kind, reduced
+    from tests.fuzz.reducing import features, kind, reduced
     from tests.fuzz.running import DifferenceError, check
 
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what frameworks print is not for the supervisor
-    known: set[str] = set()
+    known: set[tuple[str, frozenset[str]]] = set()
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGALRM, _too_long)
 
@@ -134,10 +134,12 @@ def work(target: str, until: float, seed: int, examples: int | None = None) -> i
         finally:
             signal.alarm(0)
         tell(end=end)
-        if message and kind(message) not in known:
-            known.add(kind(message))
+        # A failure is known if one of its kind was made small, and this program has all that was left of that.
+        if message and not any(kind(message) == one and own <= features(program) for one, own in known):
             small = program if examples is not None else reduced(program, fails, 60)
-            tell(failure=kind(message), message=(small is not program and fails(small)) or message)
+            known.add((kind(message), features(small)))
+            told = (small is not program and fails(small)) or message
+            tell(failure=f"{kind(message)} {sorted(features(small))}", message=told)
 
     done = 0
     while time.monotonic() < until and done != examples:

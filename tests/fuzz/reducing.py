@@ -20,6 +20,35 @@ def kind(message: str) -> str:
     return f"{verb[1] if verb else ''}: {re.sub(r'[-+]?[0-9]+[0-9.e+-]*', '#', said)}"[:160]
 
 
+def features(program: Program) -> frozenset[str]:
+    """What a program has that others need not have: verbs, parts of models, and all that is not plain."""
+    found = {type(verb).__name__ for verb in program.verbs}
+    for value in (*program.verbs, *program.nets):
+        found |= set(_features(value))
+    if len(program.nets) > 1:
+        found.add("several members")
+    return frozenset(found)
+
+
+def _features(value: Any) -> Iterator[str]:
+    for field in fields(value):
+        own = getattr(value, field.name)
+        if field.name == "parts":
+            yield from own
+        elif hasattr(own, "__dataclass_fields__"):
+            yield from _features(own)
+        elif field.name == "during":
+            for _, verb in own:
+                yield f"{type(verb).__name__} in a callback"
+        elif field.name == "hyper":
+            yield from (name for name, _ in own if name not in ("lr", "eps"))
+        elif field.name in ("own", "batch", "epochs", "clip", "shared", "frozen", "evaluated", "uneven", "broken"):
+            if own != field.default and (own or field.name == "clip"):
+                yield field.name
+        elif isinstance(own, str) and own != field.default:
+            yield f"{field.name} {own}"
+
+
 def reduced(program: Program, fails: Fails, seconds: float) -> Program:
     """A small program with the failure of `program`. `fails` gives a failure's message, or an empty text."""
     until, wanted = time.monotonic() + seconds, kind(fails(program))
@@ -69,7 +98,7 @@ def _simpler(value: Any) -> Iterator[Any]:
     """The value with one of its fields at the default, or simpler."""
     for field in fields(value):
         own = getattr(value, field.name)
-        if field.name in ("look", "kind", "seed", "loss", "net"):
+        if field.name in ("look", "kind", "seed", "net"):
             continue
         if field.default is not MISSING and own != field.default and field.name not in ("parts", "recipe", "data"):
             yield replace(value, **{field.name: field.default})
