@@ -72,6 +72,11 @@ class Fit(Verb):
     broken: int | None = None
     steps: int | None = None
 
+    @property
+    def limit(self) -> int | None:
+        """Steps of an epoch, for loaders."""
+        return None if self.data.form == "arrays" else self.steps
+
 
 @dataclass(frozen=True)
 class Evaluate(Verb):

@@ -160,7 +160,7 @@ class JaxReference(Reference):
         epochs = {name: turns(verb.epochs, number) for number, name in enumerate(names)}
         history: History = {name: {} for name in names}
         stopped: set[str] = set()
-        sources = self.sources(verb.data, verb.batch, names, verb.steps)
+        sources = self.sources(verb.data, verb.batch, names, verb.limit)
         for epoch in range(max(epochs.values())):
             active = [name for name in names if epoch < epochs[name] and name not in stopped]
             totals: dict[str, Totals] = {name: Totals() for name in active}

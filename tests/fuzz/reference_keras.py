@@ -106,14 +106,14 @@ class KerasReference(Reference):
         epochs = {name: turns(verb.epochs, number) for number, name in enumerate(names)}
         history: dict[str, dict[str, list[float]]] = {name: {} for name in names}
         stopped: set[str] = set()
-        sources = self.sources(verb.data, verb.batch, names, verb.steps)
+        sources = self.sources(verb.data, verb.batch, names, verb.limit)
         for epoch in range(max(epochs.values())):
             active = [name for name in names if epoch < epochs[name] and name not in stopped]
             for name in active:
                 options: dict[str, Any] = self._given(verb.data, verb.batch, name)
-                if verb.steps is not None:
+                if verb.limit is not None:
                     stretched = sources.get(name) or sources.setdefault(name, copy.copy(sources[""]))
-                    options = {"x": (batch for batch in stretched), "steps_per_epoch": verb.steps}
+                    options = {"x": (batch for batch in stretched), "steps_per_epoch": verb.limit}
                 if verb.validation is not None:
                     held = self._given(verb.validation, verb.batch, name)
                     options["validation_data"] = held["x"] if "y" not in held else (held["x"], held["y"])

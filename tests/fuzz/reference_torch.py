@@ -90,7 +90,7 @@ class TorchReference(Reference):
         members = {name: _Member(self, name, verb, epochs[name]) for name in names}
         modes = {name: [m.training for m in self.models[name].modules()] for name in names}
         stopped: set[str] = set()
-        sources = self.sources(verb.data, verb.batch, names, verb.steps)
+        sources = self.sources(verb.data, verb.batch, names, verb.limit)
         if verb.shuffle and verb.data.form == "arrays":
             sources = {name: _Shuffled(self, name, verb) for name in names}
         for name in names:
@@ -181,7 +181,7 @@ class _Member:
         rows = own.rows(verb.data, name)
         size = own.size(verb.data, verb.batch, name)
         own_steps = len(list(own.cuts(verb.data, rows, size)))
-        self.total = epochs * (own_steps if verb.steps is None else verb.steps)
+        self.total = epochs * (own_steps if verb.limit is None else verb.limit)
         self._set_rate(self.base)
         self.scheduler = None
         if self.recipe.schedule in SCHEDULES:

@@ -298,7 +298,7 @@ class _Check:
             "shuffle": verb.shuffle,
             "strategy": verb.strategy,
             "progress": False,
-            "steps_per_epoch": verb.steps,
+            "steps_per_epoch": verb.limit,
             **self._size(verb.data, verb.batch),
         }
         if verb.validation is not None:
