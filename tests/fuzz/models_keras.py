@@ -89,6 +89,7 @@ def _start(seed: int) -> dict[str, Any]:
     return {
         "kernel_initializer": keras.initializers.GlorotUniform(seed=seed + 1),
         "recurrent_initializer": keras.initializers.GlorotUniform(seed=seed + 2),
+        "seed": seed + 3,  # else it is drawn, and kept in a variable
     }
 
 
@@ -139,7 +140,7 @@ def make(net: Net, dtype: str, trunk: Any = None) -> Any:
             x = layers.Add()([x, _dense(net.seed + number)(x)])
         elif part == "attention":
             attention = layers.MultiHeadAttention(
-                2, 2, kernel_initializer=keras.initializers.GlorotUniform(seed=net.seed + 3)
+                2, 2, kernel_initializer=keras.initializers.GlorotUniform(seed=net.seed + 3), seed=net.seed + 4
             )
             x = layers.Add()([x, attention(x, x)])
         else:

@@ -37,6 +37,7 @@ REFUSED = [
         r'strategy="',  # an explicit strategy that these members can't have
         r"has no (parameter|trainable variable)",  # everything is frozen
         r"Nesterov needs",
+        r"safetensors does not hold torch.complex128",
         r"the schedule '\w+' goes by the number of steps",  # and nobody knows how many there will be
         r"each\(\.\.\.\) has no value for",  # of a member that has joined since
     )

@@ -3,8 +3,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from modelfleet.frameworks.torch import arrays
+from modelfleet.workers.shared import InMemory
 
 
 @pytest.mark.parametrize(
@@ -105,3 +107,24 @@ def test_joining() -> None:
     assert arrays.concatenate([a, b]).shape == (4, 3)
     assert arrays.stack([a, b]).shape == (2, 2, 3)
     assert arrays.size(a) == 2
+
+
+def test_hooks_of_parameters_cross_to_other_processes() -> None:
+    def twice(gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * gradient
+
+    def negated(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.neg_()
+
+    layer = nn.Linear(2, 1)
+    layer.weight.register_hook(twice)
+    layer.weight.register_post_accumulate_grad_hook(negated)
+    shared = InMemory.put(layer, "the model")
+    received = shared.get()
+    received(torch.ones(1, 2)).sum().backward()
+    assert received.weight.grad.tolist() == [[-2.0, -2.0]]
+    assert received.bias.grad.tolist() == [1.0]
+    assert received.weight.is_leaf
+    assert torch.equal(received.weight, layer.weight)
+    shared.close()

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def is_array(value: Any) -> bool:
@@ -82,12 +82,31 @@ def from_host(array: np.ndarray, like: Tensor) -> Tensor:
 
 
 def reduced(value: Any) -> Any:
-    """How to pickle a plain tensor of the CPU without copying its numbers; NotImplemented for all else."""
+    """How to pickle a plain tensor of the CPU without copying its numbers; NotImplemented for all else.
+
+    A parameter takes its hooks along, which torch itself leaves behind without a word.
+    """
+    if type(value) is nn.Parameter and (value._backward_hooks or value._post_accumulate_grad_hooks):
+        hooks = (value._backward_hooks, value._post_accumulate_grad_hooks)
+        return _hooked, (value.detach(), value.requires_grad, *(tuple((own or {}).values()) for own in hooks))
     plain = type(value) is Tensor and value.device.type == "cpu" and value.layout == torch.strided
     if not plain or value.requires_grad or value.is_conj() or value.is_neg():
         return NotImplemented
     bits = value.dtype == torch.bfloat16  # which NumPy does not have
     return restored, (value.view(torch.int16).numpy() if bits else value.numpy(), bits)
+
+
+def _hooked(
+    data: Tensor, requires_grad: bool, backward: Sequence[Any], accumulated: Sequence[Any]
+) -> nn.Parameter:
+    """A parameter with hooks again."""
+    parameter = nn.Parameter(data, requires_grad=True)
+    for hook in backward:
+        parameter.register_hook(hook)
+    for hook in accumulated:
+        parameter.register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(requires_grad)
+    return parameter
 
 
 def restored(array: np.ndarray, bits: bool = False) -> Tensor:
