@@ -12,17 +12,21 @@ class Programs:
     """The steps for lanes of one structure and task, compiled as they are needed."""
 
     def __init__(self, definition: Definition, backend: Backend, *, fused: bool) -> None:
-        self.definition = definition
         self.backend = backend
         self.fused = fused
+        self.take = backend.compile(backend.take)
+        self.put = backend.compile(backend.put, donate=True)
+        self.renew(definition)
+
+    def renew(self, definition: Definition) -> None:
+        """Begin anew with another definition: what was traced of the one before is forgotten."""
+        self.definition = definition
         self.untraced: str | None = None
         self.names: list[str] = []  # of the loss and the metrics, in their order
         self.bears_padding: dict[Any, bool] = {}
         self.output_shapes: dict[Any, tuple[int, ...] | None] = {}
         self._known: dict[tuple[str, bool], tuple[Function, Function]] = {}
         self._plain: set[tuple[str, bool]] = set()
-        self.take = backend.compile(backend.take)
-        self.put = backend.compile(backend.put, donate=True)
 
     def run(self, kind: str, shared: bool, *args: Any) -> Any:
         """Run a step: "train", "several", "one", "evaluate", "evaluate_one", "predict", "predict_one" or

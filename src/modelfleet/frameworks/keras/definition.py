@@ -8,8 +8,9 @@ import numpy as np
 from keras import ops
 
 from modelfleet.frameworks import batches
-from modelfleet.frameworks.functional import Definition, FunctionalEngine, State
+from modelfleet.frameworks.functional import Definition, FunctionalEngine, Programs, State
 from modelfleet.frameworks.keras.labels import label_check
+from modelfleet.frameworks.keras.recipe import task_of
 from modelfleet.frameworks.keras.steps import Steps
 from modelfleet.members import Member
 
@@ -102,7 +103,33 @@ class KerasDefinition(Definition):
 
 
 class KerasEngine(FunctionalEngine):
-    """A functional engine whose members' optimizers live in their models, too."""
+    """A functional engine whose members' optimizers live in their models, too: what these hold is the truth."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        definition: KerasDefinition,
+        backend: Any,
+        *,
+        fused: bool,
+        programs: Programs | None = None,
+    ) -> None:
+        if programs is not None:
+            if programs.definition.steps.stale:
+                programs.renew(definition)
+            definition = programs.definition
+        super().__init__(members, definition, backend, fused=fused, programs=programs)
+
+    def adopt(self, position: int, other: FunctionalEngine, source: int) -> None:
+        """Take over the number of steps a member has taken. Its optimizer's state is in its model."""
+        step = self.backend.take(other.state["member"]["step"], self._rows([source]))
+        taken = self.backend.put(self.state["member"]["step"], self._rows([position]), step)
+        self.state = {**self.state, "member": {**self.state["member"], "step": taken}}
+
+    def still_shared(self, members: Sequence[Member]) -> bool:
+        """Whether all members are compiled as they were when the lane was made."""
+        steps = self.programs.definition.steps
+        return not steps.stale and all(task_of(member.model) is self.task for member in members)
 
     def restack(self, positions: np.ndarray, members: Sequence[Member], *, working: bool = False) -> None:
         """Take the weights and the optimizer's variables of these members from their models again."""

@@ -43,7 +43,7 @@ class Engine(KerasEngine):
         fused: bool,
         programs: Programs | None = None,
     ) -> None:
-        definition = programs.definition if programs else JaxDefinition(members[0].model, task)
+        definition = JaxDefinition(members[0].model, task)
         super().__init__(members, definition, JaxBackend(device), fused=fused, programs=programs)
 
 

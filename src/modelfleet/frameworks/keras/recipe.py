@@ -97,7 +97,7 @@ def prepare(recipe: Recipe | None, members: Sequence[Member], kind: str) -> Prep
             compile(recipe.only([member.name]), [member])
         if kind != "predict":
             _check_compiled(member, kind)
-        tasks.append(_task(member.model))
+        tasks.append(task_of(member.model))
     return Prepared(tasks, {}, [None] * len(tasks))
 
 
@@ -124,7 +124,7 @@ def _check_compiled(member: Member, kind: str) -> None:
             )
 
 
-def _task(model: keras.Model) -> Task:
+def task_of(model: keras.Model) -> Task:
     """The one task of all models that are compiled like this one."""
     if not model.compiled:
         return _known(("predict",), "predict")

@@ -13,6 +13,7 @@ from keras import ops, tree
 
 from modelfleet.errors import InputError
 from modelfleet.frameworks.keras.optimizers import Update
+from modelfleet.frameworks.keras.structure import signature
 
 Values = dict[str, Any]
 
@@ -34,11 +35,23 @@ class Steps:
         if self.optimizer is not None:
             built(model)
             self.update = Update(self.optimizer)
+        self._made_of = _made_of(model)
+        # By place among all variables: freezing a layer in the middle of a fit moves none of them.
+        places = {id(variable): place for place, variable in enumerate(model.variables)}
+        self._places = {
+            "params": [places[id(variable)] for variable in self.trained],
+            "buffers": [places[id(variable)] for variable in self.kept],
+        }
         self.keys = {
             "params": structural_keys(self.trained),
             "buffers": structural_keys(self.kept),
             "slots": _slot_keys(self.update.variables, self.trained) if self.update else [],
         }
+
+    @property
+    def stale(self) -> bool:
+        """Whether somebody has changed the model, or compiled it anew, since its steps were taken from it."""
+        return self._made_of != _made_of(self.model)
 
     @property
     def scales_loss(self) -> bool:
@@ -155,11 +168,9 @@ class Steps:
         """A model's variables by the structural keys of a state."""
         if self.update is not None:
             built(model)
-        found = {
-            "params": model.trainable_variables,
-            "buffers": model.non_trainable_variables,
-            "slots": model.optimizer.variables if self.update is not None else [],
-        }
+        variables = model.variables
+        found = {part: [variables[place] for place in places] for part, places in self._places.items()}
+        found["slots"] = model.optimizer.variables if self.update is not None else []
         return {part: dict(zip(self.keys[part], own, strict=True)) for part, own in found.items()}
 
     @property
@@ -195,6 +206,13 @@ def built(model: keras.Model) -> None:
     """Make the variables of a model's optimizer, as its first `fit` would."""
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
+
+
+def _made_of(model: keras.Model) -> tuple[Any, ...]:
+    """What tells a model from the same one after it was changed or compiled anew."""
+    if not model.compiled:
+        return signature(model), ()
+    return signature(model), tuple(map(id, (model.optimizer, model._compile_loss, model._compile_metrics)))
 
 
 def _called(model: keras.Model, x: Any, *, training: bool) -> Any:

@@ -45,7 +45,7 @@ class Engine(KerasEngine):
         fused: bool,
         programs: Programs | None = None,
     ) -> None:
-        definition = programs.definition if programs else TensorFlowDefinition(members[0].model, task)
+        definition = TensorFlowDefinition(members[0].model, task)
         # Of the other engine, too: it knows how its programs run.
         self._tensorflow: Any = programs.backend if programs else TensorFlowBackend(device)
         super().__init__(members, definition, self._tensorflow, fused=fused, programs=programs)

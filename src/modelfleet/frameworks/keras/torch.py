@@ -20,6 +20,7 @@ from modelfleet.errors import InputError
 from modelfleet.frameworks import batches
 from modelfleet.frameworks.functional import Replica
 from modelfleet.frameworks.keras.labels import label_check
+from modelfleet.frameworks.keras.recipe import task_of
 from modelfleet.frameworks.keras.steps import Steps, outputs
 from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, CannotFuseError
 from modelfleet.frameworks.torch import arrays, engine, programs, steps
@@ -182,8 +183,12 @@ class Engine(engine.Engine):
         fused: bool,
         programs: Any = None,
     ) -> None:
+        if programs is None:
+            programs = _programs(members[0].model, task, fused=fused)
+        elif programs.steps.own.stale:  # in place: others have these programs, too
+            vars(programs).update(vars(_programs(members[0].model, task, fused=fused)))
         # Nothing is `shared`: every Keras model has variables of its own.
-        self._begin(members[0].name, programs or _programs(members[0].model, task, fused=fused), device)
+        self._begin(members[0].name, programs, device)
         self.state = self._from_models(members)
 
     @property
@@ -269,6 +274,14 @@ class Engine(engine.Engine):
         return self._bears_padding[key]
 
     # --- state ---------------------------------------------------------------------------------------------------
+
+    def adopt(self, position: int, other: engine.Engine, source: int) -> None:
+        """Take over the number of steps a member has taken. Its optimizer's state is in its model."""
+        self.state["member"]["step"][position] = other.state["member"]["step"][source]
+
+    def still_shared(self, members: Sequence[Member]) -> bool:
+        """Whether all members are compiled as they were when the lane was made."""
+        return not self._steps.own.stale and all(task_of(member.model) is self.task for member in members)
 
     def restack(self, positions: np.ndarray, members: Sequence[Member], *, working: bool = False) -> None:
         """Take the members at these rows from their models again: weights and the optimizer's variables."""
