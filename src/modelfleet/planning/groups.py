@@ -30,5 +30,8 @@ def group(
         if groups:
             what = difference(signatures[first], signatures[0])
             reason = f"{names[first]!r} is unlike {names[0]!r}: {what or 'its optimizer has other options'}"
+        plain = getattr(tasks[first], "plain", None)
+        if plain is not None:
+            reason = f"{names[first]!r} runs on its own: {plain}"
         groups.append(Group(tuple(positions), reason))
     return groups

@@ -103,16 +103,18 @@ def test_an_uncompiled_model_can_only_predict() -> None:
             tasks(own, kind)
 
 
-def test_an_overridden_train_step_is_refused() -> None:
+def test_a_model_with_a_train_step_of_its_own_has_a_task_of_its_own() -> None:
     class Custom(keras.Sequential):
         def train_step(self, *args: Any) -> Any:
             return super().train_step(*args)
 
-    model = Custom([keras.Input((4,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    with pytest.raises(InputError, match=r"Custom overrides train_step.*compute_loss"):
-        tasks([Member("a", model, 0, adapter)])
-    assert tasks([Member("a", model, 0, adapter)], "predict")
+    own = [Member(name, Custom([keras.Input((4,)), keras.layers.Dense(1)]), 0, None) for name in "ab"]
+    for member in own:
+        member.model.compile("sgd", "mse")
+    first, second = tasks(own)
+    assert first.plain == "Custom overrides train_step"
+    assert first is not second
+    assert tasks(own)[0] is first
 
 
 @pytest.mark.parametrize(
@@ -142,3 +144,36 @@ def test_logits_are_right_on_their_side_of_0() -> None:
     y = (x[:, :1] > 0).astype(np.float32)
     expected = np.mean((fleet.predict(x)["0"] > 0) == (y > 0))
     assert fleet.evaluate((x, y))["0"]["accuracy"] == pytest.approx(expected)
+
+
+def test_what_a_task_can_not_look_into_keeps_members_apart() -> None:
+    class Slow(keras.optimizers.SGD):  # and says nothing of it in its config
+        def __init__(self, share: float) -> None:
+            super().__init__(0.1)
+            self.share = share
+
+    class Off(keras.metrics.Metric):
+        def __init__(self, limit: float) -> None:
+            super().__init__()
+            self.limit = limit
+
+        def result(self) -> Any:
+            return self.limit
+
+    def pulled(variable: Any) -> Any:
+        return lambda y, p: keras.ops.mean(keras.ops.square(y - p)) + variable
+
+    def found(**first: Any) -> Any:
+        member = members(1)[0]
+        member.model.compile(**{"optimizer": "sgd", "loss": "mse", **first})
+        return tasks([member])[0]
+
+    own = [keras.Variable(1.0), keras.Variable(1.0)]
+    assert found(optimizer=Slow(0.5)) is found(optimizer=Slow(0.5))
+    assert found(optimizer=Slow(0.5)) is not found(optimizer=Slow(0.25))
+    assert found(metrics=[Off(0.5)]) is found(metrics=[Off(0.5)])  # though Keras numbers their names
+    assert found(metrics=[Off(0.5)]) is not found(metrics=[Off(0.25)])
+    assert found(loss=pulled(own[0])) is found(loss=pulled(own[0]))
+    assert found(loss=pulled(own[0])) is not found(loss=pulled(own[1]))
+    teacher = [models.mlp(seed=seed) for seed in (0, 0)]
+    assert found(loss=pulled(teacher[0])) is not found(loss=pulled(teacher[1]))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tests.frameworks.keras import models
 
+from modelfleet.frameworks.keras.recipe import task_of
 from modelfleet.frameworks.keras.structure import difference, signature, trained_twice
 
 layers = keras.layers
@@ -130,3 +131,87 @@ def test_variables_trained_twice_are_found() -> None:
 @pytest.mark.parametrize("count", [3])
 def test_signatures_are_hashable(count: int) -> None:
     assert len({signature(models.mlp(rate=0.1)) for _ in range(count)}) == 1
+
+
+class Regular(layers.Layer):
+    """A layer whose weight is regularized and constrained by what its `__init__` was told, and by nothing else."""
+
+    def __init__(self, strength: float, limit: float) -> None:
+        super().__init__()
+        self.kernel = self.add_weight(
+            shape=(4, 3),
+            regularizer=keras.regularizers.L2(strength),
+            constraint=keras.constraints.MaxNorm(limit),
+        )
+
+    def call(self, x: Any) -> Any:
+        return x @ self.kernel
+
+
+class Ordered(keras.Model):
+    """Calls its layers in the order of a list."""
+
+    def __init__(self, *, turned: bool) -> None:
+        super().__init__()
+        self.first, self.second = layers.Dense(4, activation="tanh"), layers.Dense(4, activation="tanh")
+        self.order = [self.second, self.first] if turned else [self.first, self.second]
+        self(np.zeros((1, 4), dtype=np.float32))
+
+    def call(self, x: Any) -> Any:
+        for layer in self.order:
+            x = layer(x)
+        return x
+
+
+def regular(strength: float = 0.1, limit: float = 2.0) -> keras.Model:
+    return keras.Sequential([keras.Input((4,)), Regular(strength, limit)])
+
+
+def test_what_changes_a_step_counts() -> None:
+    def active(strength: float) -> keras.Model:
+        return keras.Sequential(
+            [keras.Input((4,)), layers.Dense(3, activity_regularizer=keras.regularizers.L2(strength))]
+        )
+
+    assert told(active(0.1), active(0.1)) is None
+    assert "activity_regularizer is L2" in (told(active(0.1), active(0.2)) or "")
+    assert told(regular(), regular()) is None
+    assert "weight 0 has the regularizer L2" in (told(regular(0.1), regular(0.2)) or "")
+    assert "weight 0 has the constraint MaxNorm" in (told(regular(0.1, 1.0), regular(0.1, 2.0)) or "")
+    assert told(Ordered(turned=True), Ordered(turned=True)) is None
+    assert told(Ordered(turned=True), Ordered(turned=False)) is not None
+    # What a layer keeps beside the model is not in the state of a lane.
+    scale = [keras.Variable(float(number)) for number in range(2)]
+    models_ = [models.mlp(activation=lambda x, own=own: x * own) for own in (scale[0], scale[0], scale[1])]
+    assert told(models_[0], models_[1]) is None
+    assert told(models_[0], models_[2]) is not None
+
+
+def test_names_that_keras_has_chosen_do_not_count() -> None:
+    def two() -> keras.Model:
+        x = keras.Input((4,))
+        return keras.Model(x, [layers.Dense(1)(x), layers.Dense(3)(x)])
+
+    assert told(two(), two()) is None
+
+
+def test_a_loaded_model_is_like_a_fresh_one(tmp_path: Any) -> None:
+    def make() -> keras.Model:
+        parts = [
+            keras.Input((5, 4)),
+            layers.LSTM(3, dropout=0.1),
+            layers.SpectralNormalization(layers.Dense(3)),
+            layers.Dropout(0.1),
+            layers.Dense(3),
+        ]
+        model = keras.Sequential(parts)
+        model.compile("adam", "mse", metrics=["mae", keras.metrics.R2Score()])
+        return model
+
+    used = make()
+    used.train_on_batch(np.ones((4, 5, 4), np.float32), np.ones((4, 3), np.float32))
+    used.save(tmp_path / "m.keras")
+    loaded: Any = keras.models.load_model(tmp_path / "m.keras")
+    for model in (used, loaded):
+        assert told(model, make()) is None
+        assert task_of(model) is task_of(make()) is task_of(make())

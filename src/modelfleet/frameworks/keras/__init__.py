@@ -3,11 +3,13 @@
 What the layers above use of Keras is named here.
 """
 
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 import keras
 
+from modelfleet.frameworks import protocol
 from modelfleet.frameworks.batches import weighted_inputs as inputs
 from modelfleet.frameworks.keras.building import (
     check_model,
@@ -23,9 +25,11 @@ from modelfleet.frameworks.keras.building import (
 from modelfleet.frameworks.keras.callbacks import wrap
 from modelfleet.frameworks.keras.classes import weighted
 from modelfleet.frameworks.keras.frozen import Frozen, frozen, weight_bytes
+from modelfleet.frameworks.keras.plain import PlainEngine
 from modelfleet.frameworks.keras.recipe import compile, prepare
 from modelfleet.frameworks.keras.schedules import Schedules
 from modelfleet.frameworks.keras.structure import difference, signature, trained_twice
+from modelfleet.members import Member
 
 NAME = "keras"
 PRECISIONS = ("float32",)  # a model has its own dtype policy
@@ -38,11 +42,25 @@ _PARTS = {  # the engine of each backend, and whose arrays, devices and files it
 _engine, arrays, _devices, files = (
     import_module(f"modelfleet.frameworks.{part}") for part in _PARTS[keras.backend.backend()]
 )
-Engine = _engine.Engine
 accelerators, choose = _devices.accelerators, _devices.choose
 memory, native = _devices.memory, _devices.native
 if keras.backend.backend() == "torch":
     threads, use_threads = _devices.threads, _devices.use_threads
+
+
+def Engine(  # noqa: N802  (a class in other adapters)
+    members: Sequence[Member],
+    task: Any,
+    columns: Mapping[str, Any],
+    device: Any,
+    *,
+    fused: bool,
+    programs: Any = None,
+) -> protocol.Engine:
+    """The engine of a lane: by the backend's programs, or for one member by the model's own functions."""
+    if task.plain is not None:
+        return PlainEngine(members, task, device)
+    return _engine.Engine(members, task, columns, device, fused=fused, programs=programs)
 
 
 def Replica(model: Any, device: Any, precision: str) -> Any:  # noqa: N802  (a class in other adapters)

@@ -10,8 +10,10 @@ from keras import ops
 from modelfleet.frameworks import batches
 from modelfleet.frameworks.functional import Definition, FunctionalEngine, Programs, State
 from modelfleet.frameworks.keras.labels import label_check
+from modelfleet.frameworks.keras.plain import become_plain
 from modelfleet.frameworks.keras.recipe import task_of
 from modelfleet.frameworks.keras.steps import Steps
+from modelfleet.frameworks.protocol import CannotFuseError
 from modelfleet.members import Member
 
 Loss = Callable[[dict[str, Any]], tuple[Any, Any]]
@@ -118,11 +120,35 @@ class KerasEngine(FunctionalEngine):
             if programs.definition.steps.stale:
                 programs.renew(definition)
             definition = programs.definition
+        self._members = list(members)
         super().__init__(members, definition, backend, fused=fused, programs=programs)
 
-    def adopt(self, position: int, other: FunctionalEngine, source: int) -> None:
+    def check(self, batch: Any, name: str) -> None:
+        """Try one member on two rows; one that is alone, and not to be had as functions, then runs plainly."""
+        super().check(batch, name)
+        if self._width == 1:
+            self._run_plainly()
+
+    def ready(self, kind: str, hyper: Any, active: Any, data: Any, *, shared: bool) -> None:
+        """Have the program for batches like this one, if Keras would compute the same."""
+        super().ready(kind, hyper, active, data, shared=shared)
+        if self._width == 1:
+            self._run_plainly()
+        elif self.programs.definition.steps.apart is not None:
+            raise CannotFuseError(self.programs.definition.steps.apart)
+
+    def _run_plainly(self) -> None:
+        """Become an engine that calls the model's own functions, if it was found that no others will do.
+
+        It is known only once a batch has been tried, and by then lanes and feeds hold this engine.
+        """
+        reason = self.programs.definition.steps.apart
+        if reason is not None:
+            become_plain(self, self._members, reason)
+
+    def adopt(self, position: int, other: Any, source: int) -> None:
         """Take over the number of steps a member has taken. Its optimizer's state is in its model."""
-        step = self.backend.take(other.state["member"]["step"], self._rows([source]))
+        step = self.tensor(other.steps_taken()[[source]].astype(np.int32))
         taken = self.backend.put(self.state["member"]["step"], self._rows([position]), step)
         self.state = {**self.state, "member": {**self.state["member"], "step": taken}}
 

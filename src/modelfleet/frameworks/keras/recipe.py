@@ -10,7 +10,8 @@ import numpy as np
 
 from modelfleet.each import spread
 from modelfleet.errors import InputError, unknown
-from modelfleet.frameworks.keras.values import freeze, show
+from modelfleet.frameworks.keras.structure import owned_by
+from modelfleet.frameworks.keras.values import Opaque, Owned, freeze, show
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
 
@@ -39,6 +40,13 @@ METRICS = {
 ALIASES = {"lr": "learning_rate", "eps": "epsilon"}
 COMPILE = ("loss_weights", "weighted_metrics")  # for model.compile, not for the optimizer
 
+# What Keras keeps on every optimizer for itself; what is spared from weight decay is told by places.
+_BOOKKEEPING = frozenset(
+    {"_lock", "name", "built", "_variables", "_trainable_variables", "_tracker", "_trainable_variables_indices"}
+    | {"_iterations", "_learning_rate", "_distribution_strategy", "_accumulated_gradients"}
+    | {"_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern", "_exclude_from_weight_decay_cache"}
+)
+
 _tasks: WeakValueDictionary[Hashable, "Task"] = WeakValueDictionary()  # as long as anybody has them
 
 
@@ -48,6 +56,8 @@ class Task:
 
     summary: str
     key: Hashable = field(repr=False)
+    plain: str | None = None
+    """Why a member runs on its own, by the functions of its own `fit`; None: its steps can be had as functions."""
 
 
 @dataclass(frozen=True)
@@ -109,45 +119,63 @@ def _check_compiled(member: Member, kind: str) -> None:
             f"member {name!r} is not compiled: it needs to know its {missing}. "
             f"Call model.compile(...) on it, or fleet.compile(...) for all members."
         )
-    step = "train_step" if kind == "train" else "test_step"
-    if getattr(type(model), step) is not getattr(keras.Model, step):
-        raise InputError(
-            f"member {name!r}: {type(model).__name__} overrides {step}, which can't be run for several members. "
-            f"Override compute_loss and compute_metrics instead; both are used."
-        )
-    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    for option in ("use_ema", "gradient_accumulation_steps") if kind == "train" else ():
-        if getattr(optimizer, option, None) and (option == "use_ema" or keras.backend.backend() != "jax"):
-            raise InputError(
-                f"member {name!r}: its optimizer has {option}={getattr(optimizer, option)!r}, which a fleet does "
-                f"not take on {keras.backend.backend()}. Leave it out."
-            )
+
+
+def _plain(model: Any) -> str | None:
+    """Why a model's steps can't be had as pure functions of its variables, as far as can be told before a batch."""
+    for step in ("train_step", "test_step", "predict_step", "make_train_function", "make_test_function"):
+        if getattr(type(model), step) is not getattr(keras.Model, step) or step in vars(model):
+            return f"{type(model).__name__} overrides {step}"
+    if model.compiled and model.run_eagerly:
+        return "it was compiled with run_eagerly=True"
+    if any(getattr(layer, "stateful", False) is True for layer in model._flatten_layers()):
+        return "it has a stateful layer"
+    optimizer = model.optimizer if model.compiled else None
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if getattr(inner, "use_ema", False):
+        return "its optimizer has use_ema=True"
+    if getattr(inner, "gradient_accumulation_steps", None) and keras.backend.backend() != "jax":
+        return "its optimizer has gradient_accumulation_steps"
+    return None
 
 
 def task_of(model: keras.Model) -> Task:
-    """The one task of all models that are compiled like this one."""
+    """The one task of all models that are compiled like this one; of its own if it runs on its own."""
+    plain = _plain(model)
+    if plain is not None:
+        return _known((plain, Opaque(model), model.compiled and id(model._compile_config)), plain, plain)
     if not model.compiled:
         return _known(("predict",), "predict")
     told = dict(model._compile_config.config)
-    parts = {key: freeze(told[key]) for key in ("loss", "loss_weights", "metrics", "weighted_metrics")}
-    parts["optimizer"] = _optimizer_key(model)
+    owned = owned_by(model)
+    parts = {key: freeze(told[key], owned) for key in ("loss", "loss_weights", "metrics", "weighted_metrics")}
+    parts["optimizer"] = _optimizer_key(model, owned)
     summary = ", ".join(f"{key} {show(value)}" for key, value in parts.items() if value != freeze(None))
     return _known(tuple(parts.items()), summary)
 
 
-def _known(key: Hashable, summary: str) -> Task:
-    return _tasks.setdefault(key, Task(summary, key))
+def _known(key: Hashable, summary: str, plain: str | None = None) -> Task:
+    return _tasks.setdefault(key, Task(summary, key, plain))
 
 
-def _optimizer_key(model: keras.Model) -> Hashable:
-    """An optimizer without its learning rate, unless that is a schedule: then it goes by the optimizer's steps."""
+def _optimizer_key(model: keras.Model, owned: Owned) -> Hashable:
+    """An optimizer without its learning rate, unless that is a schedule: then it goes by the optimizer's steps.
+
+    By its attributes, not its config: a class of one's own need not tell all there.
+    """
     optimizer = model.optimizer
     if optimizer is None:
         return freeze(None)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    schedule = not isinstance(inner._learning_rate, keras.Variable)
-    config = {key: value for key, value in inner.get_config().items() if key not in ("name", "learning_rate")}
-    if schedule:
+    variables = {id(variable) for variable in inner.variables}
+    config: dict[str, Any] = {}
+    for name, value in vars(inner).items():
+        if name in _BOOKKEEPING or name.startswith("_self_"):
+            continue
+        slots = isinstance(value, list) and all(id(item) in variables for item in value)
+        if not slots and id(value) not in variables:
+            config[name] = value
+    if not isinstance(inner._learning_rate, keras.Variable):
         config["learning_rate"] = inner._learning_rate
     excluded = getattr(inner, "_exclude_from_weight_decay", None) or set()
     spared = [index for index, v in enumerate(model.trainable_variables) if inner._var_key(v) in excluded]
@@ -155,7 +183,7 @@ def _optimizer_key(model: keras.Model) -> Hashable:
     config["spared from weight decay"] = [spared, pattern and pattern.pattern]
     if inner is not optimizer:
         config["growth steps of the loss scale"] = optimizer.dynamic_growth_steps
-    return type(inner), freeze(config)
+    return type(inner), freeze(config, owned)
 
 
 def _arguments(told: dict[str, Any], name: str) -> dict[str, Any]:

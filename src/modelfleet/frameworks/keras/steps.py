@@ -5,7 +5,8 @@ Keras's own `train_step` and `test_step`, and the metrics have the names of its 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -30,6 +31,8 @@ class Steps:
         self.trained = list(model.trainable_variables)
         self.kept = list(model.non_trainable_variables)
         self.maskable = False
+        self.apart: str | None = None
+        """Why these are not the steps that Keras would take, as far as is known: see `_Scope`."""
         self.optimizer = model.optimizer if model.compiled else None  # this one, if the model is compiled anew
         self.update: Update | None = None
         if self.optimizer is not None:
@@ -45,7 +48,7 @@ class Steps:
         self.keys = {
             "params": structural_keys(self.trained),
             "buffers": structural_keys(self.kept),
-            "slots": _slot_keys(self.update.variables, self.trained) if self.update else [],
+            "slots": slot_keys(self.update.variables, self.trained) if self.update else [],
         }
 
     @property
@@ -106,7 +109,7 @@ class Steps:
     ) -> tuple[Any, tuple[Any, Values, Values]]:
         """The loss to differentiate, and (the loss itself, new buffers, new metrics) of a train step."""
         mapping = [*self._mapping(params, buffers, metrics), *self._pairs("slots", self._slots, slots)]
-        with keras.StatelessScope(mapping, collect_losses=True) as scope:
+        with self._scope(mapping, training=True) as scope:
             loss = self._forward(batch, weights, training=True)
             scaled = loss if self.optimizer is None else self.optimizer.scale_loss(loss)
         return scaled, (loss, _found(scope, self.keys["buffers"], self.kept), self._metrics(scope))
@@ -124,7 +127,7 @@ class Steps:
         self, params: Values, buffers: Values, metrics: Values, batch: Any, weights: Any = None
     ) -> Values:
         """The metrics with a batch added."""
-        with keras.StatelessScope(self._mapping(params, buffers, metrics), collect_losses=True) as scope:
+        with self._scope(self._mapping(params, buffers, metrics), training=False) as scope:
             self._forward(batch, weights, training=False)
         return self._metrics(scope)
 
@@ -135,7 +138,31 @@ class Steps:
 
     def predict(self, params: Values, buffers: Values, x: Any) -> Any:
         """The model's outputs."""
-        return outputs(self.model, self._mapping(params, buffers, {}), x)
+        with self._scope(self._mapping(params, buffers, {}), training=False):
+            return _called(self.model, x, training=False)
+
+    @contextmanager
+    def _scope(self, mapping: Sequence[tuple[Any, Any]], *, training: bool) -> Iterator[keras.StatelessScope]:
+        """A scope for a forward pass, which notes what the model assigns that a step would lose."""
+        scope = _Scope(mapping, collect_losses=True)
+        with scope:
+            yield scope
+        free = {id(variable) for variable in self.model.metrics_variables} if self.model.compiled else set()
+        if training:
+            free |= {id(variable) for variable in self.kept}
+            if keras.backend.backend() == "jax":  # there, Keras's own steps lose it, too
+                free |= {id(variable) for variable in self.trained}
+        own = {id(variable) for variable in (*self.trained, *self.kept)}
+        for variable in scope.assigned:
+            if id(variable) in free or _draws_elsewhere(variable):
+                continue
+            if id(variable) not in own:
+                what = f"its forward changes {variable.path!r}, which is not of the model"
+            elif training:
+                what = f"its forward assigns to the trained weight {variable.path!r}"
+            else:
+                what = f"evaluate and predict change its {variable.path!r}"
+            self.apart = self.apart or what
 
     # --- helpers -------------------------------------------------------------------------------------------------
 
@@ -148,7 +175,9 @@ class Steps:
         if weights is None:
             loss = model._compute_loss(x, y, y_pred, sample_weight, training=training)
             model._loss_tracker.update_state(loss, sample_weight=rows)
-            model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+            told = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+            if isinstance(told, Mapping) and not told.keys() <= model.get_metrics_result().keys():
+                self.apart = self.apart or "its compute_metrics tells of more than the model's metrics"
             return loss
         weights = ops.cast(weights, "float32")
         real = ops.sum(weights)
@@ -194,6 +223,24 @@ class Steps:
     def _metrics(self, scope: keras.StatelessScope) -> Values:
         variables = self.model.metrics_variables
         return _found(scope, structural_keys(variables), variables)
+
+
+class _Scope(keras.StatelessScope):
+    """A stateless scope that remembers which variables were assigned within it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.assigned: list[Any] = []
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        """Note an assignment; the variable itself is not touched."""
+        self.assigned.append(update[0])
+        super().add_update(update)
+
+
+def _draws_elsewhere(variable: Any) -> bool:
+    """Whether a variable is a seed that does not matter: on torch, draws come from the members' streams."""
+    return keras.backend.backend() == "torch" and variable.name == "seed_generator_state"
 
 
 def outputs(model: keras.Model, mapping: Sequence[tuple[Any, Any]], x: Any) -> Any:
@@ -258,7 +305,8 @@ def structural_keys(variables: Sequence[Any]) -> list[str]:
     return [f"{index:03}.{re.sub(r'_[0-9]+$', '', variable.name)}" for index, variable in enumerate(variables)]
 
 
-def _slot_keys(slots: Sequence[Any], trained: Sequence[Any]) -> list[str]:
+def slot_keys(slots: Sequence[Any], trained: Sequence[Any]) -> list[str]:
+    """Keys for an optimizer's variables, the same for all models of a structure."""
     # Keras names a slot after the path of its variable, with the layer's name in it.
     prefixes = {f"{variable.path.replace('/', '_')}_": f"{index:03}_" for index, variable in enumerate(trained)}
     names = []

@@ -13,7 +13,7 @@ import keras
 from keras import tree
 from keras.src.utils.backend_utils import DynamicBackend
 
-from modelfleet.frameworks.keras.values import NOTHING, Opaque, freeze, show
+from modelfleet.frameworks.keras.values import NOTHING, Opaque, Owned, freeze, show, unnumbered
 
 _LAYER = frozenset(vars(keras.layers.Layer())) | {"name", "_name"}
 # What Keras keeps on a model for itself, some of it from the first `compile` or `fit` on.
@@ -32,6 +32,13 @@ _MODEL = frozenset(vars(keras.Model())) | {
 }
 
 _UNTOLD = (keras.InputSpec, DynamicBackend)  # what follows from the shapes of weights, and what all have in common
+# Of Keras's bookkeeping, what decides numbers.
+_TOLD = ("activity_regularizer", "autocast", "_supports_masking", "_call_has_training_arg", "_convert_input_args")
+# What layers keep from one use to the next, with no say in what they compute.
+_REMAINS = frozenset(
+    {"_dropout_mask", "_recurrent_dropout_mask", "is_gptq_calibrated", "is_awq_calibrated"}
+    | {"gptq_unpacked_column_size", "awq_unpacked_column_size"}
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,9 @@ class _Weight(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     trained: bool
+    regularizer: Hashable
+    constraint: Hashable
+    others: Hashable
 
 
 class _Tensor(NamedTuple):
@@ -67,12 +77,30 @@ class _Again(NamedTuple):
 def signature(model: keras.Model) -> Signature:
     """Tell the structure of `model`: its layers, how they are connected, their settings and their weights."""
     entries: list[tuple[str, Hashable]] = []
-    _walk(model, "", {}, entries)
+    owned = owned_by(model)
+    _walk(model, "", {}, entries, owned)
     trained = {id(variable) for variable in model.trainable_variables}
     for index, variable in enumerate(model.variables):
-        weight = _Weight(tuple(variable.shape), str(variable.dtype), id(variable) in trained)
+        weight = _Weight(
+            tuple(variable.shape),
+            str(variable.dtype),
+            id(variable) in trained,
+            freeze(variable.regularizer, owned),
+            freeze(variable.constraint, owned),
+            (variable._autocast, variable.overwrite_with_gradient),
+        )
         entries.append((f"weight {index}", weight))
     return Signature(tuple(entries))
+
+
+def owned_by(model: keras.Model) -> Owned:
+    """The layers, variables and seeds of a model by id, with the place of each: alike in all of its structure."""
+    found: dict[int, Hashable] = {id(v): ("weight", index) for index, v in enumerate(model.variables)}
+    for index, layer in enumerate(model._flatten_layers()):
+        found[id(layer)] = "layer", index
+        for number, seeds in enumerate(layer._seed_generators):
+            found[id(seeds)] = "seeds", index, number
+    return found
 
 
 def difference(a: Signature, b: Signature) -> str | None:
@@ -106,7 +134,9 @@ def trained_twice(models: Sequence[keras.Model]) -> tuple[int, int, str] | None:
     return None
 
 
-def _walk(layer: Any, path: str, seen: dict[int, str], entries: list[tuple[str, Hashable]]) -> None:
+def _walk(
+    layer: Any, path: str, seen: dict[int, str], entries: list[tuple[str, Hashable]], owned: Owned
+) -> None:
     first = seen.setdefault(id(layer), path)
     if first != path:
         entries.append((path, _Again(first)))
@@ -114,11 +144,11 @@ def _walk(layer: Any, path: str, seen: dict[int, str], entries: list[tuple[str, 
     dot = f"{path}." if path else ""
     entries.append((path or "the model", type(layer)))
     for key, value in _settings(layer):
-        entries.append((dot + key, freeze(value)))
+        entries.append((dot + key, freeze(value, owned)))
     if hasattr(layer, "_nodes_by_depth"):
-        entries += [(dot + key, value) for key, value in _connections(layer)]
+        entries += [(dot + key, value) for key, value in _connections(layer, owned)]
     for name, child in _children(layer):
-        _walk(child, dot + name, seen, entries)
+        _walk(child, dot + name, seen, entries, owned)
 
 
 def _children(layer: Any) -> Iterator[tuple[str, Any]]:
@@ -147,15 +177,17 @@ def _settings(layer: Any) -> Iterator[tuple[str, Any]]:
     """
     yield "trainable", getattr(layer, "trainable", True)
     yield "dtype", getattr(getattr(layer, "dtype_policy", None), "name", None)
+    for name in _TOLD:
+        yield name, getattr(layer, name, None)
     known = _MODEL if isinstance(layer, keras.Model) else _LAYER
     seeded = hasattr(layer, "_flatten_layers") and any(own._seed_generators for own in layer._flatten_layers())
     for name, value in sorted(vars(layer).items()):
-        bookkeeping = name in known or name.startswith("_self_") or isinstance(value, _UNTOLD)
+        bookkeeping = name in known or name in _REMAINS or name.startswith("_self_") or isinstance(value, _UNTOLD)
         if not bookkeeping and not (seeded and name == "seed"):  # its seeds are among the variables
             yield name, value
 
 
-def _connections(model: Any) -> Iterator[tuple[str, Hashable]]:
+def _connections(model: Any, owned: Owned) -> Iterator[tuple[str, Hashable]]:
     """How the layers of a functional model are called on each other's outputs."""
     places = {id(operation): index for index, operation in enumerate(model.operations)}
     own = {id(node) for nodes in model._nodes_by_depth.values() for node in nodes}
@@ -179,12 +211,14 @@ def _connections(model: Any) -> Iterator[tuple[str, Hashable]]:
         for node in operation._inbound_nodes:
             if id(node) in own and not node.is_input:
                 arguments = (node.arguments.args, node.arguments.kwargs)
-                yield f"layers.{index}'s inputs", freeze(tree.map_structure(refer, arguments))
-    yield "inputs", freeze(tree.map_structure(refer, model.input))
-    yield "outputs", freeze(tree.map_structure(refer, model.output))
+                yield f"layers.{index}'s inputs", freeze(tree.map_structure(refer, arguments), owned)
+    yield "inputs", freeze(tree.map_structure(refer, model.input), owned)
+    yield "outputs", freeze(tree.map_structure(refer, model.output), owned)
     for what, tensors in (("input", model.inputs), ("output", model.outputs)):
         if len(tensors) > 1:  # then data, losses and logs go by these names
-            yield f"{what} names", freeze(list(getattr(model, f"{what}_names", [])))
+            names = getattr(model, f"{what}_names", [])
+            makers = [tensor._keras_history.operation for tensor in tensors]
+            yield f"{what} names", freeze([unnumbered(*pair) for pair in zip(names, makers, strict=False)])
 
 
 def _words(path: str, value: Hashable, other: Hashable) -> str:
@@ -193,7 +227,13 @@ def _words(path: str, value: Hashable, other: Hashable) -> str:
             return f"{path} is {value.shape}, not {other.shape}"
         if value.dtype != other.dtype:
             return f"{path} is {value.dtype}, not {other.dtype}"
-        return f"{path} is trained, not frozen" if value.trained else f"{path} is frozen, not trained"
+        if value.trained != other.trained:
+            return f"{path} is trained, not frozen" if value.trained else f"{path} is frozen, not trained"
+        for what in ("regularizer", "constraint"):
+            own, theirs = getattr(value, what), getattr(other, what)
+            if own != theirs:
+                return f"{path} has the {what} {show(own)}, not {show(theirs)}"
+        return f"{path} has other options"
     if isinstance(value, type) and isinstance(other, type):
         return f"{path} is a {value.__qualname__}, not a {other.__qualname__}" + (
             " of that name" if value.__qualname__ == other.__qualname__ else ""

@@ -20,6 +20,7 @@ from modelfleet.errors import InputError
 from modelfleet.frameworks import batches
 from modelfleet.frameworks.functional import Replica
 from modelfleet.frameworks.keras.labels import label_check
+from modelfleet.frameworks.keras.plain import become_plain
 from modelfleet.frameworks.keras.recipe import task_of
 from modelfleet.frameworks.keras.steps import Steps, outputs
 from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, CannotFuseError
@@ -187,6 +188,7 @@ class Engine(engine.Engine):
             programs = _programs(members[0].model, task, fused=fused)
         elif programs.steps.own.stale:  # in place: others have these programs, too
             vars(programs).update(vars(_programs(members[0].model, task, fused=fused)))
+        self._members = list(members)
         # Nothing is `shared`: every Keras model has variables of its own.
         self._begin(members[0].name, programs, device)
         self.state = self._from_models(members)
@@ -205,6 +207,7 @@ class Engine(engine.Engine):
             raise InputError(
                 f"member {self._first!r} has no trainable variable. Set trainable=True on what is to be trained."
             )
+        own = self._steps.own
         if kind != "predict":
             self._try_results()
         args = {
@@ -213,6 +216,15 @@ class Engine(engine.Engine):
             "predict": (self._reading(self.state), self.shared, data),
         }
         self.programs.program(kind, args[kind], shared)
+        if own.apart is not None and len(self._members) > 1:
+            raise CannotFuseError(own.apart)
+        self._run_plainly()
+
+    def _run_plainly(self) -> None:
+        """Become an engine that calls the model's own functions, if it was found that no others will do."""
+        reason = self._steps.own.apart
+        if reason is not None and len(self._members) == 1:
+            become_plain(self, self._members, reason)
 
     def epoch_values(self) -> dict[str, np.ndarray]:
         """The loss and the metrics `(slot,)` since the last call; the next epoch begins at nothing."""
@@ -275,9 +287,9 @@ class Engine(engine.Engine):
 
     # --- state ---------------------------------------------------------------------------------------------------
 
-    def adopt(self, position: int, other: engine.Engine, source: int) -> None:
+    def adopt(self, position: int, other: Any, source: int) -> None:
         """Take over the number of steps a member has taken. Its optimizer's state is in its model."""
-        self.state["member"]["step"][position] = other.state["member"]["step"][source]
+        self.state["member"]["step"][position] = int(other.steps_taken()[source])
 
     def still_shared(self, members: Sequence[Member]) -> bool:
         """Whether all members are compiled as they were when the lane was made."""
@@ -311,6 +323,7 @@ class Engine(engine.Engine):
             self._steps.evaluate(one, self.shared, few, None, shared_data=True, fused=False)
         width = len(self.state["member"]["seed"])
         self.state = {**self.state, "metrics": self._fresh_metrics(width)}
+        self._run_plainly()
 
     def check_targets(self, output_shape: tuple[int, ...] | None, target: Any, name: str | None) -> None:
         """Check all labels of a data set, where the loss takes labels."""

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import re
 import sys
 import types
 from collections.abc import Hashable, Mapping
@@ -9,20 +10,21 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras.src.utils.naming import to_snake_case
 
 NOTHING = "·"
-"""In the place of what is compared elsewhere: a layer, a variable, a seed."""
+"""In the place of what is compared elsewhere, or does not count: how a weight was initialized."""
 
 _LONG = 60  # characters of a value that a message shows
 
-_ELSEWHERE = (
-    *(keras.layers.Layer, keras.Variable, keras.random.SeedGenerator, keras.initializers.Initializer),
-    *(keras.KerasTensor, keras.Optimizer),
-)
-
+_UNTOLD = (keras.initializers.Initializer, keras.KerasTensor, keras.Optimizer)
+_STATEFUL = (keras.layers.Layer, keras.Variable, keras.random.SeedGenerator)
 
 _NAMES = frozenset({"name", "_name"})
-_METRIC = frozenset(vars(keras.metrics.Metric())) | _NAMES
+_METRIC = frozenset(vars(keras.metrics.Metric())) | _NAMES | {"_built", "built"}
+
+Owned = Mapping[int, Hashable]
+"""What belongs to a model, by its id: the place of each of its layers, variables and seeds."""
 
 
 class Opaque:
@@ -40,31 +42,87 @@ class Opaque:
         return id(self.value)
 
 
-def freeze(value: Any) -> Hashable:
-    """`value` as a hashable one, equal where the contents are."""
-    match value:
-        case None | bool() | int() | str() | bytes() | type():
-            return type(value), value
-        case float() | complex():
-            return type(value), repr(value)  # nan equal to itself, and -0.0 apart from 0.0
-        case np.ndarray() | np.generic():
-            digest = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=16).digest()
-            return "array", value.dtype.name, value.shape, digest
-        case tuple() if hasattr(value, "_fields"):
-            return type(value), *map(freeze, value)
-        case Mapping():
-            return "dict", *((freeze(key), freeze(value[key])) for key in sorted(value, key=str))
-        case list() | tuple():
-            return "list", *map(freeze, value)  # JSON, and so a saved model, does not tell them apart
-        case set() | frozenset():
-            return "set", frozenset(map(freeze, value))
-        case types.FunctionType():
-            return value if _importable(value) else _of_function(value)
-        case types.MethodType():
-            return "method", freeze(value.__func__), freeze(value.__self__)
-        case functools.partial():
-            return "partial", freeze(value.func), freeze(value.args), freeze(value.keywords)
-    return _of_object(value)
+def freeze(value: Any, owned: Owned | None = None) -> Hashable:
+    """`value` as a hashable one, equal where the contents are.
+
+    A layer, a variable or a seed is known by its place in the model that owns it. One that nobody owns equals
+    itself only: its numbers are no part of a lane's state, so members that have unlike ones can't share a program.
+    """
+    return _Freezer(owned or {})(value)
+
+
+class _Freezer:
+    def __init__(self, owned: Owned) -> None:
+        self._owned = owned
+        self._open: set[int] = set()  # what is being looked into now: a closure may hold itself
+
+    def __call__(self, value: Any) -> Hashable:
+        if id(value) in self._owned:
+            return "own", self._owned[id(value)]
+        match value:
+            case None | bool() | int() | str() | bytes() | type():
+                return type(value), value
+            case float() | complex():
+                return type(value), repr(value)  # nan equal to itself, and -0.0 apart from 0.0
+            case np.ndarray() | np.generic() if value.dtype.kind != "O":
+                digest = hashlib.blake2b(np.ascontiguousarray(value).tobytes(), digest_size=16).digest()
+                return "array", value.dtype.name, value.shape, digest
+        if id(value) in self._open:
+            return NOTHING
+        self._open.add(id(value))
+        try:
+            return self._of_container(value)
+        finally:
+            self._open.discard(id(value))
+
+    def _of_container(self, value: Any) -> Hashable:
+        match value:
+            case tuple() if hasattr(value, "_fields"):
+                return type(value), *map(self, value)
+            case Mapping():
+                return "dict", *((self(key), self(value[key])) for key in sorted(value, key=str))
+            case list() | tuple():
+                return "list", *map(self, value)  # JSON, and so a saved model, does not tell them apart
+            case set() | frozenset():
+                return "set", frozenset(map(self, value))
+            case types.FunctionType():
+                return value if _importable(value) else self._of_function(value)
+            case types.MethodType():
+                return "method", self(value.__func__), self(value.__self__)
+            case functools.partial():
+                return "partial", self(value.func), self(value.args), self(value.keywords)
+        return self._of_object(value)
+
+    def _of_function(self, function: types.FunctionType) -> Hashable:
+        cells = tuple(self(_contents(cell)) for cell in function.__closure__ or ())
+        told = self(function.__defaults__), self(function.__kwdefaults__), self(vars(function))
+        # Functions of one code that were defined in two places may read unlike globals.
+        return "function", function.__code__, id(function.__globals__), *told, cells
+
+    def _of_object(self, value: Any) -> Hashable:
+        if isinstance(value, keras.metrics.Metric):  # its name is what the logs call it
+            own = {name: item for name, item in vars(value).items() if name not in _METRIC}
+            variables = {id(variable) for variable in value.variables}
+            plain = {name: item for name, item in own.items() if id(item) not in variables}
+            return type(value), self({**plain, "name": unnumbered(value.name, value)})
+        if isinstance(value, _UNTOLD):
+            return NOTHING
+        if isinstance(value, _STATEFUL) or hasattr(value, "assign"):
+            return Opaque(value)
+        if keras.ops.is_tensor(value):
+            return self(keras.ops.convert_to_numpy(value))
+        if hasattr(value, "get_config"):  # a loss, a regularizer, a constraint, a schedule, a policy
+            return type(value), self({name: item for name, item in vars(value).items() if name not in _NAMES})
+        if type(value).__name__ == "TensorShape":  # of TensorFlow, which layers keep there
+            return self(value.as_list())
+        plain = types.BuiltinFunctionType | types.CodeType | np.dtype | np.ufunc
+        return value if isinstance(value, plain) else Opaque(value)
+
+
+def unnumbered(name: str, of: Any) -> str:
+    """A name without the number that Keras has put behind it, where it has chosen the name by itself."""
+    own = to_snake_case(type(of).__name__)
+    return own if re.fullmatch(rf"{re.escape(own)}_[0-9]+", name) else name
 
 
 def show(frozen: Hashable) -> str:
@@ -94,29 +152,11 @@ def _text(frozen: Any) -> str:
     return f"a {type(frozen.value).__name__}" if isinstance(frozen, Opaque) else str(frozen)
 
 
-def _of_function(function: types.FunctionType) -> Hashable:
-    cells = tuple(freeze(_contents(cell)) for cell in function.__closure__ or ())
-    return "function", function.__code__, freeze(function.__defaults__), freeze(function.__kwdefaults__), cells
-
-
 def _contents(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # a variable that is not yet assigned
         return None
-
-
-def _of_object(value: Any) -> Hashable:
-    if isinstance(value, keras.metrics.Metric):  # its name is what the logs call it
-        own = {name: item for name, item in vars(value).items() if name not in _METRIC}
-        return type(value), freeze({**own, "name": value.name})
-    if isinstance(value, _ELSEWHERE):
-        return NOTHING
-    if keras.ops.is_tensor(value):
-        return freeze(keras.ops.convert_to_numpy(value))
-    if hasattr(value, "get_config"):  # a loss, a regularizer, a constraint, a schedule, a policy
-        return type(value), freeze({name: item for name, item in vars(value).items() if name not in _NAMES})
-    return value if isinstance(value, types.BuiltinFunctionType | types.CodeType | np.dtype) else Opaque(value)
 
 
 def _importable(value: Any) -> bool:

@@ -1,0 +1,418 @@
+"""The engine of a Keras member on its own: its own object, by the functions that its own `fit` calls.
+
+What can't be had as a pure function of a member's variables runs here: a `train_step` of one's own, eager models,
+states that a forward changes outside of the model. The model itself is the state: a step changes its variables in
+place, as `fit` does. Only two things differ from `fit`. On torch, draws come from the member's own stream. And a
+step whose loss or weights are not finite is undone: the member keeps its last good state.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from importlib import import_module
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops, tree
+
+from modelfleet.errors import InputError
+from modelfleet.frameworks import batches, protocol
+from modelfleet.frameworks.keras.recipe import task_of
+from modelfleet.frameworks.keras.steps import built, slot_keys, structural_keys
+from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS
+from modelfleet.members import Member
+from modelfleet.trees import leaves, map_tree
+
+WEIGHTS = ("params", "buffers")
+BACKEND = keras.backend.backend()
+
+
+class PlainEngine(protocol.Engine):
+    """The side of a lane of one member that Keras knows (see `protocol.Engine`)."""
+
+    programs = None
+    several = 1
+    fused = False
+    prospect = 1.0
+    untraced: str | None = None
+    compiling = False
+
+    def __init__(
+        self, members: Sequence[Member], task: Any, device: Any, reason: str | None = None
+    ) -> None:
+        (member,) = members
+        self.device = device
+        self.untraced = reason
+        self._task = task
+        self._member = member
+        self.model: Any = member.model
+        self._step = 0
+        self._trouble = FINE
+        self._evaluated = 0  # batches
+        self._logs: dict[str, Any] = {}
+        self._held: list[Any] = []  # what the metrics of training are while others are evaluated
+
+    @property
+    def task(self) -> Any:
+        """Return what the member is to do."""
+        return self._task
+
+    @property
+    def parameters(self) -> int:
+        """Return how many numbers are trained."""
+        return sum(int(np.prod(variable.shape)) for variable in self.model.trainable_variables)
+
+    @property
+    def bytes(self) -> int:
+        """Return what the model's and the optimizer's variables take."""
+        found = (variable for own in self._variables().values() for variable in own.values())
+        return sum(int(np.prod(v.shape)) * np.dtype(_numpy_dtype(v)).itemsize for v in found)
+
+    @property
+    def program(self) -> str:
+        """Return how the train steps run."""
+        return "Keras's own train step, eager" if self.model.run_eagerly else "Keras's own train step"
+
+    def stop(self) -> None:
+        """Do what Keras does when a fit is over: an optimizer may put averages in the place of the weights."""
+        optimizer = getattr(self.model, "optimizer", None)
+        if getattr(optimizer, "use_ema", False) and int(optimizer.iterations.value) > 0:
+            optimizer.finalize_variable_values(self.model.trainable_variables)
+            for variable in self.model.trainable_variables:
+                # Not the average's own array: on JAX, what next takes the weights would take that, too (3.15).
+                variable.assign(ops.copy(variable.value))
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        hyper: Any,
+        active: Any,
+        data: Any,
+        weights: Any,
+        *,
+        shared: bool,
+        pace: Any = None,
+        steps: int | None = None,
+    ) -> None:
+        """Take one step, or several on data with a step axis."""
+        for step in range(steps or 0):
+            one = map_tree(lambda t, step=step: t[step], data)
+            self.train(hyper, active, one, None, shared=shared)
+        if steps is None and bool(np.all(active)) and self._trouble == FINE:
+            self._take_step(data if shared else map_tree(lambda leaf: leaf[0], data))
+
+    def train_some(self, slots: np.ndarray, hyper: Any, data: Any, *, shared: bool, pace: Any = None) -> None:
+        """Take one step on data that were cut."""
+        self.train(hyper, np.ones(1, dtype=bool), data, None, shared=shared)
+
+    def _take_step(self, batch: Any) -> None:
+        before = self._copied(("params", "buffers", "slots", "metrics"))
+        with self._drawing(self._step):
+            self._logs = self._called("train", batch)
+        if not _finite(self._logs.get("loss", 0.0)):
+            self._trouble = LOSS
+        elif not all(_finite(ops.sum(v.value * 0)) for v in self.model.trainable_variables):
+            self._trouble = GRADIENT
+        if self._trouble == FINE:
+            self._step += 1
+        else:
+            self._put(before)
+
+    def ready(self, kind: str, hyper: Any, active: Any, data: Any, *, shared: bool) -> None:
+        """Refuse to train a model that has nothing to train."""
+        own_step = type(self.model).train_step is not keras.Model.train_step
+        if kind == "train" and not self.model.trainable_variables and not own_step:
+            raise InputError(
+                f"member {self._member.name!r} has no trainable variable. "
+                f"Set trainable=True on what is to be trained."
+            )
+
+    def epoch_values(self) -> dict[str, np.ndarray]:
+        """Return the loss and the metrics `(slot,)` since the last call; the next epoch begins at nothing."""
+        found = self._results(self._logs)
+        self.model.reset_metrics()
+        self._logs = {}
+        return found
+
+    def evaluate(
+        self, totals: Any, slots: Any, data: Any, weights: Any, counts: np.ndarray, size: int, *, shared: bool
+    ) -> Any:
+        """Add a batch; `totals` are the last batch's logs, and the sums are in the model's own metrics."""
+        if not np.asarray(counts)[0]:
+            return totals
+        if totals is None:
+            self._held = [(variable, ops.copy(variable.value)) for variable in self.model.metrics_variables]
+            self.model.reset_metrics()
+        batch = data if shared else map_tree(lambda leaf: leaf[0], data)
+        self._evaluated += 1
+        with self._drawing(-self._evaluated):
+            return self._called("test", batch)
+
+    def values(self, totals: Any) -> dict[str, np.ndarray]:
+        """Return the loss and the metrics `(slot,)` of what `evaluate` added up."""
+        found = self._results(totals or {})
+        for variable, value in self._held:
+            variable.assign(value)
+        self._held = []
+        return found
+
+    def predict(self, data: Any, *, shared: bool) -> Any:
+        """Return the outputs `(slot, row, …)` on a batch of inputs, on the host."""
+        x = data if shared else map_tree(lambda leaf: leaf[0], data)
+        self._evaluated += 1
+        with self._drawing(-self._evaluated):
+            found = self._called("predict", (x,))
+        return map_tree(lambda leaf: np.asarray(ops.convert_to_numpy(leaf))[None], found)
+
+    def inputs(self, data: Any) -> Any:
+        """Return the x of (x,), (x, y) and (x, y, sample_weight), or the batch itself."""
+        return batches.weighted_inputs(data)
+
+    def rows(self, outputs: Any, slot: int, count: int) -> Any:
+        """Return the member's real rows of a batch of outputs."""
+        return map_tree(lambda leaf: leaf[slot, :count], outputs)
+
+    def concatenate(self, parts: Sequence[Any]) -> Any:
+        """Return batches of rows as one array, or tree of arrays."""
+        columns = [np.concatenate(column) for column in zip(*(leaves(part) for part in parts), strict=True)]
+        filled = iter(columns)
+        return map_tree(lambda _: next(filled), parts[0])
+
+    # --- which rows count ----------------------------------------------------------------------------------------
+
+    def maskable(self, batch: Any) -> bool:
+        """Padded rows are cut off: nothing is known of what a step of one's own does with weights."""
+        return False
+
+    def row_weights(self, counts: np.ndarray, size: int) -> Any:
+        """Return `(slot, row)`: 1 for a real row, 0 for padding."""
+        return (np.arange(size) < np.asarray(counts)[:, None]).astype(np.float32)
+
+    def cut(self, data: Any, slots: np.ndarray, count: int, *, shared: bool) -> Any:
+        """Return the first `count` rows."""
+        return map_tree(lambda leaf: leaf[:count] if shared else leaf[:, :count], data)
+
+    # --- state ---------------------------------------------------------------------------------------------------
+
+    def tensor(self, array: np.ndarray) -> Any:
+        """Return a host array as it is: what is active is known on the host."""
+        return np.asarray(array)
+
+    def trouble(self) -> np.ndarray:
+        """Return `(slot,)`: what went wrong, by the codes of `protocol.REASONS`."""
+        return np.array([self._trouble])
+
+    def steps_taken(self) -> np.ndarray:
+        """Return `(slot,)`: the steps that changed the member's weights."""
+        return np.array([self._step])
+
+    def forgive(self) -> None:
+        """Begin a fit out of trouble, and with metrics at nothing, as `fit` does."""
+        self._trouble = FINE
+        if self.model.compiled:
+            self.model.reset_metrics()
+
+    def narrow(self, members: np.ndarray) -> None:
+        """Do nothing: there is one member."""
+
+    def widen(self) -> None:
+        """Do nothing: there is one member."""
+
+    def adopt(self, position: int, other: Any, source: int) -> None:
+        """Take over the number of steps that the member has taken."""
+        self._step = int(other.steps_taken()[source])
+
+    def still_shared(self, members: Sequence[Member]) -> bool:
+        """Return whether the member is compiled as it was when the lane was made."""
+        return all(task_of(member.model) is self.task for member in members)
+
+    def restack(self, positions: np.ndarray, members: Sequence[Member], *, working: bool = False) -> None:
+        """Do nothing: the model is the state."""
+
+    def write_out(self, row: int, working: bool, member: Member) -> None:
+        """Do nothing: the model is the state."""
+
+    def write_back(self, members: Sequence[Member]) -> None:
+        """Do nothing: the model is the state."""
+
+    def snapshot(self, row: int, working: bool = True) -> Any:
+        """Return a copy of the weights, `(1, …)` each."""
+        found = self._variables()
+        return {part: {key: v.value[None] * 1 for key, v in found[part].items()} for part in WEIGHTS}
+
+    def restore(self, row: int, working: bool, snapshot: Any) -> None:
+        """Give the member the weights of a snapshot."""
+        self._put({part: {key: value[0] for key, value in snapshot[part].items()} for part in WEIGHTS})
+
+    def tensors(self) -> dict[str, Any]:
+        """Return all of the state by path, `(1, …)` each, as arrays that `arrays.host` takes."""
+        own = self._variables()
+        found = {f"{part}/{key}": v.value[None] * 1 for part, some in own.items() for key, v in some.items()}
+        for name, number in (("step", self._step), ("trouble", self._trouble), ("evaluated", self._evaluated)):
+            found[f"member/{name}"] = ops.convert_to_tensor(np.array([number], dtype=np.int32))
+        return found
+
+    def load(self, tensors: Mapping[str, Any]) -> None:
+        """Take up the state that `tensors` gave, or NumPy arrays of it."""
+        for part, some in self._variables().items():
+            for key, variable in some.items():
+                given = tensors[f"{part}/{key}"][0]
+                if isinstance(given, np.ndarray | np.generic) and str(variable.dtype) == "bfloat16":
+                    given = import_module(f"modelfleet.frameworks.{BACKEND}.arrays").from_host(
+                        np.asarray(given), variable.value
+                    )
+                variable.assign(given)
+        self._step, self._trouble, self._evaluated = (
+            int(np.asarray(ops.convert_to_numpy(tensors[f"member/{name}"]))[0])
+            for name in ("step", "trouble", "evaluated")
+        )
+
+    def stream(self) -> AbstractContextManager[Any]:
+        """Return nothing to step within."""
+        return nullcontext()
+
+    def out_of_memory(self, error: BaseException) -> bool:
+        """Return whether an error that a step raised says that the device is out of memory."""
+        return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error)
+
+    # --- checks and costs ----------------------------------------------------------------------------------------
+
+    def check(self, batch: Any, name: str) -> None:
+        """Make the variables of the metrics and the optimizer, as far as the model can be looked at for it."""
+        data = batch.data if batch.shared else map_tree(lambda leaf: leaf[0], batch.data)
+        if self.model.optimizer is not None:
+            built(self.model)
+        with suppress(Exception):  # an eager model may look at numbers; its first step will tell what is wrong
+            self.model._symbolic_build(data_batch=_tuple(data))
+
+    def output_shape(self, batch: Any, name: str) -> tuple[int, ...] | None:
+        """Return None: what a model of its own ways gives is known when it gives it."""
+        return None
+
+    def check_targets(self, output_shape: tuple[int, ...] | None, target: Any, name: str | None) -> None:
+        """Do nothing: nothing is known of the outputs."""
+
+    def label_check(self, output_shape: tuple[int, ...] | None) -> Callable[[Any], None] | None:
+        """Return None: nothing is known of the outputs."""
+        return None
+
+    def working_bytes(self, batch: Any) -> int | None:
+        """Return None: it is not known."""
+        return None
+
+    # --- helpers -------------------------------------------------------------------------------------------------
+
+    def _called(self, kind: str, batch: Any) -> Any:
+        """Call the model's own train, test or predict function on one batch, as `fit` does."""
+        model = self.model
+        getattr(model, f"make_{kind}_function")()
+        function = getattr(model, f"{kind}_function")
+        try:
+            if BACKEND == "jax":
+                return self._with_state(kind, function, _tuple(batch))
+            if BACKEND == "torch":
+                (model.train if kind == "train" else model.eval)()
+            with keras.device(str(self.device)) if BACKEND == "torch" else nullcontext():
+                return function([_tuple(batch)])
+        except Exception as error:  # whatever a model of one's own may raise
+            if self.out_of_memory(error):
+                raise
+            said = f"{type(error).__name__}: {error}".rstrip(".")
+            raise InputError(
+                f"member {self._member.name!r} can't take this batch: {_shapes(batch)} into "
+                f"{type(model).__name__} gave {said}. Check the data against what the model expects."
+            ) from error
+        finally:
+            if BACKEND == "torch":
+                model.eval()
+
+    def _with_state(self, kind: str, function: Any, batch: Any) -> Any:
+        # As `train_on_batch` does on JAX, but without its reset of the metrics.
+        model = self.model
+        parts = {
+            "train": ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables"),
+            "test": ("trainable_variables", "non_trainable_variables", "metrics_variables"),
+            "predict": ("trainable_variables", "non_trainable_variables"),
+        }[kind]
+        state = model._get_jax_state(**dict.fromkeys(parts, True))
+        model._jax_state_synced = False
+        try:
+            found, state = function(state, iter([batch]))
+            model._jax_state = dict(zip(parts, state, strict=True))
+            model.jax_state_sync()
+        finally:
+            model._jax_state_synced = True
+        return found
+
+    def _results(self, logs: Any) -> dict[str, np.ndarray]:
+        """Return what Keras's logs would tell: the metrics, or what a step of one's own has given."""
+        found = self.model._get_metrics_result_or_logs(logs) if logs else self.model.get_metrics_result()
+        numbers = {name: np.asarray(ops.convert_to_numpy(value)) for name, value in dict(found).items()}
+        for name, value in numbers.items():
+            if value.size != 1:
+                raise InputError(
+                    f"member {self._member.name!r}: the metric {name!r} gives an array {value.shape}; a history "
+                    f"holds single numbers."
+                )
+        return {name: value.astype(np.float64).reshape(1) for name, value in numbers.items()}
+
+    def _drawing(self, step: int) -> AbstractContextManager[Any]:
+        """On torch, have draws come from the member's own stream; elsewhere they come from the model's seeds."""
+        if BACKEND != "torch":
+            return nullcontext()
+        from modelfleet.frameworks.keras.torch import drawing
+
+        # Evaluating draws from another stream than training, and every batch draws anew.
+        return drawing(self._member.seed if step >= 0 else self._member.seed ^ 1, abs(step))
+
+    def _variables(self) -> dict[str, dict[str, Any]]:
+        model = self.model
+        slots: list[Any] = []
+        if model.compiled and model.optimizer is not None and model.optimizer.built:
+            slots = model.optimizer.variables
+        trained, kept = model.trainable_variables, model.non_trainable_variables
+        metrics = model.metrics_variables if model.compiled else []
+        return {
+            "params": dict(zip(structural_keys(trained), trained, strict=True)),
+            "buffers": dict(zip(structural_keys(kept), kept, strict=True)),
+            "slots": dict(zip(slot_keys(slots, trained), slots, strict=True)),
+            "metrics": dict(zip(structural_keys(metrics), metrics, strict=True)),
+        }
+
+    def _copied(self, parts: Sequence[str]) -> dict[str, dict[str, Any]]:
+        found = self._variables()
+        return {part: {key: ops.copy(v.value) for key, v in found[part].items()} for part in parts}
+
+    def _put(self, values: Mapping[str, Mapping[str, Any]]) -> None:
+        found = self._variables()
+        for part, some in values.items():
+            for key, value in some.items():
+                found[part][key].assign(value)
+
+
+def _tuple(batch: Any) -> Any:
+    return tuple(batch) if isinstance(batch, list) else batch if isinstance(batch, tuple) else (batch,)
+
+
+def _finite(value: Any) -> bool:
+    return bool(np.isfinite(ops.convert_to_numpy(value)).all())
+
+
+def _numpy_dtype(variable: Any) -> str:
+    return {"bfloat16": "float16"}.get(str(variable.dtype), str(variable.dtype))
+
+
+def _shapes(batch: Any) -> str:
+    found = [leaf for leaf in tree.flatten(batch) if leaf is not None]
+    return ", ".join(f"{tuple(leaf.shape)} {getattr(leaf.dtype, 'name', leaf.dtype)}" for leaf in found)
+
+
+def become_plain(engine: Any, members: Sequence[Member], reason: str) -> None:
+    """Turn the engine of one member into a plain one, where it is."""
+    steps = engine.steps_taken()
+    plain = PlainEngine(members, engine.task, engine.device, reason)
+    plain._step = int(steps[0])
+    engine.__class__ = PlainEngine
+    engine.__dict__.clear()
+    engine.__dict__.update(vars(plain))
