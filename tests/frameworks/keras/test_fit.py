@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -243,3 +244,19 @@ def test_map_gives_what_the_model_predicts() -> None:
     users["weighted"] = users["2"][:10]
     for user, rows in users.items():
         np.testing.assert_allclose(answers[user], model.predict(rows, verbose=0), rtol=1e-4, atol=1e-5)
+
+
+def test_an_adapted_layer_is_kept(tmp_path: Path) -> None:
+    def make() -> keras.Model:
+        parts = [keras.Input((4,)), keras.layers.Normalization(), keras.layers.Dense(2, kernel_initializer="ones")]
+        return keras.Sequential(parts)
+
+    fleet = mf.Fleet.build(make, 2)
+    x, _ = models.data(16)
+    for name in fleet.names:
+        fleet[name].layers[0].adapt(100 * x + float(name))
+    fleet.save(tmp_path / "kept")
+    found = mf.load(tmp_path / "kept", make).predict(x)
+    for name, expected in fleet.predict(x).items():
+        np.testing.assert_allclose(found[name], expected, rtol=1e-5)
+        np.testing.assert_allclose(found[name], fleet[name].predict(x, verbose=0), rtol=1e-5)

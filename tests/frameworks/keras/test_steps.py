@@ -122,10 +122,10 @@ def test_evaluate_and_predict_are_as_in_keras() -> None:
     steps = Steps(model)
     steps.build((x, y))
     state = steps.state(model)
-    metrics = steps.evaluate(state["params"], state["buffers"], steps.fresh_metrics(), (x[:6], y[:6]))
-    metrics = steps.evaluate(state["params"], state["buffers"], metrics, (x[6:], y[6:]))
+    metrics, _ = steps.evaluate(state["params"], state["buffers"], steps.fresh_metrics(), (x[:6], y[:6]))
+    metrics, _ = steps.evaluate(state["params"], state["buffers"], metrics, (x[6:], y[6:]))
     found = {name: float(value) for name, value in steps.results(metrics).items()}
-    outputs = keras.ops.convert_to_numpy(steps.predict(state["params"], state["buffers"], x))
+    outputs = keras.ops.convert_to_numpy(steps.predict(state["params"], state["buffers"], x)[0])
     model.run_eagerly = True
     expected = model.evaluate(x, y, batch_size=6, verbose=0, return_dict=True)
     assert found == pytest.approx(expected, rel=1e-5)

@@ -75,6 +75,8 @@ def weights_key(model: keras.Model) -> tuple[Any, ...]:
 
 def stacked_weights(models: Sequence[keras.Model]) -> dict[str, Any]:
     """The weights of models of one key, `(member, …)` each; seeds are among them."""
+    for model in models:
+        _refuse_vocabularies(model)
     own = [_weights(model) for model in models]
     stacked = {name: np.stack([ops.convert_to_numpy(weights[name].value) for weights in own]) for name in own[0]}
     if keras.backend.backend() != "torch":
@@ -96,7 +98,21 @@ def fill(model: keras.Model, tensors: Mapping[str, Any]) -> str | None:
             return f"its {name!r} is {mine[0]} {mine[1]}, the folder's is {theirs[0]} {theirs[1]}"
     for name, variable in own.items():
         variable.assign(tensors[name])
+    for layer in model._flatten_layers():
+        if hasattr(layer, "finalize_state"):  # Normalization computes with what it makes of its weights here
+            layer.finalize_state()
     return None
+
+
+def _refuse_vocabularies(model: keras.Model) -> None:
+    """Refuse to keep a model that has learnt a vocabulary: it is in no weight, and would be lost without a word."""
+    for layer in model._flatten_layers():
+        lookup = getattr(layer, "_lookup_layer", layer)
+        if hasattr(lookup, "get_vocabulary") and getattr(lookup, "input_vocabulary", None) is None:
+            raise InputError(
+                f"the layer {layer.name!r} has a vocabulary from adapt, which is no weight. Give the layer its "
+                f"vocabulary when it is made (vocabulary=...), or keep the model with model.save."
+            )
 
 
 def randomness() -> Any:

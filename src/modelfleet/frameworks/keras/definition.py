@@ -68,16 +68,18 @@ class KerasDefinition(Definition):
     def evaluate(
         self, state: State, metrics: dict[str, Any], batch: Any, weights: Any
     ) -> tuple[dict[str, Any], State]:
-        """The metrics with a batch added."""
-        return self.steps.evaluate(state["params"], state["buffers"], metrics, batch, weights), {}
+        """The metrics with a batch added, and the seeds and counters that the model has moved on."""
+        found, changed = self.steps.evaluate(state["params"], state["buffers"], metrics, batch, weights)
+        return found, {"buffers": changed}
 
     def results(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """The loss and the metrics, by the names of Keras's logs."""
         return self.steps.results(metrics)
 
     def predict(self, state: State, x: Any) -> tuple[Any, State]:
-        """The model's outputs."""
-        return self.steps.predict(state["params"], state["buffers"], x), {}
+        """The model's outputs, and the seeds and counters that it has moved on."""
+        outputs, changed = self.steps.predict(state["params"], state["buffers"], x)
+        return outputs, {"buffers": changed}
 
     def write_back(self, member: Member, state: State) -> None:
         """Put a member's weights, seeds and optimizer's variables into its model."""

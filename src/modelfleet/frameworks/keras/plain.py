@@ -48,7 +48,7 @@ class PlainEngine(protocol.Engine):
         self.model: Any = member.model
         self._step = 0
         self._trouble = FINE
-        self._evaluated = 0  # batches
+        self._batch = 0  # the number of the next batch to evaluate or predict
         self._logs: dict[str, Any] = {}
         self._held: list[Any] = []  # what the metrics of training are while others are evaluated
 
@@ -108,7 +108,7 @@ class PlainEngine(protocol.Engine):
 
     def _take_step(self, batch: Any) -> None:
         before = self._copied(("params", "buffers", "slots", "metrics"))
-        with self._drawing(self._step):
+        with self._drawing(self._member.seed):
             self._logs = self._called("train", batch)
         if not _finite(self._logs.get("loss", 0.0)):
             self._trouble = LOSS
@@ -121,6 +121,7 @@ class PlainEngine(protocol.Engine):
 
     def ready(self, kind: str, hyper: Any, active: Any, data: Any, *, shared: bool) -> None:
         """Refuse to train a model that has nothing to train."""
+        self._batch = 0
         own_step = type(self.model).train_step is not keras.Model.train_step
         if kind == "train" and not self.model.trainable_variables and not own_step:
             raise InputError(
@@ -144,9 +145,9 @@ class PlainEngine(protocol.Engine):
         if totals is None:
             self._held = [(variable, ops.copy(variable.value)) for variable in self.model.metrics_variables]
             self.model.reset_metrics()
+            self._batch = 0
         batch = data if shared else map_tree(lambda leaf: leaf[0], data)
-        self._evaluated += 1
-        with self._drawing(-self._evaluated):
+        with self._drawing_to_evaluate():
             return self._called("test", batch)
 
     def values(self, totals: Any) -> dict[str, np.ndarray]:
@@ -157,11 +158,12 @@ class PlainEngine(protocol.Engine):
         self._held = []
         return found
 
-    def predict(self, data: Any, *, shared: bool) -> Any:
+    def predict(self, data: Any, *, shared: bool, counts: np.ndarray | None = None) -> Any:
         """Return the outputs `(slot, row, …)` on a batch of inputs, on the host."""
         x = data if shared else map_tree(lambda leaf: leaf[0], data)
-        self._evaluated += 1
-        with self._drawing(-self._evaluated):
+        if counts is not None:
+            x = map_tree(lambda leaf: leaf[: int(counts[0])], x)
+        with self._drawing_to_evaluate():
             found = self._called("predict", (x,))
         return map_tree(lambda leaf: np.asarray(ops.convert_to_numpy(leaf))[None], found)
 
@@ -249,7 +251,7 @@ class PlainEngine(protocol.Engine):
         """Return all of the state by path, `(1, …)` each, as arrays that `arrays.host` takes."""
         own = self._variables()
         found = {f"{part}/{key}": v.value[None] * 1 for part, some in own.items() for key, v in some.items()}
-        for name, number in (("step", self._step), ("trouble", self._trouble), ("evaluated", self._evaluated)):
+        for name, number in (("step", self._step), ("trouble", self._trouble)):
             found[f"member/{name}"] = ops.convert_to_tensor(np.array([number], dtype=np.int32))
         return found
 
@@ -263,9 +265,8 @@ class PlainEngine(protocol.Engine):
                         np.asarray(given), variable.value
                     )
                 variable.assign(given)
-        self._step, self._trouble, self._evaluated = (
-            int(np.asarray(ops.convert_to_numpy(tensors[f"member/{name}"]))[0])
-            for name in ("step", "trouble", "evaluated")
+        self._step, self._trouble = (
+            int(np.asarray(ops.convert_to_numpy(tensors[f"member/{name}"]))[0]) for name in ("step", "trouble")
         )
 
     def stream(self) -> AbstractContextManager[Any]:
@@ -357,14 +358,17 @@ class PlainEngine(protocol.Engine):
                 )
         return {name: value.astype(np.float64).reshape(1) for name, value in numbers.items()}
 
-    def _drawing(self, step: int) -> AbstractContextManager[Any]:
+    def _drawing(self, seed: int) -> AbstractContextManager[Any]:
         """On torch, have draws come from the member's own stream; elsewhere they come from the model's seeds."""
         if BACKEND != "torch":
             return nullcontext()
         from modelfleet.frameworks.keras.torch import drawing
 
-        # Evaluating draws from another stream than training, and every batch draws anew.
-        return drawing(self._member.seed if step >= 0 else self._member.seed ^ 1, abs(step))
+        return drawing(seed, self._step)
+
+    def _drawing_to_evaluate(self) -> AbstractContextManager[Any]:
+        self._batch += 1
+        return self._drawing((self._member.seed + evaluation_offset(self._batch)) % 2**63)
 
     def _variables(self) -> dict[str, dict[str, Any]]:
         model = self.model
@@ -389,6 +393,11 @@ class PlainEngine(protocol.Engine):
         for part, some in values.items():
             for key, value in some.items():
                 found[part][key].assign(value)
+
+
+def evaluation_offset(batch: int) -> int:
+    """What is added to a member's seed, modulo 2**63, for the draws of a batch of an evaluation: each its own."""
+    return batch * 0x9E3779B97F4A7C15 % 2**63
 
 
 def _tuple(batch: Any) -> Any:

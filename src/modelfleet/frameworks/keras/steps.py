@@ -125,43 +125,50 @@ class Steps:
 
     def evaluate(
         self, params: Values, buffers: Values, metrics: Values, batch: Any, weights: Any = None
-    ) -> Values:
-        """The metrics with a batch added."""
+    ) -> tuple[Values, Values]:
+        """The metrics with a batch added, and the buffers that the model has changed: seeds, counters."""
         with self._scope(self._mapping(params, buffers, metrics), training=False) as scope:
             self._forward(batch, weights, training=False)
-        return self._metrics(scope)
+        return self._metrics(scope), self._changed(scope)
 
     def results(self, metrics: Values) -> dict[str, Any]:
         """The loss and the metrics, by the names of Keras's logs."""
         with keras.StatelessScope(self._metrics_pairs(metrics)):
             return dict(self.model.get_metrics_result())
 
-    def predict(self, params: Values, buffers: Values, x: Any) -> Any:
-        """The model's outputs."""
-        with self._scope(self._mapping(params, buffers, {}), training=False):
-            return _called(self.model, x, training=False)
+    def predict(self, params: Values, buffers: Values, x: Any) -> tuple[Any, Values]:
+        """The model's outputs, and the buffers that it has changed."""
+        with self._scope(self._mapping(params, buffers, {}), training=False) as scope:
+            found = _called(self.model, x, training=False)
+        return found, self._changed(scope)
+
+    def _changed(self, scope: "_Scope") -> Values:
+        assigned = {id(variable) for variable in scope.assigned}
+        pairs = zip(self.keys["buffers"], self.kept, strict=True)
+        return {key: scope.get_current_value(v) for key, v in pairs if id(v) in assigned}
 
     @contextmanager
-    def _scope(self, mapping: Sequence[tuple[Any, Any]], *, training: bool) -> Iterator[keras.StatelessScope]:
+    def _scope(self, mapping: Sequence[tuple[Any, Any]], *, training: bool) -> Iterator["_Scope"]:
         """A scope for a forward pass, which notes what the model assigns that a step would lose."""
         scope = _Scope(mapping, collect_losses=True)
         with scope:
             yield scope
-        free = {id(variable) for variable in self.model.metrics_variables} if self.model.compiled else set()
-        if training:
-            free |= {id(variable) for variable in self.kept}
-            if keras.backend.backend() == "jax":  # there, Keras's own steps lose it, too
-                free |= {id(variable) for variable in self.trained}
+        backend = keras.backend.backend()
         own = {id(variable) for variable in (*self.trained, *self.kept)}
+        free = {id(variable) for variable in self.model.metrics_variables} if self.model.compiled else set()
+        if training or backend != "torch":  # the torch engine does not carry what evaluating changes
+            free |= {id(variable) for variable in self.kept}
+        if backend == "jax":  # there, Keras's own steps lose what is assigned to a trained weight
+            free |= {id(variable) for variable in self.trained}
         for variable in scope.assigned:
-            if id(variable) in free or _draws_elsewhere(variable):
+            # On torch, draws come from the member's stream, whatever the seed.
+            drawn = backend == "torch" and variable.name == "seed_generator_state"
+            if id(variable) in free or drawn:
                 continue
-            if id(variable) not in own:
-                what = f"its forward changes {variable.path!r}, which is not of the model"
-            elif training:
-                what = f"its forward assigns to the trained weight {variable.path!r}"
-            else:
-                what = f"evaluate and predict change its {variable.path!r}"
+            what = f"its forward changes {variable.path!r}, which is not of the model"
+            if id(variable) in own:
+                trained = f"its forward assigns to the trained weight {variable.path!r}"
+                what = trained if variable.trainable else f"evaluate and predict change its {variable.path!r}"
             self.apart = self.apart or what
 
     # --- helpers -------------------------------------------------------------------------------------------------
@@ -236,11 +243,6 @@ class _Scope(keras.StatelessScope):
         """Note an assignment; the variable itself is not touched."""
         self.assigned.append(update[0])
         super().add_update(update)
-
-
-def _draws_elsewhere(variable: Any) -> bool:
-    """Whether a variable is a seed that does not matter: on torch, draws come from the members' streams."""
-    return keras.backend.backend() == "torch" and variable.name == "seed_generator_state"
 
 
 def outputs(model: keras.Model, mapping: Sequence[tuple[Any, Any]], x: Any) -> Any:

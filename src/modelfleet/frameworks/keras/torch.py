@@ -6,7 +6,7 @@ is compiled where that pays. What is Keras's comes from `Steps`: the loss, the m
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import keras
@@ -20,7 +20,7 @@ from modelfleet.errors import InputError
 from modelfleet.frameworks import batches
 from modelfleet.frameworks.functional import Replica
 from modelfleet.frameworks.keras.labels import label_check
-from modelfleet.frameworks.keras.plain import become_plain
+from modelfleet.frameworks.keras.plain import become_plain, evaluation_offset
 from modelfleet.frameworks.keras.recipe import task_of
 from modelfleet.frameworks.keras.steps import Steps, outputs
 from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, CannotFuseError
@@ -110,7 +110,7 @@ class LaneSteps(steps.Steps):
         """The metrics of a state `(member, …)` with a batch added."""
 
         def add(own: State, data: Any, weights: Any) -> Any:
-            return self.own.evaluate(own["params"], own["buffers"], own["metrics"], data, weights)
+            return self.own.evaluate(own["params"], own["buffers"], own["metrics"], data, weights)[0]
 
         own = {part: state[part] for part in ("params", "buffers", "metrics")}
         with torch.no_grad(), self._keras(state, fused):
@@ -122,7 +122,7 @@ class LaneSteps(steps.Steps):
         """The outputs `(member, row, …)` on a batch of inputs."""
 
         def output_of(own: State, data: Any) -> Any:
-            return self.own.predict(own["params"], own["buffers"], data)
+            return self.own.predict(own["params"], own["buffers"], data)[0]
 
         own = {part: state[part] for part in ("params", "buffers")}
         with torch.no_grad(), self._keras(state, fused):
@@ -189,6 +189,7 @@ class Engine(engine.Engine):
         elif programs.steps.own.stale:  # in place: others have these programs, too
             vars(programs).update(vars(_programs(members[0].model, task, fused=fused)))
         self._members = list(members)
+        self._batch = 0  # the number of the next batch to evaluate or predict
         # Nothing is `shared`: every Keras model has variables of its own.
         self._begin(members[0].name, programs, device)
         self.state = self._from_models(members)
@@ -208,6 +209,7 @@ class Engine(engine.Engine):
                 f"member {self._first!r} has no trainable variable. Set trainable=True on what is to be trained."
             )
         own = self._steps.own
+        self._batch = 0
         if kind != "predict":
             self._try_results()
         args = {
@@ -247,6 +249,8 @@ class Engine(engine.Engine):
         """The metrics `(slot, …)` so far with a batch added."""
         if totals is None:
             totals = self._fresh_metrics(len(counts))
+            self._batch = 0
+        self._batch += 1
         there = self.tensor(np.flatnonzero(counts > 0) if slots is None else slots)
         if slots is None:
             added = self._added(self.state, totals, data, weights, shared=shared)
@@ -264,6 +268,7 @@ class Engine(engine.Engine):
 
     def predict(self, data: Any, *, shared: bool, counts: np.ndarray | None = None) -> Any:
         """The outputs `(slot, row, …)` on a batch of inputs."""
+        self._batch += 1
         args = (self._reading(self.state), self.shared, data)
         return self.programs.program("predict", args, shared)[0](leaves(args))
 
@@ -321,6 +326,8 @@ class Engine(engine.Engine):
             self._steps.own.build(few)
             one["metrics"] = self._fresh_metrics(1)
             self._steps.evaluate(one, self.shared, few, None, shared_data=True, fused=False)
+            with suppress(Exception):  # a forward that trains may assign what the other does not
+                self._steps.find_unused(one, self.shared, few, None, shared_data=True)
         width = len(self.state["member"]["seed"])
         self.state = {**self.state, "metrics": self._fresh_metrics(width)}
         self._run_plainly()
@@ -385,10 +392,13 @@ class Engine(engine.Engine):
         """What a member's model and its optimizer hold of a state."""
         return {part: state[part] for part in ("params", "buffers", "slots")}
 
-    @staticmethod
-    def _reading(state: State, metrics: dict[str, Tensor] | None = None) -> State:
-        """What a forward pass reads of a state; with metrics to add to, if they are given."""
-        member = {name: state["member"][name] for name in ("seed", "step")}
+    def _reading(self, state: State, metrics: dict[str, Tensor] | None = None) -> State:
+        """What a forward pass reads of a state; with metrics to add to, if they are given.
+
+        Every batch of an evaluation draws its own numbers, and others than a step does.
+        """
+        seed = (state["member"]["seed"] + evaluation_offset(self._batch)) & (2**63 - 1)
+        member = {"seed": seed, "step": state["member"]["step"]}
         found = {"params": state["params"], "buffers": state["buffers"], "member": member}
         return found if metrics is None else {**found, "metrics": metrics}
 
