@@ -8,7 +8,7 @@ import pytest
 from tests.frameworks.keras import models
 
 import modelfleet as mf
-from modelfleet.errors import InputError, StrategyError
+from modelfleet.errors import FleetError, StrategyError
 from modelfleet.frameworks.keras import copy_model
 from modelfleet.frameworks.keras.plain import PlainEngine
 
@@ -184,5 +184,5 @@ def test_a_step_that_is_not_finite_is_undone() -> None:
     assert history.failed.keys() == {"bad"}
     assert all(np.isfinite(array).all() for array in fleet["bad"].get_weights())
     assert len(history["good"]["loss"]) == 2
-    with pytest.raises(InputError, match=r"'bad' can't take this batch: \(8, 7\)"):
+    with pytest.raises(FleetError, match=r"'bad' can't take this batch: \(8, 7\)"):
         fleet.fit((np.ones((8, 7), np.float32), y[:8]), batch_size=8, progress=False)

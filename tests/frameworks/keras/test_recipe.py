@@ -108,8 +108,9 @@ def test_a_model_with_a_train_step_of_its_own_has_a_task_of_its_own() -> None:
         def train_step(self, *args: Any) -> Any:
             return super().train_step(*args)
 
-    own = [Member(name, Custom([keras.Input((4,)), keras.layers.Dense(1)]), 0, None) for name in "ab"]
+    own = members()
     for member in own:
+        member.model = Custom([keras.Input((4,)), keras.layers.Dense(1)])
         member.model.compile("sgd", "mse")
     first, second = tasks(own)
     assert first.plain == "Custom overrides train_step"

@@ -105,7 +105,7 @@ def fill(model: keras.Model, tensors: Mapping[str, Any]) -> str | None:
 
 
 def _refuse_vocabularies(model: keras.Model) -> None:
-    """Refuse to keep a model that has learnt a vocabulary: it is in no weight, and would be lost without a word."""
+    """Refuse to keep a model that has learnt a vocabulary: no weight holds it, so that it would be lost."""
     for layer in model._flatten_layers():
         lookup = getattr(layer, "_lookup_layer", layer)
         if hasattr(lookup, "get_vocabulary") and getattr(lookup, "input_vocabulary", None) is None:

@@ -119,10 +119,13 @@ class KerasEngine(FunctionalEngine):
         programs: Programs | None = None,
     ) -> None:
         if programs is not None:
-            if programs.definition.steps.stale:
+            known: Any = programs.definition
+            if known.steps.stale:
                 programs.renew(definition)
-            definition = programs.definition
+            else:
+                definition = known
         self._members = list(members)
+        self._keras = definition
         super().__init__(members, definition, backend, fused=fused, programs=programs)
 
     def check(self, batch: Any, name: str) -> None:
@@ -136,15 +139,15 @@ class KerasEngine(FunctionalEngine):
         super().ready(kind, hyper, active, data, shared=shared)
         if self._width == 1:
             self._run_plainly()
-        elif self.programs.definition.steps.apart is not None:
-            raise CannotFuseError(self.programs.definition.steps.apart)
+        elif self._keras.steps.apart is not None:
+            raise CannotFuseError(self._keras.steps.apart)
 
     def _run_plainly(self) -> None:
         """Become an engine that calls the model's own functions, if it was found that no others will do.
 
         It is known only once a batch has been tried, and by then lanes and feeds hold this engine.
         """
-        reason = self.programs.definition.steps.apart
+        reason = self._keras.steps.apart
         if reason is not None:
             become_plain(self, self._members, reason)
 
@@ -156,8 +159,7 @@ class KerasEngine(FunctionalEngine):
 
     def still_shared(self, members: Sequence[Member]) -> bool:
         """Whether all members are compiled as they were when the lane was made."""
-        steps = self.programs.definition.steps
-        return not steps.stale and all(task_of(member.model) is self.task for member in members)
+        return not self._keras.steps.stale and all(task_of(member.model) is self.task for member in members)
 
     def restack(self, positions: np.ndarray, members: Sequence[Member], *, working: bool = False) -> None:
         """Take the weights and the optimizer's variables of these members from their models again."""

@@ -37,9 +37,7 @@ class PlainEngine(protocol.Engine):
     untraced: str | None = None
     compiling = False
 
-    def __init__(
-        self, members: Sequence[Member], task: Any, device: Any, reason: str | None = None
-    ) -> None:
+    def __init__(self, members: Sequence[Member], task: Any, device: Any, reason: str | None = None) -> None:
         (member,) = members
         self.device = device
         self.untraced = reason
@@ -75,7 +73,7 @@ class PlainEngine(protocol.Engine):
 
     def stop(self) -> None:
         """Do what Keras does when a fit is over: an optimizer may put averages in the place of the weights."""
-        optimizer = getattr(self.model, "optimizer", None)
+        optimizer: Any = getattr(self.model, "optimizer", None)
         if getattr(optimizer, "use_ema", False) and int(optimizer.iterations.value) > 0:
             optimizer.finalize_variable_values(self.model.trainable_variables)
             for variable in self.model.trainable_variables:
@@ -275,7 +273,9 @@ class PlainEngine(protocol.Engine):
 
     def out_of_memory(self, error: BaseException) -> bool:
         """Return whether an error that a step raised says that the device is out of memory."""
-        return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error)
+        return (
+            isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error)
+        )
 
     # --- checks and costs ----------------------------------------------------------------------------------------
 
@@ -332,7 +332,12 @@ class PlainEngine(protocol.Engine):
         # As `train_on_batch` does on JAX, but without its reset of the metrics.
         model = self.model
         parts = {
-            "train": ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables"),
+            "train": (
+                "trainable_variables",
+                "non_trainable_variables",
+                "optimizer_variables",
+                "metrics_variables",
+            ),
             "test": ("trainable_variables", "non_trainable_variables", "metrics_variables"),
             "predict": ("trainable_variables", "non_trainable_variables"),
         }[kind]

@@ -122,7 +122,7 @@ def _check_compiled(member: Member, kind: str) -> None:
 
 
 def _plain(model: Any) -> str | None:
-    """Why a model's steps can't be had as pure functions of its variables, as far as can be told before a batch."""
+    """Why a model's steps are no functions of its variables, as far as can be told before the first batch."""
     for step in ("train_step", "test_step", "predict_step", "make_train_function", "make_test_function"):
         if getattr(type(model), step) is not getattr(keras.Model, step) or step in vars(model):
             return f"{type(model).__name__} overrides {step}"

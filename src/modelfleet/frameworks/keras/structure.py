@@ -134,9 +134,7 @@ def trained_twice(models: Sequence[keras.Model]) -> tuple[int, int, str] | None:
     return None
 
 
-def _walk(
-    layer: Any, path: str, seen: dict[int, str], entries: list[tuple[str, Hashable]], owned: Owned
-) -> None:
+def _walk(layer: Any, path: str, seen: dict[int, str], entries: list[tuple[str, Hashable]], owned: Owned) -> None:
     first = seen.setdefault(id(layer), path)
     if first != path:
         entries.append((path, _Again(first)))
