@@ -189,6 +189,7 @@ class Engine(engine.Engine):
         elif programs.steps.own.stale:  # in place: others have these programs, too
             vars(programs).update(vars(_programs(members[0].model, task, fused=fused)))
         self._members = list(members)
+        self._alike = None  # models of one signature are alike, and a change of one is seen at the next verb
         self._batch = 0  # the number of the next batch to evaluate or predict
         # Nothing is `shared`: every Keras model has variables of its own.
         self._begin(members[0].name, programs, device)
@@ -407,8 +408,21 @@ class Engine(engine.Engine):
         return {part: state[part] for part in ("params", "buffers")}
 
 
+class _Programs(programs.Programs):
+    """The programs of a lane of Keras models. What these read in Python is in their signatures and their tasks."""
+
+    def _roots(self) -> list[tuple[str, Any]]:
+        return []
+
+    def _refuse_other_parameters(self, kind: str, args: tuple[Any, ...]) -> None:
+        """Do nothing: a layer frozen in the middle of a fit counts from the next compile on, as in Keras."""
+
+    def serve(self, model: Any) -> None:
+        """Do nothing: the steps are those of the model they were made of, until that is stale."""
+
+
 def _programs(model: Any, task: Any, *, fused: bool) -> programs.Programs:
-    made = programs.Programs(model, task, fused=fused)
+    made = _Programs(model, task, fused=fused)
     made.steps = LaneSteps(model, task)
     return made
 
