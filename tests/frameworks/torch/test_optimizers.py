@@ -14,7 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from modelfleet.each import each, spread
 from modelfleet.errors import InputError
-from modelfleet.frameworks.torch.optimizers import SWITCHES, Optimizer, columns, resolve, static_flags
+from modelfleet.frameworks.torch.hyperparameters import SWITCHES, columns, resolve, static_flags
+from modelfleet.frameworks.torch.optimizers import Optimizer
 
 NAMES = ("a", "b", "c")
 STEPS = 20

@@ -14,7 +14,7 @@ from modelfleet.frameworks.torch.building import (
     weights_key,
 )
 from modelfleet.frameworks.torch.devices import accelerators, choose, memory, native, threads, use_threads
-from modelfleet.frameworks.torch.engine import engine as Engine
+from modelfleet.frameworks.torch.engines import engine as Engine
 from modelfleet.frameworks.torch.parallel import Group
 from modelfleet.frameworks.torch.recipe import compile, prepare
 from modelfleet.frameworks.torch.replica import Replica, weight_bytes

@@ -19,6 +19,7 @@ here. It goes with the state of torch's generator where that is read and set aga
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Self
 
@@ -213,3 +214,40 @@ _WATCHED = {
     "seed": _seeding,
 }
 _WATCH = _Watch()
+
+
+@dataclass
+class Habit:
+    """Whether a model draws random numbers, by what it did last."""
+
+    draws: bool = True
+    state: bytes = b""
+    """Of torch's generator after the last step that drew nothing."""
+
+
+class DrawsIfAny:
+    """The context of one step or look, with the member's own random numbers only if it needs any.
+
+    A step that drew nothing is believed to be followed by others that draw nothing. If torch's generator has moved
+    meanwhile, by a draw of the model or of somebody else, the next step is watched again.
+    """
+
+    def __init__(self, habit: Habit, seed: int, step: int, ahead: Ahead) -> None:
+        self._habit = habit
+        self._draws = EagerDraws(seed, step, ahead) if habit.draws else None
+
+    def __enter__(self) -> None:
+        if self._draws is not None:
+            self._draws.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        habit = self._habit
+        if self._draws is not None:
+            self._draws.__exit__(*error)
+            habit.draws, habit.state = self._draws.count > 0, _generator()
+        else:
+            habit.draws = habit.state != _generator()
+
+
+def _generator() -> bytes:
+    return torch.get_rng_state().numpy().tobytes()

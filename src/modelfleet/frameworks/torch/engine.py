@@ -18,7 +18,6 @@ from modelfleet.frameworks.torch.dividing import bears_padding, divide
 from modelfleet.frameworks.torch.guards import Alike, StatefulError
 from modelfleet.frameworks.torch.optimizers import PER_MEMBER
 from modelfleet.frameworks.torch.parallel import Group
-from modelfleet.frameworks.torch.plain import PlainEngine
 from modelfleet.frameworks.torch.programs import Programs, borrowed, held, readable
 from modelfleet.frameworks.torch.random import Draws
 from modelfleet.frameworks.torch.state import State
@@ -590,21 +589,6 @@ class Engine(TorchEngine):
     @staticmethod
     def _weights(state: State) -> State:
         return {part: state[part] for part in ("params", "frozen", "buffers")}
-
-
-def engine(
-    members: Sequence[Member],
-    task: Task,
-    columns: Mapping[str, np.ndarray],
-    device: torch.device,
-    *,
-    fused: bool,
-    programs: Programs | None = None,
-) -> TorchEngine:
-    """Return the engine for a lane: plain for one member, fused for several."""
-    if len(members) == 1:
-        return PlainEngine(members, task, columns, device)
-    return Engine(members, task, columns, device, fused=fused, programs=programs)
 
 
 def _form(data: Any, shared: bool) -> tuple[Any, ...]:

@@ -9,28 +9,17 @@ Steps are counted per parameter, in the slot `step`, as torch counts them: one t
 a step, does not count it.
 """
 
-import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from modelfleet.each import Each, spread
-from modelfleet.errors import InputError, unknown
 from modelfleet.frameworks.torch.state import exact
 
 STEP = "step"  # the slot `(member,)` that counts a parameter's own steps
 PER_MEMBER = frozenset({STEP, "mu_product"})  # the slots that are one number per member, not one per weight
-
-# Where torch's optimizers choose an implementation, not a result: taken, and without effect here.
-SWITCHES = frozenset({"foreach", "fused", "capturable", "differentiable"})
-
-# Terms that are exactly nothing where the hyperparameter is 0, so that leaving them out changes no number.
-_OPTIONAL = ("weight_decay", "momentum", "dampening")
 
 
 @dataclass(frozen=True)
@@ -48,17 +37,17 @@ class Optimizer:
     @property
     def defaults(self) -> Mapping[str, Any]:
         """The numeric hyperparameters by torch's names, with torch's defaults."""
-        return _ALGORITHMS[self.name].defaults
+        return ALGORITHMS[self.name].defaults
 
     @property
     def slots(self) -> tuple[str, ...]:
         """The names of the state tensors that each parameter has, as in `torch.optim`'s state."""
-        return _ALGORITHMS[self.name].slots(self)
+        return ALGORITHMS[self.name].slots(self)
 
     @property
     def torch_class(self) -> type[torch.optim.Optimizer] | None:
         """The class of `torch.optim` that this agrees with; None for Lion, which torch does not have."""
-        return _ALGORITHMS[self.name].torch_class
+        return ALGORITHMS[self.name].torch_class
 
     @property
     def decoupled(self) -> bool:
@@ -68,7 +57,7 @@ class Optimizer:
     @property
     def counts(self) -> bool:
         """Whether a step's numbers depend on how many steps a parameter has taken."""
-        return _ALGORITHMS[self.name].counts(self)
+        return ALGORITHMS[self.name].counts(self)
 
     @property
     def precise(self) -> frozenset[str]:
@@ -93,7 +82,7 @@ class Optimizer:
 
         `step` may have more axes before the member's: several steps, or parameters with counts of their own.
         """
-        values = _ALGORITHMS[self.name].coefficients(hyper, step)
+        values = ALGORITHMS[self.name].coefficients(hyper, step)
         if "weight_decay" in self.unused:
             return values
         if self.decoupled:
@@ -118,7 +107,7 @@ class Optimizer:
                 param = c.times(param, "shrink")
             else:
                 grad = c.plus_scaled(grad, param, "weight_decay")
-        param, after = _ALGORITHMS[self.name].update(self, param, grad, slots, c)
+        param, after = ALGORITHMS[self.name].update(self, param, grad, slots, c)
         if STEP in slots:
             after[STEP] = slots[STEP] + 1
         if paired:
@@ -432,7 +421,7 @@ _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0}
 _MAXIMIZE = {"maximize": False}
 _ADAM_SLOTS = _keeps(STEP, "exp_avg", "exp_avg_sq", amsgrad="max_exp_avg_sq")
 
-_ALGORITHMS: Mapping[str, _Algorithm] = {
+ALGORITHMS: Mapping[str, _Algorithm] = {
     "sgd": _Algorithm(
         torch.optim.SGD,
         _sgd_coefficients,
@@ -517,136 +506,4 @@ _ALGORITHMS: Mapping[str, _Algorithm] = {
         _MAXIMIZE,
         _never,
     ),
-}
-
-
-# --- from what a person gives to what a lane needs
-
-
-def resolve(optimizer: object, given: Mapping[str, Any]) -> tuple[Optimizer, dict[str, Any]]:
-    """The optimizer that was asked for, and its numeric hyperparameters with the defaults filled in.
-
-    `optimizer` is a name, a class of `torch.optim`, or a `functools.partial` of one. Values in `given` may be
-    `each(...)` and stay so; a flag that is one per member is left at its default here: see `static_flags`.
-    """
-    name, settings = _settings(optimizer, given)
-    algorithm = _ALGORITHMS[name]
-    hyper = {key: settings.get(key, default) for key, default in algorithm.defaults.items()}
-    flags = dict(algorithm.flags)
-    for flag in flags:
-        if flag in settings and not isinstance(settings[flag], Each):
-            flags[flag] = _flag(name, flag, settings[flag])
-    unused = frozenset(key for key in _OPTIONAL if key in hyper and _always_zero(hyper[key]))
-    return Optimizer(name, flags, unused), hyper
-
-
-def static_flags(optimizer: object, given: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, bool]]:
-    """The flags of every member, from the same arguments as `resolve`: unlike ones need unlike lanes."""
-    name, settings = _settings(optimizer, given)
-    flags: list[dict[str, bool]] = [{} for _ in names]
-    for flag, default in _ALGORITHMS[name].flags.items():
-        for row, value in enumerate(spread(settings.get(flag, default), names, flag)):
-            flags[row][flag] = _flag(name, flag, value, names[row])
-    if name == "sgd":
-        momentum = spread(settings.get("momentum", 0), names, "momentum")
-        dampening = spread(settings.get("dampening", 0), names, "dampening")
-        for row, member in enumerate(names):
-            if flags[row]["nesterov"] and not (momentum[row] and not dampening[row]):
-                raise InputError(
-                    f"member {member!r}: nesterov=True with momentum={momentum[row]!r} and "
-                    f"dampening={dampening[row]!r}. Nesterov needs a momentum above 0 and no dampening."
-                )
-    return flags
-
-
-def columns(hyper: Mapping[str, Any], names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Every numeric hyperparameter as a checked float64 array `(member,)`; `betas` as `beta1` and `beta2`."""
-    arrays = {flat: np.empty(len(names)) for name in hyper for flat in flat_names(name)}
-    for name, value in hyper.items():
-        flats = flat_names(name)
-        for row, own in enumerate(spread(value, names, name)):
-            if len(flats) > 1 and not (isinstance(own, tuple | list) and len(own) == len(flats)):
-                raise _unfit(names[row], name, own, f"{len(flats)} numbers, as in {name}=(0.9, 0.99)")
-            for flat, number in zip(flats, own if len(flats) > 1 else (own,), strict=True):
-                arrays[flat][row] = _number(names[row], flat, number)
-    return arrays
-
-
-def flat_names(name: str) -> tuple[str, ...]:
-    """The names of a hyperparameter's columns: `betas` has two, any other its own."""
-    return ("beta1", "beta2") if name == "betas" else (name,)
-
-
-def _settings(optimizer: object, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The optimizer's name, and all that was set for it: by a partial, then by the caller."""
-    preset: Mapping[str, Any] = {}
-    if isinstance(optimizer, functools.partial):
-        if optimizer.args:
-            raise InputError(
-                f"optimizer {optimizer!r} has positional arguments. Give hyperparameters by name: "
-                f"functools.partial(torch.optim.SGD, lr=0.1)."
-            )
-        preset, optimizer = optimizer.keywords, optimizer.func
-    name = _name(optimizer)
-    settings = {**preset, **given}
-    known = {**_ALGORITHMS[name].defaults, **_ALGORITHMS[name].flags}
-    for key in settings:
-        if key not in known and key not in SWITCHES:
-            raise unknown(f"hyperparameter of {name}", key, known)
-    return name, settings
-
-
-def _name(optimizer: object) -> str:
-    if isinstance(optimizer, str):
-        name = optimizer.lower().replace("_", "").replace("-", "")
-        if name not in _ALGORITHMS:
-            raise unknown("optimizer", optimizer, _ALGORITHMS)
-        return name
-    for name, algorithm in _ALGORITHMS.items():
-        if optimizer is algorithm.torch_class and optimizer is not None:
-            return name
-    shown = optimizer.__qualname__ if isinstance(optimizer, type) else repr(optimizer)
-    raise InputError(
-        f"optimizer {shown} can't be run on stacked members. "
-        f"Give one of {', '.join(sorted(_ALGORITHMS))}, by name or as its torch.optim class."
-    )
-
-
-def _flag(optimizer: str, flag: str, value: object, member: str | None = None) -> bool:
-    if isinstance(value, bool | np.bool_):
-        return bool(value)
-    where = "" if member is None else f"member {member!r}: "
-    raise InputError(f"{where}{flag} of {optimizer} is {value!r}, expected True or False.")
-
-
-def _always_zero(value: object) -> bool:
-    if isinstance(value, Each):
-        own = value.values.values() if isinstance(value.values, dict) else value.values
-        return all(_always_zero(one) for one in own)
-    return isinstance(value, int | float | np.number) and value == 0
-
-
-def _number(member: str, name: str, value: object) -> float:
-    try:
-        number = float(value)  # pyrefly: ignore[bad-argument-type]  # what can't be a float raises, and is named
-    except (TypeError, ValueError):
-        raise _unfit(member, name, value, "a number") from None
-    expected, fits = _RANGES.get(name, _NOT_NEGATIVE)
-    if not (math.isfinite(number) and fits(number)):
-        raise _unfit(member, name, value, expected)
-    return number
-
-
-def _unfit(member: str, name: str, value: object, expected: str) -> InputError:
-    return InputError(f"member {member!r}: {name} is {value!r}, expected {expected}.")
-
-
-_Range = tuple[str, Callable[[float], bool]]
-_NOT_NEGATIVE: _Range = ("a finite number, 0 or more", lambda value: value >= 0)
-_BETA: _Range = ("a number from 0 to below 1", lambda value: 0 <= value < 1)
-_RANGES: Mapping[str, _Range] = {
-    "beta1": _BETA,
-    "beta2": _BETA,
-    "rho": ("a number from 0 to 1", lambda value: 0 <= value <= 1),
-    "dampening": ("a finite number", lambda value: True),
 }

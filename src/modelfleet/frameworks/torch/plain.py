@@ -10,7 +10,6 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from modelfleet.frameworks.torch import arrays, plain_optimizer, plain_parallel
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.base import TorchEngine, explained, on_host
 from modelfleet.frameworks.torch.dividing import divide
-from modelfleet.frameworks.torch.eager_draws import Ahead, EagerDraws
+from modelfleet.frameworks.torch.eager_draws import Ahead, DrawsIfAny, Habit
 from modelfleet.frameworks.torch.guards import undone
 from modelfleet.frameworks.torch.parallel import Group
 from modelfleet.frameworks.torch.programs import mode
@@ -68,7 +67,7 @@ class PlainEngine(TorchEngine):
         self._trouble = FINE
         self._scale, self._good = FIRST_SCALE, 0
         self._sums: dict[str, Any] = {}
-        self._watches: dict[str, _Watch] = {}  # by what is done: whether it draws random numbers
+        self._habits: dict[str, Habit] = {}  # by what is done: whether it draws random numbers
         self._ahead = Ahead()
         self._needs_grad = (
             False  # whether evaluating takes gradients, as an objective with a gradient penalty does
@@ -335,7 +334,7 @@ class PlainEngine(TorchEngine):
 
     def _drawing(self, kind: str) -> AbstractContextManager[Any]:
         """Return the context in which random operations draw from the member's stream, if the model draws any."""
-        return _Drawing(self._watches.setdefault(kind, _Watch()), self._member.seed, self._step, self._ahead)
+        return DrawsIfAny(self._habits.setdefault(kind, Habit()), self._member.seed, self._step, self._ahead)
 
     # --- buffers -------------------------------------------------------------------------------------------------
 
@@ -480,7 +479,7 @@ class PlainEngine(TorchEngine):
     def forgive(self) -> None:
         """Begin a fit with nobody in trouble, on the model as it is now."""
         self._trouble = FINE
-        self._watches = {}
+        self._habits = {}
         self._rebind()
         self._buffered = [module for module in self.model.modules() if module._buffers]
 
@@ -546,43 +545,6 @@ class PlainEngine(TorchEngine):
     def working_bytes(self, batch: Any) -> int | None:
         """Return None: what a plain step takes is not known before it runs."""
         return None
-
-
-@dataclass
-class _Watch:
-    """Whether a model draws random numbers, by what it did last."""
-
-    draws: bool = True
-    state: bytes = b""
-    """Of torch's generator after the last step that drew nothing."""
-
-
-class _Drawing:
-    """The context of one step or look, with the member's own random numbers only if it needs any.
-
-    A step that drew nothing is believed to be followed by others that draw nothing. If torch's generator has moved
-    meanwhile, by a draw of the model or of somebody else, the next step is watched again.
-    """
-
-    def __init__(self, watch: _Watch, seed: int, step: int, ahead: Ahead) -> None:
-        self._watch = watch
-        self._draws = EagerDraws(seed, step, ahead) if watch.draws else None
-
-    def __enter__(self) -> None:
-        if self._draws is not None:
-            self._draws.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        watch = self._watch
-        if self._draws is not None:
-            self._draws.__exit__(*error)
-            watch.draws, watch.state = self._draws.count > 0, _generator()
-        else:
-            watch.draws = watch.state != _generator()
-
-
-def _generator() -> bytes:
-    return torch.get_rng_state().numpy().tobytes()
 
 
 def _scratch(model: nn.Module) -> nn.Module | None:

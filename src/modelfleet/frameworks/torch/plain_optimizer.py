@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelfleet.frameworks.torch.optimizers import STEP, Optimizer, flat_names
+from modelfleet.frameworks.torch.hyperparameters import flat_names
+from modelfleet.frameworks.torch.optimizers import STEP, Optimizer
 
 Slots = dict[str, dict[str, Tensor]]
 

@@ -8,7 +8,7 @@ import torch
 
 from modelfleet.each import Each, spread
 from modelfleet.errors import InputError, unknown
-from modelfleet.frameworks.torch import losses, metrics, optimizers, schedules
+from modelfleet.frameworks.torch import hyperparameters, losses, metrics, schedules
 from modelfleet.frameworks.torch.programs import enter_training
 from modelfleet.frameworks.torch.task import PRECISIONS, Task
 from modelfleet.members import Member
@@ -70,8 +70,8 @@ def _prepare(recipe: Recipe, names: Sequence[str]) -> Prepared:
         )
     if recipe.precision not in PRECISIONS:
         raise unknown("precision", recipe.precision, PRECISIONS)
-    optimizer, hyper = optimizers.resolve(recipe.optimizer, given)
-    columns = optimizers.columns(hyper, names)
+    optimizer, hyper = hyperparameters.resolve(recipe.optimizer, given)
+    columns = hyperparameters.columns(hyper, names)
     if recipe.clip_norm is not None:
         columns["clip_norm"] = _clip_column(recipe.clip_norm, names)
     task = Task(
@@ -82,7 +82,7 @@ def _prepare(recipe: Recipe, names: Sequence[str]) -> Prepared:
         clip=recipe.clip_norm is not None,
         precision=recipe.precision,
     )
-    flags = optimizers.static_flags(recipe.optimizer, given, names)
+    flags = hyperparameters.static_flags(recipe.optimizer, given, names)
     distinct: dict[tuple[tuple[str, bool], ...], Task] = {}
     tasks = []
     for own in flags:

@@ -15,7 +15,8 @@ import torch
 from torch.optim import lr_scheduler
 
 from modelfleet.errors import InputError, unknown
-from modelfleet.frameworks.torch.optimizers import Optimizer, flat_names
+from modelfleet.frameworks.torch.hyperparameters import flat_names
+from modelfleet.frameworks.torch.optimizers import Optimizer
 
 Factory = Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
 Columns = dict[str, np.ndarray]
