@@ -21,6 +21,7 @@ class Programs:
     def renew(self, definition: Definition) -> None:
         """Begin anew with another definition: what was traced of the one before is forgotten."""
         self.definition = definition
+        self.reads: Any = None  # what they were traced under, where a framework keeps that
         self.untraced: str | None = None
         self.names: list[str] = []  # of the loss and the metrics, in their order
         self.bears_padding: dict[Any, bool] = {}
@@ -39,11 +40,14 @@ class Programs:
         try:
             self.backend.trace(self._functions(kind, shared)[0], args)
         except Exception as error:  # whatever a model may do that can't be traced
-            reason = self.backend.reason(error)
-            if self.fused:
-                raise CannotFuseError(reason) from error
-            self.untraced = reason
-            self._plain |= {(name, both) for name in _TOGETHER[kind] for both in (True, False)}
+            self.refuse(kind, self.backend.reason(error), error)
+
+    def refuse(self, kind: str, reason: str, error: Exception | None = None) -> None:
+        """Run such steps as Python, for a reason; raises `CannotFuseError` if they are of several members."""
+        if self.fused:
+            raise CannotFuseError(reason) from error
+        self.untraced = reason
+        self._plain |= {(name, both) for name in _TOGETHER[kind] for both in (True, False)}
 
     def working_bytes(self, shared: bool, *args: Any) -> int | None:
         """What a train step takes on the device beside the state."""

@@ -18,7 +18,7 @@ from modelfleet.frameworks.jax.building import (
     weights_key,
 )
 from modelfleet.frameworks.jax.devices import accelerators, choose, memory, native
-from modelfleet.frameworks.jax.engine import engine as Engine
+from modelfleet.frameworks.jax.engine import Engine
 from modelfleet.frameworks.jax.recipe import compile, prepare
 from modelfleet.frameworks.jax.replica import replica as Replica
 from modelfleet.frameworks.jax.replica import weight_bytes

@@ -1,6 +1,7 @@
 """What one JAX model does as a member of a lane, as pure functions; and the engine made of them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -11,33 +12,199 @@ from modelfleet.frameworks.functional import Definition, FunctionalEngine, Progr
 from modelfleet.frameworks.jax.backend import JaxBackend, shapes
 from modelfleet.frameworks.jax.losses import check_range, check_targets
 from modelfleet.frameworks.jax.models import Parts, Tree, as_numpy, form_of, key_data, key_of
-from modelfleet.frameworks.jax.structure import signature
+from modelfleet.frameworks.jax.structure import difference, is_module, signature, statics
 from modelfleet.frameworks.jax.task import PRECISIONS, Task, widened
+from modelfleet.frameworks.protocol import CannotFuseError
+from modelfleet.frameworks.reads import Reads
 from modelfleet.members import Member
+from modelfleet.trees import map_tree
 
 _MOST_PROGRAMS = 64
+_MOST_LOOKED_AT = 256  # members of a lane whose modules are looked at before each epoch
 _programs: dict[Any, Programs] = {}  # those used last are at the end
 
 
-def engine(
-    members: Sequence[Member],
-    task: Task,
-    columns: Mapping[str, np.ndarray],
-    device: jax.Device,
-    *,
-    fused: bool,
-    programs: Programs | None = None,
-) -> FunctionalEngine:
-    """The engine of a lane of JAX models. There are no columns: each member's numbers are in its state."""
-    definition = JaxDefinition(members[0].model, task)
-    if programs is None:
-        # For all fleets of a process: what was compiled in one serves the next of the same structure and task.
-        key = (signature(members[0].model), task, device, fused)
-        programs = _programs.pop(key, None) or Programs(definition, JaxBackend(device), fused=fused)
-        _programs[key] = programs
-        while len(_programs) > _MOST_PROGRAMS:
-            _programs.pop(next(iter(_programs)))
-    return FunctionalEngine(members, definition, programs.backend, fused=fused, programs=programs)
+class Engine(FunctionalEngine):
+    """The engine of a lane of JAX models. There are no columns: each member's numbers are in its state.
+
+    What a program was traced under (globals, closures, attributes) is looked at before each epoch: if it has
+    changed, another is traced. Members whose calls change such values, or draw from Python's generators, run as
+    they are, each on its own, and nothing of them is traced.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        task: Task,
+        columns: Mapping[str, np.ndarray],
+        device: jax.Device,
+        *,
+        fused: bool,
+        programs: Programs | None = None,
+    ) -> None:
+        self._members = list(members)
+        self._reads = _reads(members[0].model, task)
+        self._signature = signature(members[0].model)
+        definition = JaxDefinition(members[0].model, task)
+        found = _found(self._signature, definition, device, fused)
+        super().__init__(members, definition, found.backend, fused=fused, programs=found)
+        self._looked = True
+        self._known_ready = False
+        self._unlike: str | None = None  # where members of the lane differ by now
+
+    def ready(self, kind: str, hyper: Any, active: Any, data: Any, *, shared: bool) -> None:
+        """Have the program for batches like this one; run Python where a call does more than compute."""
+        self._look()
+        reads = _reads(self._members[0].model, self.task)
+        with reads.held():
+            super().ready(kind, hyper, active, data, shared=shared)
+            changed = reads.changed(draws=True)
+        form = self._shared_definition.form
+        if changed is not None and form.changes is None:
+            form.changes = changed
+        if form.changes is not None and self.untraced is None:
+            self.programs.refuse(kind, f"a call changes what Python holds ({form.changes})")
+        self._own_if_untraced()
+        self._known_ready |= kind == "train"
+
+    def train(
+        self,
+        hyper: Any,
+        active: Any,
+        data: Any,
+        weights: Any,
+        *,
+        shared: bool,
+        pace: Any = None,
+        steps: int | None = None,
+    ) -> None:
+        """One step of the active members, or `steps` of them on data (and weights) with a step axis."""
+        if not self._looked:
+            self._look()
+        if self._unlike is not None:
+            raise CannotFuseError(self._unlike)
+        if not (self._known_ready or self.fused):  # in a worker, which has not been told whether it can be traced
+            one = data if steps is None else map_tree(lambda leaf: leaf[0], data)
+            self.ready("train", hyper, active, one, shared=shared)
+        super().train(hyper, active, data, weights, shared=shared, pace=pace, steps=steps)
+
+    def train_some(self, slots: np.ndarray, hyper: Any, data: Any, *, shared: bool, pace: Any = None) -> None:
+        """One step of the members in some slots; one that has become unlike the others has its own program."""
+        if self._unlike is None:
+            super().train_some(slots, hyper, data, shared=shared, pace=pace)
+            return
+        usual = self.programs
+        for place, slot in enumerate(slots):
+            member = self._members[slot if self._whole is None else self._whole[1][slot]]
+            structure = signature(member.model)
+            if structure != self._signature:
+                definition = JaxDefinition(member.model, self.task)
+                self.programs = _found(structure, definition, self.device, fused=False)
+                self._shared_definition.go_on(self._own_form)
+            try:
+                own = data if shared else map_tree(lambda leaf, place=place: leaf[place : place + 1], data)
+                super().train_some(np.array([slot]), hyper, own, shared=shared, pace=pace)
+            finally:
+                self.programs = usual
+
+    def epoch_values(self) -> dict[str, np.ndarray]:
+        """The loss and the metrics `(slot,)` since the last call; the next epoch begins at nothing."""
+        self._looked = False
+        return super().epoch_values()
+
+    def maskable(self, batch: Any) -> bool:
+        """Whether padded rows can be weighted out without being felt."""
+        with self._trial():
+            return self.untraced is None and super().maskable(batch)
+
+    def working_bytes(self, batch: Any) -> int | None:
+        """What a train step on a batch like this takes on the device beside the state; None if not known."""
+        with self._trial():
+            return super().working_bytes(batch)
+
+    @contextmanager
+    def _trying(self, batch: Any, data: Any, name: str) -> Iterator[Any]:
+        with self._trial(), super()._trying(batch, data, name) as few:
+            yield few
+
+    @contextmanager
+    def _trial(self) -> Iterator[None]:
+        """Leave nothing of what runs within: neither in what Python holds, nor in the form."""
+        form = self._shared_definition.form
+        kept, form.keep = form.keep, False
+        try:
+            with _reads(self._members[0].model, self.task).held():
+                yield
+        finally:
+            form.keep = kept
+
+    @property
+    def _shared_definition(self) -> "JaxDefinition":
+        found = self.programs.definition
+        assert isinstance(found, JaxDefinition)
+        return found
+
+    def _look(self) -> None:
+        """See whether what the programs were traced under is still so; have others if it is not."""
+        self._looked = True
+        if self.untraced is not None:
+            return
+        models = [member.model for member in self._members[:_MOST_LOOKED_AT]]
+        signatures = [signature(model) for model in models] if is_module(models[0]) else [signature(models[0])]
+        if self._reads.changed() is None and all(found == self._signature for found in signatures):
+            return
+        for member, found in zip(self._members, signatures, strict=False):
+            what = difference(found, signatures[0])
+            if what is not None:
+                self._unlike = f"{member.name!r} has become unlike {self._members[0].name!r}: {what}"
+        before = self._shared_definition
+        self._reads, self._signature = _reads(models[0], self.task), signatures[0]
+        self._definition = JaxDefinition(models[0], self.task)
+        self._definition.go_on(before)
+        self.programs = _found(self._signature, self._definition, self.device, self.fused)
+        self._shared_definition.go_on(before)
+
+    def _own_if_untraced(self) -> None:
+        """Python runs with the member's own form: what calls change stays its own."""
+        if self.untraced is not None and self.programs.definition is not self._definition:
+            own = Programs(self._definition, self.backend, fused=False)
+            self._own_form.go_on(self._shared_definition)
+            own.refuse("train", self.untraced)
+            self.programs = own
+        if self.untraced is not None:
+            self._own_form.form.keep = True
+
+    @property
+    def _own_form(self) -> "JaxDefinition":
+        assert isinstance(self._definition, JaxDefinition)
+        return self._definition
+
+
+def _reads(model: Any, task: Task) -> Reads:
+    """The Python values that a model's code and its task's may read."""
+    optimizer = task.optimizer
+    roots: dict[str, Any] = {
+        "the objective": task.objective,
+        "the loss": None if task.loss is None else task.loss.rows,
+        "the metrics": task.metrics,
+        "the optimizer": None if optimizer is None else (optimizer.make, optimizer.fixed),
+    }
+    if is_module(model):
+        return Reads({**roots, **dict(statics(model))})
+    return Reads({**roots, "apply": model[1]})
+
+
+def _found(structure: Any, definition: "JaxDefinition", device: jax.Device, fused: bool) -> Programs:
+    """The programs of a structure and a task, for all fleets of a process, if they are as they were traced."""
+    key = (structure, definition.task, device, fused)
+    known = _programs.pop(key, None)
+    if known is None or known.untraced is not None or known.reads.changed() is not None:
+        known = Programs(definition, JaxBackend(device), fused=fused)
+        known.reads = _reads(definition.model, definition.task)
+    _programs[key] = known
+    while len(_programs) > _MOST_PROGRAMS:
+        _programs.pop(next(iter(_programs)))
+    return known
 
 
 class JaxDefinition(Definition):
@@ -45,20 +212,27 @@ class JaxDefinition(Definition):
 
     def __init__(self, model: Any, task: Task) -> None:
         self.task = task
-        self._form = form_of(model)
+        self.model = model
+        self.form = form_of(model)
         self._slots: Tree | None = None
         self._fresh: dict[str, np.ndarray] = {}
         self.maskable = False  # until `try_out` has seen what the loss gives
 
+    def go_on(self, other: "JaxDefinition") -> None:
+        """Know what another of the same task has found out by trying."""
+        self._slots = self._slots or other._slots
+        self._fresh = self._fresh or other._fresh
+        self.maskable = self.maskable or other.maskable
+
     def state(self, member: Member) -> State:
         """A member's params, buffers and slots; and its random key, and where its gradient is clipped."""
-        params, buffers = self._form.parts(member.model)
+        params, buffers = self.form.parts(member.model)
         own = self.task.own.get(member.name, {})
         key = {"key": key_data(member.seed)}
         clip = {"clip_norm": np.float32(own.get("clip_norm", np.inf))} if self.task.clip else {}
         state = {"params": as_numpy(params), "buffers": as_numpy(buffers), "slots": {}, "member": key | clip}
         if self.task.optimizer is not None and params:
-            slots = self.task.optimizer.state(self._form.tree(params), own)
+            slots = self.task.optimizer.state(self.form.tree(params), own)
             self._slots = self._slots or Tree(slots)
             state["slots"] = as_numpy(self._slots.parts(slots))
         return state
@@ -94,17 +268,17 @@ class JaxDefinition(Definition):
         if self.task.clip:
             gradients = _clipped(gradients, state["member"]["clip_norm"])
         # A forward may change weights itself, as nnx.SpectralNorm does: these are what the optimizer steps.
-        params, slots = self._form.tree(after["params"]), self._slots.tree(state["slots"])
+        params, slots = self.form.tree(after["params"]), self._slots.tree(state["slots"])
 
         def value_of(tree: Any) -> Any:
-            return loss_of(self._form.flat(tree))[0]
+            return loss_of(self.form.flat(tree))[0]
 
         # Some transformations go by the loss: Polyak's steps, the plateau's; and those that search along a line.
-        tree = self._form.tree(gradients)
+        tree = self.form.tree(gradients)
         extra = self.task.optimizer.taken(value=loss, grad=tree, value_fn=value_of)
         updates, slots = self.task.optimizer.transformation.update(tree, slots, params, **extra)
         new = {
-            "params": self._form.flat(optax.apply_updates(params, updates)),
+            "params": self.form.flat(optax.apply_updates(params, updates)),
             "buffers": after["buffers"],
             "slots": self._slots.parts(slots),
         }
@@ -126,13 +300,13 @@ class JaxDefinition(Definition):
     def predict(self, state: State, x: Any) -> tuple[Any, State]:
         """The outputs on inputs."""
         x = self._cast(x)
-        call = self._form.call
+        call = self.form.call
         outputs, after = self._run(state, False, lambda model: widened(call(model, x), self.task.precision))
         return outputs, _changed(after, state)
 
     def write_back(self, member: Member, state: State) -> None:
         """Put a member's arrays into its module, or make a new pair of them."""
-        member.model = self._form.write_back(member.model, state["params"], state["buffers"])
+        member.model = self.form.write_back(member.model, state["params"], state["buffers"])
 
     def check_targets(self, output_shape: tuple[int, ...], target: Any, name: str | None) -> None:
         """Refuse targets that the loss can't take."""
@@ -157,13 +331,13 @@ class JaxDefinition(Definition):
             batch = self._cast(batch[0]), batch[1]
         else:
             batch = self._cast(batch)
-        return self._run(state, train, lambda model: self.task.run(self._form.call, model, batch, weights))
+        return self._run(state, train, lambda model: self.task.run(self.form.call, model, batch, weights))
 
     def _run(self, state: State, train: bool, use: Callable[[Any], Any]) -> tuple[Any, State]:
         member = state["member"]
         key = jax.random.fold_in(key_of(member["key"]), member["step"])
         given = self._cast(state["params"])
-        result, params, buffers = self._form.run(given, state["buffers"], key, use, train=train)
+        result, params, buffers = self.form.run(given, state["buffers"], key, use, train=train)
         # Of those that it left alone, what was there before they were cast.
         kept = {
             name: before if params[name] is given[name] else params[name].astype(before.dtype)

@@ -6,7 +6,6 @@ it is trained, and a key of the member's own for each step.
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,15 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from modelfleet.errors import InputError
+from modelfleet.frameworks.jax.structure import freeze, is_module, named_leaves, statics
 
 Parts = dict[str, Any]  # arrays by structural key
 Use = Callable[[Any], Any]
-
-
-def is_module(model: Any) -> bool:
-    """Whether it is a Flax NNX module. There are none before somebody has imported Flax."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(model, nnx.Module)
 
 
 def is_pair(model: Any) -> bool:
@@ -37,12 +31,6 @@ def is_pair(model: Any) -> bool:
 def form_of(model: Any) -> "Module | Pair":
     """How to take a model apart, call it by its parts, and put it together again."""
     return Module(model) if is_module(model) else Pair(model)
-
-
-def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """Every leaf of a tree with its path, as in `layers.0.kernel`."""
-    found = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in found]
 
 
 def raw(leaf: Any) -> Any:
@@ -123,6 +111,11 @@ class Module:
         self._train = nnx.graphdef(own)
         own.eval()
         self._eval = nnx.graphdef(own)
+        self.changes: str | None = None
+        """What a call has changed that is no variable."""
+        self.keep = False
+        """Whether to go on from what calls change so; who runs Python at every step does."""
+        self._assigned: dict[str, Any] = {}
         params, others = nnx.split(own, nnx.Param, ...)[1:]
         self._params, self._others = Tree(params), Tree(others)
         self._trained = self._params.trained
@@ -154,7 +147,15 @@ class Module:
         own, others = self._params.tree(whole), self._others.tree(buffers)
         before = named_leaves(own), named_leaves(others)  # now: the trees may be the model's own variables
         model = nnx.merge(graph, own, others)
+        for path, value in self._assigned.items():
+            _assign(model, path, value)
+        python = dict(statics(model))
         result = use(model)
+        for path, value in statics(model):
+            if path not in python or freeze(python[path]) != freeze(value):
+                self.changes = path
+                if self.keep:
+                    self._assigned[path] = value
         # By name: a model may have sown variables that were not there before.
         after = dict(named_leaves(nnx.state(model)))
         trained = self._params.after(before[0], whole, after)
@@ -167,6 +168,8 @@ class Module:
         whole = {key: params[key] if key in params else buffers[f"param.{key}"] for key in self._params.keys}
         arrays = jax.tree.map(jnp.asarray, (self._params.tree(whole), self._others.tree(buffers)))
         self._nnx.update(model, *arrays)
+        for path, value in self._assigned.items():
+            _assign(model, path, value)
         return model
 
     @staticmethod
@@ -179,6 +182,9 @@ class Module:
 
 class Pair:
     """A `(params, apply)` pair, or a named tuple of the two: fractions are trained, whole numbers are buffers."""
+
+    changes: str | None = None
+    keep = False
 
     def __init__(self, model: Any) -> None:
         self._params = Tree(model[0])
@@ -220,6 +226,13 @@ class Pair:
         """Apply the function to the params and the input, of whatever shape."""
         params, apply = model
         return apply(params, x)
+
+
+def _assign(model: Any, path: str, value: Any) -> None:
+    *parts, name = path.split(".")
+    for part in parts:
+        model = getattr(model, part)
+    setattr(model, name, value)
 
 
 def _keywords(function: Callable[..., Any]) -> dict[str, bool]:

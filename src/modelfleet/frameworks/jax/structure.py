@@ -5,6 +5,7 @@ compute alike, they count as unlike.
 """
 
 import functools
+import sys
 import types
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +13,6 @@ from typing import Any
 
 import jax
 import numpy as np
-
-from modelfleet.frameworks.jax.models import is_module, named_leaves
 
 # What `Module.train` and `eval` set: a lane sets these itself, as the step asks for it.
 _MODES = frozenset({"deterministic", "use_running_average"})
@@ -70,6 +69,18 @@ class _Opaque:
 
     def __str__(self) -> str:
         return f"a {type(self.value).__name__} of its own"
+
+
+def is_module(model: Any) -> bool:
+    """Whether it is a Flax NNX module. There are none before somebody has imported Flax."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(model, nnx.Module)
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """Every leaf of a tree with its path, as in `layers.0.kernel`."""
+    found = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in found]
 
 
 def signature(model: Any) -> Signature:
@@ -146,6 +157,25 @@ def _entries(node: Any, path: str, seen: dict[int, str]) -> Iterator[tuple[str, 
             yield from _entries(value, f"{path}.{number}", seen)
     else:
         yield path, freeze(node)
+
+
+def statics(node: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
+    """Every Python value that a module holds beside its variables, with its path; and its classes."""
+    from flax import nnx
+
+    seen = set() if seen is None else seen
+    if isinstance(node, nnx.Variable | jax.Array | np.ndarray) or id(node) in seen:
+        return
+    if isinstance(node, nnx.Pytree):
+        seen.add(id(node))
+        for name, value in list(vars(node).items()):
+            if not name.startswith("_pytree__") and name not in _MODES:
+                yield from statics(value, f"{path}.{name}" if path else name, seen)
+        yield f"{path}'s class", type(node)
+    elif isinstance(node, nnx.List | nnx.Dict):
+        return
+    else:
+        yield path, node
 
 
 def freeze(value: Any) -> Hashable:
