@@ -11,6 +11,7 @@ from tests.frameworks.keras import models
 import modelfleet as mf
 from modelfleet import frameworks
 from modelfleet.feeds import Batch
+from modelfleet.frameworks.keras import copy_model
 from modelfleet.frameworks.protocol import CannotFuseError
 from modelfleet.members import Member
 
@@ -303,3 +304,27 @@ def test_fleet_takes_a_dataset_of_tensorflow() -> None:
     mf.Fleet({"m": model}).fit(dataset, epochs=2, progress=False)
     models.fit(other, dataset, epochs=2)
     assert largest_difference(model, other) < 2e-6
+
+
+def test_an_embedding_whose_gradient_is_clipped_is_as_in_keras() -> None:
+    def make() -> keras.Model:
+        parts = [
+            keras.Input((3,), dtype="int32"),
+            keras.layers.Embedding(5, 4),
+            keras.layers.Flatten(),
+            keras.layers.Dense(2),
+        ]
+        model = keras.Sequential(parts)
+        model.compile(keras.optimizers.Adam(0.1, clipnorm=0.01, epsilon=1e-3), "mse")
+        return model
+
+    own = {name: make() for name in "ab"}
+    expected = {name: copy_model(model) for name, model in own.items()}
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 3, (16, 3)).astype(np.int32), rng.normal(size=(16, 2)).astype(np.float32)
+    fleet = mf.Fleet(own)
+    fleet.fit((x, y), epochs=2, batch_size=8, shuffle=False, progress=False)
+    for name, model in expected.items():
+        model.fit(x, y, epochs=2, batch_size=8, shuffle=False, verbose=0)
+        models.same(fleet[name], model)
+    assert "clips the gradient of an embedding" in (fleet.plan((x, y), batch_size=8).lanes[0].reason or "")

@@ -61,6 +61,12 @@ class Steps:
         """Whether the optimizer scales the loss, and by itself passes over gradients that are not finite."""
         return self.update is not None and self.update.scaling is not None
 
+    @property
+    def clips(self) -> bool:
+        """Whether the optimizer clips gradients."""
+        inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
+        return any(getattr(inner, name, None) for name in ("clipnorm", "global_clipnorm", "clipvalue"))
+
     # --- state ---------------------------------------------------------------------------------------------------
 
     def state(self, model: keras.Model) -> dict[str, Values]:

@@ -3,12 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from modelfleet.frameworks.functional import Programs, Replica, State
 from modelfleet.frameworks.keras.definition import KerasDefinition, KerasEngine, Loss
 from modelfleet.frameworks.keras.steps import outputs
+from modelfleet.frameworks.protocol import CannotFuseError
 from modelfleet.frameworks.tensorflow import arrays
 from modelfleet.frameworks.tensorflow.backend import TensorFlowBackend
 from modelfleet.members import Member
@@ -23,7 +25,11 @@ class TensorFlowDefinition(KerasDefinition):
             tape.watch(params)
             value, rest = loss(params)
         # Those of an embedding stay the rows that were looked up: Keras's optimizers square them one by one.
-        return rest, tape.gradient(value, params)
+        found = tape.gradient(value, params)
+        if self.steps.clips and any(isinstance(gradient, tf.IndexedSlices) for gradient in found.values()):
+            # Keras sums them by row before it takes their norm, and how many rows there are depends on the data.
+            self.steps.apart = "its optimizer clips the gradient of an embedding"
+        return rest, found
 
     def try_out(self, state: State, batch: Any) -> None:
         """Make the metrics for batches like this one, and see whether the model takes it."""
@@ -49,6 +55,17 @@ class Engine(KerasEngine):
         # Of the other engine, too: it knows how its programs run.
         self._tensorflow: Any = programs.backend if programs else TensorFlowBackend(device)
         super().__init__(members, definition, self._tensorflow, fused=fused, programs=programs)
+
+    def ready(self, kind: str, hyper: Any, active: Any, data: Any, *, shared: bool) -> None:
+        """Have the program for batches like this one; loops over time are slow fused, and are not."""
+        if kind == "train" and self._width > 1:
+            for layer in self._keras.steps.model._flatten_layers():
+                if isinstance(layer, keras.layers.RNN) and not layer.unroll:
+                    raise CannotFuseError(
+                        f"TensorFlow runs the loop over time steps of {layer.name!r} faster for one member after "
+                        f"the other; unroll=True can be fused"
+                    )
+        super().ready(kind, hyper, active, data, shared=shared)
 
     @property
     def program(self) -> str:
