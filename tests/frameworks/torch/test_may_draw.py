@@ -49,6 +49,8 @@ class ByFunction(Quiet):
 
 
 class ByAttribute(Quiet):
+    change: Any
+
     def __init__(self) -> None:
         super().__init__()
         self.change = jitter

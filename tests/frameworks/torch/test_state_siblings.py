@@ -32,7 +32,8 @@ def weight_normed() -> nn.Module:
 def pruned() -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     prune.l1_unstructured(model[0], "weight", 0.4)
-    vars(model[0])["weight"] = model[0].weight.detach()  # which can be copied
+    first: Any = model[0]
+    vars(first)["weight"] = first.weight.detach()  # which can be copied
     return model
 
 

@@ -65,11 +65,12 @@ def _is_torchs(value: Any) -> bool:
 def _python_function(value: Any) -> types.FunctionType | None:
     """Return the Python function behind a callable; None if its code can't be seen."""
     while not isinstance(value, types.FunctionType):
-        inner = (
-            getattr(value, "func", None) or getattr(value, "__func__", None) or getattr(value, "__wrapped__", None)
-        )
+        names = ("func", "__func__", "__wrapped__")  # of a partial, a method, a decorated function
+        inner = next((found for name in names if (found := getattr(value, name, None)) is not None), None)
         if inner is None and not isinstance(value, type):
-            inner = getattr(type(value), "__call__", None)  # an object with a __call__ of its own
+            inner = next(
+                (vars(base)["__call__"] for base in type(value).__mro__ if "__call__" in vars(base)), None
+            )
         if inner is None or inner is value:
             return None
         value = inner
