@@ -77,6 +77,12 @@ class Fit(Verb):
         """Steps of an epoch, for loaders."""
         return None if self.data.form == "arrays" else self.steps
 
+    @property
+    def validation_batch(self) -> Each:
+        """Rows of a batch of the validation data: beside a loader, arrays have the default."""
+        assert self.validation is not None
+        return 32 if self.data.form != "arrays" and self.validation.form == "arrays" else self.batch
+
 
 @dataclass(frozen=True)
 class Evaluate(Verb):

@@ -173,7 +173,7 @@ class JaxReference(Reference):
             for name in active:
                 totals[name].note(history[name], "")
                 if verb.validation is not None:
-                    values = self._evaluated(name, self.batches(verb.validation, verb.batch, name))
+                    values = self._evaluated(name, self.batches(verb.validation, verb.validation_batch, name))
                     values.note(history[name], "val_")
             if not active:
                 break

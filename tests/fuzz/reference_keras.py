@@ -115,7 +115,7 @@ class KerasReference(Reference):
                     stretched = sources.get(name) or sources.setdefault(name, copy.copy(sources[""]))
                     options = {"x": (batch for batch in stretched), "steps_per_epoch": verb.limit}
                 if verb.validation is not None:
-                    held = self._given(verb.validation, verb.batch, name)
+                    held = self._given(verb.validation, verb.validation_batch, name)
                     options["validation_data"] = held["x"] if "y" not in held else (held["x"], held["y"])
                     if "batch_size" in held:
                         options["validation_batch_size"] = held["batch_size"]

@@ -108,7 +108,7 @@ class TorchReference(Reference):
                 totals[name].note(history[name], "")
                 members[name].end_epoch()
                 if verb.validation is not None:
-                    values = self._evaluated(name, self.batches(verb.validation, verb.batch, name))
+                    values = self._evaluated(name, self.batches(verb.validation, verb.validation_batch, name))
                     values.note(history[name], "val_")
             if not active:
                 break
