@@ -151,7 +151,7 @@ def work(target: str, until: float, seed: int, examples: int | None = None) -> i
             phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         )
-        seeded(seed)(rounds(given(programs(target, heavy=True))(example)))()
+        seeded(seed)(rounds(given(programs(target, heavy=examples is None))(example)))()
     return 0
 
 
