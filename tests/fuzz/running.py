@@ -35,7 +35,7 @@ REFUSED = [
     re.compile(words)
     for words in (
         r'strategy="',  # an explicit strategy that these members can't have
-        r"has no (parameter|trainable variable)",  # everything is frozen
+        r"has no (parameter|trainable variable|weights that are trained)",  # everything is frozen
         r"Nesterov needs",
         r"safetensors does not hold torch.complex128",
         r"the schedule '\w+' goes by the number of steps",  # and nobody knows how many there will be
