@@ -150,7 +150,7 @@ class Shift:
         self.raised = next(iter(causes.values()))
         for slot, error in causes.items():
             if isinstance(error, CannotFuseError) and isinstance(error.__cause__, Exception):
-                error = error.__cause__  # noqa: PLW2901: what the model said
+                error = error.__cause__  # what the model said
             member = self.lane.members[self.lane.slots[slot]]
             place = self.lane.places[member.name]
             step = int(self.lane.steps[place] - self.started[place]) + 1
