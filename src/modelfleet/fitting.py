@@ -55,6 +55,7 @@ class Fit:
         self._stopping: dict[str, str] = {}
         self._saving: list[Path] = []
         self._interrupted = False
+        self._told = 0, 0  # the epoch and position of the step that callbacks were told of last
         self._shown = 0
         self._first_shown: tuple[int, float] | None = None
         self._epoch_begun = time.monotonic()
@@ -185,19 +186,19 @@ class Fit:
                 moments.close()
 
     def _stepped(self, moment: Stepped) -> None:
-        self.step += moment.steps
         if self._way.watched and not self._all_stepped(moment.shift):
             return
+        self._told = moment.shift.epoch, moment.shift.position
+        self.step = max(int((shift.lane.steps - shift.started).max()) for shift in self.shifts)
         leader = self._leader()
         self._reporter.step(leader.position, leader.epoch + 1, self._note())
         self._call("on_step_end")
 
     def _all_stepped(self, shift: Shift) -> bool:
-        """Whether this was the last lane of a round, so that callbacks see all of them after the same step."""
+        """Whether a step was taken by all lanes now, and callbacks have not been told of it."""
         working = [other for other in self.shifts if other.working]
-        return shift is working[-1] or shift.position > max(
-            other.position for other in working if other is not shift
-        )
+        now = shift.epoch, shift.position
+        return now > self._told and all((other.epoch, other.position) >= now for other in working)
 
     def _ended(self, reports: Sequence[tuple[Shift, Report]]) -> None:
         self.epoch = max(report.epoch for _, report in reports)

@@ -264,6 +264,8 @@ class Engine(ABC):
     device: Any
     programs: Any
     """What was traced and compiled, to be handed to another engine of the same structure and task."""
+    checks_targets: bool = True
+    """Whether the targets of (x, y) can be told to fit the model's output on x."""
     several: int
     """How many steps a call of `train` best takes; 1 if there is nothing to win."""
 

@@ -228,7 +228,7 @@ def check(lane: Lane, feed: Feed, job: Job, *, what: str = "data") -> None:
         for name, value in zip(job.names, spread(data, job.names, what), strict=True)
         if name in lane.places and isinstance(value, tuple) and len(value) == 2
     }
-    if pairs or isinstance(feed, LoaderFeed):
+    if lane.engine.checks_targets and (pairs or isinstance(feed, LoaderFeed)):
         shape = lane.engine.output_shape(first, lane.names[0])
         for name, (_, target) in pairs.values():
             lane.engine.check_targets(shape, target, name if own else None)

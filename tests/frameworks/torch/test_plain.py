@@ -416,3 +416,138 @@ def test_buffers_that_evaluating_changes_are_changed() -> None:
     expected.calls -= 3  # as it was before the last validation
     losses = [mse(expected, (X[i : i + 8], Y[i : i + 8])).item() for i in (0, 8, 16)]
     assert abs(history["0"]["val_loss"][-1] - np.mean(losses)) < 1e-12
+
+
+@pytest.mark.parametrize("strategy", ["interleaved", "fused"])
+def test_a_layer_that_is_put_in_another_s_place_begins_with_fresh_optimizer_state(strategy: str) -> None:
+    models = [mlp(), mlp()]
+    heads = [nn.Linear(5, 2).double() for _ in models]
+    expected = [copy.deepcopy(model) for model in models]
+    spares = [copy.deepcopy(head) for head in heads]
+    fleet = mf.Fleet(models)
+    fleet.compile("adam", "mse", lr=1e-2)
+    fleet.fit((X, Y), batch_size=8, shuffle=False, progress=False, strategy=strategy)
+    for model, head in zip(models, heads, strict=True):
+        model[2] = head
+    fleet.fit((X, Y), batch_size=8, shuffle=False, progress=False, strategy=strategy)
+    for model, other, head in zip(models, expected, spares, strict=True):
+        optimizer = torch.optim.Adam(other.parameters(), lr=1e-2)
+        loop(other, optimizer, epochs=1)
+        other[2] = head
+        optimizer.param_groups[0]["params"] = list(other.parameters())
+        loop(other, optimizer, epochs=1)
+        same(model, other)
+
+
+class Shadow(nn.Module):
+    """Has a buffer that is a view of its weight."""
+
+    shadow: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 2).double()
+        self.register_buffer("shadow", self.layer.weight.detach()[0], persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.shadow.sum()
+
+
+def test_a_buffer_that_shares_memory_with_a_weight_follows_it() -> None:
+    models = [Shadow() for _ in range(2)]
+    expected = []
+    for model in models:
+        other = Shadow()
+        with torch.no_grad():
+            for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+                mine.copy_(theirs)
+        expected.append(other)
+    fleet, _ = trained(models)
+    assert "shares memory" in fleet.plan((X, Y)).lanes[0].reason
+    for model, other in zip(models, expected, strict=True):
+        loop(other, torch.optim.Adam(other.parameters(), lr=1e-2))
+        same(model, other)
+        assert torch.equal(model.shadow, model.layer.weight[0])
+
+
+class WholeDict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 2).double()
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        return self.layer(inputs["a"] * inputs["b"])
+
+
+class WholePair(WholeDict):
+    def forward(self, inputs: Any) -> Tensor:
+        first, second = inputs
+        return self.layer(first * second)
+
+
+@pytest.mark.parametrize("kind", [WholeDict, WholePair])
+def test_a_forward_that_takes_one_dict_or_tuple_gets_it_whole(kind: type[WholeDict]) -> None:
+    models = [kind() for _ in range(2)]
+    expected = [copy.deepcopy(model) for model in models]
+    x: Any = {"a": X, "b": X} if kind is WholeDict else (X, X)
+    fleet = mf.Fleet(models)
+    fleet.compile("sgd", "mse", lr=1e-2)
+    fleet.fit((x, Y), batch_size=24, shuffle=False, progress=False)
+    for model, other in zip(models, expected, strict=True):
+        optimizer = torch.optim.SGD(other.parameters(), lr=1e-2)
+        F.mse_loss(other(x), Y).backward()
+        optimizer.step()
+        same(model, other)
+
+
+class Pair(nn.Module):
+    """Has no forward: an objective calls its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 2).double(), nn.Linear(6, 2).double()
+
+
+def test_an_objective_need_not_call_the_model_on_x() -> None:
+    def both(model: Any, batch: Any) -> Tensor:
+        return F.mse_loss(model.one(batch[0]) + model.two(batch[0]), batch[1])
+
+    models = [Pair() for _ in range(2)]
+    expected = [copy.deepcopy(model) for model in models]
+    trained(models, both)
+    for model, other in zip(models, expected, strict=True):
+        loop(other, torch.optim.Adam(other.parameters(), lr=1e-2), both)
+        same(model, other)
+
+
+@pytest.mark.parametrize("strategy", ["fused", "interleaved", "threads"])
+def test_on_step_end_comes_once_for_every_step_of_all_members(strategy: str) -> None:
+    class Steps(mf.Callback):
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def on_step_end(self, run: Any) -> None:
+            self.seen.append(run.step)
+
+    steps = Steps()
+    fleet = mf.Fleet([mlp(), mlp()])
+    fleet.compile("sgd", "mse", lr=1e-2)
+    fleet.fit((X, Y), batch_size=8, epochs=2, progress=False, strategy=strategy, callbacks=[steps])
+    assert steps.seen == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_frozen_teacher_with_batch_norm_does_not_keep_members_apart() -> None:
+    teacher = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double().eval()
+
+    def distill(model: nn.Module, batch: Any) -> Tensor:
+        with torch.no_grad():
+            target = teacher(batch[0])
+        return F.mse_loss(model(batch[0]), target)
+
+    models = [mlp(), mlp()]
+    expected = [copy.deepcopy(model) for model in models]
+    fleet, _ = trained(models, distill)
+    assert len(fleet.plan((X, Y)).lanes) == 1
+    for model, other in zip(models, expected, strict=True):
+        loop(other, torch.optim.Adam(other.parameters(), lr=1e-2), distill)
+        same(model, other)

@@ -19,6 +19,11 @@ from modelfleet.trees import leaves, map_tree
 class TorchEngine(protocol.Engine, ABC):
     """The parts of a torch engine that do not depend on how its steps are run."""
 
+    @property
+    def checks_targets(self) -> bool:  # pyrefly: ignore
+        """Return False for an objective: it may call the model otherwise than on x."""
+        return self.task.loss is not None
+
     @staticmethod
     def inputs(data: Any) -> Any:
         """Return the inputs of a batch: the x of (x, y), or the batch itself."""

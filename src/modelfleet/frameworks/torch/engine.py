@@ -55,6 +55,9 @@ class Engine(TorchEngine):
             name: states.placed(first[name], device, transpose=name in self.layout) for name in sorted(shared)
         }
         self.state = self._stacked(members, columns)
+        self._columns = dict(columns)
+        self._owned = [(member.model, states.trained(member.model)) for member in members]
+        self._rows = {id(member.model): row for row, member in enumerate(members)}
 
     def _begin(self, first: str, programs: Programs, device: torch.device) -> None:
         """Everything but the members' numbers, which `state` and `shared` will hold."""
@@ -438,7 +441,15 @@ class Engine(TorchEngine):
             name: (tensor[row].transpose(-1, -2) if self._turned(name) else tensor[row])
             for name, tensor in own.items()
         }
-        return {**self._resting.get(row, {}), **found}
+        carried = {**self._resting.get(row, {}), **found}
+        gone = {f"slots/{slot}/{name}" for slot in self.task.optimizer.slots for name in self._replaced(row)}
+        return {path: tensor for path, tensor in carried.items() if path not in gone}
+
+    def _replaced(self, row: int) -> set[str]:
+        """Return the parameters that the user has put in the place of those that were stacked: they begin anew."""
+        model, before = self._owned[row]
+        current = dict(model.named_parameters())
+        return {name for name, parameter in before.items() if current.get(name) is not parameter}
 
     def _turned(self, path: str) -> bool:
         """Whether an optimizer's tensor of that path is stored transposed."""
@@ -463,6 +474,15 @@ class Engine(TorchEngine):
         state = self._side(working)
         with held(self.programs.steps.model):
             states.put(self._weights(state), self.tensor(positions), self._stacked(members, {}, slots=False))
+        for row, member in zip(positions.tolist(), members, strict=True):
+            place = self._rows[id(member.model)]
+            for name in self._replaced(place):
+                hyper = {key: self.tensor(column[place : place + 1]) for key, column in self._columns.items()}
+                fresh = self.task.optimizer.initial(state["params"][name][row : row + 1], hyper)
+                for slot, tensor in fresh.items():
+                    state["slots"][slot][name][row] = tensor[0]
+                self._ahead.forget()
+            self._owned[place] = member.model, states.trained(member.model)
         own = {**dict(members[0].model.named_parameters()), **dict(members[0].model.named_buffers())}
         for name, tensor in self.shared.items():
             tensor.copy_(states.placed(own[name], self.device, transpose=name in self.layout))

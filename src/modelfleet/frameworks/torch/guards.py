@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from modelfleet.frameworks.protocol import CannotFuseError
 from modelfleet.frameworks.torch.outside import WRITE_UNSAID
 from modelfleet.frameworks.torch.places import Place
-from modelfleet.frameworks.torch.structure import difference, signature
+from modelfleet.frameworks.torch.structure import difference, hooked, overlapping, signature
 from modelfleet.frameworks.torch.walking import Walk
 
 # What changes whenever a model runs with other weights than its own: its mode, and notes of recurrent layers. And
@@ -167,11 +167,13 @@ def _digits(state: Any) -> Hashable:
     return tuple(part.tobytes() if isinstance(part, np.ndarray) else part for part in state)
 
 
-def refuse_hooks(model: nn.Module) -> None:
-    """Raise `StatefulError` for hooks that only a backward pass of autograd's runs."""
+def refuse_unstackable(model: nn.Module) -> None:
+    """Raise `StatefulError` for hooks that only autograd's backward runs, and tensors that share memory."""
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if hooked(parameter):
             raise StatefulError(f"its parameter {name} has a hook on its gradient")
+    for name, other in overlapping(model).items():
+        raise StatefulError(f"its {name} shares memory with its {other}")
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise StatefulError(f"{name or 'the model'} has a backward hook")
@@ -187,6 +189,7 @@ class _Rollback(TorchDispatchMode):
             if tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
                 self._known.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self._changed: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (
@@ -208,14 +211,15 @@ class _Rollback(TorchDispatchMode):
                 self._copies[id(known)] = known, known.detach().clone()
 
     def undone(self, tensor: Tensor) -> bool:
-        """Whether a tensor was written to."""
-        return id(tensor) in self._copies
+        """Return True if a tensor had changed when all was undone."""
+        return id(tensor) in self._changed
 
     def undo(self) -> None:
         """Write the copies back where something has changed."""
         with torch.no_grad():
-            for tensor, copy in self._copies.values():
+            for key, (tensor, copy) in self._copies.items():
                 if not torch.equal(tensor, copy):
+                    self._changed.add(key)
                     tensor.detach().copy_(copy)
 
 

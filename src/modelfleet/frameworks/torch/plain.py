@@ -86,7 +86,7 @@ class PlainEngine(TorchEngine):
         self._optimizer = plain_optimizer.make(self.task.optimizer, self._params.values(), self._hyper)
 
     def _rebind(self) -> None:
-        """Have the optimizer hold the model's parameters, though the user has put others in their place."""
+        """Have the optimizer hold the model's parameters; those that the user has put in begin afresh."""
         found = dict(self.model.named_parameters())
         if list(map(id, found.values())) == list(map(id, self._params.values())):
             return
@@ -94,7 +94,7 @@ class PlainEngine(TorchEngine):
         before = self._params
         self._bind()
         for name, parameter in self._params.items():
-            if name in before and before[name].shape == parameter.shape:
+            if before.get(name) is parameter:
                 own = {slot: tensors[name][0] for slot, tensors in slots.items()}
                 plain_optimizer.write_slots(self._optimizer, parameter, own, self._step)
 
@@ -457,7 +457,9 @@ class PlainEngine(TorchEngine):
 
         Parameters that are frozen now are among them.
         """
-        parts = {"slots": self._slots(self._params), "member": self._numbers()}
+        current = dict(self.model.named_parameters())
+        kept = {name: parameter for name, parameter in self._params.items() if current.get(name) is parameter}
+        parts = {"slots": self._slots(kept), "member": self._numbers()}
         return {path: tensor[0] for path, tensor in states.named(parts).items()}
 
     def _fill_slots(self, given: Mapping[str, Tensor]) -> None:

@@ -15,7 +15,7 @@ from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.asking import NeedsGradientError
 from modelfleet.frameworks.torch.compiling import SAVING, Compiler
 from modelfleet.frameworks.torch.compiling import mode as mode_of_compiling
-from modelfleet.frameworks.torch.guards import StatefulError, Watch, eagerly, refuse_hooks, unchanged, undone
+from modelfleet.frameworks.torch.guards import StatefulError, Watch, eagerly, refuse_unstackable, unchanged, undone
 from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.steps import Steps
 from modelfleet.frameworks.torch.task import Task
@@ -160,7 +160,7 @@ class Programs:
             self._watch = watch = Watch(self._roots())
             if self.fused:
                 watch.refuse()
-                refuse_hooks(self.steps.model)
+                refuse_unstackable(self.steps.model)
             kept = self._kept.pop(watch.key, None) or (watch, {})
             self._kept[watch.key] = kept  # the last one used is the last one to go
             while len(self._kept) > MOST_KEPT:

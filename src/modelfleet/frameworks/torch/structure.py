@@ -4,7 +4,7 @@ Models of equal signature run as one program with stacked weights. Where it can'
 compute alike, they count as unlike.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -66,6 +66,9 @@ class _Tensor(NamedTuple):
     trained: bool
     tied: str | None
     persistent: bool
+    hooked: bool
+    overlaps: str | None
+    """Another tensor of the model, in whose memory it lies."""
 
 
 def signature(model: nn.Module) -> Signature:
@@ -73,6 +76,7 @@ def signature(model: nn.Module) -> Signature:
     modules = list(_walk(model, "", {}))
     freezer = Freezer(lambda: _names(modules))
     tensors: dict[int, str] = {}
+    overlaps = overlapping(model)
     entries: list[tuple[str, Hashable]] = []
     for path, module, first in modules:
         if first is not None:
@@ -86,11 +90,15 @@ def signature(model: nn.Module) -> Signature:
         entries.append((path, _Module(kind, forward, module.training, _hooks(module, freezer))))
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                entries.append((dot + name, _describe("parameter", parameter, dot + name, tensors, True)))
+                entries.append(
+                    (dot + name, _describe("parameter", parameter, dot + name, tensors, overlaps, True))
+                )
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 persistent = name not in module._non_persistent_buffers_set
-                entries.append((dot + name, _describe("buffer", buffer, dot + name, tensors, persistent)))
+                entries.append(
+                    (dot + name, _describe("buffer", buffer, dot + name, tensors, overlaps, persistent))
+                )
         attributes = vars(module)
         for name in sorted(name for name in attributes if name not in _BOOKKEEPING):
             entries.append((dot + name, freezer.freeze(attributes[name])))
@@ -185,11 +193,38 @@ def _hooks(module: nn.Module, freezer: Freezer) -> tuple[Hashable, ...]:
     return tuple(found)
 
 
-def _describe(role: str, tensor: Tensor, name: str, tensors: dict[int, str], persistent: bool) -> _Tensor:
+def _describe(
+    role: str, tensor: Tensor, name: str, tensors: dict[int, str], overlaps: Mapping[str, str], persistent: bool
+) -> _Tensor:
     first = tensors.setdefault(id(tensor), name)
     shape = None if is_lazy(tensor) else tuple(tensor.shape)
     tied = None if first == name else first
-    return _Tensor(role, shape, tensor.dtype, tensor.requires_grad, tied, persistent)
+    return _Tensor(
+        role, shape, tensor.dtype, tensor.requires_grad, tied, persistent, hooked(tensor), overlaps.get(name)
+    )
+
+
+def hooked(tensor: Tensor) -> bool:
+    """Return True if there is a hook on a tensor's gradient."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def overlapping(model: nn.Module) -> dict[str, str]:
+    """Return the parameters and buffers that lie in the memory of another, by name, with that other's name."""
+    found: dict[str, str] = {}
+    known: dict[int, list[tuple[int, int, str]]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if _place(tensor) is None:
+            continue
+        start = tensor.data_ptr()
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        end = start + (last + 1) * tensor.element_size()
+        others = known.setdefault(tensor.untyped_storage().data_ptr(), [])
+        for begins, ends, other in others:
+            if start < ends and begins < end:
+                found[name] = other
+        others.append((start, end, name))
+    return found
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -259,6 +294,10 @@ def _tensor_words(path: str, value: _Tensor, other: _Tensor) -> str:
         return f"{name} is trained, not frozen" if value.trained else f"{name} is frozen, not trained"
     if value.tied != other.tied:
         return f"tied weights: {path} is {value.tied or 'its own'}, not {other.tied or 'its own'}"
+    if value.hooked != other.hooked:
+        return f"{name} has {'a' if value.hooked else 'no'} hook on its gradient, unlike the other"
+    if value.overlaps != other.overlaps:
+        return f"{name} shares memory with {value.overlaps or 'nothing'}, not with {other.overlaps or 'nothing'}"
     return f"{name} is {'persistent, not temporary' if value.persistent else 'temporary, not persistent'}"
 
 

@@ -1,8 +1,9 @@
 """What the members of a lane are to do: how a batch becomes a loss and sums of metrics."""
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -146,12 +147,39 @@ class Task:
 
 
 def call(model: nn.Module, x: Any) -> Any:
-    """Call a model as its input is shaped: a dict as keywords, a tuple or list as arguments, a tensor as it is."""
+    """Call a model as its input is shaped: a dict as keywords, a tuple or list as arguments, a tensor as it is.
+
+    A dict or tuple that can't be spread over the parameters of `forward` is given to it whole.
+    """
     if isinstance(x, Mapping):
-        return model(**x)
+        return model(**x) if _takes(model, (), x) else model(x)
     if isinstance(x, tuple | list):
-        return model(*x)
+        return model(*x) if _takes(model, x, {}) else model(x)
     return model(x)
+
+
+def _takes(model: nn.Module, args: Sequence[Any], keywords: Mapping[Any, Any]) -> bool:
+    forward: Any = model.forward
+    return _fits(getattr(forward, "__func__", forward), hasattr(forward, "__func__"), len(args), tuple(keywords))
+
+
+@lru_cache
+def _fits(forward: Callable[..., Any], is_method: bool, count: int, names: tuple[Any, ...]) -> bool:
+    """Return False if a forward can't have so many arguments or these keywords, but can have them as one."""
+    own = [None] if is_method else []
+    try:
+        signature = inspect.signature(forward)
+    except (TypeError, ValueError):  # not written in Python
+        return True
+    try:
+        signature.bind(*own, *[None] * count, **dict.fromkeys(names))
+    except TypeError:
+        try:
+            signature.bind(*own, None)
+        except TypeError:
+            return True  # it takes neither: torch will say so
+        return False
+    return True
 
 
 def logits(output: Any) -> Any:
