@@ -339,3 +339,17 @@ def test_mistakes_in_ones_own_functions_name_the_member() -> None:
 def test_early_stopping_on_what_is_not_recorded_is_told() -> None:
     fleet = fleet_of(["a", "b"])
     refused(lambda: fit(fleet, (X, Y), callbacks=[mf.EarlyStopping("val_loss")]), "'val_loss'", "validation data")
+
+
+def test_one_callback_without_a_list_is_told() -> None:
+    fleet = mf.Fleet([nn.Linear(3, 2)])
+    fleet.compile("sgd", "mse", lr=0.1)
+    with pytest.raises(mf.InputError, match=r"expected a list of callbacks"):
+        fleet.fit((torch.zeros(4, 3), torch.zeros(4, 2)), callbacks=mf.EarlyStopping("loss"))  # pyrefly: ignore
+
+
+def test_a_model_without_parameters_has_nothing_to_train() -> None:
+    fleet = mf.Fleet([nn.Identity(), nn.Identity()])
+    fleet.compile("sgd", "mse", lr=0.1)
+    with pytest.raises(mf.InputError, match=r"no parameter that takes a gradient"):
+        fleet.fit((torch.zeros(4, 3), torch.zeros(4, 3)), progress=False)

@@ -421,6 +421,8 @@ class Fleet:
     @staticmethod
     def _wrapped(callbacks: Sequence[Any]) -> list[Callback]:
         """The callbacks as modelfleet's own: those of a framework run per member."""
+        if not isinstance(callbacks, Iterable):
+            raise InputError(f"callbacks is {callbacks!r}; expected a list of callbacks: callbacks=[...].")
         wrapped = []
         for callback in callbacks:
             if isinstance(callback, Callback):

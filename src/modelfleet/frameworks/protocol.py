@@ -264,6 +264,8 @@ class Engine(ABC):
     device: Any
     programs: Any
     """What was traced and compiled, to be handed to another engine of the same structure and task."""
+    undoes_steps: bool = False
+    """Whether a step that raises, for want of memory too, leaves the state as it was before."""
     checks_targets: bool = True
     """Whether the targets of (x, y) can be told to fit the model's output on x."""
     several: int

@@ -128,7 +128,7 @@ class Shift:
         batch = self._cut_short(batch)
         columns = self.schedules.at(self.lane.steps - self.started)
         shape = batch.size, batch.steps
-        kept = None if shape in self._tried else self._kept()
+        kept = None if shape in self._tried or self.lane.engine.undoes_steps else self._kept()
         try:
             self.lane.train(batch, columns, self._steps_left())
         except StepError as error:
@@ -153,7 +153,7 @@ class Shift:
                 error = error.__cause__  # what the model said
             member = self.lane.members[self.lane.slots[slot]]
             place = self.lane.places[member.name]
-            step = int(self.lane.steps[place] - self.started[place]) + 1
+            step = int(self.lane.engine.steps_taken()[slot] - self.taken[place]) + 1  # a turn may be of several
             reason = f"{RAISED} {type(error).__name__}: {error}"
             self._lost[member.name] = Failure(self.epoch + 1, step, reason)
         self.lane.rest([self.lane.places[name] for name in self._lost], failed=True)
@@ -249,15 +249,23 @@ class Shift:
 
     def _out_of_memory(self, error: Exception, kept: dict[str, np.ndarray] | None) -> None:
         self.close()
-        if kept is not None:
-            self.lane.engine.load(kept)
-            if self.divisible and len(self.training()) > 1:
-                raise TooWideError(self) from error
-        reason = "the device ran out of memory at the first step"
-        if kept is None:
-            reason = "the device ran out of memory in the middle of the run; the weights may be between two steps"
+        engine = self.lane.engine
+        reason = "the device ran out of memory"
+        if not engine.undoes_steps:
+            if kept is not None:
+                engine.load(kept)
+                if self.divisible and len(self.training()) > 1:
+                    raise TooWideError(self) from error
+            when = (
+                "in the middle of the run; the weights may be between two steps"
+                if kept is None
+                else "at the first step"
+            )
+            reason = f"{reason} {when}"
         for name in self.training():
-            step = int(self.lane.steps[self.lane.places[name]] - self.started[self.lane.places[name]]) + 1
+            place = self.lane.places[name]
+            slot = int(np.flatnonzero(self.lane.slots == place)[0])
+            step = int(engine.steps_taken()[slot] - self.taken[place]) + 1
             self._lost[name] = Failure(self.epoch + 1, step, reason)
         self.lane.rest([self.lane.places[name] for name in self._lost], failed=True)
 

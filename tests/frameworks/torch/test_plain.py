@@ -551,3 +551,34 @@ def test_a_frozen_teacher_with_batch_norm_does_not_keep_members_apart() -> None:
     for model, other in zip(models, expected, strict=True):
         loop(other, torch.optim.Adam(other.parameters(), lr=1e-2), distill)
         same(model, other)
+
+
+class Raising(nn.Module):
+    def __init__(self, error: type[Exception]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 2).double()
+        self.error = error
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+            if self.calls == 5:
+                raise self.error("no")
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("error", [ValueError, MemoryError])
+def test_a_member_that_raises_keeps_the_steps_before_and_says_which_it_was(error: type[Exception]) -> None:
+    models = [Raising(error), mlp()]
+    expected = copy.deepcopy(models[0].layer)
+    fleet = mf.Fleet(models)
+    fleet.compile("sgd", "mse", lr=1e-2)
+    history = fleet.fit((X, Y), batch_size=4, shuffle=False, progress=False)
+    assert history.failed["0"].step == 5
+    optimizer = torch.optim.SGD(expected.parameters(), lr=1e-2)
+    for start in range(0, 16, 4):
+        optimizer.zero_grad()
+        mse(expected, (X[start : start + 4], Y[start : start + 4])).backward()
+        optimizer.step()
+    same(models[0].layer, expected)

@@ -43,6 +43,7 @@ class PlainEngine(TorchEngine):
     """The torch side of a lane of one member (see `modelfleet.lanes.Lane`)."""
 
     programs = None
+    undoes_steps = True
     several = 8  # steps a turn: what is around a step costs as much as a small model's forward
     fused = False
     prospect = 1.0

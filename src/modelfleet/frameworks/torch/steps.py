@@ -356,7 +356,7 @@ class Steps:
         tensors = {f"model.{name}": t for name, t in {**own, **buffers}.items()}
         tensors |= {f"model.{name}": tensors[f"model.{first}"] for name, first in tied(self.model).items()}
         dtype = PRECISIONS[self.task.precision]
-        device = next(iter(tensors.values())).device.type
+        device = next((tensor.device.type for tensor in tensors.values()), "cpu")
         versions = {name: t._version for name, t in own.items()}
         with (
             Asking({name: (own[name], takes) for name, takes in trained.items() if name in own}, self),

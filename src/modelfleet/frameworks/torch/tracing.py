@@ -4,6 +4,7 @@ A traced graph has no Python of the model left in it, no `vmap` and no autograd,
 operations; it can be compiled as it is; and what can't be traced is known, with the reason, before the first step.
 """
 
+import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -145,11 +146,14 @@ def _strictly() -> Iterator[None]:
     # What torch.export does for `torch.compiler.is_compiling()`: models that ask take the way that can be traced.
     # Hugging Face's, without it, look into the attention mask for a shortcut.
     torch.compiler._is_compiling_flag = True
+    logger = logging.getLogger("torch._subclasses.fake_tensor")  # prints what a model raises; here it is a reason
+    disabled, logger.disabled = logger.disabled, True
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
+        logger.disabled = disabled
         torch.compiler._is_compiling_flag = before[1]
         functorch._set_vmap_fallback_enabled(before[0])
 
