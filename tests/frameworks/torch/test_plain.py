@@ -570,9 +570,9 @@ class Raising(nn.Module):
 
 @pytest.mark.parametrize("error", [ValueError, MemoryError])
 def test_a_member_that_raises_keeps_the_steps_before_and_says_which_it_was(error: type[Exception]) -> None:
-    models = [Raising(error), mlp()]
-    expected = copy.deepcopy(models[0].layer)
-    fleet = mf.Fleet(models)
+    model = Raising(error)
+    expected = copy.deepcopy(model.layer)
+    fleet = mf.Fleet([model, mlp()])
     fleet.compile("sgd", "mse", lr=1e-2)
     history = fleet.fit((X, Y), batch_size=4, shuffle=False, progress=False)
     assert history.failed["0"].step == 5
@@ -581,4 +581,4 @@ def test_a_member_that_raises_keeps_the_steps_before_and_says_which_it_was(error
         optimizer.zero_grad()
         mse(expected, (X[start : start + 4], Y[start : start + 4])).backward()
         optimizer.step()
-    same(models[0].layer, expected)
+    same(model.layer, expected)
