@@ -265,7 +265,7 @@ def test_never_is_never(eager: Processes, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_misspelt_mode_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODELFLEET_COMPILE", "nevr")
-    fleet = fleet_of(1)
+    fleet = fleet_of(2)
     before = all_weights(fleet)
     with pytest.raises(mf.InputError, match=r"MODELFLEET_COMPILE 'nevr'. Did you mean 'never'"):
         fit(fleet, (X, Y))

@@ -213,7 +213,7 @@ class Checkpoint(Callback):
             raise InputError(f"Checkpoint: every is {every}, expected at least 1 epoch.")
         if every_steps is not None and every_steps < 1:
             raise InputError(f"Checkpoint: every_steps is {every_steps}, expected at least 1 step, or None.")
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # wherever a callback may change to
         self.every = every
         self.every_steps = every_steps
         self.resume = resume

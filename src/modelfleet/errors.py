@@ -9,6 +9,10 @@ class FleetError(Exception):
     """The base of every error that modelfleet raises on purpose."""
 
 
+class FleetWarning(UserWarning):
+    """What a fleet does is not what you may expect; says what, and what to do."""
+
+
 class InputError(FleetError, ValueError):
     """Something a caller passed does not fit: data, names, hyperparameters, models."""
 

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from modelfleet import frameworks
 from modelfleet.errors import BusyError
 
 OWN_THREADS = "modelfleet-"  # how the names of modelfleet's threads begin
@@ -36,7 +37,8 @@ class Gate:
         """Run a verb that leaves the members as they are."""
         self._enter(verb)
         try:
-            yield
+            with frameworks.undisturbed():
+                yield
         finally:
             self._leave()
 

@@ -2,8 +2,8 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -108,6 +108,15 @@ def _check_keywords(takes: inspect.Signature | None, arguments: Mapping[str, Any
             f"member {name!r}: the factory can't be called with {keywords}: {error}. "
             f"Give a factory that takes these, and needs no others."
         ) from error
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Have frameworks compute as they do by default, whatever contexts a verb was called in."""
+    with ExitStack() as stack:
+        if "modelfleet.frameworks.torch" in sys.modules:
+            stack.enter_context(adapter("torch").undisturbed())
+        yield
 
 
 def reduced(value: Any) -> Any:

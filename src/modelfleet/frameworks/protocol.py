@@ -28,7 +28,14 @@ REASONS = {
 
 
 class CannotFuseError(FleetError):
-    """A step can't be run for several members at once; says which operation is in the way."""
+    """A step can't be run for several members at once; says which operation is in the way.
+
+    `shared`: what is in the way is state that members which take turns would share, too.
+    """
+
+    def __init__(self, message: str, *, shared: bool = False) -> None:
+        super().__init__(message)
+        self.shared = shared
 
 
 class StepError(FleetError):

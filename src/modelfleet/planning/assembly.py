@@ -1,6 +1,7 @@
 """From members and their recipes to lanes: who is fused with whom, and who can't be."""
 
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from modelfleet.devices import Device
-from modelfleet.errors import InputError, StrategyError
+from modelfleet.errors import FleetWarning, InputError, StrategyError
 from modelfleet.feeds import Feed
 from modelfleet.frameworks.protocol import CannotFuseError
 from modelfleet.lanes import Lane
@@ -256,6 +257,14 @@ def settle(
                     f"member {lane.names[0]!r} and those like it can't be fused: {error}. "
                     f'Drop strategy="fused" and let them take turns.'
                 ) from error
+            if error.shared and kind == "train":
+                warnings.warn(
+                    f"members {lane.names[0]!r} and {lane.names[1]!r} take turns and share what they change: "
+                    f"{error}. Their numbers depend on each other. Give each its own loss or objective, by "
+                    f"compile(..., members=[name]), or its own copy of what is shared.",
+                    FleetWarning,
+                    stacklevel=2,
+                )
             for position, name in enumerate(lane.names):
                 part = replace(lane.part, names=(name,), fused=False, reason=f"not fused: {error}", split=None)
                 single = studied.assembly.lane(studied, part)

@@ -121,6 +121,7 @@ def test_an_outside_tensor_is_an_input_of_the_compiled_program() -> None:
     assert source.function()(torch.zeros(1), torch.ones(2), weight)[0].tolist() == [40.0, 100.0]
 
 
+@pytest.mark.filterwarnings("ignore:members .* take turns:modelfleet.FleetWarning")
 def test_an_objective_that_writes_to_an_outside_tensor_is_not_fused() -> None:
     bank = torch.zeros(3, dtype=torch.float64)
 

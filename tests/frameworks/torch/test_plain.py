@@ -582,3 +582,138 @@ def test_a_member_that_raises_keeps_the_steps_before_and_says_which_it_was(error
         mse(expected, (X[start : start + 4], Y[start : start + 4])).backward()
         optimizer.step()
     same(model.layer, expected)
+
+
+@pytest.mark.parametrize("strategy", ["fused", "interleaved", "threads"])
+@pytest.mark.parametrize(
+    "context",
+    [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)],
+    ids=["no_grad", "inference", "autocast"],
+)
+def test_contexts_around_a_verb_change_nothing(context: Callable[[], Any], strategy: str) -> None:
+    models = [mlp(), mlp()]
+    expected = [copy.deepcopy(model) for model in models]
+    fleet = mf.Fleet(models)
+    fleet.compile("adam", "mse", lr=1e-2)
+    with context():
+        fleet.fit((X, Y), epochs=2, batch_size=8, shuffle=False, progress=False, strategy=strategy)
+        outputs = fleet.predict(X)
+    for number, other in enumerate(expected):
+        loop(other, torch.optim.Adam(other.parameters(), lr=1e-2))
+        same(models[number], other)
+        with torch.no_grad():
+            np.testing.assert_allclose(outputs[str(number)], other(X).numpy(), rtol=1e-10)
+
+
+class Freezing(mf.Callback):
+    def on_epoch_end(self, run: Any) -> None:
+        for name in run.fleet.names:
+            run.sync(name)[0].requires_grad_(run.epoch % 2 == 0)
+            run.take(name)
+
+
+def test_freezing_in_a_callback_is_done_or_refused() -> None:
+    model = mlp()
+    expected = copy.deepcopy(model)
+    alone = mf.Fleet([model])
+    alone.compile("adam", "mse", lr=1e-2)
+    alone.fit((X, Y), epochs=3, batch_size=8, shuffle=False, progress=False, callbacks=[Freezing()])
+    optimizer = torch.optim.Adam(expected.parameters(), lr=1e-2)
+    for trained in (True, False, True):
+        expected[0].requires_grad_(trained)
+        loop(expected, optimizer, epochs=1)
+    same(model, expected)
+    fleet = mf.Fleet([mlp(), mlp()])
+    fleet.compile("adam", "mse", lr=1e-2)
+    with pytest.raises(mf.StrategyError, match=r"was frozen or unfrozen in the middle of a fit"):
+        fleet.fit((X, Y), epochs=3, batch_size=8, progress=False, callbacks=[Freezing()])
+
+
+class OfEight(nn.Module):
+    """Takes batches of eight rows only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.view(8, 6))
+
+
+def test_a_model_for_batches_of_one_size_is_trained() -> None:
+    models = [OfEight(), OfEight()]
+    expected = [copy.deepcopy(model) for model in models]
+    trained(models)
+    for model, other in zip(models, expected, strict=True):
+        loop(other, torch.optim.Adam(other.parameters(), lr=1e-2))
+        same(model, other)
+
+
+class Annealed:
+    """An objective that counts its own calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        self.calls += 1
+        return mse(model, batch) / self.calls
+
+
+def test_members_that_share_what_their_objective_changes_are_told() -> None:
+    fleet = mf.Fleet([mlp(), mlp()])
+    fleet.compile("adam", objective=Annealed(), lr=1e-2)
+    with pytest.warns(mf.FleetWarning, match=r"'0' and '1' take turns and share what they change"):
+        fleet.fit((X, Y), batch_size=8, progress=False)
+    models = [mlp(), mlp()]
+    expected = [copy.deepcopy(model) for model in models]
+    own = mf.Fleet(models)
+    for name in own.names:
+        own.compile("adam", objective=Annealed(), lr=1e-2, members=[name])
+    own.fit((X, Y), batch_size=8, shuffle=False, progress=False)
+    for model, other in zip(models, expected, strict=True):
+        loop(other, torch.optim.Adam(other.parameters(), lr=1e-2), Annealed(), epochs=1)
+        same(model, other)
+
+
+class Slope(nn.Module):
+    """Gives the slope of its own energy, as force fields do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        (slope,) = torch.autograd.grad(self.layer(x).square().sum(), x, create_graph=True)
+        return slope[:, :2]
+
+
+@pytest.mark.parametrize("strategy", ["auto", "interleaved"])
+def test_a_forward_may_differentiate_by_its_input(strategy: str) -> None:
+    models = [Slope(), Slope()]
+    expected = [copy.deepcopy(model) for model in models]
+    fleet, _ = trained(models, strategy=strategy)
+    outputs = fleet.predict(X, batch_size=24)
+    for number, other in enumerate(expected):
+        loop(other, torch.optim.Adam(other.parameters(), lr=1e-2))
+        same(models[number], other)
+        np.testing.assert_allclose(outputs[str(number)], other(X.clone()).detach().numpy(), rtol=1e-10)
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 2).double()
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        out = self.layer(x)
+        return {"out": out, "pair": (out + 1, {"deep": out + 2})}
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_predict_keeps_what_is_nested_in_an_output(members: int) -> None:
+    fleet = mf.Fleet([Nested() for _ in range(members)])
+    found = fleet.predict(X, batch_size=8)["0"]
+    np.testing.assert_allclose(found["pair"][0], found["out"] + 1)
+    np.testing.assert_allclose(found["pair"][1]["deep"], found["out"] + 2)

@@ -311,6 +311,7 @@ def counted_by_hand(model: nn.Module, batch: Any) -> Tensor:
 OBJECTIVES = {counted: "the global COUNT, an iterator", counted_by_hand: "the global CALLS['objective']"}
 
 
+@pytest.mark.filterwarnings("ignore:members .* take turns:modelfleet.FleetWarning")
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_an_objective_with_state_is_not_fused(objective: Any) -> None:
     fleet = comparing.compiled(comparing.build(mlp, 2), objective=objective)

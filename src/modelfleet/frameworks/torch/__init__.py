@@ -11,6 +11,7 @@ from modelfleet.frameworks.torch.building import (
     restore_randomness,
     seeding,
     stacked_weights,
+    undisturbed,
     weights_key,
 )
 from modelfleet.frameworks.torch.devices import accelerators, choose, memory, native, threads, use_threads
@@ -52,6 +53,7 @@ __all__ = [
     "stacked_weights",
     "threads",
     "trained_twice",
+    "undisturbed",
     "use_threads",
     "weight_bytes",
     "weights_key",

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +22,22 @@ def seeding(seed: int) -> Iterator[None]:
             torch.manual_seed(seed)
         else:
             torch.default_generator.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Have torch compute as it does by default, whatever contexts a verb was called in.
+
+    Threads and worker processes do not see these; so it must not matter that lanes of this thread would.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        accelerator = torch.accelerator.current_accelerator()
+        for kind in ("cpu", *([] if accelerator is None else [accelerator.type])):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 

@@ -66,6 +66,7 @@ class Engine(TorchEngine):
         self.programs = programs
         self.layout = programs.steps.layout
         self.shared: dict[str, Tensor] = {}
+        self._owned: list[tuple[nn.Module, dict[str, nn.Parameter]]] = []  # the parameters that were stacked
         self._first = first
         self._whole: tuple[State, Tensor] | None = None
         self._ahead = Ahead(programs.task)
@@ -472,6 +473,13 @@ class Engine(TorchEngine):
     def restack(self, positions: np.ndarray, members: Sequence[Member], *, working: bool = False) -> None:
         """Take the weights of the members at these rows from their models again."""
         state = self._side(working)
+        for member in members:
+            switched = states.trained(member.model).keys() ^ state["params"].keys()
+            if switched:
+                raise StrategyError(
+                    f"member {member.name!r}: {min(switched)!r} was frozen or unfrozen in the middle of a fit, "
+                    f'and the member is fused with others. Use strategy="interleaved", or do it between two fits.'
+                )
         with held(self.programs.steps.model):
             states.put(self._weights(state), self.tensor(positions), self._stacked(members, {}, slots=False))
         for row, member in zip(positions.tolist(), members, strict=True):
@@ -520,7 +528,10 @@ class Engine(TorchEngine):
         return self.state["member"]["step"].cpu().numpy()
 
     def forgive(self) -> None:
-        """Begin a fit with nobody in trouble."""
+        """Begin a fit with nobody in trouble, and without the gradients of an earlier backward."""
+        for _, parameters in self._owned:
+            for parameter in parameters.values():
+                parameter.grad = None
         self.state["member"]["trouble"].zero_()
         self._ahead.forget()
 
@@ -530,7 +541,7 @@ class Engine(TorchEngine):
     # --- checks --------------------------------------------------------------------------------------------------
 
     def check(self, batch: Any, name: str) -> None:
-        """Try one member on two rows, before anything is trained, and make room for the sums it makes.
+        """Try one member on a batch, before anything is trained, and make room for the sums it makes.
 
         What does not fit raises `InputError`, with the shapes that came and what the model said of them.
         """
@@ -541,7 +552,7 @@ class Engine(TorchEngine):
         self._open_sums(list(sums))
 
     def output_shape(self, batch: Any, name: str) -> tuple[int, ...] | None:
-        """The shape `(row, …)` of a member's output for two rows of a batch; None if it is no single tensor.
+        """The shape `(row, …)` of a member's output for a batch; None if it is no single tensor.
 
         What does not fit raises `InputError`, as in `check`.
         """
@@ -551,9 +562,9 @@ class Engine(TorchEngine):
 
     @contextmanager
     def _trying(self, batch: Any, data: Any, name: str) -> Iterator[tuple[State, Any]]:
-        """One member and two rows of its data to try it on, with a clear error for what does not fit."""
+        """One member and a batch of its data to try it on, with a clear error for what does not fit."""
         data = data if batch.shared else map_tree(lambda leaf: leaf[0], data)
-        few = map_tree(lambda leaf: leaf[:2].clone(), data)  # a forward may write to its input
+        few = map_tree(torch.clone, data)  # a forward may write to its input
         model = self.programs.steps.model
         one = states.select(self.state, torch.zeros(1, dtype=torch.int64, device=self.device))
         with explained(name, model, data), self.programs.trial(train=False), torch.random.fork_rng(devices=[]):

@@ -95,7 +95,7 @@ def unchanged(
         yield
         names = watch.changed()
         if strictly and names and not harmless():
-            raise StatefulError(f"running it changes {names[0]}")
+            raise StatefulError(f"running it changes {names[0]}", shared=not names[0].startswith("self"))
     finally:
         watch.restore()
 

@@ -102,7 +102,7 @@ def _name(optimizer: object) -> str:
             return name
     shown = optimizer.__qualname__ if isinstance(optimizer, type) else repr(optimizer)
     raise InputError(
-        f"optimizer {shown} can't be run on stacked members. "
+        f"optimizer {shown} is not one that fleets have. "
         f"Give one of {', '.join(sorted(ALGORITHMS))}, by name or as its torch.optim class."
     )
 

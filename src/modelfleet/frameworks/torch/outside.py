@@ -59,9 +59,9 @@ def protect(module: fx.GraphModule, owners: Sequence[int]) -> None:
     roots = {root for node in module.graph.nodes for target in written(node) for root in origins(target)}
     for root in roots:
         if root.op == "get_attr" or (root.op == "placeholder" and places[root] >= len(owners)):
-            raise CannotFuseError("it writes to a tensor that is no part of the model")
+            raise CannotFuseError("it writes to a tensor that is no part of the model", shared=True)
         if root.op == "placeholder" and owners[places[root]] == 1:
-            raise CannotFuseError("its forward writes to a tensor that all members share")
+            raise CannotFuseError("its forward writes to a tensor that all members share", shared=True)
     for root in roots:
         if root.op == "placeholder" and owners[places[root]] > 1:
             _copy_first(module.graph, root)

@@ -296,8 +296,7 @@ class PlainEngine(TorchEngine):
 
     def predict(self, data: Any, *, shared: bool, counts: np.ndarray | None = None) -> Any:
         """Return the outputs on a batch of inputs, without the slot axis."""
-        with torch.no_grad(), self._in_mode(train=False), self._drawing("evaluate"), self._autocast():
-            return logits(call(self.model, self._own(data, shared)))
+        return self._looked(lambda: logits(call(self.model, self._own(data, shared))))
 
     def rows(self, outputs: Any, slot: int, count: int) -> Any:
         """Return the real rows of a batch of outputs, on the host."""
@@ -315,7 +314,7 @@ class PlainEngine(TorchEngine):
                     with torch.no_grad():
                         return run()
                 except RuntimeError as error:
-                    if self.task.objective is None or "grad" not in str(error):
+                    if "grad" not in str(error):
                         raise
                 self._needs_grad = True
             with torch.enable_grad():
@@ -333,7 +332,10 @@ class PlainEngine(TorchEngine):
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = PRECISIONS[self.task.precision]
-        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
+        if dtype is None:
+            return nullcontext()
+        # Without its cache: within another autocast torch would keep the cast weights of an earlier step.
+        return torch.autocast(self.device.type, dtype=dtype, cache_enabled=False)
 
     def _drawing(self, kind: str) -> AbstractContextManager[Any]:
         """Return the context in which random operations draw from the member's stream, if the model draws any."""
@@ -521,7 +523,7 @@ class PlainEngine(TorchEngine):
     # --- checks --------------------------------------------------------------------------------------------------
 
     def check(self, batch: Any, name: str) -> None:
-        """Try the model on two rows, before anything is trained.
+        """Try the model on a batch, before anything is trained.
 
         A copy is tried, whose buffers and Python state are its own. An objective is not called: it may keep count
         of its calls, and the first step will tell what is wrong with it.
@@ -530,27 +532,32 @@ class PlainEngine(TorchEngine):
             self._try(batch, batch.data, name, lambda model, few: self.task.run(model, few, None))
 
     def output_shape(self, batch: Any, name: str) -> tuple[int, ...] | None:
-        """Return the shape `(row, …)` of the output for two rows of a batch; None if it is no single tensor."""
+        """Return the shape `(row, …)` of the output for a batch; None if it is no single tensor."""
         inputs = self.inputs(batch.data)
         output = self._try(batch, inputs, name, lambda model, few: logits(call(model, few)))
         return tuple(output.shape) if isinstance(output, Tensor) else None
 
     def _try(self, batch: Any, data: Any, name: str, run: Any) -> Any:
-        """Run something on a copy of the model and two rows; raise `InputError` for what does not fit."""
-        model = _scratch(self.model)
-        if model is None:  # it can't be copied: its first step will tell
-            return None
+        """Run something on a copy of the model; raise `InputError` for what does not fit."""
         data = data if batch.shared else map_tree(lambda leaf: leaf[0], data)
-        few = map_tree(lambda leaf: leaf[:2].clone(), data)
-        with (
-            explained(name, self.model, data),
-            undone(("self", model), ("the loss", self.task.loss and self.task.loss.plain)),
-            torch.random.fork_rng(devices=[]),
-            mode(model, train=False),
-            self._autocast(),
-            torch.no_grad(),
-        ):
-            return run(model, few)
+        for graded in (torch.no_grad, torch.enable_grad):  # a forward may differentiate by its input
+            model = _scratch(self.model)
+            if model is None:  # it can't be copied: its first step will tell
+                return None
+            with (
+                explained(name, self.model, data),
+                undone(("self", model), ("the loss", self.task.loss and self.task.loss.plain)),
+                torch.random.fork_rng(devices=[]),
+                mode(model, train=False),
+                self._autocast(),
+                graded(),
+            ):
+                try:
+                    return run(model, map_tree(torch.clone, data))
+                except RuntimeError as error:
+                    if graded is torch.enable_grad or "grad" not in str(error):
+                        raise
+        return None
 
     def working_bytes(self, batch: Any) -> int | None:
         """Return None: what a plain step takes is not known before it runs."""

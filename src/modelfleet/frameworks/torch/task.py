@@ -192,8 +192,13 @@ def logits(output: Any) -> Any:
     if found is not None:
         return found
     if isinstance(output, Mapping):
-        return {name: value for name, value in output.items() if isinstance(value, Tensor)}
+        return {name: value for name, value in output.items() if _holds_tensors(value)}
     return output
+
+
+def _holds_tensors(value: Any) -> bool:
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    return isinstance(value, Tensor) or any(_holds_tensors(part) for part in parts)
 
 
 def _pair(loss: Loss, batch: Any) -> tuple[Any, Any]:

@@ -119,7 +119,8 @@ def trace(step: Callable[..., Any], args: tuple[Any, ...], stacked: Sequence[boo
     except FleetError:
         raise
     except Exception as error:  # whatever a model's forward may raise while it is traced
-        raise CannotFuseError(_reason(error)) from error
+        reason = _reason(error)
+        raise CannotFuseError(reason, shared=reason.startswith(_WRITES_OUTSIDE)) from error
     outside = lift(graph)
     protect(graph, flat.owners)
     lean(graph)
@@ -203,8 +204,9 @@ def _first_sentence(text: str, most: int = 160) -> str:
     return sentence if len(sentence) <= most else sentence[: most - 1] + "…"
 
 
+_WRITES_OUTSIDE = "it writes to a tensor that is no part of the model"
 _KNOWN = {
-    "would mutate a captured Tensor": "it writes to a tensor that is no part of the model",
+    "would mutate a captured Tensor": _WRITES_OUTSIDE,
     "hit the vmap fallback": "an operation has no batching rule",
     "Batching rule not implemented": "an operation has no batching rule",
     "data-dependent control flow": "its forward branches on the value of a tensor",
