@@ -176,7 +176,11 @@ def _identity(run: Any) -> dict[str, Any]:
         "batches": [shift.batches for shift in run.shifts],
         "rows": [None if shift.rows is None else shift.rows.tolist() for shift in run.shifts],
         "steps per epoch": [None if s.known_steps is None else s.known_steps.tolist() for s in run.shifts],
-        "callbacks": [type(callback).__name__ for callback in run.callbacks],
+        "callbacks": [
+            kind
+            for callback in run.callbacks
+            for kind in getattr(callback, "kinds", (type(callback).__name__,))  # of a framework's own, each
+        ],
         "started": [shift.started.tolist() for shift in run.shifts],
     }
 

@@ -123,6 +123,16 @@ class Fit:
         shift = self._place(name)
         return int(shift.epochs[shift.lane.places[name]])
 
+    def steps_of(self, name: str) -> int | None:
+        """How many steps a member's epoch has; None if only its loader knows."""
+        shift = self._place(name)
+        return None if shift.known_steps is None else int(shift.known_steps[shift.lane.places[name]])
+
+    def lane_here(self, name: str) -> Any:
+        """The member's lane, if its steps are taken in this process; else None."""
+        shift = self._at_rest(name, "run.lane_here")
+        return shift.lane if shift.away is None else None
+
     def framework(self, name: str) -> Any:
         """The adapter of a member's framework."""
         return self._place(name).lane.members[0].framework

@@ -267,7 +267,8 @@ class Fleet:
         strategy: "auto" measures; "fused" insists on fusing; "interleaved" has the members take turns, "threads"
             and "processes" run them side by side. On several devices "threads" and "processes" have one for each,
             and "data_parallel" has every member on all of them.
-        callbacks: of modelfleet, and those of Keras, which then work for every Keras member on its own.
+        callbacks: of modelfleet, and those of Keras, which then work for every Keras member on its own. The first
+            Keras member uses the objects given, the others use copies: `callback.members[name]` has each.
         progress: a live table on a terminal and lines elsewhere; False for silence.
         share: how many turns a member takes while another takes one; best `each(...)`.
         steps_per_epoch: where an epoch ends, for data that go on and on.
@@ -420,16 +421,16 @@ class Fleet:
 
     @staticmethod
     def _wrapped(callbacks: Sequence[Any]) -> list[Callback]:
-        """The callbacks as modelfleet's own: those of a framework run per member."""
+        """The callbacks as modelfleet's own: those of a framework as one, in the place of the first of them."""
         if not isinstance(callbacks, Iterable):
             raise InputError(f"callbacks is {callbacks!r}; expected a list of callbacks: callbacks=[...].")
-        wrapped = []
-        for callback in callbacks:
-            if isinstance(callback, Callback):
-                wrapped.append(callback)
-            else:
-                wrapped.append(frameworks.wrapped(callback))
-        return wrapped
+        given = list(callbacks)
+        own = [callback for callback in given if isinstance(callback, Callback)]
+        others = [callback for callback in given if not isinstance(callback, Callback)]
+        if not others:
+            return own
+        place = next(index for index, callback in enumerate(given) if callback is others[0])
+        return [*own[:place], frameworks.wrapped(others), *own[place:]]
 
     def _described(
         self, choice: Choice, lanes: Sequence[Lane], fed: Mapping[int, tuple[Lane, Feed]], job: Job | None

@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
@@ -136,12 +136,12 @@ def as_numpy(value: Any) -> np.ndarray:
     return np.asarray(value)
 
 
-def wrapped(callback: Any) -> Any:
-    """A framework's own callback as one of modelfleet's."""
-    roots = {cls.__module__.partition(".")[0] for cls in type(callback).__mro__}
-    if "keras" in roots:
-        return adapter("keras").wrap(callback)
-    raise InputError(
-        f"callbacks hold a {type(callback).__module__}.{type(callback).__qualname__}. Give subclasses of "
-        f"modelfleet.Callback, or callbacks of Keras."
-    )
+def wrapped(callbacks: Sequence[Any]) -> Any:
+    """A framework's own callbacks as one of modelfleet's, which keeps their order."""
+    for callback in callbacks:
+        if "keras" not in {cls.__module__.partition(".")[0] for cls in type(callback).__mro__}:
+            raise InputError(
+                f"callbacks hold a {type(callback).__module__}.{type(callback).__qualname__}. Give subclasses of "
+                f"modelfleet.Callback, or callbacks of Keras."
+            )
+    return adapter("keras").wrap(callbacks)

@@ -1,6 +1,8 @@
 """Keras's callbacks in a fleet: for every member what they would do in its own fit."""
 
 import csv
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,14 @@ def both(*given: Any, epochs: int = 5) -> tuple[mf.Fleet, mf.History, dict[str, 
     return fleet, history, logs, expected
 
 
-def alike(fleet: mf.Fleet, history: mf.History, logs: dict[str, Any], expected: dict[str, keras.Model]) -> None:
-    for name in fleet.names:
+def alike(
+    fleet: mf.Fleet,
+    history: mf.History,
+    logs: dict[str, Any],
+    expected: dict[str, keras.Model],
+    names: Sequence[str] = ("a", "b"),
+) -> None:
+    for name in names:
         assert history[name].keys() == logs[name].keys()
         for metric, series in logs[name].items():
             np.testing.assert_allclose(history[name][metric], series, rtol=1e-4, atol=1e-5, err_msg=metric)
@@ -62,6 +70,130 @@ def test_early_stopping(restore: bool) -> None:
     alike(*found)
     assert len(found[1]["b"]["loss"]) < 8  # or nothing was shown
     assert found[1].stopped
+
+
+class Noting(callbacks.Callback):
+    """Notes what it is called with, and by which learning rate the model trains then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[Any] = []
+
+    def note(self, moment: str, epoch: int | None, logs: Any) -> None:
+        model: Any = self.model
+        told = {key: round(float(value), 3) for key, value in logs.items()}
+        self.notes.append((moment, epoch, told, round(float(model.optimizer.learning_rate), 7)))
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.note("train begin", self.params["steps"], logs)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.note("epoch begin", epoch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.note("epoch end", epoch, logs)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.note("train end", self.params["epochs"], logs)
+
+
+def test_callbacks_run_in_the_order_of_keras_on_objects_that_can_be_read() -> None:
+    def several() -> list[Any]:
+        return [
+            Noting(),
+            callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
+            callbacks.ReduceLROnPlateau("val_loss", factor=0.1, patience=1, min_delta=0.5),
+            Noting(),
+            callbacks.History(),
+            callbacks.EarlyStopping("val_loss", patience=3, restore_best_weights=True),
+        ]
+
+    fleet, expected = models.fresh(**RATES)
+    x, y = models.data(16)
+    options: Any = {"epochs": 6, "batch_size": 8, "shuffle": False}
+    given, validation = several(), models.data(8, seed=9)
+    history = fleet.fit((x, y), validation=validation, callbacks=given, progress=False, **options)
+    for name, model in expected.items():
+        plain = several()
+        logs = model.fit(x, y, validation_data=validation, callbacks=plain, verbose=0, **options).history
+        alike(fleet, history, {name: logs}, {name: model}, names=[name])
+        own = [callback.members[name] for callback in given]
+        assert [found is callback for found, callback in zip(own, given, strict=True)] == [name == "a"] * 6
+        for one, other in zip(own, plain, strict=True):
+            if isinstance(other, Noting):
+                assert [note[:2] for note in one.notes] == [note[:2] for note in other.notes]
+                for found, right in zip(one.notes, other.notes, strict=True):
+                    assert found[2] == pytest.approx(right[2], abs=2e-3)
+                    assert found[3] == pytest.approx(right[3], rel=1e-4)
+        assert own[4].epoch == plain[4].epoch
+        assert own[4].history.keys() == plain[4].history.keys()
+        assert (own[5].stopped_epoch, own[5].best_epoch) == (plain[5].stopped_epoch, plain[5].best_epoch)
+    # A second fit goes on with the same objects, as Keras's would.
+    before = {name: len(given[0].members[name].notes) for name in fleet.names}
+    fleet.fit((x, y), validation=validation, callbacks=given, progress=False, **{**options, "epochs": 1})
+    for name in fleet.names:
+        assert len(given[0].members[name].notes) == before[name] + 4
+
+
+def test_one_member_works_with_the_very_objects_and_paths(tmp_path: Path) -> None:
+    x, y = models.data(16)
+    fleet, _ = models.fresh(**RATES)
+    lone = mf.Fleet({"a": fleet["a"]})
+    noting, log = Noting(), callbacks.CSVLogger(str(tmp_path / "log.csv"))
+    noting.lock = threading.Lock()  # can't be copied, and need not be
+    kept = callbacks.ModelCheckpoint(str(tmp_path / "{name}.keras"))
+    given: list[Any] = [noting, log, kept]
+    history = lone.fit((x, y), epochs=2, batch_size=8, callbacks=given, progress=False)
+    assert [note[0] for note in noting.notes] == ["train begin", *["epoch begin", "epoch end"] * 2, "train end"]
+    assert (tmp_path / "log.csv").read_text().count("\n") == 3
+    assert (tmp_path / "a.keras").exists()
+    assert kept.filepath == str(tmp_path / "{name}.keras")
+    assert history.epochs == 2
+    with pytest.raises(InputError, match=r"Noting can't be copied for member 'b': .*__deepcopy__"):
+        fleet.fit((x, y), epochs=1, batch_size=8, callbacks=[noting], progress=False)
+
+
+@pytest.mark.parametrize("when", [0, 1])
+def test_freezing_in_a_callback_is_as_in_keras(when: int) -> None:
+    class Freeze(callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch == when:
+                self.model.layers[0].trainable = False
+
+    def compiled(seed: int) -> keras.Model:
+        model = models.mlp(seed=seed)
+        model.compile(models.adam(0.05), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    x, y = models.data(16)
+    options: Any = {"epochs": 3, "batch_size": 8, "shuffle": False}
+    both, lone = mf.Fleet({"a": compiled(0), "b": compiled(1)}), mf.Fleet({"a": compiled(0)})
+    backend = keras.backend.backend()
+    if backend == "jax":
+        with pytest.raises(InputError, match=r"set trainable .* member 'a' .* which Keras on JAX can't do"):
+            lone.fit((x, y), callbacks=[Freeze()], progress=False, **options)
+        return
+    expected = compiled(0)
+    # Keras's eager steps heed it at once; on TensorFlow, steps that were traced do not.
+    heeded = backend == "torch" or when == 0
+    history = models.fit(expected, x, y, callbacks=[Freeze()] if heeded else [], **options)
+    found = lone.fit((x, y), callbacks=[Freeze()], progress=False, **options)
+    assert found["a"]["loss"] == pytest.approx(history["loss"], rel=1e-4)
+    for one, other in zip(lone["a"].get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    if heeded and both.plan((x, y), batch_size=8).lanes[0].members == ("a", "b"):
+        with pytest.raises(InputError, match=r"set trainable .* strategy=\"interleaved\""):
+            both.fit((x, y), callbacks=[Freeze()], progress=False, **options)
+
+
+def test_stopping_before_an_epoch_is_refused() -> None:
+    def stop(epoch: int, logs: Any) -> None:
+        lambda_callback.model.stop_training = True
+
+    lambda_callback: Any = callbacks.LambdaCallback(on_epoch_begin=stop)
+    fleet, _ = models.fresh(**RATES)
+    with pytest.raises(InputError, match=r"stop_training .* before epoch 1.*on_epoch_end"):
+        fleet.fit(models.data(16), epochs=2, batch_size=8, callbacks=[lambda_callback], progress=False)
 
 
 def test_checkpoints_and_logs_are_each_members_own(tmp_path: Path) -> None:
@@ -106,15 +238,15 @@ def test_what_is_not_called_is_refused() -> None:
             pass
 
     with pytest.raises(InputError, match=r"PerBatch has a on_train_batch_end, which a fleet does not call"):
-        wrap(PerBatch())
+        wrap([PerBatch()])
     with pytest.raises(InputError, match="on_train_batch_end"):
-        wrap(callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None))
+        wrap([callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)])
     with pytest.raises(InputError, match=r"on_train_batch_end"):
-        wrap(callbacks.ModelCheckpoint("m.keras", save_freq=10))
+        wrap([callbacks.ModelCheckpoint("m.keras", save_freq=10)])
     with pytest.raises(InputError, match=r"modelfleet\.Checkpoint"):
-        wrap(callbacks.BackupAndRestore("folder"))
-    wrap(callbacks.TerminateOnNaN())
-    wrap(callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: None))
+        wrap([callbacks.BackupAndRestore("folder")])
+    wrap([callbacks.TerminateOnNaN()])
+    wrap([callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: None)])
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""Keras's callbacks in a fit of a fleet: every Keras member has a copy of its own."""
+"""Keras's callbacks in a fit of a fleet: every Keras member has its own, called in Keras's order."""
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from keras import callbacks
 
 from modelfleet.errors import InputError
+from modelfleet.frameworks.keras.plain import BACKEND, become_plain
 
 _PATHS = ("filepath", "filename", "log_dir")
 _UNCALLED = (  # a fleet's steps come several in a call, and for many members at once
@@ -21,8 +22,14 @@ _BLIND = (callbacks.CSVLogger, callbacks.History, callbacks.TerminateOnNaN)  # t
 _READERS = (callbacks.ModelCheckpoint,)  # they do not change it
 
 
-def wrap(callback: callbacks.Callback) -> "PerMember":
-    """A callback of Keras as one of modelfleet's."""
+def wrap(given: Sequence[callbacks.Callback]) -> "PerMember":
+    """All callbacks of Keras that a fit was given, as one of modelfleet's."""
+    for callback in given:
+        _check(callback)
+    return PerMember(given)
+
+
+def _check(callback: callbacks.Callback) -> None:
     if isinstance(callback, callbacks.BackupAndRestore):
         raise InputError(
             "BackupAndRestore is of one model's fit. Use modelfleet.Checkpoint, which keeps all members."
@@ -38,119 +45,222 @@ def wrap(callback: callbacks.Callback) -> "PerMember":
                 f"{type(callback).__name__} has a {hook}, which a fleet does not call: it takes many steps of "
                 f"many members at once. Use on_epoch_begin and on_epoch_end, or a modelfleet.Callback."
             )
-    return PerMember(callback)
 
 
 class PerMember:
-    """A callback of Keras, copied for every Keras member (see `modelfleet.Callback`).
+    """The callbacks of Keras, for every Keras member on its own (see `modelfleet.Callback`).
 
-    A copy sees its member's model with the weights and the optimizer of this moment, and may change both.
+    The first Keras member works with the objects that were given, the others with copies. Each given object has
+    them all in its `members`, by name. A member's callbacks are called one after the other at each moment, in the
+    order given, as Keras does. They see their member's model with the weights and the optimizer of this moment,
+    and may change both.
     """
 
     together = False
     wants_steps = False
 
-    def __init__(self, callback: callbacks.Callback) -> None:
-        self._callback = callback
-        self._copies: dict[str, Any] = {}
+    def __init__(self, given: Sequence[callbacks.Callback]) -> None:
+        self._given = list(given)
+        self._own: dict[str, list[Any]] = {}
+        self._begun: dict[str, int] = {}  # the last epoch that was begun
+        self._noted: dict[str, list[str]] = {}  # what callbacks have added to the history
+        self._logs: dict[str, dict[str, float]] = {}
+        self._paths: list[tuple[Any, str, str]] = []
+        self._trained: dict[str, list[bool]] = {}
         self._remembered: dict[str, Any] = {}
         self._weights: dict[str, Any] = {}
+        # Who does not look at a model needs no model that is up to date.
+        self._looking = not all(_blind(callback) for callback in self._given)
+        self._changing = not all(_blind(one) or isinstance(one, _READERS) for one in self._given)
+
+    @property
+    def kinds(self) -> list[str]:
+        """Return the classes' names, by which a resumed run is compared with its checkpoint."""
+        return [type(callback).__name__ for callback in self._given]
 
     def on_fit_start(self, run: Any) -> None:
-        """Make the copies, and begin the first epoch."""
-        self._copies = {name: self._copy(name) for name in run.active if run.framework(name).NAME == "keras"}
-        for name, own in self._copies.items():
-            own.set_params({"verbose": 0, "epochs": run.epochs_of(name), "steps": None})
-            with_model = self._synced(run, name)
-            own.set_model(with_model)
-            with_model.stop_training = False
-            if run.epoch and hasattr(own, "append"):
-                own.append = True  # a resumed run goes on in its file
-            own.on_train_begin()
-            self._restore(name, own)
-            own.on_epoch_begin(run.epoch)
-            self._taken(run, name)
+        """Give every member its callbacks, and begin the training and its first epoch."""
+        names = [name for name in run.active if run.framework(name).NAME == "keras"]
+        self._own = {name: [] for name in names}
+        for callback in self._given:
+            for name, own in _shared_out(callback, names).items():
+                self._own[name].append(own)
+        for name, owns in self._own.items():
+            model = self._synced(run, name)
+            model.stop_training = False
+            for own in owns:
+                self._set_paths(own, name, alone=len(names) == 1)
+                own.set_params({"verbose": 0, "epochs": run.epochs_of(name), "steps": run.steps_of(name)})
+                own.set_model(model)
+                if run.epoch and hasattr(own, "append"):
+                    own.append = True  # a resumed run goes on in its file
+            for own in owns:
+                own.on_train_begin({})
+            self._restore(name, owns)
+            if self._begun.get(name) != run.epoch:  # or it was begun before the checkpoint was taken
+                self._begin(name, run.epoch, model)
+            self._taken(run, name, model)
 
     def on_step_end(self, run: Any) -> None:
-        """Nothing: `wants_steps` is False."""
+        """Do nothing: `wants_steps` is False."""
 
     def on_epoch_end(self, run: Any) -> None:
         """End the epoch of those that took part in it, and begin their next."""
         for name in run.active:
-            if name not in self._copies:
+            if name not in self._own:
                 continue
-            own, recorded = self._copies[name], run.history[name]
+            recorded, noted = run.history[name], self._noted.setdefault(name, [])
             epoch = max(map(len, recorded.values())) - 1
-            logs = {key: series[-1] for key, series in recorded.items()}
-            known = dict(logs)
-            model = self._synced(run, name)
-            own.on_epoch_end(epoch, logs)
-            for key, value in logs.items():  # what it noted, such as the learning rate, belongs to the history
-                if key not in known or value is not known[key]:
+            told = {key: series[-1] for key, series in recorded.items() if key not in noted}
+            self._logs[name], logs = dict(told), dict(told)
+            model, stopped_by = self._synced(run, name), None
+            for own in self._own[name]:
+                own.on_epoch_end(epoch, logs)
+                if model.stop_training and stopped_by is None:
+                    stopped_by = type(own).__name__
+            for key, value in logs.items():  # what they noted, such as the learning rate, belongs to the history
+                if key not in told or value is not told[key]:
                     recorded.setdefault(key, [math.nan] * (epoch + 1))[-1] = float(value)
-            if model.stop_training:
-                run.stop(name, f"stopped by {type(own).__name__}")
+                if key not in told and key not in noted:
+                    noted.append(key)
+            if stopped_by is not None:
+                run.stop(name, f"stopped by {stopped_by}")
             elif epoch + 1 < run.epochs_of(name):
-                own.on_epoch_begin(epoch + 1)
-            self._taken(run, name)
+                self._begin(name, epoch + 1, model)
+            self._taken(run, name, model, over=epoch + 1 >= run.epochs_of(name) or stopped_by is not None)
 
     def on_fit_end(self, run: Any) -> None:
-        """End the training of every copy."""
-        for name, own in self._copies.items():
-            self._synced(run, name)
-            own.on_train_end()
-            self._taken(run, name)
+        """End the training of every member."""
+        for name, owns in self._own.items():
+            model = self._synced(run, name)
+            for own in owns:
+                own.on_train_end(dict(self._logs.get(name, {})))
+            self._taken(run, name, model, over=True)
+        for own, attribute, path in self._paths:
+            setattr(own, attribute, path)
 
     def state(self) -> dict[str, Any]:
-        """What the copies remember, as far as JSON can hold it."""
-        return {name: _plain(own) for name, own in self._copies.items()}
+        """Return what the members' callbacks remember, as far as JSON can hold it."""
+        return {
+            "callbacks": {name: [_plain(own) for own in owns] for name, owns in self._own.items()},
+            "begun": dict(self._begun),
+            "noted": dict(self._noted),
+            "logs": dict(self._logs),
+        }
 
     def restore_state(self, state: Mapping[str, Any]) -> None:
         """Take back what `state` gave."""
-        self._remembered = dict(state)
+        self._remembered = dict(state["callbacks"])
+        self._begun, self._noted = dict(state["begun"]), dict(state["noted"])
+        self._logs = {name: dict(logs) for name, logs in state["logs"].items()}
 
     def arrays(self) -> dict[str, Any]:
-        """The best weights that copies of EarlyStopping hold."""
-        found = {name: getattr(own, "best_weights", None) for name, own in self._copies.items()}
-        return {
-            name: {"best": {f"{index:03}": np.asarray(array) for index, array in enumerate(weights)}}
-            for name, weights in found.items()
-            if weights is not None
-        }
+        """Return the best weights that EarlyStopping holds."""
+        found: dict[str, Any] = {}
+        for name, owns in self._own.items():
+            for number, own in enumerate(owns):
+                if getattr(own, "best_weights", None) is not None:
+                    best = {f"{index:03}": np.asarray(array) for index, array in enumerate(own.best_weights)}
+                    found.setdefault(name, {})[f"{number:03}"] = best
+        return found
 
     def restore_arrays(self, arrays: Mapping[str, Any]) -> None:
         """Take back what `arrays` gave."""
         self._weights = dict(arrays)
 
-    def _copy(self, name: str) -> Any:
-        own = copy.deepcopy(self._callback)
+    def _begin(self, name: str, epoch: int, model: Any) -> None:
+        for own in self._own[name]:
+            own.on_epoch_begin(epoch, {})
+        self._begun[name] = epoch
+        if model.stop_training:
+            raise InputError(
+                f"a callback set stop_training of member {name!r} before epoch {epoch + 1}. Keras would end that "
+                f"epoch after one batch, but a fleet trains whole epochs. Set it in on_epoch_end."
+            )
+
+    def _restore(self, name: str, owns: Sequence[Any]) -> None:
+        for own, remembered in zip(owns, self._remembered.get(name, ()), strict=False):
+            for key, value in remembered.items():
+                setattr(own, key, value)
+        for number, best in self._weights.get(name, {}).items():
+            owns[int(number)].best_weights = [keras.ops.convert_to_numpy(best[key]) for key in sorted(best)]
+
+    def _set_paths(self, own: Any, name: str, *, alone: bool) -> None:
+        """Have a member write into files of its own, as long as the fit takes."""
         for attribute in _PATHS:
             path = getattr(own, attribute, None)
-            if isinstance(path, str):
+            if isinstance(path, str) and (not alone or "{name}" in path):
+                self._paths.append((own, attribute, path))
                 setattr(own, attribute, own_path(path, name))
-        return own
-
-    def _restore(self, name: str, own: Any) -> None:
-        for key, value in self._remembered.get(name, {}).items():
-            setattr(own, key, value)
-        if name in self._weights:
-            best = self._weights[name]["best"]
-            own.best_weights = [keras.ops.convert_to_numpy(best[key]) for key in sorted(best)]
 
     def _synced(self, run: Any, name: str) -> Any:
-        return run.fleet[name] if self._is_blind() else run.sync(name)
+        model = run.sync(name) if self._looking else run.fleet[name]
+        self._trained[name] = _trained(model)
+        return model
 
-    def _taken(self, run: Any, name: str) -> None:
-        if not self._is_blind() and not isinstance(self._callback, _READERS):
-            run.take(name)
+    def _taken(self, run: Any, name: str, model: Any, *, over: bool = False) -> None:
+        if not self._changing:
+            return
+        if self._trained[name] != _trained(model) and not over:
+            _refreeze(run, name, model)
+        run.take(name)
 
-    def _is_blind(self) -> bool:
-        stopper = isinstance(self._callback, callbacks.EarlyStopping) and not self._callback.restore_best_weights
-        return stopper or isinstance(self._callback, _BLIND)
+
+def _shared_out(callback: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Return each member's own: what it had in an earlier fit, the object itself for the first, or a copy."""
+    before: dict[str, Any] = vars(callback).get("members", {})
+    found = {name: before[name] for name in names if name in before}
+    given = any(own is callback for own in found.values())
+    if names and not given and (len(names) == 1 or names[0] not in found):
+        found[names[0]] = callback
+    # The model of an earlier fit and the others' copies are not the callback's own.
+    left = (vars(callback).get("_model"), before)
+    for name in names:
+        if name in found:
+            continue
+        try:
+            found[name] = copy.deepcopy(callback, {id(one): one for one in left if one is not None})
+        except Exception as error:  # whatever an attribute may raise
+            raise InputError(
+                f"{type(callback).__name__} can't be copied for member {name!r}: {error}. Every Keras member "
+                f"needs a callback of its own. Give the class a __deepcopy__, or use a modelfleet.Callback."
+            ) from error
+        vars(found[name]).pop("members", None)
+    callback.members = {**before, **found}
+    return {name: found[name] for name in names}
+
+
+def _trained(model: Any) -> list[bool]:
+    """Return which layers and weights are trained."""
+    return [one.trainable for one in (*model._flatten_layers(), *model.variables)]
+
+
+def _refreeze(run: Any, name: str, model: Any) -> None:
+    """Do what Keras does when a callback has set `trainable`: that depends on its backend.
+
+    On TensorFlow a step that was traced goes on as it is until the next compile. On torch it counts at once. On
+    JAX, Keras's own fit raises.
+    """
+    if BACKEND == "tensorflow" and int(model.optimizer.iterations) > 0:
+        return
+    what = f"a callback set trainable in the model of member {name!r} in the middle of a fit"
+    between = "Set it between two fits, and compile the model again"
+    if BACKEND == "jax":
+        raise InputError(f"{what}, which Keras on JAX can't do. {between}.")
+    lane = run.lane_here(name)
+    if lane is None or lane.width > 1:
+        raise InputError(f'{what}. Fused members can\'t. {between}, or use strategy="interleaved".')
+    become_plain(lane.engine, lane.members, "a callback set trainable")
+    model.reset_metrics()
+
+
+def _blind(callback: Any) -> bool:
+    stopper = type(callback) is callbacks.EarlyStopping and not callback.restore_best_weights
+    return stopper or type(callback) in _BLIND
 
 
 def own_path(path: str, name: str) -> str:
-    """A member's own path: with its name for "{name}", or else before the suffix."""
+    """Return a member's own path: with its name for "{name}", or else before the suffix."""
     text = name.replace("/", "_").replace("\\", "_").replace("{", "{{").replace("}", "}}")
     if "{name}" in path:
         return path.replace("{name}", text)
@@ -159,9 +269,10 @@ def own_path(path: str, name: str) -> str:
 
 
 def _plain(own: Any) -> dict[str, Any]:
-    """The attributes of a callback that change: numbers, words and truths."""
+    """Return the attributes of a callback that change: numbers, words and truths."""
     return {
         key: value.item() if isinstance(value, np.generic) else value
         for key, value in vars(own).items()
-        if isinstance(value, bool | int | float | str | np.number | type(None)) and key not in ("_model", "model")
+        if isinstance(value, bool | int | float | str | np.number | type(None))
+        and key not in ("_model", "model", *_PATHS)
     }

@@ -97,7 +97,7 @@ class PlainEngine(protocol.Engine):
         for step in range(steps or 0):
             one = map_tree(lambda t, step=step: t[step], data)
             self.train(hyper, active, one, None, shared=shared)
-        if steps is None and bool(np.all(active)) and self._trouble == FINE:
+        if steps is None and bool(np.all(ops.convert_to_numpy(active))) and self._trouble == FINE:
             self._take_step(data if shared else map_tree(lambda leaf: leaf[0], data))
 
     def train_some(self, slots: np.ndarray, hyper: Any, data: Any, *, shared: bool, pace: Any = None) -> None:
