@@ -28,12 +28,14 @@ def make_feed(
     arrays: Arrays,
     epochs_done: np.ndarray | None = None,
     what: str = "data",
+    going_on: int | None = None,
 ) -> Feed:
     """The feed of the members `names` for `data`: one value for all of them, or `each(...)`.
 
     An array, a tuple or a mapping is arrays. So is a list of numbers or of arrays; a list of tuples, mappings
     or lists of arrays is one of batches. Any other iterable, and a function that returns one, is a loader.
-    `epochs_done` `(member,)` is what each member's own shuffles count on from.
+    `epochs_done` `(member,)` is what each member's own shuffles count on from. With `going_on`, epochs of arrays have
+    so many steps, and each goes on where the last one stopped.
     """
     values = spread(data, names, what)
     own = isinstance(data, Each)
@@ -55,6 +57,7 @@ def make_feed(
             device=device,
             arrays=arrays,
             epochs_done=np.zeros(len(names), dtype=np.int64) if epochs_done is None else epochs_done.copy(),
+            going_on=going_on,
         )
     if not all(kinds):
         raise InputError(

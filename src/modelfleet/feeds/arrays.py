@@ -19,7 +19,8 @@ class ArrayFeed:
     """Every member's rows, in its own order, from trees of arrays.
 
     `data` has a checked tree and its number of rows per member. Trees may share arrays, and each array is
-    stored once: shared and own data differ in where a member's rows begin, and in nothing else.
+    stored once: shared and own data differ in where a member's rows begin, and in nothing else. With `going_on`, an
+    epoch has so many steps and goes on where the last one stopped; it ends where the rows do.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class ArrayFeed:
         device: Any,
         arrays: Arrays,
         epochs_done: np.ndarray,
+        going_on: int | None = None,
     ) -> None:
         trees = _tensors(data, wheres, arrays)
         self.failures: dict[int, Exception] = {}
@@ -40,6 +42,7 @@ class ArrayFeed:
         self._seeds = seeds
         self._epochs_done = epochs_done
         self._batch_sizes = batch_sizes
+        self._going_on = going_on
         self._shuffle = shuffle
         self._device = device
         self._arrays = arrays
@@ -90,9 +93,10 @@ class ArrayFeed:
     def epoch(self, number: int, *, start: int = 0, several: int = 1) -> Generator[Batch, None, None]:
         """The batches of one epoch, without the first `start` of them; up to `several` steps in one."""
         several = max(1, min(several, _MOST_BYTES // self._step_bytes()))
+        passes, done = self._standing(number)
         if self.shared:
-            return self._slices(start, several)
-        return self._gathered(self._order(number), start, several)
+            return self._slices(start + int(done[0]), several)
+        return self._gathered(self._order(passes), start, several, done=done)
 
     def first(self) -> Batch:
         """A batch shaped like those that will come. Consumes nothing."""
@@ -133,18 +137,31 @@ class ArrayFeed:
             yield Batch(rebuild(self._tree, parts), True, counts, steps if steps > 1 else None)
             low = high
 
+    def _standing(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """`(member,)` each: how often all rows have been passed before an epoch, and the steps since."""
+        if self._going_on is None:
+            return np.full(len(self.rows), epoch), np.zeros(len(self.rows), dtype=np.int64)
+        epochs = -(-self.steps // self._going_on)  # that a pass takes
+        return epoch // epochs, epoch % epochs * self._going_on
+
     def _gathered(
-        self, order: np.ndarray | None, start: int, several: int, chunk: int | None = None
+        self,
+        order: np.ndarray | None,
+        start: int,
+        several: int,
+        chunk: int | None = None,
+        done: np.ndarray | int = 0,
     ) -> Generator[Batch, None, None]:
         """Batches with a member axis. The indices of many steps are worked out and uploaded at once."""
+        before = done
         take, pairs = self._arrays.take, list(zip(self._stored, self._layout, strict=True))
         width = int(np.minimum(self.rows, self._batch_sizes).max())
-        total = int(self.steps.max())
+        total = int((self.steps - before).max())
         begins = (np.cumsum(self.rows) - self.rows)[:, None]
         chunk = chunk or max(1, _MOST_INDICES // (len(self.rows) * width))
         for low in range(start, total, chunk):
             steps = np.arange(low, min(low + chunk, total))
-            done = steps[:, None] * self._batch_sizes
+            done = (steps[:, None] + before) * self._batch_sizes
             counts = np.clip(self.rows - done, 0, self._batch_sizes)
             local = done[:, :, None] + np.arange(width)
             if counts.min() < width:  # past its last row a member begins again: padding is its own rows
@@ -167,11 +184,11 @@ class ArrayFeed:
                 yield Batch(rebuild(self._tree, parts), False, counts[step])
                 step += 1
 
-    def _order(self, epoch: int) -> np.ndarray | None:
-        """Every member's rows in the order of this epoch, one member after the other; None: as they are."""
+    def _order(self, passes: np.ndarray) -> np.ndarray | None:
+        """Every member's rows in the order of this pass, one member after the other; None: as they are."""
         if not self._shuffle:
             return None
-        epochs = self._epochs_done + epoch
+        epochs = self._epochs_done + passes
         if (self.rows == self.rows[0]).all():
             return permutations(self._seeds, epochs, self.rows).reshape(-1)
         order = np.empty(int(self.rows.sum()), dtype=np.int64)

@@ -72,8 +72,10 @@ def feeds(lanes: Sequence[Lane], job: Job, *, what: str = "data") -> list[tuple[
     whole: dict[int, tuple[Feed, Iterator[int]]] = {}
     one: SharedLoader | None = None
     if not isinstance(data, Each) and is_loader(data, _arrays(lanes[0]), what):
-        changed = [_changed(lane.members[0].framework, job, what) for lane in lanes]
-        data = one = SharedLoader(changed[0](data), what)
+        frameworks = [lane.members[0].framework for lane in lanes]
+        changed = [_changed(framework, job, what) for framework in frameworks]
+        knowing = [hasattr(framework, "as_loader") for framework in frameworks]  # loaders of its own
+        data = one = SharedLoader(changed[knowing.index(True) if any(knowing) else 0](data), what)
     for lane in lanes:
         arrays = _arrays(lane)
         if one is None:
@@ -157,6 +159,9 @@ def _feed(
         arrays=_arrays(lanes[0]),
         epochs_done=np.concatenate([lane.epochs for lane in lanes]),
         what=what,
+        going_on=job.steps_per_epoch
+        if what == "data" and getattr(members[0].framework, "GOES_ON", False)
+        else None,
     )
 
 
@@ -171,13 +176,14 @@ def _changed(framework: Any, job: Job, what: str) -> Callable[[Any], Any]:
                 f"Give these a loss that weighs the classes."
             )
     arrays = framework.arrays
+    as_loader = getattr(framework, "as_loader", None)
     known: dict[int, Any] = {}  # the same object for the same data: arrays are stored once
 
     def change(data: Any) -> Any:
         if isinstance(data, SharedLoader):
             return data
         if id(data) not in known:
-            changed = data
+            changed = data if as_loader is None else as_loader(data, again=what == "validation")
             if weigh is not None:
                 changed = weigh(changed, job.class_weight, is_loader(changed, arrays, what))
             if job.steps_per_epoch is not None and what == "data" and is_loader(changed, arrays, what):

@@ -23,6 +23,7 @@ from modelfleet.frameworks.keras.building import (
     weights_key,
 )
 from modelfleet.frameworks.keras.callbacks import wrap
+from modelfleet.frameworks.keras.datasets import as_loader
 from modelfleet.frameworks.keras.classes import weighted
 from modelfleet.frameworks.keras.frozen import Frozen, frozen, weight_bytes
 from modelfleet.frameworks.keras.plain import PlainEngine
@@ -33,6 +34,7 @@ from modelfleet.members import Member
 
 NAME = "keras"
 PRECISIONS = ("float32",)  # a model has its own dtype policy
+GOES_ON = True  # with `steps_per_epoch`, an epoch of arrays goes on where the last one stopped
 
 _PARTS = {  # the engine of each backend, and whose arrays, devices and files it goes by
     "jax": ("keras.jax", "jax.arrays", "jax.devices", "files"),
@@ -69,6 +71,7 @@ def Replica(model: Any, device: Any, precision: str) -> Any:  # noqa: N802  (a c
 
 
 __all__ = [
+    "GOES_ON",
     "NAME",
     "PRECISIONS",
     "Engine",
@@ -76,6 +79,7 @@ __all__ = [
     "Schedules",
     "accelerators",
     "arrays",
+    "as_loader",
     "check_model",
     "choose",
     "compile",

@@ -1,0 +1,89 @@
+"""Data in Keras's ways: data sets that are told of epochs, epochs of so many steps, and strings."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from tests.frameworks.keras import models
+
+import modelfleet as mf
+from modelfleet.planning import supply
+
+RATES = {"a": 0.01, "b": 0.03}
+
+
+class Turning(keras.utils.PyDataset):
+    """Turns its rows around at the end of every epoch, and counts what it is told."""
+
+    def __init__(self, rows: int = 16, seed: int = 0) -> None:
+        super().__init__()
+        self.x, self.y = models.data(rows, seed)
+        self.told: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self.x) // 8
+
+    def __getitem__(self, index: int) -> Any:
+        rows = slice(8 * index, 8 * index + 8)
+        return self.x[rows], self.y[rows]
+
+    def on_epoch_begin(self) -> None:
+        self.told.append("begin")
+
+    def on_epoch_end(self) -> None:
+        self.told.append("end")
+        self.x, self.y = np.roll(self.x, 3, axis=0), np.roll(self.y, 3, axis=0)
+
+
+def alike(fleet: mf.Fleet, expected: dict[str, keras.Model]) -> None:
+    for name, model in expected.items():
+        models.same(fleet[name], model, tolerance=1e-4)
+
+
+def test_a_data_set_is_told_of_epochs_as_by_keras() -> None:
+    fleet, expected = models.fresh(**RATES)
+    data, validation = Turning(), Turning(seed=9)
+    history = fleet.fit(data, validation=validation, epochs=3, shuffle=False, progress=False)
+    assert data.told == ["end", *["begin", "end"] * 3]
+    assert validation.told == ["end", "begin", "end"] * 3
+    for name, model in expected.items():
+        options: Any = {"validation_data": Turning(seed=9), "epochs": 3, "shuffle": False, "verbose": 0}
+        logs = model.fit(Turning(), **options).history
+        for metric, series in logs.items():
+            assert history[name][metric] == pytest.approx(series, rel=1e-4, abs=1e-5), metric
+    alike(fleet, expected)
+
+
+@pytest.mark.parametrize("steps", [2, 3, 7])
+def test_epochs_of_so_many_steps_go_on_where_the_last_one_stopped(steps: int) -> None:
+    x, y = models.data(40)
+    own = {"a": (x, y), "b": (x[:24], y[:24])}
+    options: Any = {"epochs": 4, "batch_size": 8, "steps_per_epoch": steps, "shuffle": False}
+    for data in (mf.each(own), own["a"]):
+        fleet, expected = models.fresh(**RATES)
+        history = fleet.fit(data, progress=False, **options)
+        for name, model in expected.items():
+            rows, labels = own[name] if isinstance(data, mf.Each) else data
+            logs = model.fit(rows, labels, verbose=0, **options).history
+            assert history[name]["loss"] == pytest.approx(logs["loss"], rel=1e-4)
+        alike(fleet, expected)
+
+
+def test_every_pass_is_shuffled_as_a_whole() -> None:
+    x, y = models.data(40)
+    seen: dict[str, list[int]] = {}
+    fleet, _ = models.fresh(**RATES)
+    job = supply.Job(tuple(fleet.names), (x, y), batch_size=8, steps_per_epoch=2)
+    fleet.fit((x, y), epochs=1, batch_size=8, progress=False)
+    assert fleet._lanes is not None
+    (_, feed), *_ = supply.feeds(fleet._lanes, job)
+    order = {tuple(row): index for index, row in enumerate(np.round(x, 4))}
+    for epoch in range(3):  # 2, 2 and 1 steps
+        for _, batch in zip(range(2), feed.epoch(epoch), strict=False):
+            for member, name in enumerate(fleet.names):
+                rows = np.round(keras.ops.convert_to_numpy(batch.data[0][member]), 4)
+                seen.setdefault(name, []).extend(order[tuple(row)] for row in rows[: batch.counts[member]])
+    for found in seen.values():
+        assert sorted(found) == list(range(40))
+        assert found != sorted(found)
