@@ -34,8 +34,8 @@ def make_feed(
 
     An array, a tuple or a mapping is arrays. So is a list of numbers or of arrays; a list of tuples, mappings
     or lists of arrays is one of batches. Any other iterable, and a function that returns one, is a loader.
-    `epochs_done` `(member,)` is what each member's own shuffles count on from. With `going_on`, epochs of arrays have
-    so many steps, and each goes on where the last one stopped.
+    `epochs_done` `(member,)` is what each member's own shuffles count on from. With `going_on`, epochs of arrays
+    have so many steps, and each goes on where the last one stopped.
     """
     values = spread(data, names, what)
     own = isinstance(data, Each)

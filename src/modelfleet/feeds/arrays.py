@@ -19,8 +19,8 @@ class ArrayFeed:
     """Every member's rows, in its own order, from trees of arrays.
 
     `data` has a checked tree and its number of rows per member. Trees may share arrays, and each array is
-    stored once: shared and own data differ in where a member's rows begin, and in nothing else. With `going_on`, an
-    epoch has so many steps and goes on where the last one stopped; it ends where the rows do.
+    stored once: shared and own data differ in where a member's rows begin, and in nothing else. With `going_on`,
+    an epoch has so many steps and goes on where the last one stopped; it ends where the rows do.
     """
 
     def __init__(

@@ -85,7 +85,8 @@ class Noting(callbacks.Callback):
         self.notes.append((moment, epoch, told, round(float(model.optimizer.learning_rate), 7)))
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self.note("train begin", self.params["steps"], logs)
+        params: Any = self.params
+        self.note("train begin", params["steps"], logs)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.note("epoch begin", epoch, logs)
@@ -94,7 +95,8 @@ class Noting(callbacks.Callback):
         self.note("epoch end", epoch, logs)
 
     def on_train_end(self, logs: Any = None) -> None:
-        self.note("train end", self.params["epochs"], logs)
+        params: Any = self.params
+        self.note("train end", params["epochs"], logs)
 
 
 def test_callbacks_run_in_the_order_of_keras_on_objects_that_can_be_read() -> None:
@@ -130,7 +132,8 @@ def test_callbacks_run_in_the_order_of_keras_on_objects_that_can_be_read() -> No
         assert (own[5].stopped_epoch, own[5].best_epoch) == (plain[5].stopped_epoch, plain[5].best_epoch)
     # A second fit goes on with the same objects, as Keras's would.
     before = {name: len(given[0].members[name].notes) for name in fleet.names}
-    fleet.fit((x, y), validation=validation, callbacks=given, progress=False, **{**options, "epochs": 1})
+    options["epochs"] = 1
+    fleet.fit((x, y), validation=validation, callbacks=given, progress=False, **options)
     for name in fleet.names:
         assert len(given[0].members[name].notes) == before[name] + 4
 
@@ -139,7 +142,8 @@ def test_one_member_works_with_the_very_objects_and_paths(tmp_path: Path) -> Non
     x, y = models.data(16)
     fleet, _ = models.fresh(**RATES)
     lone = mf.Fleet({"a": fleet["a"]})
-    noting, log = Noting(), callbacks.CSVLogger(str(tmp_path / "log.csv"))
+    noting: Any = Noting()
+    log = callbacks.CSVLogger(str(tmp_path / "log.csv"))
     noting.lock = threading.Lock()  # can't be copied, and need not be
     kept = callbacks.ModelCheckpoint(str(tmp_path / "{name}.keras"))
     given: list[Any] = [noting, log, kept]
@@ -158,7 +162,8 @@ def test_freezing_in_a_callback_is_as_in_keras(when: int) -> None:
     class Freeze(callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             if epoch == when:
-                self.model.layers[0].trainable = False
+                model: Any = self.model
+                model.layers[0].trainable = False
 
     def compiled(seed: int) -> keras.Model:
         model = models.mlp(seed=seed)

@@ -23,8 +23,8 @@ from modelfleet.frameworks.keras.building import (
     weights_key,
 )
 from modelfleet.frameworks.keras.callbacks import wrap
-from modelfleet.frameworks.keras.datasets import as_loader
 from modelfleet.frameworks.keras.classes import weighted
+from modelfleet.frameworks.keras.datasets import as_loader
 from modelfleet.frameworks.keras.frozen import Frozen, frozen, weight_bytes
 from modelfleet.frameworks.keras.plain import PlainEngine
 from modelfleet.frameworks.keras.recipe import compile, prepare
