@@ -207,6 +207,12 @@ def is_number_list(value: Any) -> bool:
     return isinstance(value, bool | int | float | complex | str | bytes | np.generic)
 
 
+def _are_strings(array: np.ndarray) -> bool:
+    return array.dtype.kind in "US" or (
+        array.dtype.kind == "O" and all(isinstance(item, str | bytes) for item in array.flat)
+    )
+
+
 def _array(leaf: Any, arrays: Arrays, label: str) -> Any:
     if isinstance(leaf, list):
         try:
@@ -219,7 +225,8 @@ def _array(leaf: Any, arrays: Arrays, label: str) -> Any:
         leaf = leaf.to_numpy()
     if not arrays.is_array(leaf):
         raise InputError(f"{label} is of type {type(leaf).__name__}. Give an array with one row per example.")
-    if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biufc":
+    strings = isinstance(leaf, np.ndarray) and getattr(arrays, "STRINGS", False) and _are_strings(leaf)
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biufc" and not strings:
         raise InputError(
             f"{label} has dtype {leaf.dtype}, which no device computes with. Encode it as numbers, "
             f"with rows of one length."

@@ -8,6 +8,7 @@ import pytest
 from tests.frameworks.keras import models
 
 import modelfleet as mf
+from modelfleet.errors import InputError
 from modelfleet.planning import supply
 
 RATES = {"a": 0.01, "b": 0.03}
@@ -87,3 +88,43 @@ def test_every_pass_is_shuffled_as_a_whole() -> None:
     for found in seen.values():
         assert sorted(found) == list(range(40))
         assert found != sorted(found)
+
+
+def of_words(seed: int) -> keras.Model:
+    words = keras.layers.TextVectorization(output_sequence_length=2, vocabulary=["red", "green", "blue"])
+    parts = [
+        keras.Input((1,), dtype="string"),
+        words,
+        keras.layers.Embedding(5, 3, embeddings_initializer=keras.initializers.RandomUniform(seed=seed)),
+        keras.layers.Flatten(),
+        keras.layers.Dense(3, kernel_initializer=keras.initializers.GlorotUniform(seed=seed)),
+    ]
+    model = keras.Sequential(parts)
+    model.compile(models.adam(0.05), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="only TensorFlow computes with strings")
+def test_models_of_strings_run_by_their_own_steps() -> None:
+    x, y = np.array([["red"], ["green"], ["blue red"], ["red"], ["none"], ["blue"]]), np.array([0, 1, 2, 0, 1, 2])
+    fleet = mf.Fleet({"a": of_words(0), "b": of_words(1)})
+    reasons = [lane.reason for lane in fleet.plan((x, y), batch_size=4).lanes]
+    assert reasons == [f"{name!r} runs on its own: its inputs are strings" for name in fleet.names]
+    options: Any = {"epochs": 2, "batch_size": 4, "shuffle": False}
+    history = fleet.fit((x, y), progress=False, **options)
+    for seed, name in enumerate(fleet.names):
+        alone = of_words(seed)
+        rows = keras.ops.convert_to_tensor(x, dtype="string")
+        assert history[name]["loss"] == pytest.approx(models.fit(alone, rows, y, **options)["loss"], rel=1e-5)
+        models.same(fleet[name], alone)
+        np.testing.assert_allclose(
+            fleet.predict(x.astype(object))[name], alone.predict(rows, verbose=0), atol=1e-5
+        )
+
+
+def test_strings_for_a_model_of_numbers_are_refused() -> None:
+    fleet, _ = models.fresh(**RATES)
+    x = np.array([["red", "green", "blue", "red"]] * 8)
+    said = r"(<U5|object|string)"
+    with pytest.raises(InputError, match=said):
+        fleet.fit((x, models.data(8)[1]), batch_size=4, progress=False)

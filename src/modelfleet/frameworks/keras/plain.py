@@ -312,6 +312,8 @@ class PlainEngine(protocol.Engine):
         try:
             if BACKEND == "jax":
                 return self._with_state(kind, function, _tuple(batch))
+            if BACKEND == "tensorflow":
+                batch = tree.map_structure(_with_strings, batch)
             if BACKEND == "torch":
                 (model.train if kind == "train" else model.eval)()
             with keras.device(str(self.device)) if BACKEND == "torch" else nullcontext():
@@ -407,6 +409,12 @@ def evaluation_offset(batch: int) -> int:
 
 def _tuple(batch: Any) -> Any:
     return tuple(batch) if isinstance(batch, list) else batch if isinstance(batch, tuple) else (batch,)
+
+
+def _with_strings(leaf: Any) -> Any:
+    """Return an array of strings as TensorFlow's; any other as it is."""
+    strings = isinstance(leaf, np.ndarray) and leaf.dtype.kind == "O"
+    return ops.convert_to_tensor(leaf, dtype="string") if strings else leaf
 
 
 def _finite(value: Any) -> bool:

@@ -47,6 +47,8 @@ _BOOKKEEPING = frozenset(
     | {"_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern", "_exclude_from_weight_decay_cache"}
 )
 
+_OF_STRINGS = (keras.layers.StringLookup, keras.layers.TextVectorization)
+
 _tasks: WeakValueDictionary[Hashable, "Task"] = WeakValueDictionary()  # as long as anybody has them
 
 
@@ -128,6 +130,9 @@ def _plain(model: Any) -> str | None:
             return f"{type(model).__name__} overrides {step}"
     if model.compiled and model.run_eagerly:
         return "it was compiled with run_eagerly=True"
+    strings = any(getattr(tensor, "dtype", None) == "string" for tensor in keras.tree.flatten(_inputs(model)))
+    if strings or any(isinstance(layer, _OF_STRINGS) for layer in model._flatten_layers()):
+        return "its inputs are strings"
     if any(getattr(layer, "stateful", False) is True for layer in model._flatten_layers()):
         return "it has a stateful layer"
     optimizer = model.optimizer if model.compiled else None
@@ -137,6 +142,14 @@ def _plain(model: Any) -> str | None:
     if getattr(inner, "gradient_accumulation_steps", None) and keras.backend.backend() != "jax":
         return "its optimizer has gradient_accumulation_steps"
     return None
+
+
+def _inputs(model: Any) -> Any:
+    """Return what a model's inputs were declared as; nothing for a class of one's own, which declares none."""
+    try:
+        return model.inputs or []
+    except (AttributeError, ValueError):
+        return []
 
 
 def task_of(model: keras.Model) -> Task:

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 Array = Any  # of NumPy or TensorFlow
+STRINGS = True  # TensorFlow computes with them; here they are arrays of objects
 
 
 def is_array(value: Any) -> bool:
@@ -81,5 +82,7 @@ def _on_host(device: str | None) -> bool:
 
 
 def _single(array: np.ndarray) -> np.ndarray:
+    if array.dtype.kind in "OUS":
+        return array.astype(object)
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
     return array.astype(np.float32) if array.dtype == np.float64 else array
