@@ -1,4 +1,4 @@
-"""The shared suite of what every engine must hold, for JAX; in several dtypes."""
+"""The shared suite of what every engine must hold, for JAX and torch, in several dtypes; Keras has its own process."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,10 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from flax import nnx
+from torch import nn
 
 from modelfleet.frameworks import jax as adapter
+from modelfleet.frameworks import torch as torch_adapter
 from modelfleet.frameworks.protocol import Engine
+from modelfleet.frameworks.torch.base import on_host
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
 from modelfleet.testing import engines
@@ -53,19 +57,73 @@ def batch(slots: Sequence[int]) -> Any:
 
 
 def case(model: Any) -> engines.Case:
-    def make() -> tuple[Engine, Sequence[Member]]:
-        members = [Member(str(seed), model(seed), seed, adapter) for seed in range(engines.WIDTH)]
+    def members() -> Sequence[Member]:
+        return [Member(str(seed), model(seed), seed, adapter) for seed in range(engines.WIDTH)]
+
+    def engine(members: Sequence[Member]) -> Engine:
         recipe = Recipe("sgd", "mse", hyperparameters={"lr": 0.1, "momentum": 0.9})
         task = adapter.prepare(recipe, members, "train").tasks[0]
-        return adapter.Engine(members, task, {}, jax.devices("cpu")[0], fused=True), members
+        return adapter.Engine(members, task, {}, jax.devices("cpu")[0], fused=True)
 
-    return engines.Case(make, batch, weights)
+    return engines.Case(members, engine, batch, weights)
 
 
-CASES = {"pairs": case(pair), "nnx": case(Net)}
+class Odd(nn.Module):
+    """Layers that are stored transposed, a buffer, a frozen weight, and a weight in bfloat16."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.first = nn.Linear(4, 6, bias=False)  # before BatchNorm its gradient would be rounding
+            self.norm = nn.BatchNorm1d(6)
+            self.last = nn.Linear(6, 2)
+            self.scale = nn.Parameter(torch.rand(2, dtype=torch.bfloat16))
+            self.still = nn.Parameter(torch.rand(2), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.norm(self.first(x)))) * self.scale.float() + self.still
+
+
+def torch_weights(model: nn.Module) -> dict[str, np.ndarray]:
+    return {name: on_host(tensor).copy() for name, tensor in model.state_dict().items()}
+
+
+def torch_batch(slots: Sequence[int]) -> Any:
+    return tuple(torch.from_numpy(array) for array in batch(slots))
+
+
+def torch_case(optimizer: str, width: int, **hyperparameters: float) -> engines.Case:
+    recipe = Recipe(optimizer, "mse", hyperparameters=hyperparameters)
+    known: dict[str, Any] = {}
+
+    def members() -> Sequence[Member]:
+        return [Member(str(seed), Odd(seed), seed, torch_adapter) for seed in range(width)]
+
+    def engine(members: Sequence[Member]) -> Engine:
+        prepared = torch_adapter.prepare(recipe, members, "train")
+        task, device, programs = prepared.tasks[0], torch.device("cpu"), known.get("programs")
+        made = torch_adapter.Engine(members, task, prepared.columns, device, fused=True, programs=programs)
+        known["programs"] = made.programs  # traced once, as lanes hand them on
+        return made
+
+    hyper = torch_adapter.prepare(recipe, members(), "train").columns
+    return engines.Case(members, engine, torch_batch, torch_weights, hyper, width)
+
+
+CASES = {
+    "pairs": case(pair),
+    "nnx": case(Net),
+    "torch": torch_case("adam", engines.WIDTH, lr=0.1),
+    "plain torch": torch_case("adam", 1, lr=0.1),
+    "plain torch with momentum": torch_case("sgd", 1, lr=0.1, momentum=0.9),
+}
 
 
 @pytest.mark.parametrize("framework", CASES)
 @pytest.mark.parametrize("check", engines.CHECKS)
 def test_engine(framework: str, check: engines.Check) -> None:
-    check(CASES[framework])
+    case = CASES[framework]
+    if case.width == 1 and check in engines.OF_SEVERAL:
+        pytest.skip("it takes one member")
+    check(case)

@@ -4,11 +4,12 @@
     def test_my_engine(check):
         check(case)
 
-They ask an engine as a lane does (`modelfleet.frameworks.protocol.Engine`), without feeds and fleets.
+They ask an engine as a lane does (`modelfleet.frameworks.protocol.Engine`), without feeds and fleets. Engines of one
+member skip those of `OF_SEVERAL`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,25 +26,54 @@ WIDTH = 3
 class Case:
     """An engine, as the suite needs to know it."""
 
-    make: Callable[[], tuple[Engine, Sequence[Member]]]
-    """A new engine of `WIDTH` members, the same at every call, whose optimizer keeps a state."""
+    members: Callable[[], Sequence[Member]]
+    """New members with models of their own, the same at every call."""
+    engine: Callable[[Sequence[Member]], Engine]
+    """A new engine of such members, whose optimizer keeps a state."""
     batch: Callable[[Sequence[int]], Any]
     """`batch(slots)`: data `(slot, row, …)` for the members in these slots, as the adapter has them."""
     weights: Callable[[Any], Mapping[str, np.ndarray]]
     """All that a model holds, by name, in its own dtypes; a copy."""
+    hyper: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """The hyperparameters `(member,)` that are no part of the state."""
+    width: int = WIDTH
+    """How many members there are: `WIDTH`, or 1 for an engine that takes one only."""
+
+    def some(self) -> list[int]:
+        """The slots that stay when others rest."""
+        return [0] if self.width == 1 else [0, 2]
+
+    def fresh(self, row: int) -> dict[str, np.ndarray]:
+        """What the model of a new member holds."""
+        return dict(self.weights(self.members()[row].model))
 
 
 def _begun(case: Case) -> tuple[Engine, Sequence[Member]]:
-    engine, members = case.make()
-    data = case.batch(range(WIDTH))
-    engine.check(Batch(data, False, np.full(WIDTH, _rows(data))), members[0].name)
-    engine.ready("train", {}, _on(engine, WIDTH), data, shared=False)
+    members = case.members()
+    engine = case.engine(members)
+    _begin(case, engine, members)
     return engine, members
+
+
+def _begin(case: Case, engine: Engine, members: Sequence[Member]) -> None:
+    data = case.batch(range(case.width))
+    engine.check(Batch(data, False, np.full(case.width, _rows(data))), members[0].name)
+    slots = range(case.width)
+    engine.ready("train", _hyper(case, engine, slots), _on(engine, case.width), data, shared=False)
+    engine.forgive()
 
 
 def _train(case: Case, engine: Engine, slots: Sequence[int], active: Sequence[bool] | None = None) -> None:
     on = engine.tensor(np.array([True] * len(slots) if active is None else active))
-    engine.train({}, on, case.batch(slots), None, shared=False, pace=(1, None))
+    engine.train(_hyper(case, engine, slots), on, case.batch(slots), None, shared=False, pace=(1, None))
+
+
+def _only_some(case: Case) -> list[bool]:
+    return [slot in case.some() for slot in range(case.width)]
+
+
+def _hyper(case: Case, engine: Engine, slots: Sequence[int]) -> dict[str, Any]:
+    return {name: engine.tensor(column[list(slots)]) for name, column in case.hyper.items()}
 
 
 def _on(engine: Engine, width: int) -> Any:
@@ -59,6 +89,10 @@ def _written(case: Case, engine: Engine, members: Sequence[Member]) -> list[dict
     return [dict(case.weights(member.model)) for member in members]
 
 
+def _differ(found: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bool:
+    return any((found[name] != value).any() for name, value in other.items())
+
+
 def _same(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], tolerance: float = 2e-6) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -70,30 +104,47 @@ def _same(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], t
 
 def state_goes_in_and_out(case: Case) -> None:
     """What is stacked and written back at once is what was there, in its dtypes."""
-    engine, members = case.make()
+    members = case.members()
     before = [dict(case.weights(member.model)) for member in members]
-    for found, expected in zip(_written(case, engine, members), before, strict=True):
+    for found, expected in zip(_written(case, case.engine(members), members), before, strict=True):
         _same(found, expected, 0)
 
 
 def idle_members_stay_as_they_are(case: Case) -> None:
     """A step changes the active members, and counts for them alone."""
     engine, members = _begun(case)
-    before = dict(case.weights(members[1].model))
-    _train(case, engine, range(WIDTH), [True, False, True])
-    assert engine.steps_taken().tolist() == [1, 0, 1]
-    after = _written(case, engine, members)
-    _same(after[1], before, 0)
-    assert any((after[0][name] != case.weights(case.make()[1][0].model)[name]).any() for name in after[0])
+    idle = case.width // 2
+    before = [dict(case.weights(member.model)) for member in members]
+    _train(case, engine, range(case.width), [slot != idle for slot in range(case.width)])
+    assert engine.steps_taken().tolist() == [int(slot != idle) for slot in range(case.width)]
+    for row, after in enumerate(_written(case, engine, members)):
+        if row == idle:
+            _same(after, before[row], 0)
+        else:
+            assert _differ(after, before[row])
 
 
 def some_slots_step_as_all_do(case: Case) -> None:
     """`train_some` on cut data is `train` of the same members."""
     (one, first), (other, second) = _begun(case), _begun(case)
-    _train(case, one, range(WIDTH), [True, False, True])
-    slots = np.array([0, 2])
-    data = other.cut(case.batch(range(WIDTH)), slots, _rows(case.batch(range(WIDTH))), shared=False)
-    other.train_some(slots, {}, data, shared=False, pace=(1, None))
+    _train(case, one, range(case.width), _only_some(case))
+    slots, data = np.array(case.some()), case.batch(range(case.width))
+    data = other.cut(data, slots, _rows(data), shared=False)
+    other.train_some(slots, _hyper(case, other, range(case.width)), data, shared=False, pace=(1, None))
+    for found, expected in zip(_written(case, other, second), _written(case, one, first), strict=True):
+        _same(found, expected)
+
+
+def several_steps_are_so_many_single_ones(case: Case) -> None:
+    """`train` of several steps at once is `train` of one after the other."""
+    (one, first), (other, second) = _begun(case), _begun(case)
+    slots = range(case.width)
+    for _ in range(3):
+        _train(case, one, slots)
+    data = tuple(_stacked([leaf] * 3) for leaf in case.batch(slots))
+    hyper, on = _hyper(case, other, slots), _on(other, case.width)
+    other.train(hyper, on, data, None, shared=False, pace=(1, None), steps=3)
+    assert other.steps_taken().tolist() == [3] * case.width
     for found, expected in zip(_written(case, other, second), _written(case, one, first), strict=True):
         _same(found, expected)
 
@@ -102,10 +153,10 @@ def narrowed_members_step_as_before(case: Case) -> None:
     """`narrow` and `widen` change who steps, and nothing else."""
     (one, first), (other, second) = _begun(case), _begun(case)
     for _ in range(2):
-        _train(case, one, range(WIDTH), [True, False, True])
-    other.narrow(np.array([0, 2]))
+        _train(case, one, range(case.width), _only_some(case))
+    other.narrow(np.array(case.some()))
     for _ in range(2):
-        _train(case, other, [0, 2])
+        _train(case, other, case.some())
     other.widen()
     for found, expected in zip(_written(case, other, second), _written(case, one, first), strict=True):
         _same(found, expected)
@@ -114,20 +165,52 @@ def narrowed_members_step_as_before(case: Case) -> None:
 def state_is_loaded_whether_narrowed_or_not(case: Case) -> None:
     """`load` takes up what `tensors` gave, on the host too, and training goes on from it."""
     trained, members = _begun(case)
-    _train(case, trained, range(WIDTH))
+    _train(case, trained, range(case.width))
     host = members[0].framework.arrays.host
     kept = {name: np.array(host(tensor)) for name, tensor in trained.tensors().items()}
     expected, own = _begun(case)
     expected.load(kept)
-    _train(case, expected, range(WIDTH), [True, False, True])
+    _train(case, expected, range(case.width), _only_some(case))
     found, twins = _begun(case)
-    found.narrow(np.array([0, 2]))
+    found.narrow(np.array(case.some()))
     found.load(kept)
-    _train(case, found, [0, 2])
+    _train(case, found, case.some())
     found.widen()
-    assert found.steps_taken().tolist() == [2, 1, 2]
+    assert found.steps_taken().tolist() == [1 + taken for taken in _only_some(case)]
     for one, other in zip(_written(case, found, twins), _written(case, expected, own), strict=True):
         _same(one, other)
+
+
+def adopted_members_go_on(case: Case) -> None:
+    """An engine of members that another has trained goes on where that has ended, with `adopt`."""
+    (one, first), (before, members) = _begun(case), _begun(case)
+    for _ in range(3):
+        _train(case, one, range(case.width))
+    for _ in range(2):
+        _train(case, before, range(case.width))
+    before.write_back(members)
+    after = case.engine(members)
+    for row in range(case.width):
+        after.adopt(row, before, row)
+    _begin(case, after, members)
+    _train(case, after, range(case.width))
+    assert after.steps_taken().tolist() == [3] * case.width
+    for found, expected in zip(_written(case, after, members), _written(case, one, first), strict=True):
+        _same(found, expected)
+
+
+def a_snapshot_takes_training_back(case: Case) -> None:
+    """`restore` gives the weights of the `snapshot`, however far training has gone since."""
+    engine, members = _begun(case)
+    _train(case, engine, range(case.width))
+    before = _written(case, engine, members)
+    kept = [engine.snapshot(row) for row in range(case.width)]
+    for _ in range(2):
+        _train(case, engine, range(case.width))
+    for row, snapshot in enumerate(kept):
+        engine.restore(row, True, snapshot)
+    for found, expected in zip(_written(case, engine, members), before, strict=True):
+        _same(found, expected, 0)
 
 
 def snapshots_are_of_members_with_and_without_a_slot(case: Case) -> None:
@@ -142,6 +225,7 @@ def snapshots_are_of_members_with_and_without_a_slot(case: Case) -> None:
     engine.restore(1, False, aside)
     engine.widen()
     after = _written(case, engine, members)
+    assert _differ(after[0], before[1])
     _same(after[1], before[1], 0)
     _same(after[2], before[2], 0)
 
@@ -151,58 +235,93 @@ def one_member_is_written_out_and_taken_in(case: Case) -> None:
     engine, members = _begun(case)
     engine.narrow(np.array([0, 2]))
     _train(case, engine, [0, 2])
-    fresh = dict(case.weights(case.make()[1][1].model))
     engine.write_out(0, False, members[1])  # the state before the narrowed step, of member 0
-    _same(case.weights(members[1].model), case.weights(case.make()[1][0].model), 0)
+    _same(case.weights(members[1].model), case.fresh(0), 0)
     engine.write_out(1, True, members[2])
-    trained = dict(case.weights(members[2].model))
-    assert any((trained[name] != case.weights(case.make()[1][2].model)[name]).any() for name in trained)
-    engine.restack(np.array([0]), [case.make()[1][1]], working=True)
+    assert _differ(case.weights(members[2].model), case.fresh(2))
+    engine.restack(np.array([0]), [case.members()[1]], working=True)
     engine.widen()
-    _same(_written(case, engine, members)[0], fresh, 0)
+    _same(_written(case, engine, members)[0], case.fresh(1), 0)
 
 
 def trouble_is_noted_and_forgiven(case: Case) -> None:
     """A member whose loss is NaN keeps its state until it is forgiven."""
     engine, members = _begun(case)
     before = dict(case.weights(members[0].model))
-    data = case.batch(range(WIDTH))
+    slots, data = range(case.width), case.batch(range(case.width))
     sick = data[0].copy() if isinstance(data[0], np.ndarray) else data[0].clone()
     sick[0] = float("nan")
-    engine.train({}, _on(engine, WIDTH), (sick, *data[1:]), None, shared=False, pace=(1, None))
+    hyper, on = _hyper(case, engine, slots), _on(engine, case.width)
+    engine.train(hyper, on, (sick, *data[1:]), None, shared=False, pace=(1, None))
     assert engine.trouble()[0] != 0
     assert not engine.trouble()[1:].any()
-    _train(case, engine, range(WIDTH))
-    assert engine.steps_taken().tolist() == [0, 2, 2]
+    _train(case, engine, slots)
+    assert engine.steps_taken().tolist() == [0, *[2] * (case.width - 1)]
     engine.forgive()
     assert not engine.trouble().any()
     _same(_written(case, engine, members)[0], before, 0)
+    _train(case, engine, slots)
+    assert engine.steps_taken().tolist() == [1, *[3] * (case.width - 1)]
+
+
+def epochs_begin_at_nothing(case: Case) -> None:
+    """`epoch_values` are of the steps since the last call, whatever was evaluated between."""
+    engine, _ = _begun(case)
+    kept = [engine.snapshot(row) for row in range(case.width)]
+    slots, data = range(case.width), case.batch(range(case.width))
+    counts = np.full(case.width, _rows(data))
+    found = []
+    for _ in range(2):
+        _train(case, engine, slots)
+        engine.values(engine.evaluate(None, None, data, None, counts, _rows(data), shared=False))
+        found.append(engine.epoch_values())
+        for row, snapshot in enumerate(kept):
+            engine.restore(row, True, snapshot)
+    for name, values in found[0].items():
+        assert values.shape == (case.width,)
+        np.testing.assert_allclose(found[1][name], values, 1e-5, err_msg=name)
 
 
 def evaluating_some_slots_is_evaluating_all(case: Case) -> None:
     """`evaluate` of slots one after the other adds up to that of all."""
     engine, _ = _begun(case)
-    data = case.batch(range(WIDTH))
+    data = case.batch(range(case.width))
     rows = _rows(data)
-    counts = np.full(WIDTH, rows)
+    counts = np.full(case.width, rows)
     expected = engine.values(engine.evaluate(None, None, data, None, counts, rows, shared=False))
     totals = None
-    for slots in (np.array([2]), np.array([0, 1])):
+    for slots in (np.array([2]), np.array([0, 1])) if case.width > 1 else (np.array([0]),):
         cut = engine.cut(data, slots, rows, shared=False)
         totals = engine.evaluate(totals, slots, cut, None, counts, rows, shared=False)
     for name, values in engine.values(totals).items():
         np.testing.assert_allclose(values, expected[name], 1e-5, err_msg=name)
 
 
+def _stacked(leaves: Sequence[Any]) -> Any:
+    """Arrays of NumPy or tensors of torch with an axis of steps in front."""
+    if isinstance(leaves[0], np.ndarray):
+        return np.stack(leaves)
+    return leaves[0].expand(len(leaves), *leaves[0].shape)
+
+
+OF_SEVERAL: Sequence[Check] = (
+    snapshots_are_of_members_with_and_without_a_slot,
+    one_member_is_written_out_and_taken_in,
+)
+"""Those that need members beside the one that they look at."""
+
 CHECKS: Sequence[Check] = (
     state_goes_in_and_out,
     idle_members_stay_as_they_are,
     some_slots_step_as_all_do,
+    several_steps_are_so_many_single_ones,
     narrowed_members_step_as_before,
     state_is_loaded_whether_narrowed_or_not,
-    snapshots_are_of_members_with_and_without_a_slot,
-    one_member_is_written_out_and_taken_in,
+    adopted_members_go_on,
+    a_snapshot_takes_training_back,
     trouble_is_noted_and_forgiven,
+    epochs_begin_at_nothing,
     evaluating_some_slots_is_evaluating_all,
+    *OF_SEVERAL,
 )
 """All checks. Each has the name of what must hold."""
