@@ -76,6 +76,11 @@ class LineDefinition(Definition):
         }
         return new, jnp.isfinite(loss), jnp.isfinite(gradient)
 
+    def felt(self, state: State, batch: Any, weights: Any) -> dict[str, Any]:
+        slope = state["params"]["000.slope"]
+        (loss, _), gradient = jax.value_and_grad(self._loss, has_aux=True)(slope, batch, weights)
+        return {"loss": loss, "gradients": gradient}
+
     def evaluate(self, state: State, metrics: Any, batch: Any, weights: Any) -> tuple[dict[str, Any], State]:
         added = self._added(metrics, *self._loss(state["params"]["000.slope"], batch, weights))
         return added, self._counted(state)

@@ -32,7 +32,8 @@ def model(seed: int, *, plain: bool) -> keras.Model:
 
 
 def weights(model: keras.Model) -> dict[str, np.ndarray]:
-    return {variable.path: np.array(keras.ops.convert_to_numpy(variable)) for variable in model.variables}
+    found = enumerate(model.variables)  # not by path: Keras numbers the layers of a process
+    return {f"{row} {variable.name}": np.array(keras.ops.convert_to_numpy(variable)) for row, variable in found}
 
 
 def batch(slots: Sequence[int]) -> Any:

@@ -54,6 +54,11 @@ class Definition(Protocol):
         """The state after a step (its `PARTS`), and whether the loss and the gradient were finite, as scalars."""
         ...
 
+    def felt(self, state: State, batch: Any, weights: Any) -> dict[str, Any]:
+        """What a step makes of a batch before its optimizer does: by part, the loss, the gradients, the metrics,
+        and the params and buffers that the model has changed. What feels padding is told by it."""
+        ...
+
     def evaluate(
         self, state: State, metrics: dict[str, Any], batch: Any, weights: Any
     ) -> tuple[dict[str, Any], State]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from modelfleet.errors import InputError
 from modelfleet.frameworks.functional.contract import WEIGHTS, Backend, Definition, State
+from modelfleet.frameworks.functional.padding import bears_padding
 from modelfleet.frameworks.functional.programs import Programs
 from modelfleet.frameworks.protocol import Engine
 from modelfleet.members import Member
@@ -228,31 +229,10 @@ class FunctionalEngine(Engine):
             if not batch.shared:
                 slot = int(np.flatnonzero(batch.counts == real)[0])
                 data = map_tree(lambda leaf: leaf[slot], data)
-            known[key] = self._same_step(data, real, batch.size)
+            one = map_tree(lambda t: t[0], self.state)
+            definition = self.programs.definition
+            known[key] = bears_padding(definition, self.backend, one, data, real, batch.size)
         return known[key]
-
-    def _same_step(self, data: Any, real: int, size: int) -> bool:
-        train = self.programs.definition.train
-
-        def outcome(state: State, data: Any, weights: Any) -> Any:
-            new, *_ = train(state, {}, data, weights)
-            return {part: new[part] for part in ("buffers", "metrics")}
-
-        one = map_tree(lambda t: t[0], self.state)
-        one["params"] = map_tree(lambda t: self.tensor(_varied(self.backend.exactly(t))), one["params"])
-        few = map_tree(lambda leaf: leaf[:real], data)
-        data = map_tree(lambda leaf: _padded_otherwise(leaf, real), self.backend.exactly(data))
-        weights = self.tensor((np.arange(size) < real).astype(np.float32))
-        program = self.backend.compile(outcome)
-        try:
-            padded = self.backend.host(program(one, data, weights))
-            alone = self.backend.host(program(one, few, None))
-        except Exception:  # a model that needs whole batches feels padding
-            return False
-        return all(
-            np.allclose(p, a, rtol=1e-4, atol=1e-5, equal_nan=True)
-            for p, a in zip(leaves(padded), leaves(alone), strict=True)
-        )
 
     def row_weights(self, counts: np.ndarray, size: int) -> Any:
         """`(slot, row)`: 1 for a real row, 0 for padding."""
@@ -484,25 +464,9 @@ def _first(state: State) -> Any:
     return state["member"]["step"]
 
 
-def _varied(array: np.ndarray) -> np.ndarray:
-    """Weights that are not all alike: a layer that begins at zero would hide what the layers before it do."""
-    if array.size and (array == array.flat[0]).all():
-        array = (array + 0.5 * np.random.default_rng(0).normal(size=array.shape)).astype(array.dtype)
-    return array
-
-
 def _form(batch: Any) -> Any:
     """What tells batches apart before a step: their tree, shapes and dtypes."""
     return str(map_tree(lambda leaf: (tuple(leaf.shape), str(leaf.dtype)), batch.data)), batch.shared
-
-
-def _padded_otherwise(leaf: np.ndarray, real: int) -> np.ndarray:
-    """The rows of a batch with other padding: its own, real rows again, might leave means and variances alone."""
-    leaf = np.array(leaf)
-    leaf[real:] = leaf[0]
-    if leaf.dtype.kind in "fcV":  # V: bfloat16
-        leaf[real:] = (1.5 * leaf[real:] + 0.5).astype(leaf.dtype)
-    return leaf
 
 
 def _few(data: Any, shared: bool) -> Any:

@@ -258,11 +258,7 @@ class JaxDefinition(Definition):
 
         assert self.task.optimizer is not None
         assert self._slots is not None
-
-        def loss_of(params: Parts) -> Any:
-            (loss, found), after = self._losses({**state, "params": params}, batch, weights, True)
-            return loss, (found, after)
-
+        loss_of = self._loss_of(state, batch, weights)
         (loss, (found, after)), gradients = jax.value_and_grad(loss_of, has_aux=True)(state["params"])
         finite = jnp.isfinite(sum((g * 0).sum() for g in gradients.values()))
         if self.task.clip:
@@ -285,6 +281,19 @@ class JaxDefinition(Definition):
         kept: State = {part: _as_before(tensors, state[part]) for part, tensors in new.items()}
         kept["metrics"] = self._added(state["metrics"], found)
         return kept, jnp.isfinite(loss), finite
+
+    def felt(self, state: State, batch: Any, weights: Any) -> dict[str, Any]:
+        """What a step makes of a batch before its optimizer does."""
+        loss_of = self._loss_of(state, batch, weights)
+        (loss, (found, after)), gradients = jax.value_and_grad(loss_of, has_aux=True)(state["params"])
+        return {**after, "loss": loss, "gradients": gradients, "metrics": self._added(state["metrics"], found)}
+
+    def _loss_of(self, state: State, batch: Any, weights: Any) -> Callable[[Parts], Any]:
+        def loss_of(params: Parts) -> Any:
+            (loss, found), after = self._losses({**state, "params": params}, batch, weights, True)
+            return loss, (found, after)
+
+        return loss_of
 
     def evaluate(self, state: State, metrics: Parts, batch: Any, weights: Any) -> tuple[Parts, State]:
         """The accumulators with a batch added."""

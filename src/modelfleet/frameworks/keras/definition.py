@@ -53,17 +53,25 @@ class KerasDefinition(Definition):
 
     def train(self, state: State, hyper: Any, batch: Any, weights: Any) -> tuple[State, Any, Any]:
         """One step by the model's own loss and optimizer."""
-        steps, slots = self.steps, state["slots"]
-
-        def loss(params: dict[str, Any]) -> tuple[Any, Any]:
-            return steps.loss(params, state["buffers"], state["metrics"], slots, batch, weights)
-
-        (value, buffers, metrics), gradients = self.differentiate(loss, state["params"])
-        params, slots = steps.apply(state["params"], slots, gradients)
+        steps = self.steps
+        (value, buffers, metrics), gradients = self._gradients(state, batch, weights)
+        params, slots = steps.apply(state["params"], state["slots"], gradients)
         good_loss = ops.isfinite(value)
         # An optimizer that scales the loss passes over gradients that are not finite, and tries a smaller scale.
         good_gradient = ops.full_like(good_loss, True) if steps.scales_loss else _finite(gradients)
         return {"params": params, "buffers": buffers, "slots": slots, "metrics": metrics}, good_loss, good_gradient
+
+    def felt(self, state: State, batch: Any, weights: Any) -> dict[str, Any]:
+        """What a step makes of a batch before its optimizer does."""
+        (value, buffers, metrics), found = self._gradients(state, batch, weights)
+        gradients = {name: ops.convert_to_tensor(g) for name, g in found.items() if g is not None}
+        return {"loss": value, "gradients": gradients, "buffers": buffers, "metrics": metrics}
+
+    def _gradients(self, state: State, batch: Any, weights: Any) -> tuple[Any, dict[str, Any]]:
+        def loss(params: dict[str, Any]) -> tuple[Any, Any]:
+            return self.steps.loss(params, state["buffers"], state["metrics"], state["slots"], batch, weights)
+
+        return self.differentiate(loss, state["params"])
 
     def evaluate(
         self, state: State, metrics: dict[str, Any], batch: Any, weights: Any
