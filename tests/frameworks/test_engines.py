@@ -1,4 +1,4 @@
-"""The shared suite of what every engine must hold, for JAX and torch, in several dtypes; Keras has its own process."""
+"""The shared suite of what every engine must hold, for JAX and torch; for Keras see `keras/`."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,8 @@
     def test_my_engine(check):
         check(case)
 
-They ask an engine as a lane does (`modelfleet.frameworks.protocol.Engine`), without feeds and fleets. Engines of one
-member skip those of `OF_SEVERAL`.
+They ask an engine as a lane does (`modelfleet.frameworks.protocol.Engine`), without feeds and fleets. Engines of
+one member skip those of `OF_SEVERAL`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,5 +1,6 @@
 """What `compile` takes for JAX models, and what it refuses."""
 
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -122,3 +123,45 @@ def test_equal_recipes_make_equal_tasks() -> None:
     assert first.tasks[0] == second.tasks[0]  # so that programs serve both
     assert first.tasks[0].summary == "sgd, mse, float32"
     assert first.columns == {}
+
+
+def _own_loss(output: Any, target: Any) -> Any:
+    return jnp.mean((output - target) ** 2)
+
+
+def _edited_loss(output: Any, target: Any) -> Any:
+    return jnp.mean(jnp.abs(output - target))
+
+
+def _own_objective(model: Any, batch: Any) -> Any:
+    return _own_loss(model[1](model[0], batch[0]), batch[1])
+
+
+def _edited_objective(model: Any, batch: Any) -> Any:
+    return 2 * _own_loss(model[1](model[0], batch[0]), batch[1])
+
+
+for _edited, _name in ((_edited_loss, "_own_loss"), (_edited_objective, "_own_objective")):
+    _edited.__name__ = _edited.__qualname__ = _name  # the same function, in a script that was edited meanwhile
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({"loss": _own_loss}, {"loss": _edited_loss}),
+        ({"objective": _own_objective}, {"objective": _edited_objective}),
+    ],
+    ids=["loss", "objective"],
+)
+def test_a_run_does_not_go_on_with_an_edited_loss(first: Any, then: Any, tmp_path: Path) -> None:
+    data = np.ones((4, 3), np.float32), np.zeros((4, 2), np.float32)
+
+    def run(told: Any) -> None:
+        fleet = mf.Fleet([({"w": jnp.ones((3, 2))}, lambda params, x: x @ params["w"])])
+        fleet.compile("sgd", lr=0.1, **told)
+        fleet.fit(data, epochs=1, progress=False, callbacks=[mf.Checkpoint(tmp_path)])
+
+    run(first)
+    run(first)
+    with pytest.raises(mf.StoreError, match="checkpoint of another run: its tasks are"):
+        run(then)

@@ -178,3 +178,38 @@ def test_what_a_task_can_not_look_into_keeps_members_apart() -> None:
     assert found(loss=pulled(own[0])) is not found(loss=pulled(own[1]))
     teacher = [models.mlp(seed=seed) for seed in (0, 0)]
     assert found(loss=pulled(teacher[0])) is not found(loss=pulled(teacher[1]))
+
+
+def own_loss(y_true: Any, y_pred: Any) -> Any:
+    return keras.ops.square(y_true - y_pred)
+
+
+def edited_loss(y_true: Any, y_pred: Any) -> Any:
+    return keras.ops.abs(y_true - y_pred)
+
+
+class OwnLoss(keras.losses.Loss):
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return keras.ops.square(y_true - y_pred)
+
+
+class EditedLoss(keras.losses.Loss):
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return keras.ops.abs(y_true - y_pred)
+
+
+edited_loss.__name__ = edited_loss.__qualname__ = "own_loss"  # as in a script that was edited meanwhile
+EditedLoss.__name__ = EditedLoss.__qualname__ = "OwnLoss"
+EditedLoss.call.__qualname__ = "OwnLoss.call"
+
+
+@pytest.mark.parametrize(("loss", "edited"), [(own_loss, edited_loss), (OwnLoss(), EditedLoss())])
+@pytest.mark.parametrize("eager", [False, True])
+def test_an_edited_loss_is_another_task_for_a_checkpoint(loss: Any, edited: Any, eager: bool) -> None:
+    def summary(loss: Any) -> str:
+        (own,) = members(1)
+        own.model.compile("sgd", loss, run_eagerly=eager)
+        return tasks([own])[0].summary
+
+    assert summary(loss) == summary(loss)
+    assert summary(loss) != summary(edited)

@@ -22,7 +22,7 @@ def bears_padding(definition: Definition, backend: Backend, one: State, data: An
     `one` is the member's state, without a member axis, and `data` are `(row, …)`.
     """
     few = map_tree(lambda leaf: leaf[:real], data)
-    data = map_tree(lambda leaf: _padded_otherwise(leaf, real), backend.exactly(data))
+    data = map_tree(lambda leaf: padded_otherwise(leaf, real), backend.exactly(data))
     weights = backend.tensor((np.arange(size) < real).astype(np.float32))
     program = backend.compile(definition.felt)
     own = {name: backend.exactly(tensor) for name, tensor in one["params"].items()}
@@ -32,7 +32,7 @@ def bears_padding(definition: Definition, backend: Backend, one: State, data: An
             state = {**one, "params": map_tree(backend.tensor, params)}
             padded = backend.host(program(state, data, weights))
             alone = backend.host(program(state, few, None))
-            if not all(_alike(padded[part], alone[part], together=part == "gradients") for part in padded):
+            if not all(alike(padded[part], alone[part], together=part == "gradients") for part in padded):
                 return False
     except Exception:  # a model that needs whole batches feels padding
         return False
@@ -45,19 +45,15 @@ def shaken(params: Mapping[str, np.ndarray], number: int) -> dict[str, np.ndarra
     found = {}
     for name, array in params.items():
         drawn = generator.normal(size=array.shape)
-        if array.ndim > 1:
-            drawn = drawn / max(np.prod(array.shape[:-1]), 1) ** 0.5
-        else:
-            drawn = 1.0 + 0.3 * np.tanh(drawn)
+        size = max(int(np.prod(array.shape[:-1])), 1)
+        drawn = drawn / size**0.5 if array.ndim > 1 else 1.0 + 0.3 * np.tanh(drawn)
         found[name] = np.asarray(drawn).astype(array.dtype)
     return found
 
 
-def _alike(padded: Any, alone: Any, *, together: bool) -> bool:
+def alike(padded: Any, alone: Any, *, together: bool) -> bool:
     """Return True if trees hold the same numbers, but for the rounding of the largest, of all or of each array."""
-    pairs = [
-        (np.asarray(p), np.asarray(a)) for p, a in zip(leaves(padded), leaves(alone), strict=True)
-    ]
+    pairs = [(np.asarray(p), np.asarray(a)) for p, a in zip(leaves(padded), leaves(alone), strict=True)]
     largest = [_largest(a) for _, a in pairs]
     for (p, a), own in zip(pairs, largest, strict=True):
         if p.shape != a.shape:
@@ -78,7 +74,7 @@ def _largest(array: np.ndarray) -> float:
     return float(np.nan_to_num(sizes, nan=0.0, posinf=0.0).max(initial=0.0))
 
 
-def _padded_otherwise(leaf: np.ndarray, real: int) -> np.ndarray:
+def padded_otherwise(leaf: np.ndarray, real: int) -> np.ndarray:
     """The rows of a batch with other padding: its own, real rows again, might leave means and variances alone."""
     leaf = np.array(leaf)
     leaf[real:] = leaf[0]

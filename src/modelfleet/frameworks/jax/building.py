@@ -31,8 +31,13 @@ def rngs(seed: int) -> Any:
 
 
 def check_model(model: Any, name: str) -> None:
-    """Refuse a model whose weights are not there."""
+    """Refuse a model whose weights are not there, or are no arrays."""
     for path, leaf in named_leaves(_tree(model)):
+        if isinstance(leaf, int | float | complex) and not hasattr(leaf, "dtype"):
+            raise InputError(
+                f"member {name!r}: its {path!r} is {leaf!r}, a number of Python; params are arrays. "
+                f"Give jnp.asarray({leaf!r}) to train it, or have it in the closure of the function."
+            )
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise InputError(f"member {name!r}: its {path!r} is abstract, without values. Load its weights.")
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from modelfleet.errors import InputError, unknown
+from modelfleet.fingerprints import fingerprint
 from modelfleet.frameworks.jax.arrays import as_numpy
 
 IGNORED = -100  # the class index that is left out of cross_entropy and nll
@@ -31,6 +32,13 @@ class Loss:
     name: str
     rows: Callable[[Any, Any], tuple[Array, Array | None]]
     kind: Kind = "any"
+    function: Callable[[Any, Any], Any] | None = None
+    """What a person gave; None for those that have a name."""
+
+    @property
+    def summary(self) -> str:
+        """The loss in a few letters, the same in every process; another one for a function that was edited."""
+        return self.name if self.function is None else fingerprint(self.function)
 
 
 def resolve(loss: Any) -> Loss:
@@ -167,7 +175,7 @@ def _of_function(function: Callable[[Any, Any], Any]) -> Loss:
             )
         return _per_row(values, jnp.ones(values.shape, bool))
 
-    return Loss(name, rows)
+    return Loss(name, rows, function=function)
 
 
 def _per_row(values: Array, counted: Array) -> tuple[Array, Array]:

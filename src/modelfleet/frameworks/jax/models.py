@@ -24,8 +24,9 @@ def is_pair(model: Any) -> bool:
     """Whether it is a pair of a tree of arrays and a function."""
     if not (isinstance(model, tuple) and len(model) == 2 and callable(model[1])):
         return False
-    leaves = jax.tree.leaves(model[0])
-    return bool(leaves) and all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves)
+    arrays = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in jax.tree.leaves(model[0])]
+    numbers = [isinstance(leaf, int | float | complex) for leaf in jax.tree.leaves(model[0])]  # refused by name
+    return any(arrays) and all(map(any, zip(arrays, numbers, strict=True)))
 
 
 def form_of(model: Any) -> "Module | Pair":

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from modelfleet.errors import InputError
+from modelfleet.fingerprints import fingerprint
 from modelfleet.frameworks.jax import metrics
 from modelfleet.frameworks.jax.losses import Loss, weighted
 from modelfleet.frameworks.jax.metrics import Metric
@@ -40,7 +41,12 @@ class Task:
         optimizer = "no optimizer" if self.optimizer is None else self.optimizer.name
         fixed = () if self.optimizer is None else self.optimizer.fixed
         plain = [f"{key}={value}" for key, value in fixed if isinstance(value, bool | int | float | str | None)]
-        loss = "its own loss" if self.loss is None else self.loss.name
+        if self.objective is not None:
+            loss = fingerprint(self.objective)
+        elif self.loss is None:
+            loss = "its own loss"
+        else:
+            loss = self.loss.summary
         return ", ".join([optimizer, *plain, loss, *(metric.name for metric in self.metrics), self.precision])
 
     def run(self, call: Callable[[Any, Any], Any], model: Any, batch: Any, weights: Array | None) -> Any:

@@ -64,7 +64,7 @@ class KerasDefinition(Definition):
     def felt(self, state: State, batch: Any, weights: Any) -> dict[str, Any]:
         """What a step makes of a batch before its optimizer does."""
         (value, buffers, metrics), found = self._gradients(state, batch, weights)
-        gradients = {name: ops.convert_to_tensor(g) for name, g in found.items() if g is not None}
+        gradients = {name: g for name, g in found.items() if g is not None}
         return {"loss": value, "gradients": gradients, "buffers": buffers, "metrics": metrics}
 
     def _gradients(self, state: State, batch: Any, weights: Any) -> tuple[Any, dict[str, Any]]:

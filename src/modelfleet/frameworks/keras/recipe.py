@@ -1,6 +1,6 @@
 """From what `compile` was told, by a fleet or by each model itself, to every member's task."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -10,6 +10,7 @@ import numpy as np
 
 from modelfleet.each import spread
 from modelfleet.errors import InputError, unknown
+from modelfleet.fingerprints import fingerprint
 from modelfleet.frameworks.keras.structure import owned_by
 from modelfleet.frameworks.keras.values import Opaque, Owned, freeze, show
 from modelfleet.members import Member
@@ -156,19 +157,41 @@ def task_of(model: keras.Model) -> Task:
     """The one task of all models that are compiled like this one; of its own if it runs on its own."""
     plain = _plain(model)
     if plain is not None:
-        return _known((plain, Opaque(model), model.compiled and id(model._compile_config)), plain, plain)
+        key = plain, Opaque(model), model.compiled and id(model._compile_config)
+        return _known(key, lambda: ", ".join([plain, *_losses(model)]), plain)
     if not model.compiled:
-        return _known(("predict",), "predict")
+        return _known(("predict",), lambda: "predict")
     told = dict(model._compile_config.config)
     owned = owned_by(model)
     parts = {key: freeze(told[key], owned) for key in ("loss", "loss_weights", "metrics", "weighted_metrics")}
     parts["optimizer"] = _optimizer_key(model, owned)
-    summary = ", ".join(f"{key} {show(value)}" for key, value in parts.items() if value != freeze(None))
+
+    def summary() -> str:
+        shown = [f"{key} {show(value)}" for key, value in parts.items() if value != freeze(None)]
+        return ", ".join([*shown, *_losses(model)])
+
     return _known(tuple(parts.items()), summary)
 
 
-def _known(key: Hashable, summary: str, plain: str | None = None) -> Task:
-    return _tasks.setdefault(key, Task(summary, key, plain))
+def _known(key: Hashable, summary: Callable[[], str], plain: str | None = None) -> Task:
+    found = _tasks.get(key)
+    return _tasks.setdefault(key, Task(summary(), key, plain)) if found is None else found
+
+
+def _losses(model: keras.Model) -> list[str]:
+    """What tells a model's losses from edited ones of the same names, where they are a person's own."""
+    if not model.compiled:
+        return []
+    found = []
+    for loss in keras.tree.flatten(model._compile_config.config["loss"]):
+        kind = type(loss)
+        if callable(loss) and not str(getattr(loss, "__module__", kind.__module__)).startswith("keras"):
+            found.append(
+                fingerprint([loss, getattr(kind, "call", None) if isinstance(loss, keras.Loss) else None])
+            )
+    if type(model).compute_loss is not keras.Model.compute_loss:
+        found.append(fingerprint(type(model).compute_loss))
+    return found
 
 
 def _optimizer_key(model: keras.Model, owned: Owned) -> Hashable:

@@ -31,6 +31,11 @@ class TensorFlowDefinition(KerasDefinition):
             self.steps.apart = "its optimizer clips the gradient of an embedding"
         return rest, found
 
+    def felt(self, state: State, batch: Any, weights: Any) -> dict[str, Any]:
+        """What a step makes of a batch before its optimizer does; gradients of embeddings as whole tables."""
+        found = super().felt(state, batch, weights)
+        return {**found, "gradients": {name: tf.convert_to_tensor(g) for name, g in found["gradients"].items()}}
+
     def try_out(self, state: State, batch: Any) -> None:
         """Make the metrics for batches like this one, and see whether the model takes it."""
         super().try_out(state, batch)

@@ -40,6 +40,9 @@ class _Prediction(Definition):
     def train(self, state: State, hyper: Any, batch: Any, weights: Any) -> tuple[State, Any, Any]:
         raise self._refusal()
 
+    def felt(self, state: State, batch: Any, weights: Any) -> dict[str, Any]:
+        raise self._refusal()
+
     def evaluate(
         self, state: State, metrics: dict[str, Any], batch: Any, weights: Any
     ) -> tuple[dict[str, Any], State]:
