@@ -235,13 +235,17 @@ def one_member_is_written_out_and_taken_in(case: Case) -> None:
     engine, members = _begun(case)
     engine.narrow(np.array([0, 2]))
     _train(case, engine, [0, 2])
-    engine.write_out(0, False, members[1])  # the state before the narrowed step, of member 0
-    _same(case.weights(members[1].model), case.fresh(0), 0)
+    engine.write_out(0, True, members[0])
+    assert _differ(case.weights(members[0].model), case.fresh(0))
+    engine.write_out(0, False, members[0])  # the state before the narrowed step
+    _same(case.weights(members[0].model), case.fresh(0), 0)
     engine.write_out(1, True, members[2])
     assert _differ(case.weights(members[2].model), case.fresh(2))
-    engine.restack(np.array([0]), [case.members()[1]], working=True)
+    engine.restack(np.array([0]), [members[0]], working=True)
     engine.widen()
-    _same(_written(case, engine, members)[0], case.fresh(1), 0)
+    after = _written(case, engine, members)
+    _same(after[0], case.fresh(0), 0)
+    assert _differ(after[2], case.fresh(2))
 
 
 def trouble_is_noted_and_forgiven(case: Case) -> None:
