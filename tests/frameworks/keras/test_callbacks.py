@@ -13,7 +13,7 @@ from tests.frameworks.keras import models
 
 import modelfleet as mf
 from modelfleet.errors import InputError
-from modelfleet.frameworks.keras import wrap
+from modelfleet.frameworks.keras import copy_model, wrap
 from modelfleet.frameworks.keras.callbacks import own_path
 
 callbacks = keras.callbacks
@@ -155,6 +155,43 @@ def test_one_member_works_with_the_very_objects_and_paths(tmp_path: Path) -> Non
     assert history.epochs == 2
     with pytest.raises(InputError, match=r"Noting can't be copied for member 'b': .*__deepcopy__"):
         fleet.fit((x, y), epochs=1, batch_size=8, callbacks=[noting], progress=False)
+
+
+class Break(mf.Callback):
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def on_epoch_end(self, run: Any) -> None:
+        if run.epoch == self.epoch:
+            raise KeyboardInterrupt
+
+
+def test_a_resumed_run_goes_on_with_what_callbacks_remember(tmp_path: Path) -> None:
+    def several() -> list[Any]:
+        return [
+            callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.7),
+            callbacks.EarlyStopping("val_loss", patience=5, restore_best_weights=True, mode="max"),
+        ]
+
+    options: Any = {"validation": models.data(8, seed=9), "epochs": 5, "batch_size": 8, "shuffle": False}
+    found = []
+    for broken in (False, True):
+        fleet, _ = models.fresh(**RATES)
+        fleet = mf.Fleet({name: copy_model(fleet[name]) for name in fleet.names})
+        last: list[Any] = [*several(), mf.Checkpoint(tmp_path / str(broken)), Break(0)]
+        if broken:
+            first: list[Any] = [*several(), mf.Checkpoint(tmp_path / str(broken)), Break(3)]
+            with pytest.raises(KeyboardInterrupt):
+                fleet.fit(models.data(16), callbacks=first, progress=False, **options)
+            fleet, _ = models.fresh(**RATES)
+            fleet = mf.Fleet({name: copy_model(fleet[name]) for name in fleet.names})
+        history = fleet.fit(models.data(16), callbacks=last, progress=False, **options)
+        found.append((history, fleet))
+    (unbroken, one), (resumed, other) = found
+    for name in one.names:
+        for metric, series in unbroken[name].items():
+            assert resumed[name][metric] == pytest.approx(series, rel=1e-5), metric
+        models.same(other[name], one[name])
 
 
 @pytest.mark.parametrize("when", [0, 1])

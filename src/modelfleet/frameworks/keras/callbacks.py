@@ -160,7 +160,9 @@ class PerMember:
         for name, owns in self._own.items():
             for number, own in enumerate(owns):
                 if getattr(own, "best_weights", None) is not None:
-                    best = {f"{index:03}": np.asarray(array) for index, array in enumerate(own.best_weights)}
+                    # As tensors of the backend: its files take no others.
+                    tensors = [keras.ops.convert_to_tensor(array) for array in own.best_weights]
+                    best = {f"{index:03}": tensor for index, tensor in enumerate(tensors)}
                     found.setdefault(name, {})[f"{number:03}"] = best
         return found
 
