@@ -74,7 +74,7 @@ class PlainEngine(protocol.Engine):
     def stop(self) -> None:
         """Do what Keras does when a fit is over: an optimizer may put averages in the place of the weights."""
         optimizer: Any = getattr(self.model, "optimizer", None)
-        if getattr(optimizer, "use_ema", False) and int(optimizer.iterations.value) > 0:
+        if getattr(optimizer, "use_ema", False) and int(ops.convert_to_numpy(optimizer.iterations)) > 0:
             optimizer.finalize_variable_values(self.model.trainable_variables)
             for variable in self.model.trainable_variables:
                 # Not the average's own array: on JAX, what next takes the weights would take that, too (3.15).

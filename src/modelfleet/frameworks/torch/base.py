@@ -22,7 +22,7 @@ class TorchEngine(protocol.Engine, ABC):
     @property
     def checks_targets(self) -> bool:  # pyrefly: ignore
         """Return False for an objective: it may call the model otherwise than on x."""
-        return self.task.loss is not None
+        return getattr(self.task, "objective", None) is None
 
     @staticmethod
     def inputs(data: Any) -> Any:
