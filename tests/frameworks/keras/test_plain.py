@@ -186,3 +186,37 @@ def test_a_step_that_is_not_finite_is_undone() -> None:
     assert len(history["good"]["loss"]) == 2
     with pytest.raises(FleetError, match=r"'bad' can't take this batch: \(8, 7\)"):
         fleet.fit((np.ones((8, 7), np.float32), y[:8]), batch_size=8, progress=False)
+
+
+def test_accumulated_gradients_with_averaged_weights_are_as_in_keras() -> None:
+    def make() -> Any:
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.05, gradient_accumulation_steps=3, use_ema=True), "mse")
+        return model
+
+    x = np.random.default_rng(0).standard_normal((12, 3)).astype("float32")
+    expected, model = make(), make()
+    expected.fit(x, x[:, :1], batch_size=4, shuffle=False, verbose=0)
+    mf.Fleet([model]).fit((x, x[:, :1]), batch_size=4, shuffle=False, progress=False)
+    for mine, theirs in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+
+
+def test_a_weighted_metric_of_masked_rows_is_as_in_keras() -> None:
+    def make() -> Any:
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.Embedding(5, 4, mask_zero=True), keras.layers.Dense(5)]
+        model = keras.Sequential([keras.layers.Input((7,), dtype="int32"), *layers])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.05), loss, weighted_metrics=["sparse_categorical_crossentropy"])
+        return model
+
+    random = np.random.default_rng(0)
+    x, y, weights = random.integers(0, 5, (8, 7)), random.integers(0, 5, (8, 7)), random.random((8, 7))
+    weights = weights.astype("float32")
+    expected, model = make(), make()
+    log = expected.fit(x, y, sample_weight=weights, batch_size=4, shuffle=False, verbose=0).history
+    history = mf.Fleet([model]).fit((x, y, weights), batch_size=4, shuffle=False, progress=False)
+    for name, values in log.items():
+        np.testing.assert_allclose(history["0"][name], values, rtol=1e-5)

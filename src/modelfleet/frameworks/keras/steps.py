@@ -188,7 +188,7 @@ class Steps:
         if weights is None:
             loss = model._compute_loss(x, y, y_pred, sample_weight, training=training)
             model._loss_tracker.update_state(loss, sample_weight=rows)
-            # A copy of the weights: on torch a masked metric writes to them, and the loss needs them for its gradient.
+            # A copy of the weights: on torch a masked metric writes to them, and the loss needs them later.
             own = None if sample_weight is None else tree.map_structure(ops.copy, sample_weight)
             told = model.compute_metrics(x, y, y_pred, sample_weight=own)
             if isinstance(told, Mapping) and not told.keys() <= model.get_metrics_result().keys():

@@ -235,7 +235,11 @@ class Engine(engine.Engine):
             "evaluate": (self._reading(self.state, self.state["metrics"]), self.shared, data, None),
             "predict": (self._reading(self.state), self.shared, data),
         }
-        self.programs.program(kind, args[kind], shared)
+        try:
+            self.programs.program(kind, args[kind], shared)
+        except CannotFuseError as error:
+            error.shared = False  # what Keras writes to in a step are tensors of its own
+            raise
         if own.apart is not None and len(self._members) > 1:
             raise CannotFuseError(own.apart)
         self._run_plainly()
