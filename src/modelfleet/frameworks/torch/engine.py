@@ -13,6 +13,7 @@ from modelfleet.frameworks.protocol import CannotFuseError
 from modelfleet.frameworks.torch import arrays, pages
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.base import TorchEngine, explained
+from modelfleet.frameworks.torch.compiling import mode as mode_of_compiling
 from modelfleet.frameworks.torch.counting import Ahead, Coefficients
 from modelfleet.frameworks.torch.dividing import bears_padding, divide
 from modelfleet.frameworks.torch.guards import Alike, StatefulError
@@ -272,6 +273,7 @@ class Engine(TorchEngine):
         """Trace a step for batches like this one, if that has not been done."""
         self._look_at_members()
         if kind == "train":
+            mode_of_compiling()  # a misspelt one is told before the first step
             if not self.state["params"]:
                 raise InputError(
                     f"member {self._first!r} has no parameter that takes a gradient. "
