@@ -188,11 +188,6 @@ class Steps:
         if weights is None:
             loss = model._compute_loss(x, y, y_pred, sample_weight, training=training)
             model._loss_tracker.update_state(loss, sample_weight=rows)
-            if training and keras.config.backend() == "jax":
-                # Keras's own step on JAX tells its metrics no mask: outputs lose it on their way out of the gradient.
-                for leaf in tree.flatten(y_pred):
-                    if getattr(leaf, "_keras_mask", None) is not None:
-                        leaf._keras_mask = None
             # A copy of the weights: on torch a masked metric writes to them, and the loss needs them later.
             own = None if sample_weight is None else tree.map_structure(ops.copy, sample_weight)
             told = model.compute_metrics(x, y, y_pred, sample_weight=own)
