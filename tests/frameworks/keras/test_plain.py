@@ -203,9 +203,7 @@ def test_accumulated_gradients_with_averaged_weights_are_as_in_keras() -> None:
         np.testing.assert_allclose(mine, theirs, rtol=1e-6)
 
 
-@pytest.mark.skipif(
-    keras.config.backend() == "jax", reason="Keras's own step on JAX loses metrics' masks"
-)
+@pytest.mark.skipif(keras.config.backend() == "jax", reason="Keras's own step on JAX loses metrics' masks")
 def test_a_weighted_metric_of_masked_rows_is_as_in_keras() -> None:
     def make() -> Any:
         keras.utils.set_random_seed(0)
