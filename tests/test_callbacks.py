@@ -228,7 +228,7 @@ def saves(callback: Checkpoint, epochs: int, steps: int) -> list[tuple[int, int]
     for _ in range(epochs):
         run.train({"a": {"loss": 1.0}}, callback, steps=steps)
     callback.on_fit_end(run)
-    assert {folder for folder, _, _ in run.saved} == {Path("kept/here")}
+    assert {folder for folder, _, _ in run.saved} == {Path("kept/here").absolute()}
     return [(epoch, step) for _, epoch, step in run.saved]
 
 

@@ -12,7 +12,7 @@ from modelfleet import checkpoints, frameworks, saving
 from modelfleet.callbacks import Callback, Checkpoint
 from modelfleet.checkpoints import Arrangement
 from modelfleet.devices import parse_devices
-from modelfleet.each import spread
+from modelfleet.each import Each, spread
 from modelfleet.errors import InputError, StrategyError, unknown
 from modelfleet.feeds import Feed
 from modelfleet.fitting import Fit
@@ -302,6 +302,9 @@ class Fleet:
         if not supply.has_loaders(list(self._members.values()), job):
             return job
         try:
+            if isinstance(job.data, Each):  # one by one first, to name whose can't be sent
+                for name, own in zip(job.names, spread(job.data, job.names, "data"), strict=True):
+                    shared.pickled(own, f"members {name!r} with their data")
             data, validation = shared.copied((job.data, job.validation), "the data")
         except CannotSendError as error:
             raise self._unsent(error) from error

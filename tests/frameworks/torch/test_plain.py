@@ -1,6 +1,7 @@
 """A member that is not fused runs as plain torch: compared with loops that share no code with the library."""
 
 import copy
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import modelfleet as mf
+from modelfleet.frameworks.torch.tracing import trace
 
 RANDOM = np.random.default_rng(0)
 X, Y = torch.from_numpy(RANDOM.standard_normal((24, 6))), torch.from_numpy(RANDOM.standard_normal((24, 2)))
@@ -717,3 +719,18 @@ def test_predict_keeps_what_is_nested_in_an_output(members: int) -> None:
     found = fleet.predict(X, batch_size=8)["0"]
     np.testing.assert_allclose(found["pair"][0], found["out"] + 1)
     np.testing.assert_allclose(found["pair"][1]["deep"], found["out"] + 2)
+
+
+def test_a_trace_in_one_thread_is_not_seen_in_another() -> None:
+    """torch's optimizers round otherwise while something is compiled."""
+    seen: list[bool] = []
+
+    def step(x: Tensor) -> Tensor:
+        seen.append(bool(torch.compiler.is_compiling()))
+        thread = threading.Thread(target=lambda: seen.append(bool(torch.compiler.is_compiling())))
+        thread.start()
+        thread.join()
+        return x + 1
+
+    trace(step, (X,), [False])
+    assert seen == [True, False]

@@ -137,6 +137,16 @@ def plain(step: Callable[..., Any], args: tuple[Any, ...], stacked: Sequence[boo
     return program
 
 
+class _HereOnly:
+    """Is true in the thread that made it alone: others may step, and torch's optimizers ask the flag as well."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def __bool__(self) -> bool:
+        return threading.get_ident() == self._thread
+
+
 @contextmanager
 def _strictly() -> Iterator[None]:
     # vmap's fallback for operations without a batching rule loops over the members, slowly, with only a warning.
@@ -146,7 +156,7 @@ def _strictly() -> Iterator[None]:
     functorch._set_vmap_fallback_enabled(False)
     # What torch.export does for `torch.compiler.is_compiling()`: models that ask take the way that can be traced.
     # Hugging Face's, without it, look into the attention mask for a shortcut.
-    torch.compiler._is_compiling_flag = True
+    torch.compiler._is_compiling_flag = _HereOnly()  # pyrefly: ignore
     logger = logging.getLogger("torch._subclasses.fake_tensor")  # prints what a model raises; here it is a reason
     disabled, logger.disabled = logger.disabled, True
     try:
