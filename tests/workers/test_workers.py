@@ -235,6 +235,7 @@ def test_open_files_are_not_sent(tmp_path: Path) -> None:
 
 
 def test_idle_workers_are_hired_again() -> None:
+    dismiss()  # those that other tests have left
     worker = PROCESS.hire()
     worker.start(tasks.echo, 1, "an order")
     worker.receive()

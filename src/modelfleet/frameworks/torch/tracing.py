@@ -137,14 +137,13 @@ def plain(step: Callable[..., Any], args: tuple[Any, ...], stacked: Sequence[boo
     return program
 
 
-class _HereOnly:
-    """Is true in the thread that made it alone: others may step, and torch's optimizers ask the flag as well."""
+def _compiling_here() -> Callable[[], bool]:
+    """Return a function that is True in this thread alone.
 
-    def __init__(self) -> None:
-        self._thread = threading.get_ident()
-
-    def __bool__(self) -> bool:
-        return threading.get_ident() == self._thread
+    Others may step meanwhile, and torch's optimizers ask `torch.compiler.is_compiling()` as well.
+    """
+    thread, otherwise = threading.get_ident(), torch.compiler.is_compiling
+    return lambda: threading.get_ident() == thread or otherwise()
 
 
 @contextmanager
@@ -152,11 +151,11 @@ def _strictly() -> Iterator[None]:
     # vmap's fallback for operations without a batching rule loops over the members, slowly, with only a warning.
     # Here that is a reason not to fuse, so it is made an error.
     functorch: Any = torch._C._functorch
-    before = functorch._is_vmap_fallback_enabled(), torch.compiler._is_compiling_flag
+    before = functorch._is_vmap_fallback_enabled(), torch.compiler.is_compiling
     functorch._set_vmap_fallback_enabled(False)
     # What torch.export does for `torch.compiler.is_compiling()`: models that ask take the way that can be traced.
     # Hugging Face's, without it, look into the attention mask for a shortcut.
-    torch.compiler._is_compiling_flag = _HereOnly()  # pyrefly: ignore
+    torch.compiler.is_compiling = _compiling_here()
     logger = logging.getLogger("torch._subclasses.fake_tensor")  # prints what a model raises; here it is a reason
     disabled, logger.disabled = logger.disabled, True
     try:
@@ -165,7 +164,7 @@ def _strictly() -> Iterator[None]:
             yield
     finally:
         logger.disabled = disabled
-        torch.compiler._is_compiling_flag = before[1]
+        torch.compiler.is_compiling = before[1]
         functorch._set_vmap_fallback_enabled(before[0])
 
 
