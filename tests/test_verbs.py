@@ -267,6 +267,7 @@ def test_reading_verbs_from_several_threads_give_the_answers_of_one() -> None:
     short, long = XV[:3], np.concatenate([XV, XV])
     expected = {size: given((6, 6, 5, 4)).predict(x) for size, x in ((3, short), (30, long))}
     losses = given((6, 6, 5, 4)).evaluate((XV, YV))
+    untouched = weights(models((6, 6, 5, 4))["m2"])  # made here: torch's seed is one for all threads
     errors: list[BaseException] = []
 
     def work(number: int) -> None:
@@ -279,7 +280,7 @@ def test_reading_verbs_from_several_threads_give_the_answers_of_one() -> None:
                 evaluated = fleet.evaluate((XV, YV), batch_size=4 + number)
                 assert evaluated["m1"]["loss"] == pytest.approx(losses["m1"]["loss"], rel=1e-4)
                 fleet.plan()
-                assert equal(weights(fleet["m2"]), weights(models((6, 6, 5, 4))["m2"]))
+                assert equal(weights(fleet["m2"]), untouched)
         except BaseException as error:
             errors.append(error)
 
