@@ -35,7 +35,6 @@ from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree
 
 FIRST_SCALE = 65536.0  # torch.amp.GradScaler's
-MOST_JOINED = 1 << 17  # numbers: beyond, copying them together takes longer than it saves
 WEIGHTS = ("params", "frozen", "buffers")
 
 
@@ -212,7 +211,7 @@ class PlainEngine(TorchEngine):
         gradients = [p.grad for p in self._params.values() if p.grad is not None]
         if scale is not None and self._group is None:
             torch._foreach_div_(gradients, scale)
-        if not _finite(gradients):
+        if not plain_optimizer.finite(gradients):
             if scale is None:
                 return GRADIENT
             self._scale, self._good = scale * 0.5, 0
@@ -586,22 +585,3 @@ def _copy_weights(source: nn.Module, target: nn.Module) -> None:
 def _exact(total: Any) -> Any:
     """Return a number to add up in float64, without waiting for the device."""
     return total.detach().double() if isinstance(total, Tensor) else float(total)
-
-
-def _finite(gradients: Sequence[Tensor]) -> bool:
-    """Return True if all gradients are finite."""
-    kinds: dict[torch.dtype, list[Tensor]] = {}
-    for gradient in gradients:
-        kinds.setdefault(gradient.dtype, []).append(gradient._values() if gradient.is_sparse else gradient)
-    for tensors in kinds.values():
-        total = _sum(tensors)
-        # A sum may overflow where no term does: then every number is looked at.
-        if not math.isfinite(abs(total)) and not all(bool(torch.isfinite(t).all()) for t in tensors):
-            return False
-    return True
-
-
-def _sum(tensors: Sequence[Tensor]) -> complex:
-    if sum(t.numel() for t in tensors) <= MOST_JOINED:  # one call costs less than one for each
-        return torch.cat([t.reshape(-1) for t in tensors]).sum().item()
-    return torch.stack([t.sum() for t in tensors]).sum().item()

@@ -4,7 +4,8 @@ Fused lanes keep `{slot: {parameter: (member, …)}}`, with zeros for a paramete
 makes the state of a parameter at its first step.
 """
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from modelfleet.frameworks.torch.hyperparameters import flat_names
 from modelfleet.frameworks.torch.optimizers import STEP, Optimizer
 
 Slots = dict[str, dict[str, Tensor]]
+MOST_JOINED = 1 << 17  # numbers: beyond, copying them together takes longer than it saves
 
 
 class Lion(torch.optim.Optimizer):
@@ -111,3 +113,22 @@ def _steps(state: Mapping[str, Any]) -> float:
     if "step" in state:
         return float(state["step"])
     return 1.0 if any(value is not None for value in state.values()) else 0.0
+
+
+def finite(gradients: Sequence[Tensor]) -> bool:
+    """Return True if all gradients are finite."""
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        kinds.setdefault(gradient.dtype, []).append(gradient._values() if gradient.is_sparse else gradient)
+    for tensors in kinds.values():
+        total = _sum(tensors)
+        # A sum may overflow where no term does: then every number is looked at.
+        if not math.isfinite(abs(total)) and not all(bool(torch.isfinite(t).all()) for t in tensors):
+            return False
+    return True
+
+
+def _sum(tensors: Sequence[Tensor]) -> complex:
+    if sum(t.numel() for t in tensors) <= MOST_JOINED:  # one call costs less than one for each
+        return torch.cat([t.reshape(-1) for t in tensors]).sum().item()
+    return torch.stack([t.sum() for t in tensors]).sum().item()
