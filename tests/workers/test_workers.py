@@ -244,3 +244,27 @@ def test_idle_workers_are_hired_again() -> None:
     PROCESS.release(worker)
     assert PROCESS.hire() is worker
     worker.close()
+
+
+def test_a_worker_says_which_answers_it_has_begun_with(worker: Any) -> None:
+    assert not worker.starting
+    worker.start(tasks.until_interrupted, None, "an order")
+    assert worker.starting
+    worker.receive()
+    assert (worker.starting, worker.taken) == (False, 0)
+    worker.answer(None)
+    worker.answer(None)  # ahead of its time: it is not begun with until the item before it is there
+    while worker.taken < 1:
+        worker.poll(0.01)
+    worker.poll(0.2)
+    assert worker.taken == 1
+    worker.interrupt()
+    worker.receive()
+    while worker.taken < 2:
+        worker.poll(0.01)
+    assert worker.receive() == (False, None)
+    worker.start(tasks.echo, 1, "an order")
+    assert worker.taken == 0
+    worker.receive()
+    worker.answer(None)
+    worker.receive()

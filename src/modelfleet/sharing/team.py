@@ -33,6 +33,21 @@ class TeamWorker:
         """Whether any of them is at something."""
         return any(worker.busy for worker in self.workers)
 
+    @property
+    def starting(self) -> bool:
+        """Whether any of them has said nothing since it was given a task."""
+        return any(worker.starting for worker in self.workers)
+
+    @property
+    def silent(self) -> float:
+        """Since when nothing was heard of the one that was heard of last."""
+        return max(worker.silent for worker in self.workers)
+
+    @property
+    def taken(self) -> int:
+        """How many answers the furthest of them has begun with."""
+        return max(worker.taken for worker in self.workers)
+
     def start(self, task: Task, order: Any, what: str) -> None:
         """Have all of them begin, each with its rank and on its device."""
         address = self._address()

@@ -37,6 +37,11 @@ class Worker(Protocol):
     with one while its last item is on its way."""
 
     @property
+    def taken(self) -> int:
+        """How many answers the task has begun with. Counts up while `poll`, `receive` or `wait` is called."""
+        ...
+
+    @property
     def alive(self) -> bool:
         """Whether it is there."""
         ...
@@ -44,6 +49,21 @@ class Worker(Protocol):
     @property
     def busy(self) -> bool:
         """Whether it has begun something that it has not ended."""
+        ...
+
+    @property
+    def starting(self) -> bool:
+        """Whether it was given a task of which no item was received yet. There is no limit to that: `poll` with
+        one of your own, and `close` it when that has passed."""
+        ...
+
+    @property
+    def silent(self) -> float:
+        """Seconds of this process's own running time since anything was heard of it, a sign of life included.
+
+        Counted from one look to the next, at most a second for each: so look several times a second. Time in which
+        this process itself was stopped, or did not look, does not count.
+        """
         ...
 
     def start(self, task: Task, order: Any, what: str) -> None:

@@ -28,18 +28,20 @@ class InlineWorker:
 
     alive = True
     ahead = 1
+    silent = 0.0  # a thread is there as long as this process is
     _news = threading.Condition()  # of all of them: so `wait` can wait for any
 
     def __init__(self) -> None:
         self.last: object = None
-        self.busy = False
+        self.busy = self.starting = False
+        self.taken = 0
         self._said: deque[tuple[bool, Any]] = deque()  # items; and not an item: how it ended
         self._answers: deque[Any] = deque()
         self._told_to_stop = self._closed = False
 
     def start(self, task: Task, order: Any, what: str) -> None:
         """Begin a task."""
-        self.busy, self._told_to_stop = True, False
+        self.busy, self.starting, self.taken, self._told_to_stop = True, True, 0, False
         self._answers.clear()
         thread = threading.Thread(target=self._run, args=(task, order), name="modelfleet-inline", daemon=True)
         _threads.add(thread)
@@ -49,6 +51,7 @@ class InlineWorker:
         """The task's next item, and whether there is one; blocks until then."""
         self.poll(None)
         more, item = self._said.popleft()
+        self.starting = False
         if not more:
             self.busy = False
             if item is not None:
@@ -89,7 +92,9 @@ class InlineWorker:
         try:
             item = next(running)
             while self._say(True, item):
-                item = running.send(self._answers.popleft())
+                answer = self._answers.popleft()
+                self.taken += 1
+                item = running.send(answer)
         except StopIteration:
             self._say(False, None)
         except Exception as error:  # it is the owner's to hear

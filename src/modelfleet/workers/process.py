@@ -7,6 +7,7 @@ import secrets
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any, Self
 from modelfleet.workers import shared
 from modelfleet.workers._base import Task, WorkerDiedError, listen
 
-START, ITEM, END, ERROR, READY = "start", "item", "end", "error", "ready"
+START, ITEM, END, ERROR, READY, TAKEN = "start", "item", "end", "error", "ready", "taken"
 _environment = threading.Lock()
 
 
@@ -27,6 +28,7 @@ class ProcessWorker:
     """One spawned process. `env` is set in it before anything is imported."""
 
     ahead = 1
+    silent = 0.0
 
     def __init__(self, env: Mapping[str, str]) -> None:
         context = get_context("spawn")
@@ -34,8 +36,10 @@ class ProcessWorker:
         """What the names of its shared memory begin with."""
         self.env = dict(env)
         self.last: object = None
-        self.busy = False
+        self.busy = self.starting = False
+        self.taken = 0
         self._order: Any = None  # the memory of an order that was not read yet
+        self._heard: deque[tuple[str, Any]] = deque()  # what was read and not received yet
         self._pipe, theirs = context.Pipe()
         self._outbox, self._inbox = shared.Outbox(f"{token}-in"), shared.Inbox(f"{token}-out")
         self.process = context.Process(target=_main, args=(theirs, token), name="modelfleet-worker", daemon=True)
@@ -61,7 +65,8 @@ class ProcessWorker:
     def start(self, task: Task, order: Any, what: str) -> None:
         """Have it begin a task. The order's arrays are its own, as long as the task runs."""
         parcel, self._order = shared.pack((task, order), what)
-        self.busy = True
+        self.busy = self.starting = True
+        self.taken = 0
         self._send((START, parcel))
 
     def answer(self, value: Any = None) -> None:
@@ -75,25 +80,43 @@ class ProcessWorker:
 
     def poll(self, seconds: float | None = 0.0) -> bool:
         """Whether it has something to say, or has died."""
-        return bool(connection.wait([self._pipe], seconds))
+        end = None if seconds is None else time.monotonic() + seconds
+        while not self._heard:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            if not connection.wait([self._pipe], left):
+                return False
+            if not self._read():
+                return True
+        return True
+
+    def _read(self) -> bool:
+        """Read one message; False if the worker has died."""
+        try:
+            kind, value = pickle.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            return False
+        if kind == READY:
+            shared.discard(self._order, unlink=True)
+            self._order = None
+        elif kind == TAKEN:
+            self.taken += 1
+        else:
+            self._heard.append((kind, value))
+        return True
 
     def receive(self) -> tuple[bool, Any]:
         """The next item, and whether there is one; blocks until then."""
-        while True:
-            try:
-                kind, value = pickle.loads(self._pipe.recv_bytes())
-            except (EOFError, OSError) as error:
-                raise WorkerDiedError(self._obituary()) from error
-            if kind == READY:
-                shared.discard(self._order, unlink=True)
-                self._order = None
-                continue
-            self.busy = kind == ITEM
-            if kind == ERROR:
-                error, trace = value
-                error.add_note(f"In a worker process:\n{trace}")
-                raise error
-            return (True, self._inbox.unpack(value)) if kind == ITEM else (False, None)
+        self.poll(None)
+        if not self._heard:
+            raise WorkerDiedError(self._obituary())
+        kind, value = self._heard.popleft()
+        self.starting = False
+        self.busy = kind == ITEM
+        if kind == ERROR:
+            error, trace = value
+            error.add_note(f"In a worker process:\n{trace}")
+            raise error
+        return (True, self._inbox.unpack(value)) if kind == ITEM else (False, None)
 
     def close(self) -> None:
         """End it."""
@@ -112,8 +135,12 @@ class ProcessWorker:
     @classmethod
     def wait(cls, workers: Sequence[Self]) -> list[Self]:
         """Those that have something to say, or have died; blocks until there is one."""
-        ready = connection.wait([worker._pipe for worker in workers])
-        return [worker for worker in workers if worker._pipe in ready]
+        while True:
+            told = any(worker._heard for worker in workers)
+            ready = connection.wait([worker._pipe for worker in workers], 0.0 if told else None)
+            found = [worker for worker in workers if worker._heard or (worker._pipe in ready and worker.poll())]
+            if found:
+                return found
 
     def _send(self, message: Any) -> None:
         try:
@@ -243,7 +270,9 @@ class _Host:
             item = next(running)
             while True:
                 self._say((ITEM, self._outbox.pack(item, "a result")))
-                item = running.send(self._inbox.unpack(self.awaited(ITEM)))
+                answer = self.awaited(ITEM)
+                self._say((TAKEN, None))
+                item = running.send(self._inbox.unpack(answer))
         except StopIteration:
             pass
         finally:

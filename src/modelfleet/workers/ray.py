@@ -177,23 +177,34 @@ class RayWorker:
     """One actor."""
 
     ahead = 1
+    silent = 0.0  # Ray itself looks whether its nodes and actors are there
 
     def __init__(self, actor: Any) -> None:
         self.last: object = None
-        self.busy = False
+        self.busy = self.starting = False
         self.alive = True
         self._actor = actor
         self._coming: deque[Any] = deque()  # what will be its next messages
+        self._answered = self._received = 0
+
+    @property
+    def taken(self) -> int:
+        """How many answers it may have begun with: each as soon as the item before it was there."""
+        if self._coming and self._received < self._answered and self.poll():
+            return min(self._answered, self._received + 1)
+        return min(self._answered, self._received)
 
     def start(self, task: Task, order: Any, what: str) -> None:
         """Have it begin a task."""
         parcel = _packed((task, order), what)
-        self.busy = True
+        self.busy = self.starting = True
+        self._answered = self._received = 0
         self._coming.append(self._actor.start.remote(parcel))
 
     def answer(self, value: Any = None) -> None:
         """Let it go on after an item."""
         self._coming.append(self._actor.go.remote(_packed(value, "an answer")))
+        self._answered += 1
 
     def interrupt(self) -> None:
         """Tell it that it is to stop soon."""
@@ -211,7 +222,8 @@ class RayWorker:
             self.alive = False
             what = "its actor died" if isinstance(error, RayActorError) else "its answer was lost"
             raise WorkerDiedError(f"{what} on the Ray cluster: {_first_line(error)}") from error
-        self.busy = kind == ITEM
+        self.busy, self.starting = kind == ITEM, False
+        self._received += 1
         value = _unpacked(parcel)
         if kind == ERROR:
             error, trace = value
