@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests import manifests
 from tests.helpers import all_weights, equal, fit, fleet_of, mlp, toy
+from tests.manifests import put
 from torch.utils.data import DataLoader, TensorDataset
 
 import modelfleet as mf
@@ -368,6 +370,48 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path: Path) -> 
     with pytest.raises(mf.StoreError, match=r"lane-1.* bytes, expected"):
         go(fleet)
     assert equal(all_weights(fleet), before)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (put("epoch", value="two"), r"\['epoch'\] is 'two', expected a whole number"),
+        (put("lanes", value=[]), "its lanes have other members than its run"),
+        (put("lanes", 0, "steps", value=[1]), "it has 1 steps of a lane, expected 2"),
+        (put("lanes", 0, "slots", value=[0, 7]), r"its slots are \[0, 7\], for 2 members"),
+        (put("lanes", 0, "on", value=[1, 0]), r"\['on'\]\[0\] is 1, expected true or false"),
+        (put("lanes", 0, "place", value=4), "a lane is on device 4 of"),
+        (put("positions", value=[]), "it has 0 positions, expected 1"),
+        (put("run", "seeds", value=[[1]]), "it has 1 seeds, expected 2"),
+        (put("run", "members", value=[["0", "x"]]), "its lanes have other members than its run"),
+        (put("sharing", value="telepathy"), "its lanes share a device by 'telepathy'"),
+        (put("history", value=None), r"\['history'\] is None, expected a mapping"),
+        (put("history", "metrics", "0", "loss", value=3), r"\['loss'\] is 3, expected a list"),
+        (put("history", "metrics", "0", "loss", value=["often"]), "the stored history can't be read"),
+        (put("history", "failed", "0", value={"epoch": 1}), r"\['0'\] has no 'step'"),
+        (put("history", "stopped", "x", value=1), "its history has no member 'x'"),
+        (lambda manifest: manifest["files"].pop("lane-0"), "it has no data file of lane 0"),
+        (put("callbacks", value=[]), "it has 0 callbacks, here are 1"),
+    ],
+)
+def test_a_checkpoint_that_was_edited_is_refused_and_changes_nothing(
+    change: Callable[[dict[str, Any]], None], message: str, ended: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(ended, tmp_path, dirs_exist_ok=True)
+    manifests.edit(tmp_path, change)
+    fleet = fleet_of(2)
+    before = all_weights(fleet)
+    with pytest.raises(mf.StoreError, match=message):
+        fit(fleet, (X, Y), epochs=2, callbacks=[mf.Checkpoint(tmp_path)])
+    assert equal(all_weights(fleet), before)
+
+
+def test_a_checkpoint_without_checksums_goes_on(tmp_path: Path) -> None:
+    expected, _ = train(None, (X, Y), batch_size=4)
+    with pytest.raises(RuntimeError, match="killed"):
+        train(tmp_path, (X, Y), 9, batch_size=4)
+    manifests.older(tmp_path)
+    assert equal(train(tmp_path, (X, Y), batch_size=4)[0], expected)
 
 
 def test_a_folder_of_something_else_is_not_overwritten(tmp_path: Path) -> None:

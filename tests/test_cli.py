@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from rich.console import Console
+from tests import manifests
 from torch import nn
 
 import modelfleet as mf
@@ -102,7 +103,11 @@ def test_inspect_refuses_what_is_not_its_own_in_one_line(
     manifest.write_text(manifest.read_text().replace('"members"', '"persons"'))
     code, _, err = run(capsys, "inspect", str(saved))
     assert code == 1
-    assert "can't be understood" in err
+    assert "manifest.json can't be used: it is damaged or was edited" in err
+    manifests.edit(saved, lambda manifest: None)  # the same, with a checksum that fits
+    code, _, err = run(capsys, "inspect", str(saved))
+    assert code == 1
+    assert "a manifest that is not a fleet's: the manifest has no 'members'" in err
 
 
 def test_a_long_fleet_is_cut_short(tmp_path: Path) -> None:

@@ -203,11 +203,18 @@ class Checkpoint(Callback):
 
     Saved every `every` epochs, or every `every_steps` steps if given, and after the last epoch. With
     `resume`, a `fit` that finds a checkpoint in the folder goes on from there: run the same script again.
-    A loader that shuffles goes on as it would have if it draws from the framework's own generator.
+    A loader that shuffles goes on as it would have if it draws from the framework's own generator. A damaged
+    checkpoint is noticed by its checksums and refused; `verify=False` does not look.
     """
 
     def __init__(
-        self, folder: str | Path, *, every: int = 1, every_steps: int | None = None, resume: bool = True
+        self,
+        folder: str | Path,
+        *,
+        every: int = 1,
+        every_steps: int | None = None,
+        resume: bool = True,
+        verify: bool = True,
     ) -> None:
         if every < 1:
             raise InputError(f"Checkpoint: every is {every}, expected at least 1 epoch.")
@@ -217,6 +224,7 @@ class Checkpoint(Callback):
         self.every = every
         self.every_steps = every_steps
         self.resume = resume
+        self.verify = verify
 
     @property
     def wants_steps(self) -> bool:

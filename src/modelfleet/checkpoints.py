@@ -12,11 +12,51 @@ from modelfleet.frameworks import files as numpy_files
 from modelfleet.history import History
 from modelfleet.planning.assembly import Part, Studied
 from modelfleet.planning.placement import packed
-from modelfleet.store import read_file, read_manifest, write_folder
+from modelfleet.store import Saved, read_folder, read_manifest, write_folder
+from modelfleet.store.fields import check
 
 KIND = "checkpoint"
 WEIGHTS = {"params": "", "frozen": "a frozen ", "buffers": "a buffer "}
 FINGERPRINTS = ("tasks", "schedules")  # the parts of an identity that hold them
+
+# What a manifest holds. A question mark: what an earlier version did not keep.
+_RUN = {
+    "members": [[str]],
+    "seeds?": [[int]],
+    "weights?": [{str: str}],
+    "epochs": [[int]],
+    "started?": [[int]],
+}
+_HISTORY = {
+    "metrics": {str: {str: [(float, str)]}},
+    "failed": {str: {"epoch": int, "step": int, "reason": str}},
+    "stopped": {str: int},
+    "kept": {str: int},
+}
+_LANE = {
+    "members": [str],
+    "steps": [int],
+    "epochs": [int],
+    "slots": [int],
+    "on": [bool],
+    "failed": [bool],
+    "fused": bool,
+    "place?": int,
+}
+_CHECKPOINT = {
+    "run": _RUN,
+    "epoch": int,
+    "step": int,
+    "epochs": [int],
+    "positions": [int],
+    "history": _HISTORY,
+    "lanes": [_LANE],
+    "devices?": int,
+    "sharing": str,
+    "schedules": [object],
+    "callbacks": [object],
+}
+SHARINGS = ("interleaved", "threads", "processes", "data_parallel")
 
 
 @dataclass(frozen=True)
@@ -50,12 +90,63 @@ class Arrangement:
         ]
 
 
-def arrangement(folder: Path) -> Arrangement:
+def arrangement(folder: Path, *, verify: bool = True) -> Arrangement:
     """How the run in a checkpoint was arranged: one that goes on from it must be arranged alike."""
-    manifest = read_manifest(folder, kind=KIND)
-    parts = [(tuple(lane["members"]), bool(lane["fused"])) for lane in manifest["lanes"]]
-    places = [int(lane.get("place", 0)) for lane in manifest["lanes"]]
-    return Arrangement(parts, str(manifest["sharing"]), places, int(manifest.get("devices", 1)))
+    manifest = read_manifest(folder, kind=KIND, verify=verify)
+    check_manifest(folder, manifest)
+    parts = [(tuple(lane["members"]), lane["fused"]) for lane in manifest["lanes"]]
+    places = [lane.get("place", 0) for lane in manifest["lanes"]]
+    return Arrangement(parts, manifest["sharing"], places, manifest.get("devices", 1))
+
+
+def check_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise `StoreError` if a manifest is not that of a checkpoint, as `save` writes it."""
+    try:
+        check(manifest, _CHECKPOINT, "the manifest")
+        lanes, run = manifest["lanes"], manifest["run"]
+        if [lane["members"] for lane in lanes] != run["members"] or not lanes:
+            raise ValueError("its lanes have other members than its run")
+        if manifest["sharing"] not in SHARINGS:
+            raise ValueError(f"its lanes share a device by {manifest['sharing']!r}")
+        for key in ("epochs", "positions", "schedules"):
+            _check_length(manifest[key], len(lanes), key)
+        for key in ("seeds", "weights", "epochs", "started"):
+            own = run.get(key)
+            _check_length(own, len(lanes), key)
+            for lane, values in zip(lanes, own or (), strict=False):
+                _check_length(values if isinstance(values, list) else None, len(lane["members"]), key)
+        for number, lane in enumerate(lanes):
+            _check_lane(lane, manifest.get("devices", 1))
+            if f"lane-{number}" not in manifest["files"]:
+                raise ValueError(f"it has no data file of lane {number}")
+        for name in (
+            *manifest["history"]["failed"],
+            *manifest["history"]["stopped"],
+            *manifest["history"]["kept"],
+        ):
+            if name not in manifest["history"]["metrics"]:
+                raise ValueError(f"its history has no member {name!r}")
+    except ValueError as error:
+        raise StoreError(
+            f"{folder} has a manifest that is not a checkpoint's: {error}. Load another copy."
+        ) from error
+
+
+def _check_length(values: Any, length: int, what: str) -> None:
+    if values is not None and len(values) != length:
+        raise ValueError(f"it has {len(values)} {what}, expected {length}")
+
+
+def _check_lane(lane: Mapping[str, Any], devices: int) -> None:
+    members, slots = len(lane["members"]), lane["slots"]
+    for key in ("steps", "epochs"):
+        _check_length(lane[key], members, f"{key} of a lane")
+    for key in ("on", "failed"):
+        _check_length(lane[key], len(slots), f"slots of a lane that are {key}")
+    if not slots or sorted(set(slots)) != sorted(slots) or not set(slots) <= set(range(members)):
+        raise ValueError(f"its slots are {slots}, for {members} members")
+    if not 0 <= lane.get("place", 0) < max(1, devices):
+        raise ValueError(f"a lane is on device {lane['place']} of {devices}")
 
 
 def exists(folder: Path) -> bool:
@@ -101,13 +192,23 @@ def save(folder: Path, run: Any, callbacks: Sequence[Callback]) -> None:
     write_folder(folder, files, manifest, kind=KIND, writer=writers)
 
 
-def resume(folder: Path, run: Any, callbacks: Sequence[Callback]) -> tuple[Any, ...] | None:
+def resume(
+    folder: Path, run: Any, callbacks: Sequence[Callback], *, verify: bool = True
+) -> tuple[Any, ...] | None:
     """Bring a run to where a checkpoint was taken: (epoch, step, history, randomness).
 
     None if the checkpoint is of another fit of the same fleet: this one begins where that one ended. One of
     another fleet or with other settings raises `StoreError`, so that nothing of it is overwritten.
     """
-    manifest = read_manifest(folder, kind=KIND)
+    # All is read and checked before anything is taken up: a damaged file must change nothing.
+    found = read_folder(folder, lambda saved: _read(saved, run, callbacks), kind=KIND, verify=verify)
+    return None if found is None else _take_up(folder, run, callbacks, *found)
+
+
+def _read(saved: Saved, run: Any, callbacks: Sequence[Callback]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The manifest and the tensors of a checkpoint; None if it is of another fit of the same fleet."""
+    folder, manifest = saved.folder, saved.manifest
+    check_manifest(folder, manifest)
     then, now = manifest["run"], _identity(run)
     if then != now:
         same_fleet = all(_by_name(then, key) == _by_name(now, key) for key in ("members", "seeds"))
@@ -120,34 +221,68 @@ def resume(folder: Path, run: Any, callbacks: Sequence[Callback]) -> tuple[Any, 
                 f"{folder} holds a checkpoint of another run: its {what} are {there}, here they are {here}. "
                 f"Give another folder, or delete this one. To go on with that run, give what it was begun with."
             )
-    # All is read before anything is taken up: a file that can't be read must change nothing.
+    if len(manifest["callbacks"]) != len(callbacks):
+        raise StoreError(
+            f"{folder} holds a checkpoint of another run: it has {len(manifest['callbacks'])} callbacks, here are "
+            f"{len(callbacks)}. Give another folder, or delete this one."
+        )
     known = _frameworks(run)
     files: dict[str, Any] = {}
     for name in manifest["files"]:
         kind, _, rest = name.partition("-")
         if name == "random":
-            files[name] = read_file(folder, manifest, name, numpy_files)
-            continue
-        framework = (
-            run.shifts[int(rest)].lane.members[0].framework if kind == "lane" else known[rest.split("-")[-1]]
-        )
-        files[name] = read_file(folder, manifest, name, framework.files)
+            files[name] = saved.tensors(name, numpy_files)
+        elif kind == "lane" and rest.isdecimal() and int(rest) < len(run.shifts):
+            files[name] = saved.tensors(name, run.shifts[int(rest)].lane.members[0].framework.files)
+        elif kind in ("callback", "random") and rest.split("-")[-1] in known:
+            files[name] = saved.tensors(name, known[rest.split("-")[-1]].files)
+        else:
+            raise StoreError(f"{folder} has a data file {name!r} that no lane here needs. Load another copy.")
+    for number, shift in enumerate(run.shifts):
+        _check_weights(folder, number, files[f"lane-{number}"], shift.lane.engine)
+    return manifest, files
+
+
+def _check_weights(folder: Path, number: int, tensors: Mapping[str, Any], engine: Any) -> None:
+    """Raise `StoreError` if the tensors of a lane are not those that its engine would load."""
+    for path, own in engine.tensors().items():
+        if path.partition("/")[0] in WEIGHTS and (
+            path not in tensors or tuple(tensors[path].shape) != tuple(own.shape)
+        ):
+            found = f"{tuple(tensors[path].shape)}" if path in tensors else "missing"
+            raise StoreError(
+                f"{folder}: {path!r} of lane {number} is {found}, expected {tuple(own.shape)}. Load another copy."
+            )
+
+
+def _take_up(
+    folder: Path, run: Any, callbacks: Sequence[Callback], manifest: dict[str, Any], files: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Bring a run to where a checkpoint was taken."""
+    known = _frameworks(run)
+    try:  # what is not the members' weights first: if it can't be used, these are as they were
+        for shift, state in zip(run.shifts, manifest["schedules"], strict=True):
+            shift.schedules.restore(state)
+        for number, (callback, state) in enumerate(zip(callbacks, manifest["callbacks"], strict=True)):
+            callback.restore_state(state)
+            arrays: dict[str, Any] = {}
+            for name in known:
+                arrays.update(_by_member(files.get(f"callback-{number}-{name}", {})))
+            if arrays:
+                callback.restore_arrays(arrays)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise StoreError(
+            f"{folder} holds a state of schedules or callbacks that can't be used "
+            f"({type(error).__name__}: {error}). Load another copy."
+        ) from error
+    history = History.from_dict(manifest["history"])
     for number, (shift, standing) in enumerate(zip(run.shifts, manifest["lanes"], strict=True)):
         shift.lane.engine.load(files[f"lane-{number}"])
         slots = shift.lane.take_up(standing)
-        shift.schedules.restore(manifest["schedules"][number])
         shift.epoch, shift.position = manifest["epochs"][number], manifest["positions"][number]
         if len(slots) < len(shift.lane.members):
             shift.feed = shift.feed.select(slots)
             shift.validation = shift.validation and shift.validation.select(slots)
-    for number, (callback, state) in enumerate(zip(callbacks, manifest["callbacks"], strict=True)):
-        callback.restore_state(state)
-        arrays: dict[str, Any] = {}
-        for name in known:
-            arrays.update(_by_member(files.get(f"callback-{number}-{name}", {})))
-        if arrays:
-            callback.restore_arrays(arrays)
-    history = History.from_dict(manifest["history"])
     randomness = files.get("random")
     if randomness is None:  # of an earlier version, which kept the frameworks' own only
         kept = {name: files[f"random-{name}"]["generator"] for name in known if f"random-{name}" in files}

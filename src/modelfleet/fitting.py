@@ -297,7 +297,7 @@ class Fit:
     def _resume(self) -> None:
         for callback in self.callbacks:
             if isinstance(callback, Checkpoint) and callback.resume and checkpoints.exists(callback.folder):
-                found = checkpoints.resume(callback.folder, self, self.callbacks)
+                found = checkpoints.resume(callback.folder, self, self.callbacks, verify=callback.verify)
                 if found is not None:
                     self.epoch, self.step, self.history, self.randomness = found
                     self._shown = self.epoch

@@ -500,7 +500,7 @@ def _kept(callbacks: Sequence[Callback]) -> Arrangement | None:
     """The arrangement of the run that a checkpoint would resume."""
     for callback in callbacks:
         if isinstance(callback, Checkpoint) and callback.resume and checkpoints.exists(callback.folder):
-            return checkpoints.arrangement(callback.folder)
+            return checkpoints.arrangement(callback.folder, verify=callback.verify)
     return None
 
 
@@ -529,6 +529,7 @@ def load(
     members: Sequence[str] | None = None,
     allow_import: bool = False,
     devices: str | Sequence[str] = "auto",
+    verify: bool = True,
 ) -> Fleet:
     """A fleet that `Fleet.save` kept.
 
@@ -536,8 +537,9 @@ def load(
     members: only these, without reading the others.
     allow_import: import the factory from where the folder says it was, if none is given. Code of the folder's
         choice then runs: only for folders you trust.
+    verify: compare the checksums of what is read, and raise `StoreError` where the folder was damaged.
     """
-    models, seed, origins = saving.read(Path(folder), factory, allow_import, members)
+    models, seed, origins = saving.read(Path(folder), factory, allow_import, members, verify=verify)
     fleet = Fleet(models, seed=seed, devices=devices)
     fleet._handed.clear()
     fleet._origins = origins

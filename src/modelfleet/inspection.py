@@ -5,6 +5,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from modelfleet import checkpoints, saving
 from modelfleet.errors import StoreError
 from modelfleet.history import History
 from modelfleet.store import read_manifest
@@ -20,13 +21,12 @@ _MOST = 10  # members that are listed by name
 def describe(folder: Path) -> "RenderableType":
     """The tables for a folder that `fleet.save` or a `Checkpoint` wrote."""
     manifest = read_manifest(folder, kind=None)
-    try:
-        if manifest["kind"] == "fleet":
-            return _fleet(folder, manifest)
-        if manifest["kind"] == "checkpoint":
-            return _checkpoint(folder, manifest)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise StoreError(f"{folder} has a manifest that can't be understood: {error!r}.") from error
+    if manifest["kind"] == saving.KIND:
+        saving.check_manifest(folder, manifest)
+        return _fleet(folder, manifest)
+    if manifest["kind"] == checkpoints.KIND:
+        checkpoints.check_manifest(folder, manifest)
+        return _checkpoint(folder, manifest)
     raise StoreError(f"{folder} holds a {manifest['kind']}, which this version does not know.")
 
 

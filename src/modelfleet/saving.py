@@ -8,11 +8,21 @@ from typing import Any
 from modelfleet import frameworks
 from modelfleet.errors import StoreError, unknown
 from modelfleet.members import Member
-from modelfleet.store import read_manifest, read_row, write_folder
+from modelfleet.store import Saved, read_folder, write_folder
+from modelfleet.store.fields import check
 from modelfleet.store.manifest import plain
 
 KIND = "fleet"
-_ENTRY = ("name", "seed", "framework", "file", "row", "class", "factory", "arguments")  # what is kept of a member
+_MEMBER = {  # what is kept of a member
+    "name": str,
+    "seed": int,
+    "framework": str,
+    "file": str,
+    "row": int,
+    "class": str,
+    "factory": (str, None),
+    "arguments": (None, {str: object}),
+}
 
 
 def save(
@@ -47,7 +57,30 @@ def save(
                 "arguments": _json(origin.get("arguments", {})),
             }
     manifest = {"seed": seed, "members": [listed[name] for name in members]}
-    write_folder(folder, files, manifest, kind=KIND, writer=writers)
+    write_folder(folder, files, manifest, kind=KIND, writer=writers, by_row=True)
+
+
+def check_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise `StoreError` if a manifest is not that of a fleet, as `save` writes it."""
+    try:
+        check(manifest, {"seed": int, "members": [_MEMBER]}, "the manifest")
+        names: set[str] = set()
+        for entry in manifest["members"]:
+            name, file, row = entry["name"], entry["file"], entry["row"]
+            if not name.strip() or name in names:
+                raise ValueError(f"it has two members named {name!r}" if name in names else "a name is empty")
+            names.add(name)
+            if file not in manifest["files"]:
+                raise ValueError(f"it has no data file {file!r} for member {name!r}")
+            rows = [
+                len(spec["shape"]) and spec["shape"][0] for spec in manifest["files"][file]["tensors"].values()
+            ]
+            if not 0 <= row < min(rows, default=row + 1):
+                raise ValueError(f"the data file of member {name!r} has no row {row}")
+        if not names:
+            raise ValueError("it has no members")
+    except ValueError as error:
+        raise StoreError(f"{folder} has a manifest that is not a fleet's: {error}. Load another copy.") from error
 
 
 def read(
@@ -55,45 +88,65 @@ def read(
     factory: Callable[..., Any] | None,
     allow_import: bool,
     members: Sequence[str] | None,
+    *,
+    verify: bool = True,
 ) -> tuple[dict[str, Any], int, dict[str, dict[str, Any]]]:
     """The models of a saved fleet by name, its seed, and how they were built; only some members if named."""
-    manifest = read_manifest(folder, kind=KIND)
-    try:
-        entries = {entry["name"]: {key: entry[key] for key in _ENTRY} for entry in manifest["members"]}
-        seed = int(manifest["seed"])
-    except (KeyError, TypeError, ValueError) as error:
+    built: dict[str, tuple[dict[str, Any], Any]] = {}  # if it is read twice, no model is built twice
+
+    def model_of(entry: dict[str, Any]) -> Any:
+        known = {key: entry[key] for key in ("framework", "factory", "arguments", "seed")}
+        name = entry["name"]
+        if name not in built or built[name][0] != known:
+            built[name] = known, _build(folder, entry, factory, allow_import)
+        return built[name][1]
+
+    def read_all(saved: Saved) -> tuple[dict[str, Any], int, dict[str, dict[str, Any]]]:
+        check_manifest(folder, saved.manifest)
+        entries = {entry["name"]: entry for entry in saved.manifest["members"]}
+        chosen = list(entries) if members is None else members
+        for name in chosen:
+            if name not in entries:
+                raise unknown("member", name, entries)
+        models = {}
+        for name in chosen:
+            models[name] = model_of(entries[name])
+            _fill(saved, entries[name], models[name])
+        origins = {
+            name: {"factory": entries[name]["factory"], "arguments": entries[name]["arguments"] or {}}
+            for name in models
+        }
+        return models, saved.manifest["seed"], origins
+
+    return read_folder(folder, read_all, kind=KIND, verify=verify)
+
+
+def _build(folder: Path, entry: Mapping[str, Any], factory: Callable[..., Any] | None, allow_import: bool) -> Any:
+    """A member's model as its factory makes it."""
+    name = entry["name"]
+    if entry["framework"] not in frameworks.ADAPTERS:
+        raise StoreError(f"member {name!r} of {folder} is of {entry['framework']!r}, which is not known here.")
+    framework = frameworks.adapter(entry["framework"])
+    make = _factory(folder, entry, factory, allow_import)
+    model = frameworks.build(make, entry["arguments"], entry["seed"], name)
+    if not framework.is_model(model):
         raise StoreError(
-            f"{folder} has a manifest that is not a fleet's: {error!r}. Load another copy."
-        ) from error
-    for name in members or ():
-        if name not in entries:
-            raise unknown("member", name, entries)
-    models: dict[str, Any] = {}
-    for name in entries if members is None else members:
-        entry = entries[name]
-        if entry["framework"] not in frameworks.ADAPTERS:
-            raise StoreError(f"member {name!r} of {folder} is of {entry['framework']!r}, which is not known here.")
-        framework = frameworks.adapter(entry["framework"])
-        make = _factory(folder, entry, factory, allow_import)
-        model = frameworks.build(make, entry["arguments"], entry["seed"], name)
-        if not framework.is_model(model):
-            raise StoreError(
-                f"the factory made a {type(model).__name__} for member {name!r} of {folder}, which was of "
-                f"{framework.NAME}. Give the factory that the fleet was built with."
-            )
-        tensors = read_row(folder, manifest, entry["file"], entry["row"], framework.files)
-        difference = framework.fill(model, tensors)
-        if difference:
-            raise StoreError(
-                f"member {name!r} of {folder} does not fit the model that the factory made: {difference}. "
-                f"Give the factory that the fleet was built with."
-            )
-        models[name] = model
-    origins = {
-        name: {"factory": entries[name]["factory"], "arguments": entries[name]["arguments"] or {}}
-        for name in models
-    }
-    return models, seed, origins
+            f"the factory made a {type(model).__name__} for member {name!r} of {folder}, which was of "
+            f"{framework.NAME}. Give the factory that the fleet was built with."
+        )
+    return model
+
+
+def _fill(saved: Saved, entry: Mapping[str, Any], model: Any) -> None:
+    """Give a model the weights of its row."""
+    framework = frameworks.adapter(entry["framework"])
+    tensors = saved.row(entry["file"], entry["row"], framework.files)
+    difference = framework.fill(model, tensors)
+    if difference:
+        raise StoreError(
+            f"member {entry['name']!r} of {saved.folder} does not fit the model that the factory made: "
+            f"{difference}. Give the factory that the fleet was built with."
+        )
 
 
 def import_path(factory: Any) -> str | None:

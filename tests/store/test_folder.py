@@ -1,3 +1,4 @@
+import hashlib
 import json
 import math
 import os
@@ -16,21 +17,33 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.manifests import edit, older, put
 
 from modelfleet.errors import FleetError, InputError, StoreError
 from modelfleet.frameworks.torch import files
-from modelfleet.store import read_file, read_manifest, read_row, write_folder
+from modelfleet.store import Saved, read_folder, read_manifest, write_folder
 
 OLD = {"w": torch.arange(12.0).reshape(3, 4), "b": torch.tensor([1, 2, 3])}
 NEW = {"w": torch.ones(3, 4), "b": torch.tensor([7, 8, 9])}
 
 
-def save(folder: Path, tensors: Mapping[str, torch.Tensor] = OLD, writer: Any = files, **manifest: object) -> None:
-    write_folder(folder, {"group-0": tensors}, manifest, kind="fleet", writer=writer)
+def save(
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor] = OLD,
+    writer: Any = files,
+    *,
+    by_row: bool = False,
+    **manifest: object,
+) -> None:
+    write_folder(folder, {"group-0": tensors}, manifest, kind="fleet", writer=writer, by_row=by_row)
 
 
 def load(folder: Path) -> dict[str, torch.Tensor]:
-    return read_file(folder, read_manifest(folder, kind="fleet"), "group-0", files)
+    return read_folder(folder, lambda saved: saved.tensors("group-0", files), kind="fleet")
+
+
+def row(folder: Path, row: int, names: list[str] | None = None, name: str = "group-0") -> dict[str, torch.Tensor]:
+    return read_folder(folder, lambda saved: saved.row(name, row, files, names), kind="fleet")
 
 
 def held(folder: Path) -> list[str]:
@@ -84,8 +97,12 @@ def test_tensors_of_every_kind_come_back(tmp_path: Path) -> None:
 def test_two_files_and_none(tmp_path: Path) -> None:
     both = {"group-0": OLD, "group-1": NEW}
     write_folder(tmp_path / "two", both, {}, kind="checkpoint", writer=files)
-    manifest = read_manifest(tmp_path / "two", kind="checkpoint")
-    assert all(same(read_file(tmp_path / "two", manifest, name, files), both[name]) for name in both)
+
+    def read(saved: Saved) -> dict[str, Any]:
+        return {name: saved.tensors(name, files) for name in both}
+
+    got = read_folder(tmp_path / "two", read, kind="checkpoint")
+    assert all(same(got[name], both[name]) for name in both)
     write_folder(tmp_path / "none", {}, {"note": "x"}, kind="fleet", writer=files)
     assert read_manifest(tmp_path / "none", kind="fleet")["note"] == "x"
 
@@ -114,17 +131,17 @@ def test_the_manifest_lists_files_sizes_and_tensors(tmp_path: Path) -> None:
     assert entry["file"] == data_file(tmp_path).name
     assert entry["bytes"] == data_file(tmp_path).stat().st_size
     assert entry["tensors"] == {"w": {"dtype": "F32", "shape": [3, 4]}, "b": {"dtype": "I64", "shape": [3]}}
+    assert entry["checksum"] == hashlib.sha256(data_file(tmp_path).read_bytes()).hexdigest()[:32]
 
 
-@pytest.mark.parametrize("row", [0, 1, 2])
-def test_a_row_is_one_members_slice_and_keeps_nothing_else(tmp_path: Path, row: int) -> None:
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_row_is_one_members_slice_and_keeps_nothing_else(tmp_path: Path, number: int) -> None:
     tensors = {**OLD, "h": torch.randn(3, 2, 2).bfloat16()}
-    save(tmp_path, tensors)
-    manifest = read_manifest(tmp_path, kind="fleet")
-    got = read_row(tmp_path, manifest, "group-0", row, files)
-    assert same(got, {name: tensor[row] for name, tensor in tensors.items()})
+    save(tmp_path, tensors, by_row=True)
+    got = row(tmp_path, number)
+    assert same(got, {name: tensor[number] for name, tensor in tensors.items()})
     assert got["w"].untyped_storage().nbytes() == 4 * 4
-    assert same(read_row(tmp_path, manifest, "group-0", row, files, ["b"]), {"b": OLD["b"][row]})
+    assert same(row(tmp_path, number, ["b"]), {"b": OLD["b"][number]})
 
 
 class SparseFiles:
@@ -339,7 +356,7 @@ def test_a_save_is_never_mixed_into_something_else(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"is not empty and was not saved by modelfleet: it holds 'notes\.txt'"):
         save(tmp_path)
     (tmp_path / "manifest.json").write_text('{"name": "a web page"}')
-    with pytest.raises(StoreError, match=r"not written by modelfleet\. Nothing was written"):
+    with pytest.raises(StoreError, match=r"not written by modelfleet\. .* Nothing was written"):
         save(tmp_path)
     with pytest.raises(StoreError, match=r"notes\.txt is a file\. Save to a folder"):
         save(tmp_path / "notes.txt")
@@ -407,17 +424,8 @@ def test_what_is_not_a_saved_folder(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="file is a file"):
         read_manifest(tmp_path / "file", kind="fleet")
     (tmp_path / "manifest.json").mkdir()
-    with pytest.raises(StoreError, match=r"can't be read: Is a directory"):
+    with pytest.raises(StoreError, match=r"manifest.json can't be read: it is a folder"):
         read_manifest(tmp_path, kind="fleet")
-
-
-def put(*path: str, value: object) -> Callable[[dict[str, Any]], None]:
-    def change(manifest: dict[str, Any]) -> None:
-        for key in path[:-1]:
-            manifest = manifest[key]
-        manifest[path[-1]] = value
-
-    return change
 
 
 ENTRY = ("files", "group-0")
@@ -427,19 +435,30 @@ ENTRY = ("files", "group-0")
     ("change", "message"),
     [
         (put("format", value="other"), "not written by modelfleet"),
-        (put("version", value=2), "format version is 2, newer than 1: upgrade modelfleet"),
+        (put("version", value=3), "format version is 3, newer than 2. Upgrade modelfleet"),
         (put("version", value="1"), "format version is '1'"),
         (put("version", value=0), "format version is 0"),
         (put("kind", value="checkpoint"), "holds a checkpoint, not a fleet"),
-        (put("kind", value=None), "does not say what kind"),
-        (put("files", value=[]), "does not list its data files"),
+        (put("kind", value=None), r"\['kind'\] is None, expected a text"),
+        (put("files", value=[]), r"\['files'\] is \[\], expected a mapping"),
         (put("files", value={}), "holds no data file 'group-0'. Its data files: none"),
-        (put(*ENTRY, value=3), "data file of 'group-0' can't be None"),
+        (put(*ENTRY, value=3), r"\['group-0'\] is 3, expected a mapping"),
         (put(*ENTRY, "file", value="group-1.0123456789abcdef.safetensors"), "can't be 'group-1"),
         (put(*ENTRY, "file", value="group-0.0123456789abcdef.safetensors"), "is missing. Load another copy"),
         (put(*ENTRY, "bytes", value=1), r"has \d+ bytes, expected 1\."),
-        (put(*ENTRY, "bytes", value="many"), "does not list the size"),
-        (put(*ENTRY, "tensors", "w", value=[]), "dtype and shape of tensor 'w'"),
+        (put(*ENTRY, "bytes", value="many"), r"\['bytes'\] is 'many', expected a whole number"),
+        (
+            put(*ENTRY, "tensors", "w", value=[]),
+            "tensor 'w' of 'group-0' can't be used: it has no dtype and shape",
+        ),
+        (put(*ENTRY, "tensors", "w", "shape", value=[-1]), r"can't be used: its shape is \[-1\]"),
+        (put(*ENTRY, "tensors", "w", "shape", value="3"), "can't be used: its shape is '3'"),
+        (put(*ENTRY, "checksum", value="0" * 32), "is damaged: the checksum of the file is .*, expected 0000"),
+        (put(*ENTRY, "checksum", value=3), r"\['checksum'\] is 3, expected a text"),
+        (
+            lambda manifest: manifest["files"]["group-0"].pop("checksum"),
+            "no checksum for the data file of 'group-0'",
+        ),
         (put(*ENTRY, "tensors", "w", "shape", value=[3, 5]), r"'w' is F32 \[3, 4\], expected F32 \[3, 5\]"),
         (put(*ENTRY, "tensors", "w", "dtype", value="I32"), r"'w' is F32 \[3, 4\], expected I32 \[3, 4\]"),
         (put(*ENTRY, "tensors", value={}), "tensor '[bw]' was not expected"),
@@ -451,9 +470,7 @@ def test_a_manifest_that_does_not_fit(
     tmp_path: Path, change: Callable[[dict[str, Any]], None], message: str
 ) -> None:
     save(tmp_path)
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    change(manifest)
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    edit(tmp_path, change)
     with pytest.raises(StoreError, match=message):
         load(tmp_path)
 
@@ -468,10 +485,10 @@ def test_a_manifest_that_is_not_ours(tmp_path: Path, text: bytes) -> None:
 @pytest.mark.parametrize("file", ["../outside.safetensors", "/outside", "..", "", "a\0b", "manifest.json", None])
 def test_a_manifest_never_leads_out_of_the_folder(tmp_path: Path, file: str | None) -> None:
     save(tmp_path)
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    manifest["files"]["group-0"]["file"] = file
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(StoreError, match=r"the data file of 'group-0' can't be"):
+    edit(tmp_path, put("files", "group-0", "file", value=file))
+    with pytest.raises(
+        StoreError, match=r"the data file of 'group-0' can't be|\['file'\] is None, expected a text"
+    ):
         read_manifest(tmp_path, kind="fleet")
 
 
@@ -505,22 +522,26 @@ def test_tensors_that_reach_beyond_the_file(tmp_path: Path) -> None:
     save(tmp_path)
     path = data_file(tmp_path)
     path.write_bytes(re.sub(rb"\[(\d),(\d+)\]", rb"[9,\2]", path.read_bytes(), count=1))
-    with pytest.raises(StoreError, match=r"can't be read: Error while deserializing header"):
+    with pytest.raises(StoreError, match=r"the checksum of the file is"):
+        load(tmp_path)
+    older(tmp_path)
+    with pytest.raises(
+        StoreError, match=r"can't be read: Error while deserializing header|not that of a safetensors"
+    ):
         load(tmp_path)
 
 
 def test_a_row_that_is_not_there(tmp_path: Path) -> None:
-    save(tmp_path, {**OLD, "scalar": torch.tensor(1)})
-    manifest = read_manifest(tmp_path, kind="fleet")
-    for row in (-1, 3):
-        with pytest.raises(InputError, match=rf"tensor 'w' .* has no row {row}: its shape is \(3, 4\)"):
-            read_row(tmp_path, manifest, "group-0", row, files, ["w"])
+    save(tmp_path, {**OLD, "scalar": torch.tensor(1)}, by_row=True)
+    for number in (-1, 3):
+        with pytest.raises(InputError, match=rf"tensor 'w' .* has no row {number}: its shape is \(3, 4\)"):
+            row(tmp_path, number, ["w"])
     with pytest.raises(InputError, match=r"tensor 'scalar' .* its shape is \(\)"):
-        read_row(tmp_path, manifest, "group-0", 0, files)
+        row(tmp_path, 0)
     with pytest.raises(InputError, match=r"unknown tensor 'scaler'\. Did you mean 'scalar'"):
-        read_row(tmp_path, manifest, "group-0", 0, files, ["scaler"])
+        row(tmp_path, 0, ["scaler"])
     with pytest.raises(StoreError, match=r"holds no data file 'group-9'\. Its data files: group-0"):
-        read_row(tmp_path, manifest, "group-9", 0, files)
+        row(tmp_path, 0, name="group-9")
 
 
 @pytest.fixture(scope="module")

@@ -11,24 +11,17 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from modelfleet.errors import InputError, StoreError, unknown
-from modelfleet.store.header import difference, read_header
-from modelfleet.store.manifest import (
-    DATA_FILE,
-    FILE_NAME,
-    FORMAT,
-    MANIFEST,
-    RESERVED,
-    VERSION,
-    decode,
-    encode,
-    plain,
-)
+from modelfleet.errors import InputError, StoreError
+from modelfleet.store.checksums import checksum, checksum_of, row_checksums
+from modelfleet.store.header import read_header
+from modelfleet.store.manifest import DATA_FILE, FILE_NAME, FORMAT, MANIFEST, RESERVED, VERSION, encode, plain
+from modelfleet.store.reading import Files, find_manifest, read_manifest
 
 try:
     import fcntl
@@ -39,24 +32,6 @@ _OURS = re.compile(rf"{DATA_FILE.pattern}|[0-9a-f]{{16}}\.partial")
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-class Files(Protocol):
-    """How a framework puts its tensors into one safetensors file, and gets them back.
-
-    A module of three functions will do, as `frameworks/torch/files.py` is.
-    """
-
-    def write(self, path: Path, tensors: Mapping[str, Any]) -> None:
-        """Write the tensors; OSError where the disk refuses."""
-
-    def read(self, path: Path) -> dict[str, Any]:
-        """All tensors; StoreError for a file that can't be read."""
-        ...
-
-    def read_row(self, path: Path, row: int, names: Sequence[str] | None = None) -> dict[str, Any]:
-        """`tensor[row]` of every tensor, or of those in `names`, without reading the rest."""
-        ...
-
-
 def write_folder(
     folder: Path,
     files: Mapping[str, Mapping[str, Any]],
@@ -64,6 +39,7 @@ def write_folder(
     *,
     kind: str,
     writer: Files | Mapping[str, Files],
+    by_row: bool = False,
 ) -> None:
     """Save tensors and a manifest as the folder's new copy; where that fails, the old copy stays as it was.
 
@@ -71,6 +47,7 @@ def write_folder(
     manifest: anything JSON can hold, NaN, infinities and NumPy's numbers too.
     kind: what the folder holds ("fleet", "checkpoint"); a folder of another kind is never overwritten.
     writer: for all data files, or one for each by its name.
+    by_row: whether the data files will be read row by row: every row then has a checksum of its own.
     """
     folder = Path(folder)
     _check_names(files, manifest)
@@ -81,56 +58,13 @@ def write_folder(
             _check_ours(folder, kind)
             token = secrets.token_hex(8)
             try:
-                _write(folder, token, files, {"kind": kind, **content}, writer)
+                _write(folder, token, files, {"kind": kind, **content}, writer, by_row)
             except BaseException:
                 _sweep(folder, token)
                 raise
             _sweep(folder)
     except OSError as error:
         raise StoreError(_refusal(folder, error)) from error
-
-
-def read_manifest(folder: Path, *, kind: str | None) -> dict[str, Any]:
-    """What the folder says about itself: the manifest it was saved with, its "kind", and its "files".
-
-    Raises if it is of another kind; None takes any.
-    """
-    folder = Path(folder)
-    if not folder.exists():
-        raise StoreError(f"there is no folder {folder}. Check the path.")
-    if not folder.is_dir():
-        raise StoreError(f"{folder} is a file. Give the folder that was saved to.")
-    manifest = _manifest(folder)
-    if manifest is None:
-        raise StoreError(f"{folder} was not saved by modelfleet: it holds no {MANIFEST}. Check the path.")
-    if kind is not None and manifest["kind"] != kind:
-        raise StoreError(f"{folder} holds a {manifest['kind']}, not a {kind}.")
-    return manifest
-
-
-def read_file(folder: Path, manifest: Mapping[str, Any], name: str, reader: Files) -> dict[str, Any]:
-    """All tensors of one data file, by name. `manifest` is what `read_manifest` gave."""
-    return reader.read(_data_file(Path(folder), manifest, name))
-
-
-def read_row(
-    folder: Path,
-    manifest: Mapping[str, Any],
-    name: str,
-    row: int,
-    reader: Files,
-    names: Sequence[str] | None = None,
-) -> dict[str, Any]:
-    """`tensor[row]` of the tensors of a data file, or of those in `names`, without reading the rest."""
-    path = _data_file(Path(folder), manifest, name)
-    tensors = manifest["files"][name]["tensors"]
-    for tensor in tensors if names is None else names:
-        if tensor not in tensors:
-            raise unknown("tensor", tensor, tensors)
-        shape = tensors[tensor]["shape"]
-        if not shape or not 0 <= row < shape[0]:
-            raise InputError(f"tensor {tensor!r} of {path} has no row {row}: its shape is {tuple(shape)}.")
-    return reader.read_row(path, row, names)
 
 
 def _check_names(files: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
@@ -176,7 +110,8 @@ def _check_ours(folder: Path, kind: str) -> None:
     """Refuse to mix a save into what is not an older copy of it."""
     try:
         if (folder / MANIFEST).exists():
-            read_manifest(folder, kind=kind)
+            # Without its checksum: a damaged copy of the same kind may be replaced by a whole one.
+            read_manifest(folder, kind=kind, verify=False)
             return
     except StoreError as error:
         raise StoreError(f"{error} Nothing was written: save elsewhere, or delete this folder.") from error
@@ -194,6 +129,7 @@ def _write(
     files: Mapping[str, Mapping[str, Any]],
     content: dict[str, Any],
     writer: Files | Mapping[str, Files],
+    by_row: bool,
 ) -> None:
     partial = folder / f"{token}.partial"
     partial.mkdir()
@@ -201,10 +137,11 @@ def _write(
     for name, tensors in files.items():
         path = partial / f"{name}.{token}.safetensors"
         (writer[name] if isinstance(writer, Mapping) else writer).write(path, tensors)
-        _sync(path)
-        header = read_header(path)
-        assert header.keys() == tensors.keys(), "the writer did not write what it was given"
-        listed[name] = {"file": path.name, "bytes": path.stat().st_size, "tensors": header}
+        with ThreadPoolExecutor(1) as pool:  # the disk and the checksums take their time at once
+            synced = pool.submit(_sync, path)
+            listed[name] = _entry(path, by_row)
+            synced.result()
+        assert listed[name]["tensors"].keys() == tensors.keys(), "the writer did not write what it was given"
     manifest = partial / MANIFEST
     manifest.write_bytes(encode({"format": FORMAT, "version": VERSION, **content, "files": listed}))
     _sync(manifest)
@@ -215,12 +152,22 @@ def _write(
     _sync_folder(folder)
 
 
+def _entry(path: Path, by_row: bool) -> dict[str, Any]:
+    """What the manifest says of a data file."""
+    header = read_header(path)
+    size = path.stat().st_size
+    entry: dict[str, Any] = {"file": path.name, "bytes": size, "tensors": header.tensors}
+    if by_row and header.rows:
+        return {**entry, "header": checksum_of(header.text), "rows": row_checksums(path, header)}
+    return {**entry, "checksum": checksum(path, [(0, size)])}
+
+
 def _sweep(folder: Path, token: str = "") -> None:
     """Delete what saves (or the save of one token) left and the manifest on the disk does not list."""
     # The disk is asked, not the caller: Ctrl-C may have come right after the new manifest was put in place.
     # Deleting is tidiness and may fail (a file still open on Windows): the next save tries again.
     with suppress(OSError, StoreError):
-        manifest = _manifest(folder)
+        manifest = find_manifest(folder)
         listed = set() if manifest is None else {entry["file"] for entry in manifest["files"].values()}
         for path in list(folder.iterdir()):
             if token not in path.name or not _OURS.fullmatch(path.name) or path.name in listed:
@@ -230,41 +177,6 @@ def _sweep(folder: Path, token: str = "") -> None:
             else:
                 with suppress(OSError):
                     path.unlink()
-
-
-def _manifest(folder: Path) -> dict[str, Any] | None:
-    """The checked manifest of a folder, of whatever kind; None if there is none."""
-    try:
-        return decode((folder / MANIFEST).read_bytes())
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise StoreError(f"{folder / MANIFEST} can't be read: {error.strerror}.") from error
-    except ValueError as error:
-        raise StoreError(f"{folder / MANIFEST} can't be used: {error}.") from error
-
-
-def _data_file(folder: Path, manifest: Mapping[str, Any], name: str) -> Path:
-    """The path of a data file, once it is known to be the one that the manifest describes."""
-    if name not in manifest["files"]:
-        held = ", ".join(manifest["files"]) or "none"
-        raise StoreError(f"{folder} holds no data file {name!r}. Its data files: {held}.")
-    entry = manifest["files"][name]
-    path = folder / entry["file"]
-    try:
-        size = path.stat().st_size
-        if size != entry["bytes"]:
-            raise StoreError(f"{path} has {size:,} bytes, expected {entry['bytes']:,}. Load another copy.")
-        wrong = difference(read_header(path), entry["tensors"])
-    except FileNotFoundError as error:
-        raise StoreError(
-            f"{path} is missing. Load another copy; or load again, if the folder was saved to meanwhile."
-        ) from error
-    except OSError as error:
-        raise StoreError(f"{path} can't be read: {error.strerror}.") from error
-    if wrong is not None:
-        raise StoreError(f"{path} does not fit its manifest: {wrong}. Load another copy.")
-    return path
 
 
 def _refusal(folder: Path, error: OSError) -> str:

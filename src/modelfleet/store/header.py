@@ -1,6 +1,8 @@
-"""The header of a safetensors file: which tensors it holds, read without any framework."""
+"""The header of a safetensors file: which tensors it holds, and where, read without any framework."""
 
 import json
+import stat
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +11,82 @@ from modelfleet.errors import StoreError
 # The bound that the safetensors format itself sets: a few damaged bytes must not make us allocate gigabytes.
 LONGEST_HEADER = 100_000_000
 
+Range = tuple[int, int]
+"""The first byte of something in a file, and the first one after it."""
 
-def read_header(path: Path) -> dict[str, dict[str, Any]]:
-    """The dtype and shape of every tensor in a file: `{"weight": {"dtype": "F32", "shape": [3, 10, 64]}}`."""
-    size = path.stat().st_size
+
+class GoneError(StoreError):
+    """A data file is not there: it is lost, or another save has replaced it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(
+            f"{path} is missing. Load another copy; or load again, if the folder was saved to meanwhile."
+        )
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors file says about itself."""
+
+    tensors: dict[str, dict[str, Any]]
+    """The dtype and shape of every tensor: `{"weight": {"dtype": "F32", "shape": [3, 10, 64]}}`."""
+    places: dict[str, Range]
+    """Where each tensor is in the file, in the order of the file."""
+    text: bytes
+    """The header as it is in the file, with its length."""
+
+    @property
+    def rows(self) -> int:
+        """How many rows all tensors have; 0 if there are none, or one has no rows."""
+        counts = {tensor["shape"][0] if tensor["shape"] else 0 for tensor in self.tensors.values()}
+        return counts.pop() if len(counts) == 1 else 0
+
+    def row(self, row: int) -> list[Range]:
+        """Where one row of every tensor is; only for a row that there is."""
+        rows, found = self.rows, []
+        for start, stop in self.places.values():
+            length = (stop - start) // rows
+            found.append((start + row * length, start + (row + 1) * length))
+        return found
+
+
+def file_size(path: Path) -> int:
+    """The size of a file; OSError if it is no ordinary one. Opening a pipe would wait for ever."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(0, "it is not a file" if not stat.S_ISDIR(found.st_mode) else "it is a folder", str(path))
+    return found.st_size
+
+
+def read_header(path: Path) -> Header:
+    """Read and check a file's header; `StoreError` if it is not one of safetensors."""
+    size = file_size(path)
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
+        first = file.read(8)
+        length = int.from_bytes(first, "little")
         if size < 8 or length > min(size - 8, LONGEST_HEADER):
             raise _corrupt(path, f"its header claims {length:,} bytes, the file has {size:,}")
         text = file.read(length)
     try:
         entries = json.loads(text)
         entries.pop("__metadata__", None)
-        return {name: {"dtype": entry["dtype"], "shape": entry["shape"]} for name, entry in entries.items()}
+        tensors = {name: {"dtype": entry["dtype"], "shape": entry["shape"]} for name, entry in entries.items()}
+        places = {name: _place(entry["data_offsets"], 8 + length, size) for name, entry in entries.items()}
+        for entry in tensors.values():
+            check_tensor(entry)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise _corrupt(path, "its header is not that of a safetensors file") from error
+    places = dict(sorted(places.items(), key=lambda item: item[1]))
+    return Header(tensors, places, first + text)
+
+
+def check_tensor(entry: Any) -> None:
+    """Raise ValueError if this is not the dtype and shape of a tensor."""
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape"} or not isinstance(entry["dtype"], str):
+        raise ValueError("it has no dtype and shape")
+    shape = entry["shape"]
+    if not isinstance(shape, list) or not all(type(side) is int and side >= 0 for side in shape):
+        raise ValueError(f"its shape is {shape!r}")
 
 
 def difference(found: dict[str, dict[str, Any]], expected: dict[str, dict[str, Any]]) -> str | None:
@@ -35,6 +98,20 @@ def difference(found: dict[str, dict[str, Any]], expected: dict[str, dict[str, A
             return f"tensor {name!r} is {_show(found[name])}, expected {_show(entry)}"
     strangers = [name for name in found if name not in expected]
     return f"tensor {strangers[0]!r} was not expected" if strangers else None
+
+
+def unreadable(path: Path, error: OSError) -> StoreError:
+    """The error for a file that the system does not let us read."""
+    if isinstance(error, FileNotFoundError):
+        return GoneError(path)
+    return StoreError(f"{path} can't be read: {error.strerror or error}. Load another copy.")
+
+
+def _place(offsets: Any, start: int, size: int) -> Range:
+    first, last = offsets
+    if type(first) is not int or type(last) is not int or not 0 <= first <= last <= size - start:
+        raise ValueError(f"a tensor can't be at {offsets!r}")
+    return start + first, start + last
 
 
 def _show(entry: dict[str, Any]) -> str:

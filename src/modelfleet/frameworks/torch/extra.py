@@ -53,8 +53,12 @@ def set_extra_states(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Give the modules the extra states of a file."""
     for path, module in _keepers(model):
         name = _name(path)
-        state = json.loads(tensors[name].numpy().tobytes())
-        module.set_extra_state(_decoded(state, lambda number, name=name: tensors[f"{name}.{number}"]))
+        try:
+            kept = json.loads(tensors[name].numpy().tobytes())
+            state = _decoded(kept, lambda number, name=name: tensors[f"{name}.{number}"])
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise StoreError(f"its {name!r} is damaged ({error}). Load another copy.") from error
+        module.set_extra_state(state)
 
 
 def _keepers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
