@@ -228,7 +228,7 @@ class Fleet:
 
         A loader is looked into; the generators that it draws from are then put back.
         """
-        with self._gate.reading("plan"), randomness.kept():
+        with self._gate.reading("plan"), randomness.kept(), frameworks.computing():
             lanes = self._reading()
             handed = self._changed()
             if data is None:
@@ -292,7 +292,7 @@ class Fleet:
         job.check()
         shown = reporter(progress)
         wrapped = self._wrapped(callbacks)
-        with self._gate.changing("fit"):
+        with self._gate.changing("fit"), frameworks.computing():
             return self._trained(job, strategy, wrapped, shown)
 
     def _sent(self, job: Job, strategy: str) -> Job:
@@ -349,7 +349,7 @@ class Fleet:
         """Every member's loss and metrics on data: {name: {metric: value}}."""
         job = Job(tuple(self.names), data, batch_size=batch_size, shuffle=False)
         found: dict[str, dict[str, float]] = {}
-        with self._gate.reading("evaluate"):
+        with self._gate.reading("evaluate"), frameworks.computing():
             fed = self._reading().settled("auto", job, "evaluate", self._changed(), self._ways)
             one = supply.side_by_side([lane for lane, _ in fed], job)
             for (lane, feed), values in zip(fed, everywhere(fed, Lane.evaluating, side_by_side=one), strict=True):
@@ -363,7 +363,7 @@ class Fleet:
         """Every member's outputs on data: {name: array}. `data` is x, or (x, y), whose y is left aside."""
         job = Job(tuple(self.names), data, batch_size=batch_size, shuffle=False)
         found: dict[str, Any] = {}
-        with self._gate.reading("predict"):
+        with self._gate.reading("predict"), frameworks.computing():
             fed = self._reading().settled("auto", job, "predict", self._changed(), self._ways)
             one = supply.side_by_side([lane for lane, _ in fed], job)
             for (lane, _), outputs in zip(fed, everywhere(fed, Lane.predicting, side_by_side=one), strict=True):

@@ -185,3 +185,14 @@ class Pair(nn.Module):
 
     def forward(self, left: Tensor, right: Tensor) -> dict[str, Tensor]:
         return {"sum": left + right, "first": left[:, 0]}
+
+
+class Filling(nn.Module):
+    """Makes a tensor of torch's default dtype in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x) + torch.full((3,), 1 / 3)

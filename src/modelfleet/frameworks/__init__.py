@@ -3,7 +3,7 @@
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
@@ -36,7 +36,8 @@ def adapter_of(model: Any, name: str) -> Adapter:
     raise InputError(
         f"member {name!r} is a {type(model).__module__}.{type(model).__qualname__}, which is not a model that "
         f"modelfleet can run. Give a torch.nn.Module, a keras.Model, a flax.nnx.Module, a (params, apply) pair "
-        f"of JAX, or, to predict only, a tf.Module, a tf.function or a loaded SavedModel."
+        f"of JAX, or, to predict only, a tf.Module, a tf.function or a loaded SavedModel. Plain functions and "
+        f"models with a `predict`, as scikit-learn's, can't be trained here: mf.map and mf.Replicas take them."
     )
 
 
@@ -108,6 +109,42 @@ def _check_keywords(takes: inspect.Signature | None, arguments: Mapping[str, Any
             f"member {name!r}: the factory can't be called with {keywords}: {error}. "
             f"Give a factory that takes these, and needs no others."
         ) from error
+
+
+def loaded() -> list[Any]:
+    """The adapters of the frameworks that this process has imported."""
+    found = []
+    for name in ADAPTERS:
+        if name in sys.modules:
+            with suppress(MissingExtraError):  # it is there, and what else our adapter would need is not
+                found.append(adapter(name))
+    return found
+
+
+def settings(framework: str | None) -> dict[str, Mapping[str, Any]]:
+    """What this program has set in a framework that changes its numbers; in all that it has imported, if none is
+    known."""
+    found = [adapter(framework)] if framework in ADAPTERS else loaded()
+    own = {one.NAME: getattr(one, "settings", dict)() for one in found}
+    return {name: values for name, values in own.items() if values}
+
+
+@contextmanager
+def using(settings: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
+    """Compute with what `settings` gave, in another process or thread."""
+    with ExitStack() as stack:
+        for name, own in settings.items():
+            stack.enter_context(adapter(name).using(own))
+        yield
+
+
+@contextmanager
+def computing() -> Iterator[None]:
+    """Keep the memory that one step frees for the next one, until this is over."""
+    with ExitStack() as stack:
+        if "modelfleet.frameworks.torch" in sys.modules:
+            stack.enter_context(adapter("torch").keeping_pages())
+        yield
 
 
 @contextmanager

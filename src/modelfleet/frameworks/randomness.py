@@ -1,10 +1,8 @@
 """The global generators that loaders may draw from, whatever framework their members are of."""
 
 import random
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 
@@ -25,7 +23,7 @@ def state() -> State:
         "numpy/numbers": np.array([inner["pos"], legacy["has_gauss"]], dtype=np.int64),
         "numpy/gauss": np.array([legacy["gauss"]]),
     }
-    for framework in _loaded():
+    for framework in frameworks.loaded():
         own = framework.randomness()
         if own is not None:
             found[framework.NAME] = np.array(framework.arrays.host(own))
@@ -41,7 +39,7 @@ def restore(state: Mapping[str, np.ndarray]) -> None:
     if "numpy/key" in state:
         position, has_gauss = (int(number) for number in state["numpy/numbers"])
         np.random.set_state(("MT19937", state["numpy/key"], position, has_gauss, float(state["numpy/gauss"][0])))
-    for framework in _loaded():
+    for framework in frameworks.loaded():
         if framework.NAME in state:
             framework.restore_randomness(framework.arrays.place(state[framework.NAME], None, copy=True))
 
@@ -54,7 +52,3 @@ def kept() -> Iterator[None]:
         yield
     finally:
         restore(before)
-
-
-def _loaded() -> list[Any]:
-    return [frameworks.adapter(name) for name in frameworks.ADAPTERS if name in sys.modules]

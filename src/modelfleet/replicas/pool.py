@@ -16,19 +16,16 @@ from weakref import WeakSet
 import numpy as np
 
 from modelfleet import frameworks
-from modelfleet.devices import parse_devices
-from modelfleet.errors import ClosedError, FleetError, InputError, StrategyError, unknown
-from modelfleet.planning import memory
+from modelfleet.errors import ClosedError, FleetError, InputError, unknown
+from modelfleet.replicas.models import PRECISIONS, Source
 from modelfleet.replicas.queue import Queue
 from modelfleet.replicas.requests import Batch, Request
 from modelfleet.replicas.rows import by_form, joined, parted, rows_of, taken
 from modelfleet.replicas.stats import Stats, Tally
 from modelfleet.replicas.work import Order, Reply, serve
 from modelfleet.trees import map_tree
-from modelfleet.words import size
 from modelfleet.workers import CannotSendError, Place, Worker, WorkerDiedError, places
 
-PRECISIONS = ("float32", "bf16", "fp16")
 STARTS = 3  # in vain, one after the other, before a replica is given up
 MORE_STARTS = 6  # of one that has been there before
 FIRST_PAUSE = 0.5  # seconds before a second start in vain is followed by a third; twice as long each time
@@ -47,7 +44,9 @@ class Future(futures.Future[Any]):
 class Replicas:
     """One model on each device, answering many users at once.
 
-    model: of torch, Keras or JAX, or a function without arguments that returns one.
+    model: of torch, Keras, JAX or TensorFlow; anything with a `predict`, as scikit-learn's models; a function of
+        one argument, the rows; or a factory: a function that needs no arguments and returns any of these. It is
+        called in every worker, so that what it makes need not be sent.
     devices: "auto", or names: "cuda:0,cuda:1", "cpu:0,cpu:1", "ray" for all devices of a cluster. One device is
         used by this process; several have a process each.
     max_queue: so many requests may wait; `submit` refuses more with `QueueFullError`.
@@ -83,14 +82,10 @@ class Replicas:
             raise unknown("precision", precision, PRECISIONS)
         if not isinstance(timeout, Real) or not timeout > 0:
             raise InputError(f"timeout={timeout!r}. Give the seconds that a batch may take, more than 0.")
-        model, framework = _model(model)
-        if precision not in framework.PRECISIONS:
-            raise InputError(
-                f'precision="{precision}" is for models of torch and JAX; this one is of {framework.NAME}. Set '
-                f"the precision in the model itself."
-            )
-        self._framework = framework
-        found = places.find(devices, framework)
+        source = Source.of(model)
+        found = places.find(devices, source.framework)
+        source = source.at(found)
+        self._framework = framework = source.framework
         self._queue = Queue(
             [place.name for place in found],
             batch_size=batch_size,
@@ -98,8 +93,7 @@ class Replicas:
             balance=balance,
             isolation=isolation,
         )
-        for place in found:
-            _check_memory(framework, model, place)
+        source.check(precision, found)
         self._timeout = float(timeout)
         self._lock = threading.Lock()
         self._news = threading.Condition(self._lock)  # rows to take, or the end
@@ -112,15 +106,12 @@ class Replicas:
         self.failure: FleetError | None = None
         """Why nothing can be answered any more: no replica is left."""
         self._hungry: Callable[[], None] | None = None  # called when rows were taken: others may follow
-        try:
-            frozen = getattr(framework, "frozen", lambda model: model)
-            self._shared = found[0].share(frozen(model), "the model")
-        except CannotSendError as error:
-            raise StrategyError(f"{error} Or use one device, for which nothing is sent.") from error
-        self._drivers = [
-            _Driver(self, place, Order(framework.NAME, self._shared, place.device, precision, batch_size))
-            for place in found
+        self._shared = source.share(found[0])
+        settings = frameworks.settings(framework.NAME)
+        orders = [
+            Order(framework.NAME, self._shared, place.device, precision, batch_size, settings) for place in found
         ]
+        self._drivers = [_Driver(self, place, order) for place, order in zip(found, orders, strict=True)]
         self._clock = threading.Thread(target=self._watch, name="modelfleet-deadlines", daemon=True)
         self._clock.start()
         for driver in self._drivers:
@@ -465,28 +456,3 @@ class _Driver(threading.Thread):
         """Note what a batch has taken: of short ones, several are given at once, as each costs time here, too."""
         fitting = min(MOST_AT_ONCE, int(self._pool._span / max(seconds, 1e-6)))
         self._several = max(1, min(fitting, 2 * self._several))
-
-
-def _model(given: Any) -> tuple[Any, Any]:
-    """A model and its framework's adapter; of a function, what it returns."""
-    try:
-        return given, frameworks.adapter_of(given, "model")
-    except InputError:
-        if not callable(given) or isinstance(given, type):
-            raise
-    model = given()
-    return model, frameworks.adapter_of(model, "model")
-
-
-def _check_memory(framework: Any, model: Any, place: Place) -> None:
-    """Refuse a model whose weights alone are more than a device of this machine has free."""
-    if place.name.startswith("ray"):
-        return  # only its worker can know
-    (device,) = parse_devices(place.device) or ()
-    there = memory.available(framework, framework.native(device), place.device)
-    need = framework.weight_bytes(model)
-    if there is not None and need > there:
-        raise InputError(
-            f"device '{place.name}' has no memory for even one replica: the weights take {size(need)}, and "
-            f"{size(there)} are free. Free some, use a larger device, or a smaller model or precision."
-        )

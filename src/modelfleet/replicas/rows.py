@@ -1,5 +1,6 @@
 """Rows of users' data: taken from requests, put together into batches, and the answers cut apart again."""
 
+import copy
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -88,11 +89,16 @@ def joined(parts: Sequence[Any]) -> Any:
     return rebuild(parts[0], [np.concatenate(column) for column in columns])
 
 
+def _copied(leaf: np.ndarray) -> np.ndarray:
+    # An array of objects, deep: they may hold arrays whose memory is written again.
+    return copy.deepcopy(leaf) if leaf.dtype == object else np.array(leaf)
+
+
 def parted(outputs: Any, batch: Batch) -> list[Any]:
     """The outputs of a batch for each of its slices, copied: each user has memory of their own."""
     found, start = [], 0
     for piece in batch.slices:
         stop = start + piece.rows
-        found.append(map_tree(lambda leaf, start=start, stop=stop: np.array(leaf[start:stop]), outputs))
+        found.append(map_tree(lambda leaf, start=start, stop=stop: _copied(leaf[start:stop]), outputs))
         start = stop
     return found

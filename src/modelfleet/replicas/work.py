@@ -1,8 +1,8 @@
 """The work of a replica: one model on one device, answering batch after batch."""
 
 import time
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from modelfleet import frameworks
 from modelfleet.devices import parse_devices
 from modelfleet.errors import InputError
 from modelfleet.frameworks.protocol import Replica
+from modelfleet.replicas.models import Source, Unmade
 from modelfleet.replicas.rows import joined
 from modelfleet.trees import leaves, map_tree
 from modelfleet.workers import Shared
@@ -21,11 +22,14 @@ from modelfleet.workers.shared import portable
 class Order:
     """All that a worker needs to be a replica."""
 
-    framework: str
+    framework: str | None
+    """None: `model` is a factory, to be called in the worker."""
     model: Shared
     device: str
     precision: str
     batch_size: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What the owner has set in its frameworks."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +47,28 @@ class Reply:
 
 def serve(order: Order) -> Generator[Reply, Any, None]:
     """Answer batches (trees of NumPy arrays) until None comes; the first reply says that all is ready."""
-    framework = frameworks.adapter(order.framework)
-    model = order.model.get()
-    devices = parse_devices(order.device)
-    device = framework.native(framework.choose(devices)[0])
-    replica: Replica = framework.Replica(model, device, order.precision)
-    del model  # what is not shared need not be here twice
+    with frameworks.using(order.settings):
+        yield from _serve(order)
+
+
+def _serve(order: Order) -> Generator[Reply, Any, None]:
+    replica = _replica(order)
     try:
         rows = yield Reply()
         while rows is not None:
             rows = yield _answered(replica, rows, order.batch_size)
     finally:
         replica.close()
+
+
+def _replica(order: Order) -> Replica:
+    """The order's model on its device; a factory is called here."""
+    framework = Unmade() if order.framework is None else frameworks.adapter(order.framework)
+    source = Source(order.model.get(), framework).made()
+    source.check_precision(order.precision)
+    device = source.framework.choose(parse_devices(order.device))[0]
+    # Nothing else keeps the model: what is not shared need not be here twice.
+    return source.framework.Replica(source.value, source.framework.native(device), order.precision)
 
 
 def _answered(replica: Replica, rows: Any, size: int) -> Reply:

@@ -102,6 +102,11 @@ _assemblies: dict[str, Assembly] = {}
 def work(order: Order) -> Generator[Told, Answer, None]:
     """Run the lanes of an order; tells every epoch's end, and waits for an answer."""
     yield Told([])
+    with frameworks.computing():
+        yield from _work(order)
+
+
+def _work(order: Order) -> Generator[Told, Answer, None]:
     group = _met(order)
     crew = _Crew(order, group)
     stopped = interrupted if group is None else lambda: group.any(interrupted())

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from modelfleet.errors import InputError
+from modelfleet.frameworks.outputs import Outputs
 from modelfleet.trees import map_tree
 
 
@@ -14,21 +16,33 @@ class Replica:
     predict: a pure function of the state and of a batch's inputs.
     state: a tree of tensors on the device. They are only read, never donated: others may read them, too.
     backend: of `functional.Backend`, its `device`, `compile`, `host` and `out_of_memory`.
-    arrays: the adapter's.
+    place: gives a NumPy array of rows as the program takes it.
     """
 
     pads = True
 
-    def __init__(self, predict: Callable[[Any, Any], Any], state: Any, backend: Any, arrays: Any) -> None:
+    def __init__(
+        self, predict: Callable[[Any, Any], Any], state: Any, backend: Any, place: Callable[[np.ndarray], Any]
+    ) -> None:
         self._program = backend.compile(predict)
         self._state = state
         self._backend = backend
-        self._arrays = arrays
+        self._place = place
+        self._outputs = Outputs(self._host)
 
     def __call__(self, rows: Any) -> Any:
         """The model's outputs on a tree of NumPy arrays `(row, …)`, as one."""
-        inputs = map_tree(lambda leaf: self._arrays.place(leaf, self._backend.device), rows)
-        return map_tree(np.asarray, self._backend.host(self._program(self._state, inputs)))
+        return self._outputs.read(self._ask(rows), rows, self._ask)
+
+    def _ask(self, rows: Any) -> Any:
+        return self._program(self._state, map_tree(self._place, rows))
+
+    def _host(self, value: Any) -> np.ndarray | list[Any] | None:
+        if hasattr(value, "nested_row_splits"):  # a ragged tensor of TensorFlow's
+            return [row.numpy() for row in value]
+        if hasattr(value, "dense_shape") or hasattr(value, "todense"):
+            raise InputError(f"a sparse {type(value).__name__}; expected a dense one, (row, …). Make it dense.")
+        return np.asarray(self._backend.host(value)) if hasattr(value, "__array__") else None
 
     def out_of_memory(self, error: BaseException) -> bool:
         """Whether an error says that the device is out of memory."""

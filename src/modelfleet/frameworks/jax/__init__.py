@@ -23,6 +23,7 @@ from modelfleet.frameworks.jax.recipe import compile, prepare
 from modelfleet.frameworks.jax.replica import replica as Replica
 from modelfleet.frameworks.jax.replica import weight_bytes
 from modelfleet.frameworks.jax.schedules import Schedules
+from modelfleet.frameworks.jax.settings import settings, using
 from modelfleet.frameworks.jax.structure import difference, signature, trained_twice
 from modelfleet.frameworks.jax.task import PRECISIONS
 
@@ -55,9 +56,11 @@ __all__ = [
     "restore_randomness",
     "rngs",
     "seeding",
+    "settings",
     "signature",
     "stacked_weights",
     "trained_twice",
+    "using",
     "weight_bytes",
     "weights_key",
 ]

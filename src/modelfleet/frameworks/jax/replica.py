@@ -20,7 +20,10 @@ def replica(model: Any, device: jax.Device, precision: str) -> functional.Replic
     state = definition.state(Member("model", model, 0, adapter("jax")))
     state["member"]["step"] = np.int32(0)
     return functional.Replica(
-        lambda state, x: definition.predict(state, x)[0], lent(state, device), JaxBackend(device), arrays
+        lambda state, x: definition.predict(state, x)[0],
+        lent(state, device),
+        JaxBackend(device),
+        lambda leaf: arrays.place(leaf, device),
     )
 
 

@@ -29,6 +29,7 @@ from modelfleet.frameworks.keras.frozen import Frozen, frozen, weight_bytes
 from modelfleet.frameworks.keras.plain import PlainEngine
 from modelfleet.frameworks.keras.recipe import compile, prepare
 from modelfleet.frameworks.keras.schedules import Schedules
+from modelfleet.frameworks.keras.settings import settings, using
 from modelfleet.frameworks.keras.structure import difference, signature, trained_twice
 from modelfleet.members import Member
 
@@ -96,9 +97,11 @@ __all__ = [
     "randomness",
     "restore_randomness",
     "seeding",
+    "settings",
     "signature",
     "stacked_weights",
     "trained_twice",
+    "using",
     "weight_bytes",
     "weighted",
     "weights_key",

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -71,6 +71,11 @@ def weight_bytes(model: keras.Model) -> int:
     """What a model's weights take."""
     bits = (math.prod(variable.shape) * dtype_size(variable.dtype) for variable in model.variables)
     return sum(bits) // 8
+
+
+def is_double(variables: Iterable[Any]) -> bool:
+    """Whether a model computes in float64 anywhere: then rows are not to be rounded on their way to it."""
+    return any(keras.backend.standardize_dtype(variable.dtype) == "float64" for variable in variables)
 
 
 def _keeps_more(layer: Any) -> bool:

@@ -56,7 +56,7 @@ def replica(model: Any, device: jax.Device) -> Replica:
 
     # NumPy's views of them: a fit of the model then copies what it would write over.
     values = lent([np.asarray(variable.value) for variable in variables], device)
-    return Replica(predict, values, JaxBackend(device), arrays)
+    return Replica(predict, values, JaxBackend(device), lambda leaf: arrays.place(leaf, device))
 
 
 def numbers(variable: Any) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Lanes of Keras models on TensorFlow."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -9,6 +10,7 @@ import tensorflow as tf
 
 from modelfleet.frameworks.functional import Programs, Replica, State
 from modelfleet.frameworks.keras.definition import KerasDefinition, KerasEngine, Loss
+from modelfleet.frameworks.keras.frozen import is_double
 from modelfleet.frameworks.keras.steps import outputs
 from modelfleet.frameworks.protocol import CannotFuseError
 from modelfleet.frameworks.tensorflow import arrays
@@ -104,7 +106,9 @@ class Engine(KerasEngine):
 
 def replica(model: Any, device: str) -> Replica:
     """Answers batches with a model: its own variables are read where they are."""
-    return Replica(lambda _, x: outputs(model, (), x), None, TensorFlowBackend(device), arrays)
+    exact = is_double(model.variables)
+    place = partial(arrays.place, device=device, exact=exact)
+    return Replica(lambda _, x: outputs(model, (), x), None, TensorFlowBackend(device), place)
 
 
 def numbers(variable: Any) -> np.ndarray:

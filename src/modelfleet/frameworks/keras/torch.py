@@ -19,6 +19,7 @@ from torch import Tensor
 from modelfleet.errors import InputError
 from modelfleet.frameworks import batches
 from modelfleet.frameworks.functional import Replica, padding
+from modelfleet.frameworks.keras.frozen import is_double
 from modelfleet.frameworks.keras.labels import label_check
 from modelfleet.frameworks.keras.plain import become_plain, evaluation_offset
 from modelfleet.frameworks.keras.recipe import task_of
@@ -523,9 +524,9 @@ def replica(model: Any, device: torch.device) -> Replica:
         with keras.device(str(device)), _own_errors():
             return outputs(model, list(zip(variables, values, strict=True)), x)
 
-    return Replica(
-        predict, [variable.value.detach().to(device) for variable in variables], _Traced(device), arrays
-    )
+    exact = is_double(variables)
+    values = [variable.value.detach().to(device) for variable in variables]
+    return Replica(predict, values, _Traced(device), lambda leaf: arrays.place(leaf, device, exact=exact))
 
 
 class _Traced:

@@ -24,18 +24,18 @@ def size(leaf: Any) -> int:
     return int(leaf.shape[0])
 
 
-def place(leaf: Any, device: str | None, *, copy: bool = False) -> Array:
+def place(leaf: Any, device: str | None, *, copy: bool = False, exact: bool = False) -> Array:
     """An array for a device; None: wherever it is now. It may share memory unless `copy`.
 
     TensorFlow's tensors keep their dtype. Of all other arrays float64 becomes float32, for NumPy makes float64
-    unasked and models are float32.
+    unasked and models are float32; not with `exact`.
     """
     if tf.is_tensor(leaf):
         if device is None:
             return tf.identity(leaf) if copy else leaf
         leaf = leaf.numpy()
     else:
-        leaf = _single(np.asarray(leaf.detach().cpu() if hasattr(leaf, "detach") else leaf))
+        leaf = _native(np.asarray(leaf.detach().cpu() if hasattr(leaf, "detach") else leaf), exact)
     if _on_host(device):
         return np.array(leaf) if copy else leaf
     with tf.device(device):
@@ -81,8 +81,8 @@ def _on_host(device: str | None) -> bool:
     return device is None or device.startswith("CPU")
 
 
-def _single(array: np.ndarray) -> np.ndarray:
+def _native(array: np.ndarray, exact: bool) -> np.ndarray:
     if array.dtype.kind in "OUS":
         return array.astype(object)
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
-    return array.astype(np.float32) if array.dtype == np.float64 else array
+    return array if exact or array.dtype != np.float64 else array.astype(np.float32)

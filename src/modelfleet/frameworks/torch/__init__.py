@@ -16,10 +16,12 @@ from modelfleet.frameworks.torch.building import (
 )
 from modelfleet.frameworks.torch.devices import accelerators, choose, memory, native, threads, use_threads
 from modelfleet.frameworks.torch.engines import engine as Engine
+from modelfleet.frameworks.torch.pages import kept as keeping_pages
 from modelfleet.frameworks.torch.parallel import Group
 from modelfleet.frameworks.torch.recipe import compile, prepare
 from modelfleet.frameworks.torch.replica import Replica, weight_bytes
 from modelfleet.frameworks.torch.schedules import of_task as Schedules
+from modelfleet.frameworks.torch.settings import settings, using
 from modelfleet.frameworks.torch.structure import difference, signature, trained_twice
 from modelfleet.frameworks.torch.task import PRECISIONS
 
@@ -43,18 +45,21 @@ __all__ = [
     "fill",
     "inputs",
     "is_model",
+    "keeping_pages",
     "memory",
     "native",
     "prepare",
     "randomness",
     "restore_randomness",
     "seeding",
+    "settings",
     "signature",
     "stacked_weights",
     "threads",
     "trained_twice",
     "undisturbed",
     "use_threads",
+    "using",
     "weight_bytes",
     "weights_key",
 ]

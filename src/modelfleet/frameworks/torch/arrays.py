@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from modelfleet.frameworks.torch import sending
+
 
 def is_array(value: Any) -> bool:
     """Whether `place` can take it: arrays of NumPy, torch, JAX, TensorFlow, pandas and polars."""
@@ -19,14 +21,14 @@ def size(leaf: Any) -> int:
     return int(leaf.shape[0])
 
 
-def place(leaf: Any, device: torch.device | str | None, *, copy: bool = False) -> Tensor:
+def place(leaf: Any, device: torch.device | str | None, *, copy: bool = False, exact: bool = False) -> Tensor:
     """The tensor of an array, on `device`; None: wherever it is now. It may share memory unless `copy`.
 
     Torch tensors keep their dtype. Of all other arrays, float64 becomes torch's default dtype, for NumPy
     makes float64 unasked and models are float32; and integers become int64, which torch takes as labels and
-    indices, except bytes (uint8), which are images.
+    indices, except bytes (uint8), which are images. With `exact`, float64 stays.
     """
-    tensor = leaf.detach() if isinstance(leaf, Tensor) else _from_host(leaf)
+    tensor = leaf.detach() if isinstance(leaf, Tensor) else _from_host(leaf, exact)
     return tensor.to(tensor.device if device is None else device, copy=copy)
 
 
@@ -51,7 +53,7 @@ def stack(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(tensors))
 
 
-def _from_host(leaf: Any) -> Tensor:
+def _from_host(leaf: Any, exact: bool) -> Tensor:
     array = np.asarray(leaf)
     if array.dtype.name == "bfloat16":  # of JAX: NumPy's extension type, which torch reads only as bits
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
@@ -60,7 +62,7 @@ def _from_host(leaf: Any) -> Tensor:
     # Torch takes neither foreign byte orders, nor negative strides, nor (without a warning) read-only memory.
     array = np.asarray(array, dtype=array.dtype.newbyteorder("="), order="C")
     tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
-    return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
+    return tensor if exact or tensor.dtype != torch.float64 else tensor.to(torch.get_default_dtype())
 
 
 def as_numpy(tensor: Tensor) -> np.ndarray:
@@ -82,14 +84,22 @@ def from_host(array: np.ndarray, like: Tensor) -> Tensor:
 
 
 def reduced(value: Any) -> Any:
-    """How to pickle a plain tensor of the CPU without copying its numbers; NotImplemented for all else.
+    """How to pickle a plain tensor of the CPU without copying its numbers, and modules that torch itself can't
+    pickle (`sending`); NotImplemented for all else.
 
     A parameter takes its hooks along, which torch itself leaves behind without a word.
     """
     if type(value) is nn.Parameter and (value._backward_hooks or value._post_accumulate_grad_hooks):
         hooks = (value._backward_hooks, value._post_accumulate_grad_hooks)
         return _hooked, (value.detach(), value.requires_grad, *(tuple((own or {}).values()) for own in hooks))
-    plain = type(value) is Tensor and value.device.type == "cpu" and value.layout == torch.strided
+    if not isinstance(value, Tensor):
+        return sending.reduced(value)
+    plain = (
+        type(value) is Tensor
+        and not value.is_quantized
+        and value.device.type == "cpu"
+        and value.layout == torch.strided
+    )
     if not plain or value.requires_grad or value.is_conj() or value.is_neg():
         return NotImplemented
     bits = value.dtype == torch.bfloat16  # which NumPy does not have

@@ -62,7 +62,7 @@ class Engine(TorchEngine):
 
     def _begin(self, first: str, programs: Programs, device: torch.device) -> None:
         """Everything but the members' numbers, which `state` and `shared` will hold."""
-        pages.keep_freed_pages(device)
+        pages.want(device)
         self.device = device
         self.programs = programs
         self.layout = programs.steps.layout

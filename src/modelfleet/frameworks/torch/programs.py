@@ -356,7 +356,8 @@ def mode(model: nn.Module, *, train: bool) -> Iterator[None]:
     A model given in training mode is trained as it was given, with those of its parts that were set to evaluation
     left so (a frozen BatchNorm, say); one given in evaluation mode is trained as after `model.train()`.
     """
-    before = [(module, module.training) for module in model.modules()]
+    # A frozen program has no mode any more: it is in evaluation for good.
+    before = [(module, module.training) for module in model.modules() if hasattr(module, "training")]
     if not train or not model.training:
         model.train(train)
     try:

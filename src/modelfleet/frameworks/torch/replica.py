@@ -1,6 +1,7 @@
 """A torch model to be asked only: no state is stacked, and on the CPU its weights may be another's memory."""
 
 import copy
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -8,11 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from modelfleet.errors import InputError
+from modelfleet.frameworks.outputs import Outputs
 from modelfleet.frameworks.torch import arrays, pages
 from modelfleet.frameworks.torch.devices import out_of_memory
 from modelfleet.frameworks.torch.programs import mode
-from modelfleet.frameworks.torch.task import PRECISIONS, call, logits
+from modelfleet.frameworks.torch.task import PRECISIONS, call
 from modelfleet.trees import map_tree
+
+_REAL = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # nobody computes in the smaller ones
+_COMPLEX = {torch.complex128: torch.float64, torch.complex64: torch.float32, torch.complex32: torch.float16}
+# What Hugging Face's models give for their own next step, and for a batch as a whole.
+_NOT_OF_ROWS = ("loss", "past_key_values", "encoder_last_hidden_state")
 
 
 class Replica:
@@ -25,28 +33,32 @@ class Replica:
     pads = False
 
     def __init__(self, model: nn.Module, device: torch.device, precision: str) -> None:
-        pages.keep_freed_pages(device)
         self._model = _own(model, device)
-        self._dtype = _low(model)
+        self._dtypes = _dtypes(model)
         self._device = device
         self._precision = PRECISIONS[precision]
-        self._modes = ExitStack()
-        self._modes.enter_context(mode(self._model, train=False))
+        self._outputs = Outputs(_host, _opened)
+        self._entered = ExitStack()
+        self._entered.enter_context(pages.kept())
+        pages.want(device)
+        self._entered.enter_context(mode(self._model, train=False))
         if self._model is not model:  # functions that it holds may know the one that was copied
-            self._modes.enter_context(mode(model, train=False))
+            self._entered.enter_context(mode(model, train=False))
 
     def __call__(self, rows: Any) -> Any:
         """The model's outputs on a tree of NumPy arrays `(row, …)`, as one."""
+        return self._outputs.read(self._ask(rows), rows, self._ask)
+
+    def _ask(self, rows: Any) -> Any:
         inputs = map_tree(self._placed, rows)
         low = self._precision
         with torch.inference_mode(), torch.autocast(self._device.type, dtype=low, enabled=low is not None):
-            outputs = logits(call(self._model, inputs))
-        return map_tree(_host, outputs)
+            return call(self._model, inputs)
 
     def _placed(self, leaf: np.ndarray) -> Tensor:
         # Copied: a model may work in place, and the rows may be asked again, or be the caller's own.
-        tensor = arrays.place(leaf, self._device, copy=True)
-        return tensor if self._dtype is None or not tensor.is_floating_point() else tensor.to(self._dtype)
+        tensor = arrays.place(leaf, self._device, copy=True, exact=True)
+        return tensor.to(_taken(tensor.dtype, self._dtypes))
 
     def out_of_memory(self, error: BaseException) -> bool:
         """Whether an error says that the device is out of memory."""
@@ -59,26 +71,52 @@ class Replica:
 
     def close(self) -> None:
         """Leave the model as it was."""
-        self._modes.close()
+        self._entered.close()
 
 
 def _own(model: nn.Module, device: torch.device) -> nn.Module:
     """A copy on the device; with the very same parameters, if they are there."""
-    there = all(parameter.device == device for parameter in model.parameters())
-    memo = {id(parameter): parameter for parameter in model.parameters()} if there else {}
+    there = all(tensor.device == device for tensor in (*model.parameters(), *model.buffers()))
+    memo = {id(parameter): parameter for parameter in model.parameters() if parameter.device == device}
     try:
-        return copy.deepcopy(model, memo).to(device)
+        own = copy.deepcopy(model, memo)
+        return own if there else own.to(device)
     except Exception:  # a model may hold anything, a lock or an open file too
         if not there:
             raise
         return model
 
 
-def _low(model: nn.Module) -> torch.dtype | None:
-    """The dtype that rows are to have, where all of a model is in one that NumPy does not have or models rarely
-    convert to by themselves."""
-    found = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    return found.pop() if len(found) == 1 and found <= {torch.bfloat16, torch.float16} else None
+def _dtypes(model: nn.Module) -> list[torch.dtype]:
+    """The real dtypes that a model computes in, those of its first layers first; none if it has no numbers.
+
+    Those of its parameters; or of its buffers; or of tensors that it keeps otherwise.
+    """
+    modules = list(model.modules())
+    plain = [tensor for module in modules for tensor in vars(module).values() if isinstance(tensor, Tensor)]
+    for tensors in (model.parameters(), model.buffers(), plain):
+        found = dict.fromkeys(_COMPLEX.get(tensor.dtype, tensor.dtype) for tensor in tensors)
+        if any(dtype in _REAL for dtype in found):
+            return [dtype for dtype in found if dtype in _REAL]
+    # Its weights may be hidden in a program, or packed.
+    hidden = (isinstance(one, torch.jit.ScriptModule) or hasattr(one, "_packed_params") for one in modules)
+    return [torch.float32] if any(hidden) else []
+
+
+def _taken(dtype: torch.dtype, own: list[torch.dtype]) -> torch.dtype:
+    """The dtype that rows of a dtype are given to a model in, which computes in `own` ones.
+
+    Whole numbers stay. A model of one dtype has all others in that. To one of several, or of none, rows go as they
+    came, as if it were called by hand; but float64, which NumPy makes unasked, only if the first layers have it.
+    """
+    if dtype in _COMPLEX:
+        real = _taken(_COMPLEX[dtype], own)
+        return next((pair for pair, part in _COMPLEX.items() if part == real), torch.complex64)
+    if not dtype.is_floating_point or not own:
+        return dtype
+    if len(own) == 1:
+        return own[0]
+    return torch.get_default_dtype() if dtype == torch.float64 != own[0] else dtype
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -86,8 +124,24 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
 
 
-def _host(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return np.asarray(leaf)
+def _opened(value: Any) -> Any:
+    """What an output of Hugging Face's holds for the rows: a dict of it, or the logits where these are all."""
+    if not isinstance(value, Mapping) or not type(value).__module__.startswith("transformers."):
+        return value
+    held = {key: part for key, part in value.items() if key not in _NOT_OF_ROWS}
+    return held["logits"] if set(held) == {"logits"} else held
+
+
+def _host(value: Any) -> np.ndarray | list[np.ndarray] | None:
+    if not isinstance(value, Tensor):
+        return np.array(value) if isinstance(value, np.ndarray | np.generic) else None
+    if value.is_nested:
+        return [np.array(arrays.as_numpy(row)) for row in value.unbind()]
+    if value.layout != torch.strided:
+        raise InputError(
+            f"a sparse tensor ({value.layout}); expected a dense one, (row, …). Have the model return "
+            f"its .to_dense()."
+        )
+    value = value.dequantize() if value.is_quantized else value.resolve_conj().resolve_neg()
     # Copied: a model may give memory that it writes again for the next batch.
-    return np.array(arrays.as_numpy(leaf))
+    return np.array(arrays.as_numpy(value))
