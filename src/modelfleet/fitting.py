@@ -13,10 +13,11 @@ from modelfleet import checkpoints
 from modelfleet.callbacks import Callback, Checkpoint
 from modelfleet.errors import AllFailedError, BusyError, InputError
 from modelfleet.frameworks import randomness
+from modelfleet.frameworks.protocol import REASONS
 from modelfleet.history import History
 from modelfleet.planning.assembly import Part
 from modelfleet.progress import Reporter
-from modelfleet.sharing.shifts import RAISED, Moment, Report, Sharing, Shift, Stepped, Way
+from modelfleet.sharing.shifts import Moment, Report, Sharing, Shift, Stepped, Way
 
 
 class Fit:
@@ -254,9 +255,10 @@ class Fit:
                 self.history.fail(name, failure)
 
     def _refuse_all_failed(self) -> None:
-        """Raise `AllFailedError` if nobody is left because steps raised: then it is the program that is wrong."""
+        """Raise `AllFailedError` if nobody is left, unless all that went wrong is numbers that became NaN."""
         failed = self.history.failed
-        raised = [name for name in self.fleet.names if name in failed and failed[name].reason.startswith(RAISED)]
+        names = [name for name in self.fleet.names if name in failed]
+        raised = [name for name in names if failed[name].reason not in REASONS.values()]
         if len(failed) < len(self.fleet) or not raised:
             return
         failure = failed[raised[0]]

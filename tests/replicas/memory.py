@@ -67,7 +67,7 @@ def _is_shared(address: int) -> bool:
         span, _, rest = line.partition(" ")
         start, end = (int(part, 16) for part in span.split("-"))
         if start <= address < end:
-            return "/dev/shm/mf-" in rest
+            return "/memfd:modelfleet" in rest
     return False
 
 

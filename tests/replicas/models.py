@@ -165,7 +165,7 @@ def _is_shared(address: int) -> bool:
         span, *_, name = line.split(maxsplit=5)
         first, last = (int(end, 16) for end in span.split("-"))
         if first <= address < last:
-            return "/dev/shm/mf-" in name
+            return "/memfd:modelfleet" in name
     return False
 
 

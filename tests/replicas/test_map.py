@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import wait
-from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import modelfleet as mf
 from modelfleet.replicas.pool import Replicas
 from modelfleet.workers import CannotSendError
 from modelfleet.workers.inline import InlineWorker
+from modelfleet.workers.process import at_work
 
 
 @pytest.mark.parametrize("devices", ["cpu", TWO])
@@ -210,12 +210,9 @@ def kill_every(every: int, answered: Callable[[], int], kills: list[int], future
     due = every
     while wait(futures.values(), timeout=0.01).not_done:
         if answered() >= due:
-            workers = [
-                child for child in active_children() if child.name == "modelfleet-worker" and child.is_alive()
-            ]
+            workers = at_work()
             if workers:
-                victim = workers[len(kills) % len(workers)].pid
-                assert victim is not None
+                victim = workers[len(kills) % len(workers)]
                 os.kill(victim, signal.SIGKILL)
                 kills.append(victim)
                 due += every

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from multiprocessing import active_children
 from typing import Any
 
 import numpy as np
@@ -80,10 +79,7 @@ class Killer(mf.Callback):
 
     def on_epoch_end(self, run: Any) -> None:
         if run.epoch == 1 and not self.killed:
-            idle = {worker.process.pid for worker in process._idle}
-            workers = [child.pid for child in active_children() if child.name == "modelfleet-worker"]
-            victim = next(pid for pid in workers if pid is not None and pid not in idle)
-            os.kill(victim, signal.SIGKILL)
+            os.kill(process.at_work()[0], signal.SIGKILL)
             self.killed += 1
 
 

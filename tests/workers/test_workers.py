@@ -155,23 +155,6 @@ def test_a_death_is_noticed_and_named(number: signal.Signals) -> None:
     worker.close()
 
 
-def test_a_killed_worker_leaves_no_memory_behind() -> None:
-    worker = PROCESS.hire()
-    worker.start(tasks.grow, np.ones(100), "an order")
-    worker.receive()
-    for _ in range(4):
-        worker.answer(1.0)
-        worker.receive()
-    if Path("/dev/shm").exists():
-        assert len([name for name in os.listdir("/dev/shm") if name.startswith(worker.token)]) == 2
-    worker.process.kill()
-    with pytest.raises(WorkerDiedError):
-        worker.receive()
-    worker.close()
-    if Path("/dev/shm").exists():
-        assert [name for name in os.listdir("/dev/shm") if name.startswith(worker.token)] == []
-
-
 def test_an_error_that_can_not_be_sent_is_told_in_words() -> None:
     worker = PROCESS.hire()
     worker.start(tasks.fail_strangely, "loadable", "an order")
@@ -201,7 +184,7 @@ def test_shared_memory_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(CannotSendError, match=r"16.* of shared memory can't be had, .* free\. Give .*--shm-size"):
+    with pytest.raises(CannotSendError, match=r"16.* of shared memory can't be had\. Give .*--memory"):
         PROCESS.share(np.ones(2_000_000), "ones")
 
 

@@ -18,6 +18,7 @@ from modelfleet.recipe import Recipe
 from modelfleet.sharing.interleaved import interleaved
 from modelfleet.sharing.shifts import Ended, Report, Shift, Way
 from modelfleet.workers import Shared, interrupted
+from modelfleet.workers.meeting import Meeting
 
 Tensors = dict[str, np.ndarray]
 MEETING = 300.0  # seconds that workers which step together wait for each other: one of them may be compiling
@@ -63,7 +64,7 @@ class Order:
     """The job's data and validation data, if all members have the same."""
     together: bool = False
     watched: bool = False
-    parallel: tuple[str, int, int] | None = None
+    parallel: tuple[str | Meeting, int, int] | None = None
     """For members that are trained on several devices at once: where these meet, the rank here, and how many."""
 
     @staticmethod
@@ -140,7 +141,8 @@ def _met(order: Order) -> Any:
     """The group of an order whose lanes are spread over several workers, when all have met; else None."""
     if order.parallel is None:
         return None
-    address, rank, size = order.parallel
+    meeting, rank, size = order.parallel
+    address = meeting if isinstance(meeting, str) else meeting.address
     framework = frameworks.adapter(order.members[0][3])
     kind = order.devices[0].kind if order.devices else "cpu"
     return framework.Group.join(address, rank, size, MEETING, device=kind)

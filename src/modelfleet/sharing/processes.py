@@ -21,6 +21,7 @@ from modelfleet.workers.shared import pickled
 
 MOST_DEATHS = 2  # of workers in one epoch of a lane, until its members have failed
 MOST_STARTS = 3  # of workers that die before they have said a word, until it is thought to be of no use
+START_LIMIT = 300.0  # seconds until a worker that has not begun is given up
 PATIENCE = 10.0  # seconds until a worker that has not begun is thought to wait for a device
 
 
@@ -73,15 +74,26 @@ class _Hand:
         self.lost = False
         """Whether a worker died here: the place may have gone with it."""
         self.since = 0.0
+        self._waited = 0.0
+        self._looked = 0.0
+        self._on_cluster = hasattr(getattr(place, "places", [place])[0], "host")
 
     def take(self, own: Crew, order: crew.Order) -> None:
         """Have some lanes begin; the worker is hired if there is none."""
         if self.worker is None:
             self.worker = self.place.hire(order.fleet)
-        self.crew, self.begun, self.since = own, False, time.monotonic()
+        self.crew, self.begun, self.since, self._waited = own, False, time.monotonic(), 0.0
+        self._looked = self.since
         self.worker.last = order.fleet
         self.worker.start(crew.work, order, _what(own))
         own.sent()
+
+    def late(self) -> bool:
+        """Whether the worker has had enough time to begin, and has not. On a cluster it may wait for a device."""
+        now = time.monotonic()
+        self._waited += min(now - self._looked, 1.0)  # more: this process was stopped, or busy itself
+        self._looked = now
+        return not self.begun and self._waited > START_LIMIT and not self._on_cluster
 
     def drop(self) -> None:
         """End the worker, whatever it is at."""
@@ -222,14 +234,17 @@ class _Foreman:
         return [hand for hand in self._hands if hand.crew is not None and id(hand.crew) not in held]
 
     def _ready(self) -> list[_Hand]:
-        """Those that have something to say; blocks until there is one, or somebody has waited for too long."""
+        """Those that have something to say, are lost or late; blocks until there is one, or somebody is stuck."""
         busy = self._busy()
         workers: list[Any] = [hand.worker for hand in busy]
-        if self._lasting and not all(hand.begun for hand in busy):
-            while not any(self._stuck(hand) for hand in busy):
-                ready = [hand for hand in busy if hand.worker is not None and hand.worker.poll(0.05 / len(busy))]
-                if ready or self._way.stopped():
-                    return ready
+        stuck = [hand for hand in busy if self._stuck(hand)]
+        while not all(hand.begun for hand in busy):
+            ready = [hand for hand in busy if hand.worker is not None and hand.worker.poll(0.05 / len(busy))]
+            late = [hand for hand in busy if hand.late()]
+            if ready or late or self._way.stopped():
+                return [*ready, *(hand for hand in late if hand not in ready)]
+            if any(self._stuck(hand) for hand in busy if hand not in stuck):
+                return []
         ready = type(workers[0]).wait(workers)
         return [hand for hand in busy if hand.worker in ready]
 
@@ -237,6 +252,9 @@ class _Foreman:
         own, worker = hand.crew, hand.worker
         assert own is not None
         assert worker is not None
+        if hand.late() and not worker.poll():
+            self._died(hand, f"its worker process did not begin within {START_LIMIT:g} s")
+            return
         try:
             more, told = worker.receive()
         except WorkerDiedError as error:

@@ -1,16 +1,17 @@
 """Teams: workers on several devices that take the same steps together, each on its part of the rows."""
 
 import secrets
-import tempfile
+import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Self
 
 from modelfleet.errors import GroupError
 from modelfleet.workers import Place, Shared, Worker, WorkerDiedError
 from modelfleet.workers._base import Task
+from modelfleet.workers.meeting import Meeting
+
+LOOK = 0.5  # seconds between two looks at whether all of a team are there
 
 
 class TeamWorker:
@@ -21,7 +22,7 @@ class TeamWorker:
     def __init__(self, places: Sequence[Place], workers: Sequence[Worker]) -> None:
         self.last: object = None
         self._places, self.workers = list(places), list(workers)
-        self._meeting: Path | None = None
+        self._meeting: Meeting | None = None
 
     @property
     def alive(self) -> bool:
@@ -48,6 +49,11 @@ class TeamWorker:
         """How many answers the furthest of them has begun with."""
         return max(worker.taken for worker in self.workers)
 
+    @property
+    def frozen(self) -> bool:
+        """Whether nothing is to be expected of one of them."""
+        return any(worker.frozen for worker in self.workers)
+
     def start(self, task: Task, order: Any, what: str) -> None:
         """Have all of them begin, each with its rank and on its device."""
         address = self._address()
@@ -58,7 +64,11 @@ class TeamWorker:
 
     def receive(self) -> tuple[bool, Any]:
         """What the first says; all have come as far."""
+        self.poll(None)
         try:
+            for worker in self._lost():
+                while not self.workers[0].poll():  # else all have come as far, and it was lost after that
+                    worker.receive()
             said = self.workers[0].receive()
             for worker in self.workers[1:]:
                 worker.receive()
@@ -67,8 +77,17 @@ class TeamWorker:
         return said
 
     def poll(self, seconds: float | None = 0.0) -> bool:
-        """Whether the first has something to say."""
-        return self.workers[0].poll(seconds)
+        """Whether the first has something to say, or will not have, as another is lost."""
+        end = None if seconds is None else time.monotonic() + seconds
+        while True:
+            left = LOOK if end is None else min(LOOK, end - time.monotonic())
+            if self.workers[0].poll(max(0.0, left)) or self._lost():
+                return True
+            if left <= 0:
+                return False
+
+    def _lost(self) -> list[Worker]:
+        return [worker for worker in self.workers[1:] if worker.frozen or not worker.alive]
 
     def answer(self, value: Any = None) -> None:
         """Let all of them go on."""
@@ -92,19 +111,19 @@ class TeamWorker:
         workers[0].poll(None)
         return list(workers[:1])
 
-    def _address(self) -> str:
+    def _address(self) -> "str | Meeting":
         """A new address for the ranks to meet at: on the first one's machine, or a file of this one."""
         host = getattr(self._places[0], "host", None)
         if host is not None:
             return f"tcp://{host}:{20_000 + secrets.randbelow(10_000)}"
         self._forget()
-        self._meeting = Path(tempfile.gettempdir()) / f"modelfleet-{secrets.token_hex(8)}"
-        return self._meeting.as_uri()
+        self._meeting = Meeting()
+        return self._meeting
 
     def _forget(self) -> None:
         if self._meeting is not None:
-            with suppress(FileNotFoundError):
-                self._meeting.unlink()
+            self._meeting.close()
+            self._meeting = None
 
 
 @dataclass(frozen=True)

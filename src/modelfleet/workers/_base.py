@@ -66,6 +66,12 @@ class Worker(Protocol):
         """
         ...
 
+    @property
+    def frozen(self) -> bool:
+        """Whether it has been silent for so long that nothing is to be expected of it: `poll` says that there is
+        something to receive then, and `receive` raises `WorkerDiedError`."""
+        ...
+
     def start(self, task: Task, order: Any, what: str) -> None:
         """Have it begin a task. `what` names the order in errors: what can't be sent raises `CannotSendError`."""
         ...

@@ -28,7 +28,7 @@ class InlineWorker:
 
     alive = True
     ahead = 1
-    silent = 0.0  # a thread is there as long as this process is
+    silent, frozen = 0.0, False  # a thread is there as long as this process is
     _news = threading.Condition()  # of all of them: so `wait` can wait for any
 
     def __init__(self) -> None:

@@ -1,180 +1,196 @@
-"""Workers in processes of their own: spawned, fed by a pipe and shared memory, kept when they are idle."""
+"""Workers in processes of their own: started by the nursery, fed by a socket and shared memory, kept when idle."""
 
 import atexit
 import os
 import pickle
-import secrets
-import signal
-import sys
 import threading
 import time
-import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import connection, get_context
-from multiprocessing.connection import Connection
 from typing import Any, Self
+from weakref import WeakSet
 
-from modelfleet.workers import shared
-from modelfleet.workers._base import Task, WorkerDiedError, listen
+from modelfleet.workers import channel, code, pieces, shared, starting
+from modelfleet.workers._base import Task, WorkerDiedError
+from modelfleet.workers.entry import setup
+from modelfleet.workers.host import END, ERROR, ITEM, PING, SETUP, START
+from modelfleet.workers.signs import Silence
 
-START, ITEM, END, ERROR, READY, TAKEN = "start", "item", "end", "error", "ready", "taken"
-_environment = threading.Lock()
+QUIET = 10.0  # seconds without a sign of life after which a worker that waits for a message is taken for frozen
+HARD_AT_WORK = 120.0  # and one that is at something, which may keep it from giving signs
+ANSWERING = 1.0  # seconds that an idle worker has to show that it is there
+KEPT = 60.0  # seconds that an idle worker is kept
+LOOK = 0.5  # seconds between two looks at whether a worker is frozen
 
 
 class ProcessWorker:
-    """One spawned process. `env` is set in it before anything is imported."""
+    """One process. `env` is set in it before anything is imported."""
 
     ahead = 1
-    silent = 0.0
 
     def __init__(self, env: Mapping[str, str]) -> None:
-        context = get_context("spawn")
-        self.token = token = f"mf-{secrets.token_hex(8)}"
-        """What the names of its shared memory begin with."""
         self.env = dict(env)
         self.last: object = None
         self.busy = self.starting = False
-        self.taken = 0
-        self._order: Any = None  # the memory of an order that was not read yet
-        self._heard: deque[tuple[str, Any]] = deque()  # what was read and not received yet
-        self._pipe, theirs = context.Pipe()
-        self._outbox, self._inbox = shared.Outbox(f"{token}-in"), shared.Inbox(f"{token}-out")
-        self.process = context.Process(target=_main, args=(theirs, token), name="modelfleet-worker", daemon=True)
-        with _environment:
-            before = {name: os.environ.get(name) for name in env}
-            os.environ.update(env)  # inherited: what the main module imports anew sees it, too
-            try:
-                with _without_a_script():
-                    self.process.start()
-            finally:
-                for name, value in before.items():
-                    if value is None:
-                        del os.environ[name]
-                    else:
-                        os.environ[name] = value
-        theirs.close()
+        self.files: code.Files = {}
+        """The user's own modules that it has loaded."""
+        self.idle_since = 0.0
+        self._heard: deque[tuple[str, Any, list[int]]] = deque()  # what was read and not received yet
+        self._outbox, self._inbox = shared.Outbox(), shared.Inbox()
+        self._setup = setup(self.env)
+        self._channel, self.process, self._signs = starting.hire()
+        self._silence = Silence()
+        self._taken = self._pings = 0
+        _all.add(self)
+        with suppress(WorkerDiedError):  # whoever receives something will hear of it
+            self._send(SETUP, self._setup)
 
     @property
     def alive(self) -> bool:
         """Whether it is there."""
-        return self.process.is_alive()
+        return self.process.alive
+
+    @property
+    def taken(self) -> int:
+        """How many answers the task has begun with."""
+        return self._signs.taken - self._taken
+
+    @property
+    def silent(self) -> float:
+        """Seconds of this process's own running time without a sign of life."""
+        nursery = self.process.home.signs
+        if self._signs.beats:
+            return self._silence.look(self._signs.beats)
+        # Until it is there, the nursery has to show that it is; which it can't while it imports.
+        return self._silence.look(time.monotonic() if nursery.busy or not nursery.beats else nursery.beats)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether it has been silent for so long that nothing is to be expected of it."""
+        return self.silent > (HARD_AT_WORK if self._signs.busy else QUIET)
 
     def start(self, task: Task, order: Any, what: str) -> None:
         """Have it begin a task. The order's arrays are its own, as long as the task runs."""
-        parcel, self._order = shared.pack((task, order), what)
-        self.busy = self.starting = True
-        self.taken = 0
-        self._send((START, parcel))
+        parcel, descriptors = shared.pack((task, order), what)
+        try:
+            now = setup(self.env)
+            if now != self._setup:
+                self._send(SETUP, now)
+                self._setup = now
+            self._taken = self._signs.taken
+            self.busy = self.starting = True
+            self._send(START, parcel, descriptors)
+        finally:
+            pieces.close(descriptors)
 
     def answer(self, value: Any = None) -> None:
         """Let it go on after an item."""
-        self._send((ITEM, self._outbox.pack(value, "an answer")))
+        parcel, descriptors = self._outbox.pack(value, "an answer")
+        try:
+            self._send(ITEM, parcel, descriptors)
+        finally:
+            pieces.close(descriptors)
 
     def interrupt(self) -> None:
         """Tell it that it is to stop soon."""
         with suppress(WorkerDiedError):
-            self._send((END, None))
+            self._send(END, None)
 
     def poll(self, seconds: float | None = 0.0) -> bool:
-        """Whether it has something to say, or has died."""
-        end = None if seconds is None else time.monotonic() + seconds
-        while not self._heard:
-            left = None if end is None else max(0.0, end - time.monotonic())
-            if not connection.wait([self._pipe], left):
-                return False
-            if not self._read():
-                return True
-        return True
-
-    def _read(self) -> bool:
-        """Read one message; False if the worker has died."""
-        try:
-            kind, value = pickle.loads(self._pipe.recv_bytes())
-        except (EOFError, OSError):
-            return False
-        if kind == READY:
-            shared.discard(self._order, unlink=True)
-            self._order = None
-        elif kind == TAKEN:
-            self.taken += 1
-        else:
-            self._heard.append((kind, value))
-        return True
+        """Whether it has something to say, has died, or is frozen."""
+        return bool(self._ready([self], seconds))
 
     def receive(self) -> tuple[bool, Any]:
         """The next item, and whether there is one; blocks until then."""
         self.poll(None)
         if not self._heard:
             raise WorkerDiedError(self._obituary())
-        kind, value = self._heard.popleft()
-        self.starting = False
-        self.busy = kind == ITEM
+        kind, value, descriptors = self._heard.popleft()
+        self.starting, self.busy = False, kind == ITEM
+        if kind == ITEM:
+            return True, self._inbox.unpack(value, descriptors)
+        self._outbox.close()
+        self._inbox.close()
         if kind == ERROR:
-            error, trace = value
+            error, trace, self.files = value
             error.add_note(f"In a worker process:\n{trace}")
             raise error
-        return (True, self._inbox.unpack(value)) if kind == ITEM else (False, None)
+        self.files = value
+        return False, None
 
     def close(self) -> None:
         """End it."""
-        shared.discard(self._order, unlink=True)
-        self._order = None
-        with suppress(OSError):
-            self._pipe.close()
-        self.process.terminate()
-        self.process.join(5)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
+        if self.alive and not self._signs.beats and self.silent > ANSWERING:
+            self.process.home.kill()  # it has not started this one, and would start no other
+        self.process.kill()
+        self._channel.close()
         self._outbox.close()
-        self._inbox.close(sweep=True)
+        self._inbox.close()
+        for _, _, descriptors in self._heard:
+            pieces.close(descriptors)
 
     @classmethod
     def wait(cls, workers: Sequence[Self]) -> list[Self]:
-        """Those that have something to say, or have died; blocks until there is one."""
-        while True:
-            told = any(worker._heard for worker in workers)
-            ready = connection.wait([worker._pipe for worker in workers], 0.0 if told else None)
-            found = [worker for worker in workers if worker._heard or (worker._pipe in ready and worker.poll())]
-            if found:
-                return found
+        """Those that have something to say, have died or are frozen; blocks until there is one."""
+        return cls._ready(workers, None)
 
-    def _send(self, message: Any) -> None:
+    def ping(self) -> bool:
+        """Whether it is there and hears, now."""
+        self._pings += 1
+        with suppress(WorkerDiedError):
+            self._send(PING, self._pings)
+            end = time.monotonic() + ANSWERING
+            while self.alive and self._signs.pong < self._pings and time.monotonic() < end:
+                time.sleep(0.0005)
+        return self.alive and self._signs.pong >= self._pings
+
+    def fits(self) -> bool:
+        """Whether it has loaded what a new one would load: the files as they are now, with these variables."""
+        now = setup(self.env)
+        return not (
+            code.changed(self.files)
+            or now["path"] != self._setup["path"]
+            or starting.read_once(self._setup["environ"], now["environ"])
+        )
+
+    def forget(self) -> None:
+        """In a forked child: leave it to the parent."""
+        self._channel.forget()
+        self.process.forget()
+        self._heard.clear()
+
+    @staticmethod
+    def _ready(workers: Sequence[Any], seconds: float | None) -> list[Any]:
+        end = None if seconds is None else time.monotonic() + seconds
+        while True:
+            ready = [worker for worker in workers if worker._news()]
+            left = LOOK if end is None else min(LOOK, end - time.monotonic())
+            if ready or left <= 0:
+                return ready
+            channels = [one for worker in workers for one in (worker._channel, worker.process.life)]
+            if not channel.wait(channels, left):
+                ready = [worker for worker in workers if worker.frozen]
+                if ready:
+                    return ready
+
+    def _news(self) -> bool:
+        """Read what has come; whether there is something to receive, if only that it has died."""
+        while (message := self._channel.next()) is not None:
+            self._heard.append((*pickle.loads(message[0]), message[1]))
+        return bool(self._heard) or self._channel.ended or self._channel.fileno() < 0 or not self.alive
+
+    def _send(self, kind: str, value: Any, descriptors: Sequence[int] = ()) -> None:
         try:
-            self._pipe.send_bytes(pickle.dumps(message))
+            self._channel.send(pickle.dumps((kind, value)), descriptors, patience=lambda: not self.frozen)
         except OSError as error:
             raise WorkerDiedError(self._obituary()) from error
 
     def _obituary(self) -> str:
-        self.process.join(5)
-        code = self.process.exitcode
-        if code is None:
-            return "its worker process closed its pipe"
-        if code < 0:
-            hint = ", which the system does for want of memory" if -code == signal.SIGKILL else ""
-            return f"its worker process was killed by {signal.Signals(-code).name}{hint}"
-        return (
-            f"its worker process ended with code {code}. A script that uses processes keeps what it runs under "
-            f'if __name__ == "__main__":'
-        )
-
-
-@contextmanager
-def _without_a_script() -> Iterator[None]:
-    """Within this context a new process does not look for a script that is none, as in `python -`."""
-    main = sys.modules["__main__"]
-    named = getattr(main, "__file__", None)
-    if named is None or shared.importable_main():
-        yield
-        return
-    main.__file__ = None
-    try:
-        yield
-    finally:
-        main.__file__ = named
+        if self.alive and not self._channel.ended and self.frozen:
+            return f"its worker process is frozen: it has given no sign of life for {self.silent:.0f} s"
+        return self.process.obituary()
 
 
 @dataclass(frozen=True)
@@ -198,112 +214,93 @@ class ProcessPlace:
         return shared.InMemory.put(value, what)
 
 
+_all: WeakSet[ProcessWorker] = WeakSet()
 _idle: list[ProcessWorker] = []
-_hiring = threading.Lock()
+_hiring = threading.Condition()
+_keeper: threading.Thread | None = None
 
 
 def hire(env: Mapping[str, str], last: object = None) -> ProcessWorker:
     """A worker with this environment: an idle one, best the one that worked on `last`, or a new one."""
-    with _hiring:
-        for worker in [w for w in _idle if not w.alive]:
+    while True:
+        with _hiring:
+            fitting = [worker for worker in _idle if worker.env == dict(env)]
+            if not fitting:
+                break
+            worker = max(fitting, key=lambda worker: worker.last == last)
             _idle.remove(worker)
-            worker.close()
-        fitting = [worker for worker in _idle if worker.env == dict(env)]
-        fitting.sort(key=lambda worker: worker.last == last, reverse=True)
-        if fitting:
-            _idle.remove(fitting[0])
-            return fitting[0]
+        if worker.fits() and worker.ping():
+            return worker
+        worker.close()
     return ProcessWorker(env)
 
 
 def idle() -> int:
     """How many workers there are that have nothing to do."""
-    return sum(worker.alive for worker in _idle)
+    return sum(worker.alive for worker in list(_idle))
+
+
+def at_work() -> list[int]:
+    """The process ids of the workers that somebody has hired."""
+    hired = [worker for worker in list(_all) if worker.alive and worker not in _idle]
+    return [worker.process.pid for worker in hired if worker.process.pid is not None]
 
 
 def release(worker: ProcessWorker, *, most: int = 4) -> None:
-    """Keep a worker for whoever needs one next: starting one takes seconds. One that is still busy is ended."""
+    """Keep a worker for whoever needs one next. One that is still busy is ended."""
+    global _keeper
     with _hiring:
         if worker.alive and not worker.busy and len(_idle) < max(most, os.cpu_count() or 1):
+            worker.idle_since = time.monotonic()
             _idle.append(worker)
+            if _keeper is None:
+                _keeper = threading.Thread(target=_keep, name="modelfleet-idle", daemon=True)
+                _keeper.start()
             return
     worker.close()
 
 
+def _keep() -> None:
+    """Dismiss workers that nobody has needed for a while, and the nursery with the last of them."""
+    global _keeper
+    while True:
+        with _hiring:
+            now = time.monotonic()
+            late = [worker for worker in _idle if now - worker.idle_since >= KEPT or not worker.alive]
+            for worker in late:
+                _idle.remove(worker)
+            over = not _idle and not any(worker.alive for worker in list(_all) if worker not in late)
+            if over:
+                _keeper = None
+            elif not late:
+                _hiring.wait(KEPT / 4)
+        for worker in late:
+            worker.close()
+        if over:
+            starting.dismiss()
+            return
+
+
 @atexit.register
 def dismiss() -> None:
-    """End all idle workers."""
-    while _idle:
-        _idle.pop().close()
+    """End all idle workers, and the nursery if it has no others."""
+    while True:
+        with _hiring:
+            if not _idle:
+                break
+            worker = _idle.pop()
+        worker.close()
+    starting.dismiss()
 
 
-# --- in the worker -------------------------------------------------------------------------------------------
+def _forget() -> None:
+    """In a forked child: what its parent has hired is its parent's."""
+    global _hiring, _keeper
+    _hiring, _keeper = threading.Condition(), None
+    _idle.clear()
+    for worker in list(_all):
+        worker.forget()
+    _all.clear()
 
 
-def _main(pipe: Connection, token: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to hear
-    host = _Host(pipe, token)
-    listen(host.interrupted)
-    with suppress(EOFError, OSError, KeyboardInterrupt):
-        while True:
-            parcel = host.awaited(START)
-            try:
-                host.run(parcel)
-            except Exception as error:
-                host.fail(error)
-
-
-class _Host:
-    def __init__(self, pipe: Connection, token: str) -> None:
-        self._pipe = pipe
-        self._inbox, self._outbox = shared.Inbox(f"{token}-in"), shared.Outbox(f"{token}-out")
-        self._told_to_stop = False
-        self._early: deque[tuple[str, Any]] = deque()  # what came before it was waited for
-
-    def run(self, parcel: shared.Parcel) -> None:
-        self._told_to_stop = False
-        (task, order), memory = shared.unpack(parcel)
-        self._say((READY, None))  # the memory can be unlinked now; it lives on here
-        running = task(order)
-        del order
-        try:
-            item = next(running)
-            while True:
-                self._say((ITEM, self._outbox.pack(item, "a result")))
-                answer = self.awaited(ITEM)
-                self._say((TAKEN, None))
-                item = running.send(self._inbox.unpack(answer))
-        except StopIteration:
-            pass
-        finally:
-            running.close()
-            del running
-            shared.discard(memory, unlink=False)
-        self._say((END, None))
-
-    def fail(self, error: Exception) -> None:
-        """Tell what a task has raised."""
-        self._say((ERROR, (shared.portable(error), traceback.format_exc())))
-
-    def _say(self, message: Any) -> None:
-        self._pipe.send_bytes(pickle.dumps(message))
-
-    def awaited(self, kind: str) -> Any:
-        """The next message of a kind; being told to stop is noted, whenever it comes."""
-        while True:
-            found, value = self._early.popleft() if self._early else self._next()
-            if found == kind:
-                return value
-            self._told_to_stop = True
-
-    def interrupted(self) -> bool:
-        while not self._told_to_stop and self._pipe.poll():
-            message = self._next()
-            if message[0] == END:
-                self._told_to_stop = True
-            else:
-                self._early.append(message)
-        return self._told_to_stop
-
-    def _next(self) -> tuple[str, Any]:
-        return pickle.loads(self._pipe.recv_bytes())
+os.register_at_fork(after_in_child=_forget)

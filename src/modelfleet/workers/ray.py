@@ -18,7 +18,7 @@ from modelfleet import frameworks
 from modelfleet.devices import Device
 from modelfleet.errors import InputError, MissingExtraError
 from modelfleet.workers._base import Task, WorkerDiedError, listen
-from modelfleet.workers.process import END, ERROR, ITEM
+from modelfleet.workers.host import END, ERROR, ITEM
 from modelfleet.workers.shared import pickled, portable
 
 try:
@@ -177,7 +177,7 @@ class RayWorker:
     """One actor."""
 
     ahead = 1
-    silent = 0.0  # Ray itself looks whether its nodes and actors are there
+    silent, frozen = 0.0, False  # Ray itself looks whether its nodes and actors are there
 
     def __init__(self, actor: Any) -> None:
         self.last: object = None
