@@ -70,10 +70,11 @@ def _pickled(value: Any, what: str, pickler: Any = None) -> tuple[bytes, list[me
             ) from error
         finally:
             _on_their_way.collected = before
-        if kind is _Pickler and b"__main__" in stream.getbuffer():  # every reference has the module's name in it
+        written = stream.getvalue()
+        if kind is _Pickler and b"__main__" in written:  # every reference has the module's name in it
             pieces.close(descriptors)
             continue
-        return stream.getvalue(), [buffer.raw() for buffer in buffers], descriptors
+        return written, [buffer.raw() for buffer in buffers], descriptors
     raise AssertionError("the last of the picklers has given or raised something")
 
 
