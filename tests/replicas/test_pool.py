@@ -15,7 +15,7 @@ from tests.replicas import models
 from torch import nn
 
 import modelfleet as mf
-from modelfleet.replicas import pool
+from modelfleet.replicas import driver
 from modelfleet.replicas.requests import Request
 from modelfleet.replicas.work import serve
 from modelfleet.workers.process import dismiss
@@ -331,15 +331,15 @@ def test_a_row_that_hangs_in_this_process_fails_by_name() -> None:
 @pytest.mark.parametrize("trouble", [OSError(24, "Too many open files"), MemoryError()])
 def test_trouble_of_this_process_loses_no_rows(trouble: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     model, raised = models.Marked(), threading.Event()
-    reply = pool._Driver._reply
+    reply = driver.Driver._reply
 
-    def once(self: Any, worker: Any) -> Any:
+    def once(self: Any, worker: Any, limit: float) -> Any:
         if not raised.is_set():
             raised.set()
             raise trouble
-        return reply(self, worker)
+        return reply(self, worker, limit)
 
-    monkeypatch.setattr(pool._Driver, "_reply", once)
+    monkeypatch.setattr(driver.Driver, "_reply", once)
     with mf.Replicas(model, devices="cpu", batch_size=4) as replicas:
         assert_answers(model, rows(1, 9), replicas.submit("ada", rows(1, 9)).result())
     assert raised.is_set()
@@ -399,7 +399,7 @@ def test_a_replica_that_has_worked_is_not_given_up_at_once(monkeypatch: pytest.M
             raise OSError("another program has the memory")
         yield from serve(order)
 
-    monkeypatch.setattr(pool, "serve", busy_once)
+    monkeypatch.setattr(driver, "serve", busy_once)
     with mf.Replicas(models.Faulty(), devices="cpu", batch_size=1) as replicas:
         with pytest.raises(mf.RowsError):
             replicas.submit("guilty", poisoned(1, 1, 0)).result()

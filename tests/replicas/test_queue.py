@@ -9,7 +9,7 @@ import pytest
 
 from modelfleet.errors import ClosedError, DeadlineError, FleetError, InputError, QueueFullError, RowsError
 from modelfleet.replicas.queue import Queue
-from modelfleet.replicas.requests import Batch, Request
+from modelfleet.replicas.requests import Batch, Request, Slice
 
 
 def make(
@@ -18,9 +18,16 @@ def make(
     max_queue: int | None = None,
     balance: str = "least-busy",
     isolation: str = "rows",
+    batch_wait: float = 0.0,
 ) -> Queue:
-    names = replicas or ("r0",)
-    return Queue(names, batch_size=batch_size, max_queue=max_queue, balance=balance, isolation=isolation)
+    return Queue(
+        replicas or ("r0",),
+        batch_size=batch_size,
+        max_queue=max_queue,
+        balance=balance,
+        isolation=isolation,
+        batch_wait=batch_wait,
+    )
 
 
 def spans(batch: Batch | None) -> list[tuple[Any, int, int]]:
@@ -40,6 +47,16 @@ def answer(queue: Queue, batch: Batch, now: float = 0.0) -> list[Request]:
 
 def rows_of(batch: Batch) -> list[int]:
     return [row for piece in batch.slices for row in range(piece.start, piece.stop)]
+
+
+def sort_out(queue: Queue, batch: Batch, poison: set[tuple[Request, int]], left: list[Any] | None = None) -> Any:
+    """Report a batch as a worker does that has found its poison rows; spans in `left` were not looked at."""
+    positions = [(piece.request, row) for piece in batch.slices for row in range(piece.start, piece.stop)]
+    untried = {place for start, stop in left or () for place in range(start, stop)}
+    tried = [(place, *positions[place]) for place in range(batch.rows) if place not in untried]
+    errors = {place: ValueError("poison") for place, *row in tried if tuple(row) in poison}
+    good = [(Slice(request, row, row + 1), [row]) for place, request, row in tried if place not in errors]
+    return queue.sorted_out(batch, good, errors, left or (), 0.0)
 
 
 def drain(queue: Queue, report: Callable[[Batch], object], replica: str = "r0") -> int:
@@ -141,8 +158,120 @@ def test_isolated_users_share_no_batch(isolation: str) -> None:
     queue.submit("b", None, 1, now=0.0)
     queue.submit("b", None, 1, now=0.0)
     assert spans(took(queue)) == [("a", 0, 4)]
-    assert spans(took(queue)) == [("b", 0, 1), ("b", 0, 1)]
+    assert spans(took(queue)) == [("b", 0, 1)]
     assert spans(took(queue)) == [("a", 4, 6)]
+    assert spans(took(queue)) == [("b", 0, 1)]  # nor do requests of one user
+
+
+@pytest.mark.parametrize("isolation", ["batch", "device"])
+def test_a_request_that_must_not_be_cut_is_a_batch_whatever_happens(isolation: str) -> None:
+    queue = make("r0", "r1", batch_size=8, isolation=isolation)
+    for name in ("r0", "r1"):  # each one's share of what waits would be 5 rows
+        queue.noted(name, rows=10, seconds=1.0)
+    request = queue.submit("a", None, 18, now=0.0)
+    parts = [("a", 0, 8)], [("a", 8, 16)], [("a", 16, 18)]
+    first = queue.take("r0", 0.0, most=3, several=4)
+    assert spans(first) == parts[0]
+    assert first is not None
+    queue.returned(first)
+    first, second, third = (took(queue, most=1) for _ in range(3))
+    assert (spans(first), spans(second), spans(third)) == parts
+    for deaths in range(2):
+        assert queue.died(second, f"death {deaths}") == []
+        second = took(queue)
+        assert spans(second) == parts[1]
+    assert queue.died(second, "the third") == []
+    assert answer(queue, first) == []
+    assert queue.failed(third, ValueError("bad")) == [request]
+    assert isinstance(request.error, RowsError)
+    assert list(request.error.rows) == list(range(8, 18))
+    assert "on rows 8 to 15 of user 'a', the last one so: the third" in str(request.error.rows[8])
+    assert request.error.answers.tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("isolation", ["batch", "device"])
+def test_a_user_on_whose_batch_a_replica_died_still_shares_none(isolation: str) -> None:
+    queue = make(batch_size=8, isolation=isolation)
+    for _ in range(3):
+        queue.submit("a", None, 2, now=0.0)
+    queue.died(took(queue), "killed")
+    assert [took(queue).rows for _ in range(3)] == [2, 2, 2]
+
+
+def test_higher_priorities_come_first_and_users_of_one_take_turns() -> None:
+    queue = make(batch_size=4)
+    queue.submit("low", None, 9, now=0.0)
+    queue.submit("a", None, 3, now=0.0, priority=1)
+    queue.submit("b", None, 3, now=0.0, priority=1)
+    queue.submit("top", None, 1, now=0.0, priority=7)
+    queue.submit("low", None, 1, now=0.0, priority=-1)
+    # The three places that "top" leaves go to a and b in turns.
+    assert spans(took(queue)) == [("top", 0, 1), ("a", 0, 2), ("b", 0, 1)]
+    assert spans(took(queue)) == [("b", 1, 3), ("a", 2, 3), ("low", 0, 1)]
+    assert spans(took(queue)) == [("low", 1, 5)]
+    assert spans(took(queue)) == [("low", 5, 9)]
+    assert spans(took(queue)) == [("low", 0, 1)]
+
+
+def test_rows_that_are_tried_again_do_not_wait_for_higher_priorities() -> None:
+    queue = make(batch_size=2)
+    queue.submit("low", None, 2, now=0.0, priority=-1)
+    queue.died(took(queue), "killed")
+    for _ in range(10):
+        queue.submit("high", None, 2, now=0.0, priority=1)
+    assert ("low", 0, 2) in spans(took(queue)) + spans(took(queue))
+
+
+def test_a_batch_waits_until_it_is_full_or_its_oldest_row_has_waited() -> None:
+    queue = make("r0", "r1", batch_size=4, batch_wait=5.0)
+    queue.submit("a", None, 1, now=10.0)
+    queue.submit("b", None, 2, now=12.0)
+    assert queue.take("r0", 14.9) is None
+    assert queue.due("r0") == 15.0
+    assert spans(queue.take("r0", 15.0)) == [("a", 0, 1), ("b", 0, 2)]
+    assert queue.due("r0") is None
+    queue.submit("a", None, 9, now=20.0)
+    assert [spans(queue.take(name, 20.0)) for name in ("r0", "r1")] == [[("a", 0, 4)], [("a", 4, 8)]]
+    assert queue.take("r0", 20.0) is None
+    small = queue.take("r0", 20.0, most=1)  # as much as its memory is enough for
+    assert spans(small) == [("a", 8, 9)]
+    assert small is not None
+    queue.returned(small)
+    assert spans(queue.take("r0", 20.0)) == [("a", 8, 9)]  # it has had its turn
+    queue.submit("b", None, 1, now=30.0)
+    assert queue.take("r0", 30.0) is None
+    queue.hurry()
+    assert spans(queue.take("r0", 30.0)) == [("b", 0, 1)]
+
+
+def test_a_batch_does_not_wait_for_rows_that_can_not_come() -> None:
+    queue = make(batch_size=4, batch_wait=5.0, max_queue=2)
+    queue.submit("a", None, 1, now=0.0)
+    assert queue.take("r0", 0.0) is None
+    queue.submit("b", None, 1, now=0.0)
+    assert spans(queue.take("r0", 0.0)) == [("a", 0, 1), ("b", 0, 1)]  # the queue is full
+    alone = make(batch_size=4, batch_wait=5.0, isolation="batch")
+    alone.submit("a", None, 1, now=0.0)
+    assert spans(alone.take("r0", 0.0)) == [("a", 0, 1)]
+
+
+@pytest.mark.parametrize("options", [{"balance": "sticky"}, {"isolation": "device"}])
+def test_users_without_requests_are_forgotten_beyond_those_seen_last(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("modelfleet.replicas.queue.USERS", 100)
+    queue = make("r0", "r1", **options)
+    held = queue.submit("held", None, 1, now=0.0)
+    assert took(queue, queue._homes["held"]).slices[0].request is held  # and it runs
+    for user in range(1000):
+        request = queue.submit(user, None, 1, now=0.0)
+        if user % 2:
+            queue.cancel(request)
+        else:
+            assert answer(queue, took(queue, queue._homes[user])) == [request]
+    assert set(queue._homes) == {"held", *range(900, 1000)}
+    assert sum(map(len, queue._guests.values())) == 101
+    assert not queue._busy.keys() - {"held"}
 
 
 def test_pinned_users_wait_for_their_device() -> None:
@@ -401,6 +530,7 @@ def test_answers_that_cannot_be_joined_are_the_users_own_trouble() -> None:
         ({"batch_size": 0}, "batch_size=0"),
         ({"batch_size": 2.0}, "batch_size=2.0"),
         ({"max_queue": 0}, "max_queue=0"),
+        ({"batch_wait": -1}, "batch_wait=-1"),
         ({"balance": "stick"}, "Did you mean 'sticky'"),
         ({"isolation": "row"}, "Did you mean 'rows'"),
     ],
@@ -422,6 +552,8 @@ def test_bad_requests_leave_the_books_alone() -> None:
         queue.submit([], None, 1, now=0.0)  # pyrefly: ignore
     with pytest.raises(InputError, match="deadline of user 'ann' is nan"):
         queue.submit("ann", None, 1, now=0.0, deadline=float("nan"))
+    with pytest.raises(InputError, match="priority='high' of user 'ann'"):
+        queue.submit("ann", None, 1, now=0.0, priority="high")  # pyrefly: ignore
     assert queue.counts.submitted == 0
 
 
@@ -435,15 +567,15 @@ def test_errors_survive_pickling() -> None:
 def test_filling_a_batch_does_not_look_at_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = make(batch_size=32)
     turns = 0
-    line = queue._lines[None]
-    turn = line._turn
+    rings = queue._lines[None].rings
+    turn = rings.turn
 
-    def counted(most: int, spans: dict[Request, int]) -> int:
+    def counted(*given: Any, **options: Any) -> int:
         nonlocal turns
         turns += 1
-        return turn(most, spans)
+        return turn(*given, **options)
 
-    monkeypatch.setattr(line, "_turn", counted)
+    monkeypatch.setattr(rings, "turn", counted)
     for user in range(10_000):
         queue.submit(user, None, 1_000_000, now=0.0)
     for user in range(10_000, 12_000):
@@ -452,23 +584,15 @@ def test_filling_a_batch_does_not_look_at_everybody(monkeypatch: pytest.MonkeyPa
     assert turns == 4
 
 
-def test_a_request_whose_first_rows_all_fail_is_not_tried_to_its_last_row() -> None:
-    queue = Queue(["a"], batch_size=8, max_queue=None, balance="least-busy", isolation="rows")
+def test_every_row_is_tried_however_many_fail_first() -> None:
+    queue = make(batch_size=8)
     wrong = queue.submit("wrong", None, 1000, now=0.0)
     fine = queue.submit("fine", None, 40, now=0.0)
-    tried = 0
-    while (batch := queue.take("a", 0.0)) is not None:
-        if any(piece.request is wrong for piece in batch.slices):
-            queue.failed(batch, ValueError("shapes"))
-            tried += 1
-        else:
-            queue.answered(batch, [list(range(piece.start, piece.stop)) for piece in batch.slices], 0.0)
-    assert wrong.status == "failed"
+    drain(queue, lambda batch: sort_out(queue, batch, {(wrong, row) for row in range(100)}))
     assert isinstance(wrong.error, RowsError)
-    assert len(wrong.error.rows) == 32
-    assert wrong.error.kept == ()
-    assert "the other 968 were not tried" in str(wrong.error)
-    assert tried < 100
+    assert list(wrong.error.rows) == list(range(100))
+    assert wrong.error.kept == tuple(range(100, 1000))
+    assert len({id(error) for error in wrong.error.rows.values()}) == 1  # equal errors are one object
     assert fine.status == "answered"
     assert queue.counts.waiting_rows == queue.counts.running_rows == 0
 

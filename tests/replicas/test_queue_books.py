@@ -41,6 +41,7 @@ class Books(RuleBasedStateMachine):
         self.flying: list[Batch] = []
         self.poison: set[Row] = set()
         self.deadly: set[Row] = set()
+        self.spoilt: set[Row] = set()  # by poison in a batch that is never cut
         self.deaths: Counter[Row] = Counter()
         self.outcomes: Counter[Row] = Counter()  # given while the request was open
         self.cancelled: set[Request] = set()
@@ -56,12 +57,15 @@ class Books(RuleBasedStateMachine):
         lasts=st.none() | st.integers(0, 5),
         poison=some_rows,
         deadly=some_rows,
+        priority=st.integers(-1, 1),
     )
-    def submit(self, user: str, rows: int, lasts: int | None, poison: set[int], deadly: set[int]) -> None:
+    def submit(
+        self, user: str, rows: int, lasts: int | None, poison: set[int], deadly: set[int], priority: int
+    ) -> None:
         deadline = None if lasts is None else self.now + lasts
         waiting = self.queue.counts.waiting
         try:
-            request = self.queue.submit(user, len(self.requests), rows, self.now, deadline)
+            request = self.queue.submit(user, len(self.requests), rows, self.now, deadline, priority)
         except QueueFullError:
             assert rows
             assert self.max_queue is not None
@@ -113,14 +117,17 @@ class Books(RuleBasedStateMachine):
         assert replica in self.live
         assert batch.replica == replica
         rows = rows_of(batch.slices)
-        assert 1 <= len(rows) == batch.rows <= min(self.batch_size, most or self.batch_size)
+        limit = most or self.batch_size
+        assert 1 <= len(rows) == batch.rows <= (min(self.batch_size, limit) if self.isolation == "rows" else 99)
         assert len(set(rows)) == len(rows)
         assert not flying & set(rows)
         assert not any(self.outcomes[row] for row in rows)
         assert all(piece.request.status == "open" for piece in batch.slices)
         users = {piece.request.user for piece in batch.slices}
         if self.isolation != "rows":
-            assert len(users) == 1
+            (piece,) = batch.slices
+            assert piece.start % self.batch_size == 0
+            assert piece.stop == min(piece.start + self.batch_size, piece.request.rows)
         if self.isolation == "device":
             for user in users:
                 self.seen.setdefault(user, set()).add(replica)
@@ -128,18 +135,19 @@ class Books(RuleBasedStateMachine):
         self.flying.append(batch)
 
     @precondition(lambda self: self.flying)
-    @rule(which=pick)
-    def run(self, which: int) -> None:
-        """A batch comes to its end, as its rows decide."""
+    @rule(which=pick, stop=st.integers(0, 12))
+    def run(self, which: int, stop: int = 0) -> None:
+        """A batch comes to its end, as its rows decide; a search for poison may stop anywhere after its first."""
         batch = self._landed(which)
         rows = set(rows_of(batch.slices))
         if rows & self.deadly:
             self._died(batch)
+        elif rows & self.poison and self.isolation != "rows":
+            self.spoilt |= rows
+            self._count(rows)
+            self._end(self.queue.failed(batch, ValueError("poison")))
         elif rows & self.poison:
-            error = ValueError("poison")
-            if len(rows) == 1:
-                self._count(rows)
-            self._end(self.queue.failed(batch, error))
+            self._sort_out(batch, rows_of(batch.slices), stop)
         else:
             self._count(rows)
             self._end(self.queue.answered(batch, [marks(piece) for piece in batch.slices], self.now))
@@ -183,6 +191,17 @@ class Books(RuleBasedStateMachine):
     def _count(self, rows: set[Row]) -> None:
         self.outcomes.update(row for row in rows if row[0].status == "open")
 
+    def _sort_out(self, batch: Batch, rows: list[Row], stop: int) -> None:
+        tried = max(stop, 1)
+        errors = {
+            place: ValueError("poison") for place in range(tried) if set(rows[place : place + 1]) & self.poison
+        }
+        good = [Slice(r, n, n + 1) for place, (r, n) in enumerate(rows[:tried]) if place not in errors]
+        left = [(tried, len(rows))] if tried < len(rows) else []
+        self._count(set(rows[:tried]))
+        answers = [(piece, marks(piece)) for piece in good]
+        self._end(self.queue.sorted_out(batch, answers, errors, left, self.now))
+
     def _died(self, batch: Batch) -> None:
         rows = rows_of(batch.slices)
         self.deaths.update(rows)
@@ -190,9 +209,9 @@ class Books(RuleBasedStateMachine):
         ended = self.queue.died(batch, "killed")
         for row, errors in given.items():
             if len(row[0].errors) > errors:  # it was given up
-                assert len(rows) == 1
+                assert len(rows) == 1 or self.isolation != "rows"
                 assert self.deaths[row] >= 3
-                assert f"row {row[1]} of user {row[0].user!r}" in str(row[0].errors[row[1]])
+                assert f"of user {row[0].user!r}" in str(row[0].errors[row[1]])
                 self.outcomes[row] += 1
         self._end(ended)
 
@@ -244,7 +263,8 @@ class Books(RuleBasedStateMachine):
             expected = [(request.user, request.data, row) for row in answered]
             assert [tuple(mark) for mark in request.joined().tolist()] == expected
         for row, error in request.errors.items():
-            assert (request, row) in self.poison or self.deaths[request, row] >= 3, error
+            bad = self.poison | self.spoilt
+            assert (request, row) in bad or self.deaths[request, row] >= 3, error
 
     def teardown(self) -> None:
         """Whatever happened: with the replicas back, everything comes to its end."""

@@ -13,8 +13,8 @@ from tests.replicas.test_pool import assert_answers, poisoned, rows
 from torch.utils.data import DataLoader, TensorDataset
 
 import modelfleet as mf
+from modelfleet.replicas.driver import MOST_AT_ONCE
 from modelfleet.replicas.mapping import AHEAD
-from modelfleet.replicas.pool import MOST_AT_ONCE
 from modelfleet.replicas.reading import HELD, READERS
 
 
@@ -155,17 +155,20 @@ def test_rows_that_fail_are_numbered_from_the_first_of_the_stream() -> None:
     assert (list(narrow.rows), len(narrow.kept)) == ([5, 6], 10)
 
 
-def test_a_stream_whose_first_rows_all_fail_is_not_read_to_its_end() -> None:
+def test_every_row_of_a_stream_is_tried_however_many_fail_first() -> None:
     def long() -> Iterator[np.ndarray]:
-        for _ in range(500):
-            yield np.ones((8, 3), np.float32)
+        for _ in range(30):
+            yield np.ones((8, 3), np.float32)  # too narrow
+        yield from batches(rows(2, 50), 8)
 
-    answers = mf.map(models.Marked(), {"wrong": long, "fine": rows(1, 5)}, devices="cpu", batch_size=8)
+    model = models.Marked()
+    answers = mf.map(model, {"wrong": long, "fine": rows(1, 5)}, devices="cpu", batch_size=8)
     assert list(answers) == ["fine"]
     error = answers.failed["wrong"]
     assert isinstance(error, mf.RowsError)
-    assert len(error.rows) >= 32
-    assert str(error).endswith("Nothing more was read.")
+    assert list(error.rows) == list(range(240))
+    assert error.kept == tuple(range(240, 290))
+    assert_answers(model, rows(2, 50), error.answers)
 
 
 def test_streams_are_begun_as_answers_are_taken_and_closed_when_nobody_takes_more() -> None:

@@ -1,6 +1,7 @@
-"""Where rows wait: a ring of users served in turns, and the batches that have to be tried again."""
+"""Where rows wait: rings of users served in turns, and the batches that have to be tried again."""
 
 import heapq
+from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Hashable
 
@@ -8,97 +9,65 @@ from modelfleet.replicas.requests import Batch, Request, Slice, cut, still_open
 
 PARTS = 4  # of a batch, at most, for users that have more rows: many small slices would cost more than the model
 
+# Ordered dicts, as both ends and the middle are needed in constant time: turns go on at the front, a cancelled
+# request leaves.
+Requests = OrderedDict[Request, None]
 
-class Line:
-    """What waits for the same replicas. Nothing here looks at every user or every request to fill a batch.
 
-    Rows that have to be tried again take their user's turn: they take turns with other users' new rows, and until
-    the last of them is taken, the user's own new rows wait. So whoever has poison rows costs the others one batch
-    for each of theirs, and spoils no more batches meanwhile.
-    """
+class Rings:
+    """Users with rows that were never taken, and only such requests of theirs: a ring for each priority."""
 
     def __init__(self) -> None:
-        self.returned: deque[Batch] = deque()  # not run after all: before everything else
-        # To be tried again: batches of several users, which are few and hold back the innocent; then those of one
-        # user each, the users in turns.
-        self.shared: deque[Batch] = deque()
-        self.trials: OrderedDict[Hashable, deque[Batch]] = OrderedDict()
-        # Only users with rows that were never taken, and only such requests of theirs. Ordered dicts, as both
-        # ends and the middle are needed in constant time: turns go on at the front, a cancelled request leaves.
-        self.ring: OrderedDict[Hashable, OrderedDict[Request, None]] = OrderedDict()
-        self.parked: dict[Hashable, OrderedDict[Request, None]] = {}  # the same of the users in `trials`
-        self._tried = False  # the last batch was of `trials`
+        self._rings: dict[int, OrderedDict[Hashable, Requests]] = {}
+        self._priorities: list[int] = []  # ascending
+
+    def __bool__(self) -> bool:
+        return bool(self._rings)
+
+    def __contains__(self, user: Hashable) -> bool:
+        return any(user in ring for ring in self._rings.values())
 
     def join(self, request: Request) -> None:
         """Put a request behind the others of its user; a new user comes last in the ring."""
-        place = self.parked if request.user in self.trials else self.ring
-        place.setdefault(request.user, OrderedDict())[request] = None
+        self._ring(request.priority).setdefault(request.user, OrderedDict())[request] = None
 
     def leave(self, request: Request) -> None:
         """Take a request out, wherever it stands."""
-        place = self.parked if request.user in self.trials else self.ring
-        requests = place[request.user]
+        ring = self._rings[request.priority]
+        requests = ring[request.user]
         del requests[request]
         if not requests:
-            del place[request.user]
+            del ring[request.user]
+            self._tidy(request.priority)
 
-    def again(self, unit: Batch) -> None:
-        """Have a batch tried again."""
-        user, *others = dict.fromkeys(piece.request.user for piece in unit.slices)
-        if others:
-            self.shared.append(unit)
-            return
-        self.trials.setdefault(user, deque()).append(unit)
-        if user in self.ring:
-            self.parked[user] = self.ring.pop(user)
+    def pop(self, user: Hashable) -> dict[int, Requests]:
+        """Take all requests of a user out, by priority."""
+        found = {priority: ring.pop(user) for priority, ring in self._rings.items() if user in ring}
+        for priority in found:
+            self._tidy(priority)
+        return found
 
-    def take(self, size: int, most: int, mixed: bool) -> Batch | None:
-        """What comes next: up to `size` rows to be tried again, or up to `most` new ones (`fill`)."""
-        batch = _first(self.returned, size) or _first(self.shared, size)
-        if batch is not None:
-            return batch
-        if self._tried:
-            self._tried = False
-            batch = self.fill(most, mixed)
-            if batch is not None:
-                return batch
-        batch = self._trial(size)
-        self._tried = batch is not None
-        return batch or self.fill(most, mixed)
+    def put(self, user: Hashable, requests: dict[int, Requests]) -> None:
+        """Put a user with all requests last."""
+        for priority, found in requests.items():
+            self._ring(priority)[user] = found
 
-    def _trial(self, most: int) -> Batch | None:
-        """The next batch of one user to be tried again; of users that have several, in turns."""
-        while self.trials:
-            user, units = self.trials.popitem(last=False)
-            batch = _first(units, most)
-            if units:
-                self.trials[user] = units
-            elif user in self.parked:
-                self.ring[user] = self.parked.pop(user)
-            if batch is not None:
-                return batch
-        return None
+    def users(self) -> int:
+        """How many users have the highest priority that there is."""
+        return len(self._rings[self._priorities[-1]])
 
-    def fill(self, most: int, mixed: bool) -> Batch | None:
-        """Up to `most` rows that were never taken: of one user, or `mixed`, of all users in turns."""
-        spans: dict[Request, int] = {}  # the request and its first row in this batch
-        left = most
-        least = -(-most // PARTS)
-        while left and self.ring and (mixed or not spans):
-            # Round by round: what small users leave of their part is dealt out again.
-            turns = len(self.ring) if mixed else 1
-            part = max(least, left // turns)
-            for _ in range(turns):
-                left -= self._turn(min(part, left), spans)
-                if not left:
-                    break
-        if not spans:
-            return None
-        return Batch(tuple(Slice(request, start, request.cursor) for request, start in spans.items()))
+    def turn(
+        self, most: int, spans: dict[Request, int], user: Hashable | None = None, *, one: bool = False
+    ) -> int:
+        """Take up to `most` rows of the user whose turn it is; who has more goes to the end of the ring.
 
-    def _turn(self, most: int, spans: dict[Request, int]) -> int:
-        """Take up to `most` rows of the user whose turn it is; who has more goes to the end of the ring."""
-        user, requests = self.ring.popitem(last=False)
+        spans: notes requests with the first row that was taken. user: this one instead. one: of one request.
+        """
+        priority = next(p for p in reversed(self._priorities) if user is None or user in self._rings[p])
+        ring = self._rings[priority]
+        requests = ring.pop(user) if user is not None else None
+        if requests is None:
+            user, requests = ring.popitem(last=False)
         left = most
         while left and requests:
             request = next(iter(requests))
@@ -108,9 +77,142 @@ class Line:
             left -= rows
             if request.cursor == request.rows:
                 del requests[request]
+            if one:
+                break
         if requests:
-            self.ring[user] = requests
+            ring[user] = requests
+        else:
+            self._tidy(priority)
         return most - left
+
+    def _ring(self, priority: int) -> OrderedDict[Hashable, Requests]:
+        if priority not in self._rings:
+            self._rings[priority] = OrderedDict()
+            insort(self._priorities, priority)
+        return self._rings[priority]
+
+    def _tidy(self, priority: int) -> None:
+        if not self._rings[priority]:
+            del self._rings[priority]
+            self._priorities.remove(priority)
+
+
+class Line:
+    """What waits for the same replicas. Nothing here looks at every user or every request to fill a batch.
+
+    A user is suspected who has rows to be tried again, or had bad ones lately. All that such a user has waiting
+    goes in batches apart, which take turns with those of others' new rows, until one of them is in order. So
+    whoever has poison rows costs the others one batch for each of theirs, and spoils none of theirs meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self.returned: deque[Batch] = deque()  # not run after all: before everything else
+        # To be tried again: batches of several users, which are few and hold back the innocent; then those of
+        # suspected users, these in turns.
+        self.shared: deque[Batch] = deque()
+        self.trials: OrderedDict[Hashable, deque[Batch]] = OrderedDict()
+        self.rings = Rings()
+        self.parked = Rings()  # the same of the users in `trials`
+        self.since: OrderedDict[Request, None] = OrderedDict()  # both, in the order of their coming
+        self._tried = False  # the last batch was of `trials`
+
+    def join(self, request: Request) -> None:
+        """Put a request behind the others of its user; a new user comes last."""
+        (self.parked if request.user in self.trials else self.rings).join(request)
+        self.since[request] = None
+
+    def leave(self, request: Request) -> None:
+        """Take a request out, wherever it stands."""
+        (self.parked if request.user in self.trials else self.rings).leave(request)
+        del self.since[request]
+
+    def again(self, unit: Batch) -> None:
+        """Have a batch tried again."""
+        user, *others = dict.fromkeys(piece.request.user for piece in unit.slices)
+        if others:
+            self.shared.append(unit)
+            return
+        self._park(user)
+        self.trials[user].append(unit)
+
+    def suspect(self, user: Hashable) -> None:
+        """Some rows of a user were bad."""
+        if user in self.rings:
+            self._park(user)
+
+    def cleared(self, user: Hashable) -> None:
+        """A batch of a suspected user was in order."""
+        if user in self.trials and not self.trials[user]:
+            del self.trials[user]
+            self.rings.put(user, self.parked.pop(user))
+
+    def take(self, size: int, most: int, *, mixed: bool, new: bool = True) -> Batch | None:
+        """What comes next: up to `size` rows to be tried again, or up to `most` new ones (`fill`).
+
+        new: whether rows may be taken that were never taken before, other than suspected ones.
+        """
+        batch = _first(self.returned, size) or _first(self.shared, size)
+        if batch is not None:
+            return batch
+        if self._tried and new:
+            self._tried = False
+            batch = self.fill(most, mixed)
+            if batch is not None:
+                return batch
+        batch = self._trial(size, mixed)
+        self._tried = batch is not None
+        return batch or (self.fill(most, mixed) if new else None)
+
+    def fills(self, size: int) -> bool:
+        """Whether so many rows wait that were never taken."""
+        rows = 0
+        for request in self.since:
+            rows += request.rows - request.cursor
+            if rows >= size:
+                return True
+        return False
+
+    def fill(self, most: int, mixed: bool) -> Batch | None:
+        """Up to `most` rows that were never taken: of one request, or `mixed`, of all users in turns."""
+        spans: dict[Request, int] = {}  # the request and its first row in this batch
+        left = most
+        least = -(-most // PARTS)
+        while left and self.rings and (mixed or not spans):
+            # Round by round: what small users leave of their part is dealt out again. Then the next priority.
+            turns = self.rings.users() if mixed else 1
+            part = max(least, left // turns) if mixed else left
+            for _ in range(turns):
+                left -= self.rings.turn(min(part, left), spans, one=not mixed)
+                if not left:
+                    break
+        return self._batch(spans)
+
+    def _park(self, user: Hashable) -> None:
+        if user not in self.trials:
+            self.trials[user] = deque()
+            self.parked.put(user, self.rings.pop(user))
+
+    def _trial(self, most: int, mixed: bool) -> Batch | None:
+        """The next batch of a suspected user, the users in turns: one to be tried again, or new rows."""
+        while self.trials:
+            user, units = self.trials.popitem(last=False)
+            batch = _first(units, most)
+            if batch is None and user in self.parked:
+                spans: dict[Request, int] = {}
+                self.parked.turn(most, spans, user, one=not mixed)
+                batch = self._batch(spans)
+            if units or user in self.parked:
+                self.trials[user] = units
+            if batch is not None:
+                return batch
+        return None
+
+    def _batch(self, spans: dict[Request, int]) -> Batch | None:
+        for request in spans:
+            if request.cursor == request.rows:
+                self.since.pop(request, None)
+        slices = tuple(Slice(request, start, request.cursor) for request, start in spans.items())
+        return Batch(slices) if slices else None
 
 
 def _first(units: deque[Batch], most: int) -> Batch | None:

@@ -3,14 +3,14 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from queue import Empty, SimpleQueue
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from modelfleet.each import Each
 from modelfleet.errors import FleetError, InputError
 from modelfleet.feeds import is_loader
-from modelfleet.replicas.pool import MOST_AT_ONCE, Replicas
+from modelfleet.replicas.driver import MOST_AT_ONCE
+from modelfleet.replicas.pool import Replicas
 from modelfleet.replicas.reading import Reading, outcome
 from modelfleet.replicas.rows import rows_of
 from modelfleet.trees import leaves, map_tree
@@ -20,6 +20,7 @@ LOOK = 0.5  # seconds between two looks at the progress
 SPAN = 0.1  # seconds of work that a replica is given at once: here nobody waits for a single row
 AHEAD = 2  # times what all replicas can be given at once: so many rows of streams are read before their turn
 WAITING = 4  # times that: so many rows of arrays wait for their turn at least, while there are more
+UNCLAIMED = 4  # times that: so many rows are answered before their user is taken from `imap`
 
 
 class Answers(dict[Hashable, Any]):
@@ -46,6 +47,7 @@ def map(
     isolation: str = "rows",
     precision: str = "float32",
     timeout: float = 120.0,
+    start_timeout: float = 300.0,
     progress: str | bool = "auto",
 ) -> Answers:
     """A model's answers to every user's rows, computed on all devices at once: {user: array}.
@@ -69,6 +71,7 @@ def map(
         isolation=isolation,
         precision=precision,
         timeout=timeout,
+        start_timeout=start_timeout,
         progress=progress,
     )
     for user, answer in stream:
@@ -94,11 +97,19 @@ def imap(
     isolation: str = "rows",
     precision: str = "float32",
     timeout: float = 120.0,
+    start_timeout: float = 300.0,
     progress: str | bool = "auto",
+    partial: bool = False,
 ) -> Iterator[tuple[Hashable, Any]]:
     """As `map`, but the answers as they come: (user, array), or (user, error) for one that failed.
 
-    Of users' streams only few rows are in memory, and the answers of the users that are being read.
+    Of users' streams only few rows are in memory, and the answers of the users that are being read. Whoever takes
+    the answers slowly holds up the replicas: only few are computed ahead.
+
+    partial: the answers of a stream batch by batch, in its order, so that endless streams have answers, too:
+        (user, array) for each batch, or (user, error) for one of which rows failed, numbered from the first of the
+        stream. The last of every user is (user, None), also of one with arrays; if the stream raised, the error
+        comes just before it.
     """
     users = _users(data)
     shown = _shown(progress)
@@ -111,12 +122,14 @@ def imap(
         isolation=isolation,
         precision=precision,
         timeout=timeout,
+        start_timeout=start_timeout,
     )
     replicas._span = SPAN
     room = len(replicas.stats().replicas) * batch_size * MOST_AT_ONCE
     # Users that stay with a replica all come at once: else one replica might have no user of its own for a while.
     settled = balance == "sticky" or isolation == "device"
-    return _Stream(replicas, _answers(replicas, users, shown, room, None if settled else WAITING * room))
+    waiting = None if settled else WAITING * room
+    return _Stream(replicas, _answers(replicas, users, shown, room, waiting, partial))
 
 
 class _Stream(Iterator[tuple[Hashable, Any]]):
@@ -137,10 +150,40 @@ class _Stream(Iterator[tuple[Hashable, Any]]):
         self.close()
 
 
+class _Done:
+    """Answers that were not handed out. While there are many of them, the replicas take no more rows."""
+
+    def __init__(self, replicas: Replicas, most: int) -> None:
+        self._replicas, self._most = replicas, most
+        self._found: deque[tuple[Hashable, Any, int, bool]] = deque()
+        self._news = threading.Condition()
+        self._rows = 0
+        replicas._stalled = lambda: self._rows >= most
+
+    def put(self, user: Hashable, answer: Any, rows: int, last: bool) -> None:
+        """Note an answer."""
+        with self._news:
+            self._found.append((user, answer, rows, last))
+            self._rows += rows
+            self._news.notify()
+
+    def get(self, seconds: float | None = None) -> tuple[Hashable, Any, int, bool] | None:
+        """The next answer; None if there is none within so many seconds."""
+        with self._news:
+            if not self._news.wait_for(lambda: bool(self._found), seconds):
+                return None
+            found = self._found.popleft()
+            stalled = self._rows >= self._most
+            self._rows -= found[2]
+        if stalled:
+            self._replicas._wake()
+        return found
+
+
 class _Turns:
     """Submits users with arrays a few at a time, those with the fewest rows first: so the first are done soon."""
 
-    def __init__(self, replicas: Replicas, most: int | None, told: Callable[[tuple[Hashable, Any]], None]) -> None:
+    def __init__(self, replicas: Replicas, most: int | None, told: Callable[[Hashable, Any, int], None]) -> None:
         self._replicas, self._most, self._told = replicas, most, told
         self._lock = threading.Lock()
         self._waiting: deque[tuple[Hashable, Any, int]] = deque()
@@ -167,20 +210,29 @@ class _Turns:
                 try:
                     future = self._replicas._submit(user, data, rows)
                 except FleetError as error:
-                    self._told((user, error))
+                    self._told(user, error, 0)
                 else:
-                    future.add_done_callback(lambda ended, user=user: self._told((user, outcome(ended))))
+                    future.add_done_callback(
+                        lambda ended, user=user, rows=rows: self._told(user, outcome(ended), rows)
+                    )
 
 
 def _answers(
-    replicas: Replicas, users: Mapping[Hashable, Any], shown: Any, room: int, waiting: int | None
+    replicas: Replicas, users: Mapping[Hashable, Any], shown: Any, room: int, waiting: int | None, partial: bool
 ) -> Generator[tuple[Hashable, Any], None, None]:
-    done: SimpleQueue[tuple[Hashable, Any]] = SimpleQueue()
+    done = _Done(replicas, UNCLAIMED * room)
     reading: Reading | None = None
     framework = replicas._framework
-    turns = _Turns(replicas, waiting, done.put)
+
+    def told(user: Hashable, answer: Any, rows: int) -> None:
+        """The outcome of a user with arrays."""
+        done.put(user, answer, rows, last=not partial)
+        if partial:
+            done.put(user, None, 0, last=True)
+
+    turns = _Turns(replicas, waiting, told)
     streams: dict[Hashable, Any] = {}
-    finished, failed = False, 0
+    left, failed, answered = len(users), 0, False
     try:
         for user, data in users.items():
             try:
@@ -191,32 +243,51 @@ def _answers(
                 else:
                     turns.add(user, data)
             except FleetError as error:
-                done.put((user, error))
+                told(user, error, 0)
         turns.begin()
-        reading = Reading(replicas, streams, room=AHEAD * room, inputs=framework.inputs, told=done.put)
+        inputs = framework.inputs
+        reading = Reading(replicas, streams, room=AHEAD * room, inputs=inputs, told=done.put, partial=partial)
         with shown(replicas, turns.rows, reading) as show:
-            for number in range(len(users)):
-                while True:
-                    show(failed)
-                    with suppress(Empty):
-                        user, answer = done.get(timeout=LOOK)
-                        break
+            while left:
+                show(failed)
+                found = done.get(LOOK)
+                if found is None:
+                    continue
+                user, answer, rows, last = found
+                left -= last
                 failed += isinstance(answer, Exception)
-                if replicas.failure is not None and failed == number + 1:
-                    rest = [done.get() for _ in range(failed, len(users))]
-                    if all(isinstance(answer, Exception) for _, answer in rest):  # no user's fault, and no use
+                answered = answered or not _is_no_answer(answer)
+                if replicas.failure is not None and not answered:
+                    rest = _rest(done, left)
+                    if all(_is_no_answer(other[1]) for other in rest):  # no user's fault, and no use
                         raise replicas.failure
-                    for other in sorted(rest, key=lambda one: isinstance(one[1], Exception)):
-                        done.put(other)  # those with answers first
+                    answered = True
+                    for other in rest if partial else sorted(rest, key=lambda other: _is_no_answer(other[1])):
+                        done.put(*other)  # those with answers first
                 if user in streams:
-                    reading.handed_out()
+                    reading.handed_out(user, rows, last)
+                del found
                 yield user, answer
             show(failed)
-        finished = True
     finally:
         if reading is not None:
             reading.close()
-        replicas.close(wait=finished)
+        replicas.close(wait=not left)
+
+
+def _rest(done: _Done, left: int) -> list[tuple[Hashable, Any, int, bool]]:
+    """What is still to be handed out, when no replica is left to answer more, of so many users."""
+    rest: list[tuple[Hashable, Any, int, bool]] = []
+    while left:
+        found = done.get()
+        assert found is not None
+        rest.append(found)
+        left -= found[3]
+    return rest
+
+
+def _is_no_answer(answer: Any) -> bool:
+    return answer is None or isinstance(answer, Exception)
 
 
 def _is_empty(answer: Any) -> bool:

@@ -1,36 +1,29 @@
-"""Replicas at work: a thread for each feeds it from the queue, tells the callers, and mends what breaks."""
+"""Replicas at work: one model on every device, a queue in front of them, and a thread that drives each."""
 
 import asyncio
 import atexit
 import threading
 import time
-from collections import deque
+import weakref
 from collections.abc import Callable, Generator, Hashable, Sequence
 from concurrent import futures
 from contextlib import suppress
-from functools import partial
 from numbers import Real
 from typing import Any, Self
-from weakref import WeakSet
 
 import numpy as np
 
 from modelfleet import frameworks
 from modelfleet.errors import ClosedError, FleetError, InputError, unknown
+from modelfleet.replicas.driver import LOOK, Driver, Version
 from modelfleet.replicas.models import PRECISIONS, Source
 from modelfleet.replicas.queue import Queue
 from modelfleet.replicas.requests import Batch, Request
-from modelfleet.replicas.rows import by_form, joined, parted, rows_of, taken
-from modelfleet.replicas.stats import Stats, Tally
-from modelfleet.replicas.work import Order, Reply, serve
+from modelfleet.replicas.rows import rows_of
+from modelfleet.replicas.stats import Health, Stats, Tally, health
+from modelfleet.replicas.work import Order
 from modelfleet.trees import map_tree
-from modelfleet.workers import CannotSendError, Place, Worker, WorkerDiedError, places
-
-STARTS = 3  # in vain, one after the other, before a replica is given up
-MORE_STARTS = 6  # of one that has been there before
-FIRST_PAUSE = 0.5  # seconds before a second start in vain is followed by a third; twice as long each time
-MOST_AT_ONCE = 8  # batches
-LOOK = 0.2  # seconds between two looks at whether all is over, where nothing would tell
+from modelfleet.workers import places
 
 
 class Future(futures.Future[Any]):
@@ -52,11 +45,15 @@ class Replicas:
     max_queue: so many requests may wait; `submit` refuses more with `QueueFullError`.
     batch_size: rows that go through the model together, at most.
     balance: "least-busy": whichever replica is free takes the next rows; "sticky": a user stays with a replica.
-    isolation: "rows": rows of several users may share a batch, never an answer; "batch": not even a batch;
-        "device": nor that, and each user stays on one device.
+    isolation: "rows": rows of several users may share a batch, never an answer; "batch": every request goes
+        through the model alone, whole if it has at most `batch_size` rows, else cut at multiples of that;
+        "device": the same, and each user stays on one device.
     precision: "float32", or "bf16" and "fp16" for what may be computed so.
     timeout: seconds after which a replica that has not answered a batch is taken for hung, and started anew. In
         this process a hung thread can't be ended: it is left behind.
+    start_timeout: seconds that a replica may take to load the model.
+    batch_wait: seconds that a free replica waits for a batch to fill, from when its oldest row was submitted. A
+        full batch goes at once. With isolation "batch" or "device" there is nothing to wait for.
 
     Leave the model's weights as they are while it is asked: who looks at them, and when, depends on the devices.
 
@@ -77,27 +74,34 @@ class Replicas:
         isolation: str = "rows",
         precision: str = "float32",
         timeout: float = 120.0,
+        start_timeout: float = 300.0,
+        batch_wait: float = 0.0,
     ) -> None:
         if precision not in PRECISIONS:
             raise unknown("precision", precision, PRECISIONS)
-        if not isinstance(timeout, Real) or not timeout > 0:
-            raise InputError(f"timeout={timeout!r}. Give the seconds that a batch may take, more than 0.")
+        _check_seconds("timeout", timeout, "a batch may take")
+        _check_seconds("start_timeout", start_timeout, "a replica may take to start")
         source = Source.of(model)
-        found = places.find(devices, source.framework)
+        self._places = found = places.find(devices, source.framework)
         source = source.at(found)
-        self._framework = framework = source.framework
+        self._framework = source.framework
+        self._precision, self._batch_size = precision, batch_size
         self._queue = Queue(
             [place.name for place in found],
             batch_size=batch_size,
             max_queue=max_queue,
             balance=balance,
             isolation=isolation,
+            batch_wait=batch_wait,
         )
         source.check(precision, found)
-        self._timeout = float(timeout)
+        self._mixed = isolation == "rows"
+        self._timeout, self._start_timeout = float(timeout), float(start_timeout)
         self._lock = threading.Lock()
-        self._news = threading.Condition(self._lock)  # rows to take, or the end
+        self._news = threading.Condition(self._lock)  # rows to take, a new model, or the end
         self._alarm = threading.Condition(self._lock)  # a nearer deadline, or the end
+        self._gap = threading.Condition(self._lock)  # room in the queue, or the end
+        self._updating = threading.Lock()
         self._futures: dict[Request, Future] = {}
         self._tally = Tally([place.name for place in found])
         self._free = 0  # replicas that wait for rows
@@ -106,41 +110,69 @@ class Replicas:
         self.failure: FleetError | None = None
         """Why nothing can be answered any more: no replica is left."""
         self._hungry: Callable[[], None] | None = None  # called when rows were taken: others may follow
-        self._shared = source.share(found[0])
-        settings = frameworks.settings(framework.NAME)
-        orders = [
-            Order(framework.NAME, self._shared, place.device, precision, batch_size, settings) for place in found
-        ]
-        self._drivers = [_Driver(self, place, order) for place, order in zip(found, orders, strict=True)]
+        self._stalled: Callable[[], bool] | None = None  # says whether no rows are to be taken for now
+        self._version = self._shared(source)
+        self._coming: Version | None = None
+        self._drivers = [Driver(self, place, batch_size) for place in found]
         self._clock = threading.Thread(target=self._watch, name="modelfleet-deadlines", daemon=True)
         self._clock.start()
         for driver in self._drivers:
             driver.start()
         _open.add(self)
 
-    def submit(self, user: Hashable, x: Any, *, deadline: float | None = None) -> Future:
+    def submit(
+        self,
+        user: Hashable,
+        x: Any,
+        *,
+        deadline: float | None = None,
+        priority: int = 0,
+        block: bool = False,
+        timeout: float | None = None,
+    ) -> Future:
         """Ask for the answers to rows of a user's: a tree of arrays `(row, …)`. Gives a future at once.
 
         deadline: seconds from now after which the answer is of no use.
+        priority: rows of higher priority are taken first; among those of one priority, users take turns.
+        block: wait for room if the queue is full, at most `timeout` seconds (None: any time), instead of raising
+            `QueueFullError` at once. That blocks the calling thread, an event loop too.
         """
         if deadline is not None and not isinstance(deadline, Real):
             raise InputError(f"deadline={deadline!r} of user {user!r}. Give seconds from now, or None.")
+        if timeout is not None and not (block and isinstance(timeout, Real) and timeout >= 0):
+            raise InputError(
+                f"timeout={timeout!r} with block={block!r} of user {user!r}. Give the seconds that a submit with "
+                f"block=True waits for room, or None."
+            )
         data, rows = rows_of(x, user)
         # Copied: the caller may fill the same arrays with other rows before these are answered.
-        return self._submit(user, map_tree(np.array, data), rows, deadline)
+        data = map_tree(np.array, data)
+        return self._submit(user, data, rows, deadline, priority, (timeout, block))
 
-    def _submit(self, user: Hashable, data: Any, rows: int, deadline: float | None = None) -> Future:
-        """As `submit`, of rows that nobody will change."""
+    def _submit(
+        self,
+        user: Hashable,
+        data: Any,
+        rows: int,
+        deadline: float | None = None,
+        priority: int = 0,
+        room: tuple[float | None, bool] = (None, False),
+    ) -> Future:
+        """As `submit`, of rows that nobody will change. `room`: how long to wait for it, and whether to."""
         future = Future()
         with self._lock:
+            now = time.monotonic()
+            if room[1] and rows:
+                self._gap.wait_for(
+                    lambda: self._closing or self.failure is not None or not self._queue.full, room[0]
+                )
             if self._closing:
                 raise ClosedError(
                     f"user {user!r} came after the replicas were closed. Submit within the `with` block, or make "
                     f"new Replicas."
                 )
-            now = time.monotonic()
             due = None if deadline is None else now + float(deadline)
-            request = self._queue.submit(user, data, rows, now, due)
+            request = self._queue.submit(user, data, rows, now, due, priority)
             if request.status == "open":
                 self._futures[request] = future
                 self._news.notify_all()
@@ -148,8 +180,77 @@ class Replicas:
                     self._alarm.notify()
         if request.status != "open":
             future.set_result(np.empty(0))  # of no rows: nobody can know their shape
-        future.add_done_callback(lambda done: self._cancelled(request) if done.cancelled() else None)
+        # Of neither the rows nor the replicas anything is kept by a future that somebody keeps.
+        future.add_done_callback(_Cancelling(weakref.ref(self), weakref.ref(request)))
         return future
+
+    def update(self, model: Any) -> None:
+        """Give every replica a new model of the same framework: new weights, or another network.
+
+        Returns when every replica that is up answers with it; rows that are submitted then are answered by the
+        new model, and no batch by both. Until then the old one goes on, so both have to fit into the memory. If
+        the new one can't be taken (another framework, or it can't be sent or loaded), the old one stays.
+        """
+        with self._updating:
+            version = self._shared(self._fitting(Source.of(model).at(self._places)))
+            try:
+                self._loaded(version)
+            except BaseException:
+                with self._lock:
+                    self._coming = None
+                    self._news.notify_all()
+                version.shared.close()
+                raise
+            with self._lock:
+                old, self._version, self._coming = self._version, version, None
+                self._news.notify_all()
+                self._news.wait_for(
+                    lambda: self._closing or all(d.version is version for d in self._drivers if d.live)
+                )
+            old.shared.close()
+
+    def _fitting(self, source: Source) -> Source:
+        """A new model, if it is of the framework that the replicas have; of a factory its worker will tell."""
+        name, other = self._framework.NAME, source.framework.NAME
+        if None not in (name, other) and name != other:
+            raise InputError(
+                f"the new model is of {other}, and the replicas are of {name}. Give a model of {name}, or make new "
+                f"Replicas. The old model stays."
+            )
+        source.check(self._precision, self._places)
+        return source
+
+    def _loaded(self, version: Version) -> None:
+        """Wait until every replica that is up, and at least one, has a version beside the one that it uses."""
+
+        def settled() -> bool:
+            if self._closing or self.failure is not None or version.refused is not None:
+                return True
+            live = [driver for driver in self._drivers if driver.live]
+            return bool(live) and all(driver.spare is version for driver in live)
+
+        with self._lock:
+            self._coming = version
+            self._news.notify_all()
+            self._news.wait_for(settled)
+            if self._closing:
+                raise ClosedError(
+                    "the replicas were closed before they had the new model. Make new Replicas with it."
+                )
+            if self.failure is not None:
+                raise self.failure
+            if version.refused is not None:
+                raise FleetError(
+                    f"the new model could not be loaded, and the old one stays: {type(version.refused).__name__}: "
+                    f"{version.refused}"
+                ) from version.refused
+
+    def _shared(self, source: Source) -> Version:
+        """A model, sent to where the replicas find it."""
+        name, settings = source.framework.NAME, frameworks.settings(source.framework.NAME)
+        shared = source.share(self._places[0])
+        options = self._precision, self._batch_size, settings, not self._mixed
+        return Version({p.name: Order(name, shared, p.device, *options) for p in self._places}, shared)
 
     @property
     def waiting_rows(self) -> int:
@@ -161,22 +262,58 @@ class Replicas:
         with self._lock:
             return self._tally.stats(self._queue.counts, self._broken)
 
+    def check(self, timeout: float = 10.0) -> dict[str, Health]:
+        """How each replica is: "ready", "busy", "starting", "silent" or "given up", with the reason; by replica.
+
+        timeout: seconds to wait for a sign of life of those that have been silent for a while.
+
+            if not any(replicas.check().values()):  # a `Health` is true if its replica takes rows
+                ...
+        """
+        end = time.monotonic() + float(timeout)
+        while True:
+            with self._lock:
+                if self._closing:
+                    raise ClosedError("the replicas were closed. Make new ones.")
+                found = {
+                    driver.name: health(driver.state, driver.silent, self._broken.get(driver.name))
+                    for driver in self._drivers
+                }
+            if time.monotonic() >= end or all(one.state != "silent" for one in found.values()):
+                return found
+            time.sleep(LOOK)
+
     def close(self, wait: bool = True) -> None:
-        """Take no more requests, and end when those at hand are answered; without `wait`, cancel them."""
+        """Take no more requests, and end when those at hand are answered; without `wait`, cancel them.
+
+        Without `wait` it takes about a second, whatever the replicas are at.
+        """
         with self._lock:
             self._closing = True
-            left = [] if wait else list(self._futures.values())
-        for future in left:
-            future.cancel()
-        with self._lock:
+            self._queue.hurry()
+            self._gap.notify_all()
             self._news.notify_all()
-        for driver in self._drivers:
-            driver.join()
+        try:
+            if not wait:
+                self._cancel_all()
+            for driver in self._drivers:
+                driver.join()
+        except BaseException:  # Ctrl-C while it waits
+            self._cancel_all()
+            raise
         with self._lock:
             self._ended = True
             self._alarm.notify()
         self._clock.join()
-        self._shared.close()
+        self._version.shared.close()
+
+    def _cancel_all(self) -> None:
+        with self._lock:
+            left = list(self._futures.values())
+        for future in left:
+            future.cancel()
+        with self._lock:
+            self._news.notify_all()
 
     def __enter__(self) -> Self:
         return self
@@ -186,32 +323,33 @@ class Replicas:
 
     # --- between the drivers and the callers ---------------------------------------------------------------------
 
-    def _take(self, name: str, most: int | None, several: int) -> Batch | None:
-        """The next rows for a replica; waits for them. None: it is all over."""
-        batch = self._awaited(name, most, several)
-        if self._hungry is not None:
-            self._hungry()
+    def _taken(self, name: str, most: int | None, several: int) -> Batch | None:
+        """The next rows for a replica, if there are any for it now."""
+        if self._stalled is not None and self._stalled():
+            return None
+        batch = self._queue.take(name, time.monotonic(), most, several)
+        if batch is not None:
+            self._gap.notify_all()
         return batch
 
-    def _awaited(self, name: str, most: int | None, several: int) -> Batch | None:
+    def _wake(self) -> None:
+        """Have replicas look again whether they may take rows."""
         with self._lock:
-            self._free += 1
-            try:
-                while (batch := self._queue.take(name, time.monotonic(), most, several)) is None:
-                    if self._over():
-                        return None
-                    self._news.wait()
-                return batch
-            finally:
-                self._free -= 1
+            self._news.notify_all()
 
     def _take_ahead(self, name: str, most: int | None, several: int) -> Batch | None:
         """Rows for a replica that is still busy; none if another one is free to take them now."""
         with self._lock:
-            batch = None if self._free else self._queue.take(name, time.monotonic(), most, several)
+            batch = None if self._free else self._taken(name, most, several)
         if self._hungry is not None:
             self._hungry()
         return batch
+
+    def _rows(self, batch: Batch) -> tuple[Batch, list[Any]] | None:
+        """A batch without rows that nobody waits for, and the data of its slices; None if nothing is left."""
+        with self._lock:
+            rest = self._queue.trimmed(batch)
+            return None if rest is None else (rest, [piece.request.data for piece in rest.slices])
 
     def _over(self) -> bool:
         """Whether nothing is left to do, and nothing will come."""
@@ -232,18 +370,12 @@ class Replicas:
             if future is None:
                 continue
             with suppress(futures.InvalidStateError):  # it was cancelled at this moment
-                if request.error is not None:
-                    future.set_exception(request.error)
-                    continue
-                try:
-                    answer = request.joined()
-                except Exception as error:  # memory, say: whoever waits is told, whatever it is
-                    future.set_exception(error)
-                else:
-                    future.set_result(answer)
+                _set(future, request)
+            request.forget()
         if ended:
             with self._lock:
                 self._news.notify_all()
+                self._gap.notify_all()
             if self._hungry is not None:
                 self._hungry()
 
@@ -252,7 +384,9 @@ class Replicas:
             if self._queue.cancel(request):
                 self._tally.ended(request)
             self._futures.pop(request, None)
+            request.forget()
             self._news.notify_all()
+            self._gap.notify_all()
 
     def _watch(self) -> None:
         """Fail requests when their deadline comes, also while every replica is busy."""
@@ -282,10 +416,36 @@ class Replicas:
                 failure.__cause__ = error
                 ended = self._queue.given_up(name, failure)
             self._news.notify_all()
+            self._gap.notify_all()
         self._tell(ended)
 
 
-_open: WeakSet[Replicas] = WeakSet()
+def _set(future: Future, request: Request) -> None:
+    """Give a future the outcome of its request."""
+    if request.error is not None:
+        future.set_exception(request.error)
+        return
+    try:
+        answer = request.joined()
+    except Exception as error:  # memory, say: whoever waits is told, whatever it is
+        future.set_exception(error)
+    else:
+        future.set_result(answer)
+
+
+class _Cancelling:
+    """Told when a future is done: a request that was cancelled is not computed."""
+
+    def __init__(self, replicas: "weakref.ref[Replicas]", request: "weakref.ref[Request]") -> None:
+        self._replicas, self._request = replicas, request
+
+    def __call__(self, future: futures.Future[Any]) -> None:
+        replicas, request = self._replicas(), self._request()
+        if future.cancelled() and replicas is not None and request is not None:
+            replicas._cancelled(request)
+
+
+_open: "weakref.WeakSet[Replicas]" = weakref.WeakSet()
 
 
 @atexit.register
@@ -295,164 +455,6 @@ def _close_all() -> None:
         replicas.close(wait=False)
 
 
-class _Driver(threading.Thread):
-    """Feeds one replica, and starts it anew when it is lost."""
-
-    def __init__(self, pool: Replicas, place: Place, order: Order) -> None:
-        super().__init__(name=place.name, daemon=True)
-        self._pool, self._place, self._order = pool, place, order
-        self._most: int | None = None  # rows that its memory is known to be enough for
-        self._several = 1  # batches that it is given at once
-        self._begun = False  # whether it ever had the model on its device
-        self._in_vain = 0  # starts since it last had
-
-    def run(self) -> None:
-        """Until it is all over."""
-        pool = self._pool
-        while not self._over():
-            worker: Worker | None = None
-            try:
-                worker = self._place.hire()
-                if not self._begin(worker):
-                    worker.close()
-                    return
-                self._begun, self._in_vain = True, 0
-                with pool._lock:
-                    pool._queue.back(self.name)
-                    pool._news.notify_all()
-                self._serve(worker)
-                worker.answer(None)
-                worker.receive()
-                self._place.release(worker)
-                return
-            except Exception as error:  # it died, or whatever a model's set-up raises
-                if worker is not None:
-                    worker.close()
-                with pool._lock:
-                    pool._queue.lost(self.name)
-                    pool._tally.lost(self.name)
-                    pool._news.notify_all()
-                self._in_vain += 1
-                if self._hopeless(error):
-                    pool._give_up(self.name, error)
-                    return
-                self._pause()
-
-    def _hopeless(self, error: Exception) -> bool:
-        """Whether to start it once more would be of no use."""
-        if self._begun:  # what is wrong now (memory that another program has taken, say) may pass
-            return self._in_vain >= MORE_STARTS
-        return self._in_vain >= STARTS or not isinstance(error, WorkerDiedError)
-
-    def _pause(self) -> None:
-        """Wait before yet another start, the longer the more were in vain; not when all is over."""
-        if self._in_vain < 2:
-            return
-        with self._pool._lock:
-            self._pool._news.wait_for(self._pool._over, FIRST_PAUSE * 2 ** (self._in_vain - 2))
-
-    def _over(self) -> bool:
-        with self._pool._lock:
-            return self._pool._over()
-
-    def _begin(self, worker: Worker) -> bool:
-        """Have the model on the device; False if it is all over before that."""
-        worker.start(serve, self._order, "the model")
-        while not worker.poll(LOOK):  # on a cluster it may take until there is room
-            if self._over():
-                return False
-        worker.receive()
-        return True
-
-    def _serve(self, worker: Worker) -> None:
-        """Batch after batch, until it is all over or the worker is lost.
-
-        The worker is given the next batch while it computes one, so that it never waits for this thread.
-        """
-        pool = self._pool
-        ready: deque[Batch] = deque()
-        asked: deque[Batch] = deque()
-        try:
-            while True:
-                if not asked and not ready:
-                    batch = pool._take(self.name, self._most, self._several)
-                    if batch is None:
-                        return
-                    ready.extend(self._of_one_form(batch))
-                while len(asked) <= worker.ahead:
-                    if asked and not ready:
-                        batch = pool._take_ahead(self.name, self._most, self._several)
-                        ready.extend([] if batch is None else self._of_one_form(batch))
-                    if not ready:
-                        break
-                    self._ask(worker, ready, asked)
-                if asked:
-                    reply = self._reply(worker)
-                    self._heed(asked.popleft(), reply)
-        except Exception as error:  # it died, or can't go on for whatever reason: no batch may be lost by that
-            reason = str(error) if isinstance(error, WorkerDiedError) else f"{type(error).__name__}: {error}"
-            for number, batch in enumerate([*asked, *ready]):
-                if number == 0:  # what it was at
-                    pool._report(partial(pool._queue.died, batch, reason))
-                else:
-                    pool._report(partial(pool._queue.returned, batch))
-            if isinstance(error, WorkerDiedError):
-                raise
-            raise WorkerDiedError(reason) from error
-
-    def _ask(self, worker: Worker, ready: deque[Batch], asked: deque[Batch]) -> None:
-        """Send the next batch. What can't be sent fails, and the worker is none the worse for it."""
-        batch = ready[0]
-        try:
-            worker.answer(joined([taken(piece) for piece in batch.slices]))
-        except CannotSendError as error:
-            ready.popleft()
-            self._pool._report(partial(self._pool._queue.failed, batch, error))
-        else:
-            asked.append(ready.popleft())
-
-    def _of_one_form(self, batch: Batch) -> list[Batch]:
-        """A batch; or several, where the rows are of several forms and can't be one array."""
-        groups = by_form(batch)
-        if len(groups) == 1:
-            return [batch]
-        with self._pool._lock:
-            return self._pool._queue.parted(batch, groups)
-
-    def _reply(self, worker: Worker) -> Reply:
-        asked = time.monotonic()
-        while not worker.poll(LOOK):
-            if self._over():
-                raise WorkerDiedError("nobody waits for its answer any more")
-            if time.monotonic() - asked > self._pool._timeout:
-                raise WorkerDiedError(f"it had not answered after {self._pool._timeout:g} s")
-        _, reply = worker.receive()
-        return reply
-
-    def _heed(self, batch: Batch, reply: Reply) -> None:
-        pool, queue = self._pool, self._pool._queue
-        outputs, error = [], reply.error
-        if error is None:
-            try:
-                outputs = parted(reply.outputs, batch)
-            except Exception as trouble:  # memory, say
-                error = trouble
-        if error is None:
-            self._pace(reply.seconds / batch.rows * self._order.batch_size)
-
-            def answered() -> list[Request]:
-                queue.noted(self.name, batch.rows, reply.seconds)
-                pool._tally.answered(self.name, batch.rows, reply.seconds)
-                return queue.answered(batch, outputs, time.monotonic())
-
-            pool._report(answered)
-        elif reply.memory and batch.rows > 1:
-            self._most = max(1, batch.rows // 2)
-            pool._report(partial(queue.returned, batch))
-        else:
-            pool._report(partial(queue.failed, batch, error))
-
-    def _pace(self, seconds: float) -> None:
-        """Note what a batch has taken: of short ones, several are given at once, as each costs time here, too."""
-        fitting = min(MOST_AT_ONCE, int(self._pool._span / max(seconds, 1e-6)))
-        self._several = max(1, min(fitting, 2 * self._several))
+def _check_seconds(what: str, value: object, which: str) -> None:
+    if not isinstance(value, Real) or not float(value) > 0:
+        raise InputError(f"{what}={value!r}. Give the seconds that {which}, more than 0.")

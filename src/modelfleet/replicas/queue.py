@@ -4,22 +4,23 @@ No threads, clocks or frameworks: the time is passed in as `now`, outputs are tr
 holds the queue has one lock around every call.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 from modelfleet.errors import ClosedError, DeadlineError, FleetError, InputError, QueueFullError, unknown
 from modelfleet.replicas.lines import Deadlines, Line
 from modelfleet.replicas.rates import Rates
-from modelfleet.replicas.requests import Batch, Request, Slice, Status, cut, still_open
+from modelfleet.replicas.requests import Batch, Request, Slice, Status, between, cut, still_open
 from modelfleet.words import count
 
 BALANCES = ("least-busy", "sticky")
 ISOLATIONS = ("rows", "batch", "device")
 DEATHS = 3  # that a single row is given before it fails
-HOPELESS = 32  # rows of a request that fail before any is answered: then the others, too, would
+USERS = 10_000  # without open requests, whose replica is remembered: those seen last
 WAIT = 1.0  # seconds to suggest while no replica's rate is known
 SHORTEST_WAIT = 0.01
 
@@ -47,15 +48,25 @@ class Queue:
     """Deals the rows of many users out to replicas, fairly, and keeps the books.
 
     `replicas` are their names. A batch has at most `batch_size` rows; at most `max_queue` requests wait (None:
-    any number). `balance` and `isolation` are those of `modelfleet.Replicas`. `counts` is always exact.
+    any number). `balance`, `isolation` and `batch_wait` are those of `modelfleet.Replicas`. `counts` is exact.
 
-    A free replica is given what `take` says. Each batch is then reported exactly once: `answered`, `failed` (the
-    model raised), `died` (the replica did) or `returned` (it was not run). The reports give the requests that
-    ended by them.
+    A free replica is given what `take` says. Each batch is then reported exactly once: `answered`, `sorted_out`
+    (some rows were answered, some were not), `failed` (none can be), `died` (the replica did) or `returned` (it
+    was not run). The reports give the requests that ended by them.
+
+    Unless rows may share a batch (isolation "rows"), a batch is a request, or a part of one cut at multiples of
+    `batch_size`; it is never cut, joined or changed after that.
     """
 
     def __init__(
-        self, replicas: Sequence[str], *, batch_size: int, max_queue: int | None, balance: str, isolation: str
+        self,
+        replicas: Sequence[str],
+        *,
+        batch_size: int,
+        max_queue: int | None,
+        balance: str,
+        isolation: str,
+        batch_wait: float = 0.0,
     ) -> None:
         if not replicas or len(set(replicas)) != len(replicas):
             raise InputError(f"replicas are named {list(replicas)!r}. Give at least one name, and none twice.")
@@ -66,6 +77,8 @@ class Queue:
             raise unknown("balance", balance, BALANCES)
         if isolation not in ISOLATIONS:
             raise unknown("isolation", isolation, ISOLATIONS)
+        if not isinstance(batch_wait, Real) or not 0 <= float(batch_wait) < float("inf"):
+            raise InputError(f"batch_wait={batch_wait!r}. Give the seconds that a batch may take to fill, or 0.")
         self.counts = Counts()
         self._batch_size = batch_size
         self._max_queue = max_queue
@@ -82,17 +95,28 @@ class Queue:
         self._homely = self._pinned or balance == "sticky"
         self._lines: dict[str | None, Line] = {name: Line() for name in (replicas if self._homely else [None])}
         self._homes: dict[Hashable, str] = {}
+        self._busy: Counter[Hashable] = Counter()  # open requests of users with a home
+        self._idle: OrderedDict[Hashable, None] = OrderedDict()  # users with a home and no open requests
+        self._batch_wait = float(batch_wait) if self._mixed else 0.0  # a request alone can't get fuller
         self._guests: dict[str, dict[Hashable, None]] = {name: {} for name in replicas}
 
-    def submit(self, user: Hashable, data: Any, rows: int, now: float, deadline: float | None = None) -> Request:
+    def submit(
+        self,
+        user: Hashable,
+        data: Any,
+        rows: int,
+        now: float,
+        deadline: float | None = None,
+        priority: int = 0,
+    ) -> Request:
         """Put a request in the queue; one without rows is answered at once. `deadline` is a time like `now`."""
         if self._closed is not None:
             raise ClosedError(f"a request of user {user!r} came after the end: {self._closed}") from self._closed
-        _check_request(user, rows, deadline)
+        _check_request(user, rows, deadline, priority)
         gone = self._given_up.get(self._homes.get(user, ""))
         if gone is not None:
             raise ClosedError(f"user {user!r} is pinned to a replica that is gone: {gone}") from gone
-        if rows and self._max_queue is not None and self.counts.waiting >= self._max_queue:
+        if rows and self.full:
             wait = self.wait()
             raise QueueFullError(
                 f"the request of user {user!r} finds the queue full: {self.counts.waiting:,} requests wait, "
@@ -100,21 +124,30 @@ class Queue:
                 f"or give a larger max_queue.",
                 wait,
             )
-        request = Request(user, data, rows, now, deadline)
+        request = Request(user, data, rows, now, deadline, int(priority))
         self.counts.submitted += 1
         self._open[request] = None
         self._deadlines.add(request)
         if rows:
             self._shift(request, waiting=rows)
             self._line(user).join(request)
+            if self._homely:
+                self._busy[user] += 1
+                self._idle.pop(user, None)
         else:
             self._end(request, "answered")
         return request
 
+    @property
+    def full(self) -> bool:
+        """Whether as many requests wait as may wait."""
+        return self._max_queue is not None and self.counts.waiting >= self._max_queue
+
     def take(self, replica: str, now: float, most: int | None = None, several: int = 1) -> Batch | None:
         """The next rows for a free replica, at most `most`; None if there are none for it, or while it is lost.
 
-        `several` times the size of a batch may be taken at once, where so many rows wait.
+        `several` times the size of a batch may be taken at once, where so many rows wait. A batch that is not full
+        is taken when its oldest row has waited for `batch_wait`: ask again at the time that `due` tells.
 
         Deadlines are not looked at: call `expire` before.
         """
@@ -123,9 +156,14 @@ class Queue:
         if replica not in self._live:
             return None
         line = self._lines[replica if self._homely else None]
-        batch_size = min(self._batch_size, most or self._batch_size)
-        most = min(self._batch_size * several, most or self._batch_size * several)
-        batch = line.take(batch_size, min(most, self._share(replica)), self._mixed)
+        if self._mixed:
+            size = min(self._batch_size, most or self._batch_size)
+            most = min(self._batch_size * several, most or self._batch_size * several, self._share(replica))
+        else:
+            size = most = self._batch_size
+        due = self.due(replica)
+        new = due is None or now >= due or self.full or line.fills(size)
+        batch = line.take(size, most, mixed=self._mixed, new=new)
         if batch is None:
             return None
         batch.replica = replica
@@ -136,41 +174,70 @@ class Queue:
                 piece.request.begun = now
         return batch
 
+    def due(self, replica: str) -> float | None:
+        """When a part-filled batch for a replica is taken; None if nothing has to wait for its batch to fill."""
+        line = self._lines[replica if self._homely else None]
+        oldest = next(iter(line.since), None) if self._batch_wait else None
+        return None if oldest is None else oldest.submitted + self._batch_wait
+
+    def hurry(self) -> None:
+        """Wait for no batch to fill any more: no more rows will come."""
+        self._batch_wait = 0.0
+
     def answered(self, batch: Batch, outputs: Sequence[Any], now: float) -> list[Request]:
         """Keep the outputs of a batch: a tree per slice, with as many rows (which is not looked at here)."""
-        assert len(outputs) == len(batch.slices), (len(outputs), len(batch.slices))
-        slices = self._reported(batch)
-        by_slice = dict(zip(batch.slices, outputs, strict=True))
-        for piece in slices:
-            piece.request.pieces[piece.start, piece.stop] = by_slice[piece]
-            piece.request.latest = now
-            self._shift(piece.request, running=-piece.rows)
-        return self._ended(slices)
+        return self.sorted_out(batch, list(zip(batch.slices, outputs, strict=True)), {}, (), now)
+
+    def sorted_out(
+        self,
+        batch: Batch,
+        answers: Sequence[tuple[Slice, Any]],
+        errors: Mapping[int, Exception],
+        left: Sequence[tuple[int, int]],
+        now: float,
+        *,
+        first: bool = False,
+    ) -> list[Request]:
+        """Keep what became of each row of a batch.
+
+        answers: outputs by the rows that they are for. errors: by the row's position in the batch. left: positions
+        (start, stop) of rows to be tried again, each span in a batch of its own; `first`, before all else.
+        """
+        self._reported(batch)
+        for piece, output in answers:
+            if piece.request.status == "open":
+                piece.request.pieces[piece.start, piece.stop] = output
+                piece.request.latest = now
+                self._shift(piece.request, running=-piece.rows)
+        bad = self._blame(batch, errors)
+        for start, stop in reversed(left) if first else left:
+            self._again(still_open(between(batch.slices, start, stop)), batch.strikes, first)
+        users = dict.fromkeys(piece.request.user for piece in batch.slices)
+        if self._mixed and bad:
+            for user in bad:
+                self._line(user).suspect(user)
+        elif len(users) == 1 and not left:
+            user = next(iter(users))
+            if not self._homely or user in self._homes:  # it may have been forgotten
+                self._line(user).cleared(user)
+        return self._ended(still_open(batch.slices))
 
     def failed(self, batch: Batch, error: Exception) -> list[Request]:
-        """The model raised `error` on a batch: look for the guilty rows in its halves; a single row is guilty."""
-        slices = self._reported(batch)
-        if batch.rows == 1:
-            return self._guilty(slices, error)
-        self._halve(slices, batch.strikes)
-        return []
+        """No row of a batch can be answered, for the same reason."""
+        return self.sorted_out(batch, (), dict.fromkeys(range(batch.rows), error), (), 0.0)
 
     def died(self, batch: Batch, reason: str) -> list[Request]:
         """A replica died or hung with a batch: try it once more as it was, then look for the guilty rows.
 
         Bisecting begins with the second death, and from then on every death bisects. A single row fails when it is
         charged with three. For the halves the deaths before count as one, so a row that was merely in bad company
-        needs two more of its own.
+        needs two more of its own. A batch that must not be cut is tried as it is, and fails with the third death.
         """
         slices = self._reported(batch)
         strikes = batch.strikes + 1
-        if batch.rows == 1 and strikes >= DEATHS:
-            where = "".join(f"row {piece.start} of user {piece.request.user!r}" for piece in slices)
-            message = (
-                f"replicas died again and again on {where}, the last one so: {reason}. It is not tried again."
-            )
-            return self._guilty(slices, FleetError(message))
-        if strikes == 1 or batch.rows == 1:
+        if strikes >= DEATHS and (batch.rows == 1 or not self._mixed):
+            return self._given_up_on(slices, reason)
+        if strikes == 1 or batch.rows == 1 or not self._mixed:
             self._again(slices, strikes)
         else:
             self._halve(slices, strikes=1)
@@ -188,6 +255,17 @@ class Queue:
         parts = [Batch(group, batch.strikes, batch.replica) for group in groups]
         self._running.update(parts)
         return parts
+
+    def trimmed(self, batch: Batch) -> Batch | None:
+        """A batch that was taken, without the rows that nobody waits for any more; None if none are left."""
+        if all(piece.request.status == "open" for piece in batch.slices):
+            return batch
+        slices = self._reported(batch)
+        if not slices:
+            return None
+        rest = Batch(slices, batch.strikes, batch.replica)
+        self._running.add(rest)
+        return rest
 
     def cancel(self, request: Request) -> bool:
         """Nobody waits for a request any more. False if it had ended before."""
@@ -296,23 +374,36 @@ class Queue:
         else:
             line.again(unit)
 
-    def _guilty(self, slices: tuple[Slice, ...], error: Exception) -> list[Request]:
+    def _given_up_on(self, slices: tuple[Slice, ...], reason: str) -> list[Request]:
         for piece in slices:
-            piece.request.errors[piece.start] = error
-            self._shift(piece.request, running=-1)
+            what = f"row {piece.start}" if piece.rows == 1 else f"rows {piece.start} to {piece.stop - 1}"
+            message = (
+                f"replicas died again and again on {what} of user {piece.request.user!r}, the last one so: "
+                f"{reason}. It is not tried again."
+            )
+            for row in range(piece.start, piece.stop):
+                piece.request.fail(row, FleetError(message))
+            self._shift(piece.request, running=-piece.rows)
         return self._ended(slices)
 
-    @staticmethod
-    def _hopeless(request: Request) -> bool:
-        # Data of the wrong shape, say: to try a million rows one by one would take time from the others.
-        return not request.pieces and len(request.errors) >= HOPELESS
+    def _blame(self, batch: Batch, errors: Mapping[int, Exception]) -> dict[Hashable, None]:
+        """Note the errors of a batch's rows, by position; gives the users whose rows they are."""
+        users: dict[Hashable, None] = {}
+        position = 0
+        for piece in batch.slices if errors else ():
+            rows = [row for row in range(piece.rows) if position + row in errors]
+            if rows and piece.request.status == "open":
+                for row in rows:
+                    piece.request.fail(piece.start + row, errors[position + row])
+                self._shift(piece.request, running=-len(rows))
+                users[piece.request.user] = None
+            position += piece.rows
+        return users
 
     def _ended(self, slices: Iterable[Slice]) -> list[Request]:
         """End the requests of which every row has its outcome now."""
         touched = dict.fromkeys(piece.request for piece in slices)
-        ended = [
-            request for request in touched if not (request.waiting or request.running) or self._hopeless(request)
-        ]
+        ended = [request for request in touched if not (request.waiting or request.running)]
         for request in ended:
             if request.errors:
                 self._end(request, "failed", request.failure())
@@ -330,6 +421,8 @@ class Queue:
         setattr(self.counts, status, getattr(self.counts, status) + 1)
         del self._open[request]
         self._deadlines.closed(request)
+        if self._homely and request.rows:
+            self._leave(request.user)
 
     # Replicas and their users.
 
@@ -357,6 +450,17 @@ class Queue:
         self._homes[user] = home
         self._guests[home][user] = None
 
+    def _leave(self, user: Hashable) -> None:
+        """A request of a user with a home has ended. Of users without any, those seen last are remembered."""
+        self._busy[user] -= 1
+        if self._busy[user]:
+            return
+        del self._busy[user]
+        self._idle[user] = None
+        while len(self._idle) > USERS:
+            forgotten, _ = self._idle.popitem(last=False)
+            del self._guests[self._homes.pop(forgotten)][forgotten]
+
     def _resettle(self) -> None:
         """Move the sticky users of lost replicas, with all that waits for them, to live ones, if there are any."""
         if not self._homely or self._pinned or not self._live:
@@ -368,9 +472,8 @@ class Queue:
             users, self._guests[name] = self._guests[name], {}
             for user in users:
                 self._house(user)
-            for requests in (*old.ring.values(), *old.parked.values()):
-                for request in requests:
-                    self._line(request.user).join(request)
+            for request in old.since:
+                self._line(request.user).join(request)
             for unit in old.returned:
                 self._line(unit.slices[0].request.user).returned.append(unit)
             for unit in chain(old.shared, *old.trials.values()):
@@ -382,7 +485,7 @@ def _check_positive(what: str, value: object) -> None:
         raise InputError(f"{what}={value!r}. Give a whole number, at least 1.")
 
 
-def _check_request(user: object, rows: int, deadline: float | None) -> None:
+def _check_request(user: object, rows: int, deadline: float | None, priority: object) -> None:
     assert rows >= 0, rows
     try:
         hash(user)
@@ -391,5 +494,7 @@ def _check_request(user: object, rows: int, deadline: float | None) -> None:
             f"a user is named by a {type(user).__name__}, {user!r}, which can't be a key of a dict. "
             f"Name users by strings, numbers or tuples of them."
         ) from error
+    if not isinstance(priority, Integral):
+        raise InputError(f"priority={priority!r} of user {user!r}. Give a whole number; higher ones come first.")
     if deadline is not None and deadline != deadline:
         raise InputError(f"the deadline of user {user!r} is {deadline}. Give seconds, or None for no deadline.")

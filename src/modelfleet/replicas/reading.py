@@ -1,18 +1,18 @@
 """Users' data that come batch by batch: read a little ahead of the replicas, by a few threads."""
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from modelfleet.errors import FleetError, RowsError
 from modelfleet.feeds.reading import opened, steps_of
 from modelfleet.replicas.pool import Replicas
-from modelfleet.replicas.queue import HOPELESS
 from modelfleet.replicas.requests import Request
 from modelfleet.replicas.rows import batch_rows
 from modelfleet.trees import map_tree
@@ -22,16 +22,26 @@ from modelfleet.words import count
 # read to its end before another takes its place, so that few users' answers are in memory.
 READERS = 8
 HELD = 2 * READERS  # users whose streams were begun, and whose answers were not handed out
-PATIENCE = 0.5  # seconds that leaving waits for a loader that is at its next batch
+PARTIAL = 64  # streams read at once where each batch is handed out: they may be endless
+PATIENCE = 0.5  # seconds that leaving waits for loaders that are at their next batch
 _END = object()
 
 
+class Told(Protocol):
+    """Takes answers: the user, the answer or an error, for how many rows, and whether it is the user's last."""
+
+    def __call__(self, user: Hashable, answer: Any, rows: int, last: bool) -> None:
+        """Note an answer."""
+        ...
+
+
 class Reading:
-    """Reads streams and submits their batches; `told((user, answer))` has each user's outcome, once.
+    """Reads streams and submits their batches; `told` has each user's outcome, once.
 
     `room` rows, read and not answered, are divided evenly between the streams that are read; beyond its part a
     stream has at most one batch, whose size it decides itself. `inputs` says which part of a batch the model is
-    called with.
+    called with. `partial`: `told` has the outcome of each batch, in their order, and None for the user's last.
+    There the rows are read that were not handed out.
     """
 
     def __init__(
@@ -41,21 +51,25 @@ class Reading:
         *,
         room: int,
         inputs: Callable[[Any], Any],
-        told: Callable[[tuple[Hashable, Any]], None],
+        told: Told,
+        partial: bool = False,
     ) -> None:
         self._replicas = replicas
         self._room = room
         self._inputs = inputs
         self._told = told
+        self._partial = partial
         self._changed = threading.Condition()
-        self._open = dict.fromkeys(_Stream(user, loader) for user, loader in loaders.items())
+        self._streams = {user: _Stream(user, loader) for user, loader in loaders.items()}
+        self._open = dict.fromkeys(self._streams.values())
         self._unread = deque(self._open)
         self._rows = self._batches = 0  # read so far
         self._held = 0
         self._closed = False
+        self._readers, self._most = (PARTIAL, PARTIAL) if partial else (READERS, HELD)
         self._threads = [
             threading.Thread(target=self._work, name="modelfleet-reader", daemon=True)
-            for _ in range(min(READERS, len(loaders)))
+            for _ in range(min(self._readers, len(loaders)))
         ]
         for thread in self._threads:
             thread.start()
@@ -69,10 +83,12 @@ class Reading:
                 return None
             return self._rows + (round(sum(known) * self._rows / self._batches) if known else 0)
 
-    def handed_out(self) -> None:
-        """A user's outcome has left for the caller: there is room for another's."""
+    def handed_out(self, user: Hashable, rows: int, last: bool) -> None:
+        """Answers for so many rows of a user's have left for the caller: there is room for others."""
         with self._changed:
-            self._held -= 1
+            if self._partial:
+                self._streams[user].ahead -= rows
+            self._held -= last
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -80,13 +96,14 @@ class Reading:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        end = time.monotonic() + PATIENCE
         for thread in self._threads:
-            thread.join(PATIENCE)
+            thread.join(max(0.0, end - time.monotonic()))
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or not self._unread or self._held < HELD)
+                self._changed.wait_for(lambda: self._closed or not self._unread or self._held < self._most)
                 if self._closed or not self._unread:
                     return
                 stream = self._unread.popleft()
@@ -110,7 +127,6 @@ class Reading:
                 data, rows = batch_rows(batch, self._inputs, stream.user)
                 if rows:
                     self._submit(stream, data, rows)
-            stream.cut_short = True
         finally:
             if isinstance(batches, Generator):
                 batches.close()
@@ -122,11 +138,11 @@ class Reading:
             self._changed.wait_for(
                 lambda: (
                     self._closed
-                    or stream.vain
-                    or stream.unanswered < max(1, self._room // min(READERS, len(self._open)))
+                    or stream.error is not None
+                    or stream.ahead < max(1, self._room // min(self._readers, len(self._open)))
                 )
             )
-            return not (self._closed or stream.vain)
+            return not (self._closed or stream.error is not None)
 
     def _submit(self, stream: "_Stream", data: Any, rows: int) -> None:
         try:
@@ -142,7 +158,11 @@ class Reading:
 
     def _answered(self, stream: "_Stream", start: int, rows: int, answer: Any) -> None:
         with self._changed:
-            stream.answered(start, rows, answer)
+            stream.answered(start, rows, answer, keep=not self._partial)
+            if not self._partial:
+                stream.ahead -= rows
+            for batch in stream.in_order() if self._partial else ():
+                self._told(stream.user, *batch, last=False)
             self._changed.notify_all()
         self._end(stream)
 
@@ -153,7 +173,13 @@ class Reading:
                 return
             del self._open[stream]
             self._changed.notify_all()
-        self._told((stream.user, stream.outcome()))
+        if not self._partial:
+            self._told(stream.user, stream.outcome(), stream.rows, last=True)
+            return
+        trouble = stream.trouble()
+        if trouble is not None:
+            self._told(stream.user, trouble, 0, last=False)
+        self._told(stream.user, None, 0, last=True)
 
 
 def outcome(future: Future[Any]) -> Any:
@@ -174,10 +200,10 @@ class _Stream:
         """Batches to be read, where it is known."""
         self.unanswered = 0
         """Rows that were submitted and have no outcome."""
+        self.ahead = 0
+        """Rows that were read before they were needed."""
         self.ended = False
         """No more will be submitted."""
-        self.cut_short = False
-        """It was not read to its end."""
         self.raised: BaseException | None = None
         """What its loader raised."""
         self.error: Exception | None = None
@@ -186,61 +212,97 @@ class _Stream:
             self.left = steps_of(loader)
         # All rows as if they had been submitted at once, so that errors and answers are those of arrays.
         self._whole = Request(user, None, 0, 0.0)
+        self._batches: dict[int, tuple[Any, int]] = {}  # answers and rows by first row, that were not told
+        self._told = 0  # rows
 
     @property
-    def vain(self) -> bool:
-        """Whether rows that are still to be read would fail like all others."""
-        return self.error is not None or (not self._whole.pieces and len(self._whole.errors) >= HOPELESS)
+    def rows(self) -> int:
+        """How many rows were submitted."""
+        return self._whole.rows
 
     def read(self, rows: int) -> int:
         """Note a batch of so many rows that was submitted; gives the number of its first row."""
         start = self._whole.rows
         self._whole.rows += rows
         self.unanswered += rows
+        self.ahead += rows
         if self.left is not None:
             self.left = max(0, self.left - 1)
         return start
 
-    def answered(self, start: int, rows: int, answer: Any) -> None:
-        """Note what became of a batch."""
-        whole = self._whole
+    def answered(self, start: int, rows: int, answer: Any, *, keep: bool) -> None:
+        """Note what became of a batch; `keep`: for the outcome of the whole, else for `in_order`."""
         self.unanswered -= rows
-        if isinstance(answer, RowsError):
-            whole.errors.update((start + row, error) for row, error in answer.rows.items())
-            for place, row in enumerate(answer.kept):
-                piece = map_tree(lambda leaf, place=place: leaf[place : place + 1], answer.answers)
-                whole.pieces[start + row, start + row + 1] = piece
-            whole.waiting += rows - len(answer.rows) - len(answer.kept)  # not tried
-        elif isinstance(answer, Exception):
+        if isinstance(answer, Exception) and not isinstance(answer, RowsError):
             self.error = answer
+        elif keep:
+            _note(self._whole, start, rows, answer)
+        elif isinstance(answer, RowsError):
+            batch = Request(self.user, None, rows, 0.0)
+            _note(batch, start, rows, answer)
+            self._batches[start] = batch.failure(), rows
         else:
-            whole.pieces[start, start + rows] = answer
+            self._batches[start] = answer, rows
+
+    def in_order(self) -> Iterator[tuple[Any, int]]:
+        """The answers of batches that were not told, up to the first that is missing, and their rows."""
+        while self._told in self._batches:
+            answer, rows = self._batches.pop(self._told)
+            self._told += rows
+            yield answer, rows
 
     def outcome(self) -> Any:
         """All answers as one, or the error in their place."""
-        whole = self._whole
-        if self.error is not None:
-            return self.error
         try:
-            if self.raised is not None:
-                after = f" after {count(whole.rows, 'row')}" if whole.rows else ""
-                message = (
-                    f"the data of user {self.user!r} raised {type(self.raised).__name__}{after}: {self.raised}. "
-                    f"Mend what reads them and map this user again; the answers so far are in .answers, and the "
-                    f"numbers of their rows in .kept."
-                )
-                return self._failure(message, whole.errors, self.raised)
-            if whole.errors:
-                failure = whole.failure()
-                if not isinstance(failure, RowsError) or not self.cut_short:
-                    return failure
-                return self._failure(f"{failure} Nothing more was read.", failure.rows, failure.__cause__)
-            answer = whole.joined()
+            trouble = self.trouble()
+            if trouble is not None:
+                return trouble
+            if self._whole.errors:
+                return self._whole.failure()
+            answer = self._whole.joined()
         except Exception as error:  # answers that can't be joined; whatever it is, the caller has to be told
             return error
         return np.empty(0) if answer is None else answer
 
-    def _failure(self, message: str, rows: Mapping[int, Exception], cause: BaseException | None) -> RowsError:
-        failure = RowsError(message, rows, self._whole.joined(), self._whole.kept)
-        failure.__cause__ = cause
+    def trouble(self) -> Exception | None:
+        """Why the stream was not read to its end, if it was not; with the answers that were kept."""
+        whole = self._whole
+        if self.error is not None or self.raised is None:
+            return self.error
+        after = f" after {count(whole.rows, 'row')}" if whole.rows else ""
+        failure = RowsError(
+            f"the data of user {self.user!r} raised {type(self.raised).__name__}{after}: {self.raised}. Fix what "
+            f"reads them and map this user again; the answers so far are in .answers, and the numbers of their "
+            f"rows in .kept.",
+            whole.errors,
+            whole.joined(),
+            whole.kept,
+        )
+        failure.__cause__ = self.raised
         return failure
+
+
+def _note(request: Request, start: int, rows: int, answer: Any) -> None:
+    """Note answers or errors of rows that begin with row `start`."""
+    if not isinstance(answer, RowsError):
+        request.pieces[start, start + rows] = answer
+        return
+    for row, error in answer.rows.items():
+        request.fail(start + row, error)
+    place = 0
+    for first, last in _runs(answer.kept):
+        stop = place + last - first
+        piece = map_tree(lambda leaf, a=place, b=stop: leaf[a:b], answer.answers)
+        request.pieces[start + first, start + last] = piece
+        place = stop
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending numbers as spans without gaps, (first, last + 1)."""
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and found[-1][1] == number:
+            found[-1] = found[-1][0], number + 1
+        else:
+            found.append((number, number + 1))
+    return found

@@ -10,6 +10,7 @@ from modelfleet.errors import FleetError, InputError, RowsError
 from modelfleet.trees import leaves, rebuild
 from modelfleet.words import count
 
+KNOWN = 1000  # different errors of a request that are compared with new ones
 Status = Literal["open", "answered", "failed", "cancelled"]
 
 
@@ -22,6 +23,7 @@ class Request:
     rows: int
     submitted: float
     deadline: float | None = None
+    priority: int = 0
     status: Status = "open"
     begun: float | None = None
     """When its first row was first taken."""
@@ -30,6 +32,7 @@ class Request:
     pieces: dict[tuple[int, int], Any] = field(default_factory=dict, repr=False)
     """Answers by the rows they are for: (start, stop)."""
     errors: dict[int, Exception] = field(default_factory=dict)
+    """What is wrong with a row, by row. Equal errors are one object."""
     error: Exception | None = None
     """Why it failed, when it failed."""
     form: Any = field(default=None, repr=False)
@@ -39,6 +42,20 @@ class Request:
     cursor: int = 0
     waiting: int = 0
     running: int = 0
+
+    _known: dict[tuple[type, str], Exception] = field(default_factory=dict, repr=False)
+
+    def fail(self, row: int, error: Exception) -> None:
+        """Note the error of a row."""
+        key = type(error), str(error)
+        if len(self._known) < KNOWN:
+            error = self._known.setdefault(key, error)
+        self.errors[row] = self._known.get(key, error)
+
+    def forget(self) -> None:
+        """Let go of the rows and of the answers: somebody may keep a future for ever."""
+        self.data = None
+        self.pieces, self.errors, self._known = {}, {}, {}
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -65,12 +82,9 @@ class Request:
         """The error of a request of which some rows failed."""
         shown = [f"row {row} ({type(e).__name__}: {e})" for row, e in sorted(self.errors.items())[:3]]
         more = f" and {len(self.errors) - 3:,} more" if len(self.errors) > 3 else ""
-        untried = self.waiting + self.running
-        if untried:
-            more += f"; after these, the other {untried:,} were not tried"
         message = (
             f"{len(self.errors):,} of {count(self.rows, 'row')} of user {self.user!r} failed: "
-            f"{', '.join(shown)}{more}. Mend or leave out these rows (all of them are in .rows) and submit them "
+            f"{', '.join(shown)}{more}. Fix or remove these rows (all of them are in .rows) and submit them "
             f"again; the answers of the others are in .answers, their numbers in .kept."
         )
         try:
@@ -128,6 +142,11 @@ def cut(slices: Iterable[Slice], rows: int) -> tuple[tuple[Slice, ...], tuple[Sl
         if middle < piece.stop:
             rest.append(Slice(piece.request, middle, piece.stop))
     return tuple(first), tuple(rest)
+
+
+def between(slices: Iterable[Slice], start: int, stop: int) -> tuple[Slice, ...]:
+    """The rows of a batch from position `start` to before `stop`."""
+    return cut(cut(slices, stop)[0], start)[1]
 
 
 def _is_plain_list(tree: Any) -> bool:

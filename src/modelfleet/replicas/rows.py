@@ -8,7 +8,7 @@ import numpy as np
 
 from modelfleet import frameworks
 from modelfleet.errors import InputError
-from modelfleet.replicas.requests import Batch, Request, Slice
+from modelfleet.replicas.requests import Batch, Request, Slice, between
 from modelfleet.trees import leaves, map_tree, paths, rebuild
 
 
@@ -59,9 +59,9 @@ def batch_rows(batch: Any, inputs: Callable[[Any], Any], user: Hashable) -> tupl
     return map_tree(np.array, data), rows  # copies: a loader may write its next batch where this one is
 
 
-def taken(piece: Slice) -> Any:
-    """The rows of a slice."""
-    return map_tree(lambda leaf: leaf[piece.start : piece.stop], piece.request.data)
+def taken(piece: Slice, data: Any) -> Any:
+    """The rows of a slice; `data` are its request's."""
+    return map_tree(lambda leaf: leaf[piece.start : piece.stop], data)
 
 
 def by_form(batch: Batch) -> list[tuple[Slice, ...]]:
@@ -94,11 +94,16 @@ def _copied(leaf: np.ndarray) -> np.ndarray:
     return copy.deepcopy(leaf) if leaf.dtype == object else np.array(leaf)
 
 
-def parted(outputs: Any, batch: Batch) -> list[Any]:
-    """The outputs of a batch for each of its slices, copied: each user has memory of their own."""
-    found, start = [], 0
-    for piece in batch.slices:
-        stop = start + piece.rows
-        found.append(map_tree(lambda leaf, start=start, stop=stop: _copied(leaf[start:stop]), outputs))
-        start = stop
+def parted(parts: Sequence[tuple[int, int, Any]], batch: Batch) -> list[tuple[Slice, Any]]:
+    """The outputs for rows of a batch, (start, stop, outputs), by slices of these rows.
+
+    They are copied: each user has memory of their own.
+    """
+    found: list[tuple[Slice, Any]] = []
+    for begin, end, outputs in parts:
+        start = 0
+        for piece in between(batch.slices, begin, end):
+            stop = start + piece.rows
+            found.append((piece, map_tree(lambda leaf, a=start, b=stop: _copied(leaf[a:b]), outputs)))
+            start = stop
     return found

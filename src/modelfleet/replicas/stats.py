@@ -83,6 +83,31 @@ class Stats:
         return console.file.getvalue().rstrip()
 
 
+SILENT = 3.0  # seconds without a sign of life, which comes every second
+
+
+@dataclass(frozen=True)
+class Health:
+    """How a replica is. It is true if the replica is there: ready or busy."""
+
+    state: str
+    """ "ready", "busy", "starting", "silent" or "given up"."""
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.state in ("ready", "busy")
+
+
+def health(state: str, silent: float, broken: Exception | None) -> Health:
+    """How a replica is, of which nothing was heard for `silent` seconds."""
+    if broken is not None:
+        return Health("given up", f"{type(broken).__name__}: {broken}")
+    if silent > SILENT:
+        return Health("silent", f"nothing was heard of its worker for {silent:.0f} s, which was {state}")
+    reasons = {"starting": "it is loading the model", "busy": "it is computing", "ready": "it waits for rows"}
+    return Health(state, reasons[state])
+
+
 class Tally:
     """Keeps count; whoever holds it has one lock around every call."""
 

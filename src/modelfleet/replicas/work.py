@@ -1,21 +1,15 @@
 """The work of a replica: one model on one device, answering batch after batch."""
 
-import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from modelfleet import frameworks
 from modelfleet.devices import parse_devices
-from modelfleet.errors import InputError
 from modelfleet.frameworks.protocol import Replica
+from modelfleet.replicas.answering import Answering, Reply, portable_error
 from modelfleet.replicas.models import Source, Unmade
-from modelfleet.replicas.rows import joined
-from modelfleet.trees import leaves, map_tree
 from modelfleet.workers import Shared
-from modelfleet.workers.shared import portable
 
 
 @dataclass(frozen=True)
@@ -30,19 +24,22 @@ class Order:
     batch_size: int
     settings: Mapping[str, Any] = field(default_factory=dict)
     """What the owner has set in its frameworks."""
+    whole: bool = False
+    """Whether a batch goes through the model as it is: not padded, and not cut to find rows that fail."""
 
 
 @dataclass(frozen=True)
-class Reply:
-    """What became of a batch."""
+class Load:
+    """Asks a worker to have another model ready, beside the one that answers."""
 
-    outputs: Any = None
-    """A tree of NumPy arrays `(row, …)`."""
-    error: Exception | None = None
-    """What the model raised instead."""
-    memory: bool = False
-    """Whether that was for want of memory."""
-    seconds: float = 0.0
+    order: Order
+
+
+@dataclass(frozen=True)
+class Switch:
+    """Asks a worker to answer with the model that it was told to load from now on; or to forget that one."""
+
+    forget: bool = False
 
 
 def serve(order: Order) -> Generator[Reply, Any, None]:
@@ -52,13 +49,54 @@ def serve(order: Order) -> Generator[Reply, Any, None]:
 
 
 def _serve(order: Order) -> Generator[Reply, Any, None]:
-    replica = _replica(order)
+    desk = _Desk(order)
     try:
-        rows = yield Reply()
-        while rows is not None:
-            rows = yield _answered(replica, rows, order.batch_size)
+        # In a list, not in a variable: what was asked must not be kept here until the next question comes.
+        asked = [(yield Reply())]
+        while asked[0] is not None:
+            asked.append((yield desk.reply(asked.pop())))
     finally:
-        replica.close()
+        desk.close()
+
+
+class _Desk:
+    """The model that answers, and one that is to take its place."""
+
+    def __init__(self, order: Order) -> None:
+        self._now = _answering(order)
+        self._next: Answering | None = None
+
+    def reply(self, asked: Any) -> Reply:
+        if isinstance(asked, Load):
+            return self._load(asked.order)
+        if isinstance(asked, Switch):
+            if not asked.forget:
+                assert self._next is not None, "a worker was told to switch to a model that it was not given"
+                self._now, self._next = self._next, self._now
+            self._drop()
+            return Reply()
+        return self._now.answered(asked)
+
+    def close(self) -> None:
+        self._drop()
+        self._now.replica.close()
+
+    def _load(self, order: Order) -> Reply:
+        self._drop()
+        try:
+            self._next = _answering(order)
+        except Exception as error:  # to load a model may raise anything
+            return Reply(error=portable_error(error))
+        return Reply()
+
+    def _drop(self) -> None:
+        dropped, self._next = self._next, None
+        if dropped is not None:
+            dropped.replica.close()
+
+
+def _answering(order: Order) -> Answering:
+    return Answering(_replica(order), order.batch_size, order.whole)
 
 
 def _replica(order: Order) -> Replica:
@@ -69,46 +107,3 @@ def _replica(order: Order) -> Replica:
     device = source.framework.choose(parse_devices(order.device))[0]
     # Nothing else keeps the model: what is not shared need not be here twice.
     return source.framework.Replica(source.value, source.framework.native(device), order.precision)
-
-
-def _answered(replica: Replica, rows: Any, size: int) -> Reply:
-    """The outputs for rows of one batch or of several."""
-    begun = time.perf_counter()
-    count = len(leaves(rows)[0])
-    try:
-        parts = []
-        for start in range(0, count, size):
-            batch = map_tree(lambda leaf, start=start: leaf[start : start + size], rows)
-            parts.append(_outputs(replica, batch, size))
-        outputs = joined(parts)
-    except Exception as error:  # a model may raise anything
-        if replica.broken(error):
-            raise
-        return Reply(error=portable(error), memory=replica.out_of_memory(error))
-    return Reply(outputs, seconds=time.perf_counter() - begun)
-
-
-def _outputs(replica: Replica, batch: Any, most: int) -> Any:
-    """The outputs for one batch, padded to a power of two or to `most` where every size is compiled."""
-    count = len(leaves(batch)[0])
-    size = min(most, 1 << (count - 1).bit_length()) if replica.pads else count
-    outputs = replica(map_tree(lambda leaf: _padded(leaf, size), batch))
-    _check(outputs, size)
-    return map_tree(lambda leaf: leaf[:count], outputs)
-
-
-def _check(outputs: Any, count: int) -> None:
-    found = leaves(outputs)
-    if not found:
-        raise InputError(f"the model gave {outputs!r} for {count} rows; expected arrays, one answer per row.")
-    for leaf in found:
-        if leaf.ndim == 0 or len(leaf) != count:
-            raise InputError(
-                f"the model gave {leaf.shape} for {count} rows; expected one answer per row, ({count}, …). "
-                f"Give a model whose outputs have the rows first, as its inputs do."
-            )
-
-
-def _padded(leaf: np.ndarray, size: int) -> np.ndarray:
-    # By copies of a real row: they are never looked at, and bring no NaN or index of their own.
-    return leaf if len(leaf) == size else np.concatenate([leaf, np.repeat(leaf[-1:], size - len(leaf), axis=0)])
