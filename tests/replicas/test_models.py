@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import modelfleet as mf
 from modelfleet.frameworks.torch import pages
-from modelfleet.replicas import pool
+from modelfleet.replicas import driver
 
 TWO = "cpu:0,cpu:1"
 
@@ -284,9 +284,9 @@ def test_an_error_of_a_factory_is_told_at_once(monkeypatch: pytest.MonkeyPatch) 
         raise OSError("the weights' file is not here")
 
     starts: list[str] = []
-    hopeless = pool._Driver._hopeless
+    hopeless = driver.Driver._hopeless
     monkeypatch.setattr(
-        pool._Driver, "_hopeless", lambda self, error: starts.append(self.name) or hopeless(self, error)
+        driver.Driver, "_hopeless", lambda self, error: starts.append(self.name) or hopeless(self, error)
     )
     with pytest.raises(OSError, match="not here"):
         mf.map(make, {"ada": rows(3)})

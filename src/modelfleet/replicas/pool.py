@@ -214,8 +214,8 @@ class Replicas:
         name, other = self._framework.NAME, source.framework.NAME
         if None not in (name, other) and name != other:
             raise InputError(
-                f"the new model is of {other}, and the replicas are of {name}. Give a model of {name}, or make new "
-                f"Replicas. The old model stays."
+                f"the new model is of {other}, and the replicas are of {name}. Give a model of {name}, or make "
+                f"new Replicas. The old model stays."
             )
         source.check(self._precision, self._places)
         return source
