@@ -4,6 +4,7 @@ import copy
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 
 import modelfleet as mf
 from modelfleet.frameworks.torch.losses import resolve
-from modelfleet.frameworks.torch.may_draw import may_draw
+from modelfleet.frameworks.torch.may_draw import MayDraw
 
 
 class Quiet(nn.Module):
@@ -80,11 +81,13 @@ def hooked() -> nn.Module:
     ("model", "expected"),
     [
         (nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.BatchNorm1d(3), nn.Conv1d(1, 1, 1)), False),
-        (nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.0)), True),
+        (nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.1)), True),
+        (nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.0)), False),
         (nn.LSTM(3, 3), False),
         (nn.LSTM(3, 3, 2, dropout=0.1), True),
         (nn.MultiheadAttention(4, 2), False),
         (nn.TransformerEncoderLayer(4, 2), True),
+        (nn.TransformerEncoderLayer(4, 2, dropout=0.0), False),
         (Quiet(), False),
         (Late(), True),
         (ByFunction(), True),
@@ -95,7 +98,7 @@ def hooked() -> nn.Module:
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
 )
 def test_what_may_draw_is_told_by_its_code(model: nn.Module, expected: bool) -> None:
-    assert may_draw(model, (resolve("cross_entropy").plain,)) is expected
+    assert MayDraw(model, (resolve("cross_entropy").plain,)).now() is expected
 
 
 def test_the_functions_around_a_model_are_looked_into() -> None:
@@ -105,10 +108,10 @@ def test_the_functions_around_a_model_are_looked_into() -> None:
     def loud(model: nn.Module, batch: Any) -> Tensor:
         return model(jitter(batch[0])).mean()
 
-    assert not may_draw(Quiet(), (quiet,))
-    assert may_draw(Quiet(), (loud,))
-    assert may_draw(Quiet(), (partial(loud),))
-    assert may_draw(Quiet(), (lambda model, batch: loud(model, batch),))
+    assert not MayDraw(Quiet(), (quiet,)).now()
+    assert MayDraw(Quiet(), (loud,)).now()
+    assert MayDraw(Quiet(), (partial(loud),)).now()
+    assert MayDraw(Quiet(), (lambda model, batch: loud(model, batch),)).now()
 
 
 def test_a_model_that_draws_late_draws_what_it_would_among_others() -> None:
@@ -120,3 +123,38 @@ def test_a_model_that_draws_late_draws_what_it_would_among_others() -> None:
         fleet.compile("sgd", "mse", lr=0.1)
         fleet.fit(data, batch_size=4, progress=False, strategy="interleaved")
     assert torch.equal(model.layer.weight, twin.layer.weight)
+
+
+@pytest.mark.parametrize(
+    ("model", "rate"),
+    [
+        (nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.0)), "1.p"),
+        (nn.Sequential(nn.MultiheadAttention(4, 2)), "0.dropout"),
+        (nn.Sequential(nn.LSTM(3, 3, 2)), "0.dropout"),
+    ],
+)
+def test_a_rate_of_zero_draws_nothing_until_it_is_raised(model: nn.Module, rate: str) -> None:
+    draws = MayDraw(model, ())
+    assert not draws.now()
+    place, _, name = rate.partition(".")
+    setattr(model.get_submodule(place), name, 0.5)
+    assert draws.now()
+
+
+def test_a_rate_that_a_callback_raises_draws_from_the_members_stream() -> None:
+    class Raise(mf.Callback):
+        def on_epoch_end(self, run: object) -> None:
+            for name in fleet.names:
+                fleet[name][1].p = 0.5
+
+    x = torch.randn(16, 3, dtype=torch.float64)
+    trained = []
+    for strategy in ("interleaved", "threads"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.0), nn.Linear(8, 1)).double()
+        fleet = mf.Fleet({"a": model}, seed=3)
+        fleet.compile("sgd", "mse", lr=0.1)
+        torch.manual_seed(1 + len(trained))  # torch's own generator: nothing may hang on it
+        fleet.fit((x, x[:, :1]), epochs=3, batch_size=4, callbacks=[Raise()], strategy=strategy, progress=False)
+        trained.append(fleet["a"][0].weight.detach().numpy().copy())
+    np.testing.assert_array_equal(trained[0], trained[1])

@@ -1,5 +1,6 @@
 """Layers that change themselves as they run, shared parts, and caches: fused and equal, or plain with a reason."""
 
+import cProfile
 import functools
 from typing import Any
 
@@ -92,3 +93,11 @@ def test_members_that_change_apart_in_a_fit_are_refused() -> None:
     fleet = comparing.compiled(models, loss="cross_entropy")
     with pytest.raises(mf.StrategyError, match=r"'1' is no longer like '0': scale is 2\.0, not 1\.0"):
         comparing.fit(fleet, data, callbacks=[Change()])
+
+
+def test_a_fit_can_be_profiled() -> None:
+    fleet = mf.Fleet([nn.Linear(2, 1) for _ in range(2)])
+    fleet.compile("sgd", "mse", lr=0.1)
+    with cProfile.Profile() as profile:
+        fleet.fit((torch.ones(4, 2), torch.ones(4, 1)), batch_size=2, progress=False)
+    assert "epoch_values" in {getattr(entry.code, "co_name", "") for entry in profile.getstats()}

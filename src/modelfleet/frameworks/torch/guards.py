@@ -138,7 +138,7 @@ def eagerly(watch: Watch, *, strictly: bool = True) -> Iterator[None]:
         try:
             yield
         finally:
-            sys.setprofile(profile)
+            _profile_on(profile)
             written.undo()
             for put, state, _ in saved.values():
                 put(state)
@@ -149,6 +149,14 @@ def eagerly(watch: Watch, *, strictly: bool = True) -> Iterator[None]:
         raise StatefulError(f"it {what}, which has no stream per member")
     if strictly and any(written.undone(parameter) for parameter in watch.parameters):
         raise StatefulError("its train() changes its parameters")
+
+
+def _profile_on(profile: Any) -> None:
+    """Have a profiler that was at work go on; cProfile's can't be set, and is enabled again."""
+    if profile is None or callable(profile):
+        sys.setprofile(profile)
+    else:
+        profile.enable()
 
 
 @contextmanager

@@ -16,17 +16,32 @@ _NAMES = re.compile(
     r"|noise|rrelu|perm(?!ute)|shuffle|gamma_|dirichlet|seed|generator|distribution|fractional",
     re.IGNORECASE,
 )
-_DRAWING = (nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+_DRAWING = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
-def may_draw(model: nn.Module, functions: Iterable[Callable[..., Any] | None]) -> bool:
-    """Return True unless no code of a model, its hooks, or the functions around it names anything random."""
+class MayDraw:
+    """Whether a model may draw at its next step."""
+
+    def __init__(self, model: nn.Module, functions: Iterable[Callable[..., Any] | None]) -> None:
+        self._resting: list[tuple[nn.Module, str]] = []  # modules that draw nothing while this rate of theirs is 0
+        self._always = _may_draw(model, functions, self._resting)
+
+    def now(self) -> bool:
+        """Return True unless no code names anything random, and the rate of every dropout is 0."""
+        return self._always or any(getattr(module, rate) for module, rate in self._resting)
+
+
+def _may_draw(
+    model: nn.Module, functions: Iterable[Callable[..., Any] | None], resting: list[tuple[nn.Module, str]]
+) -> bool:
+    """Return True if the code of a model, its hooks, or the functions around it names anything random."""
     seen: set[types.CodeType] = set()
     waiting: list[Any] = [function for function in functions if function is not None]
     for module in model.modules():
         if _is_torchs(module):
-            if isinstance(module, _DRAWING) or bool(getattr(module, "dropout", 0)):
+            if isinstance(module, _DRAWING):
                 return True
+            resting += [(module, rate) for rate in ("p", "dropout") if _is_rate(getattr(module, rate, None))]
         else:
             waiting += _methods(type(module))
             waiting += [value for value in vars(module).values() if callable(value)]  # functions and the like
@@ -40,7 +55,7 @@ def may_draw(model: nn.Module, functions: Iterable[Callable[..., Any] | None]) -
     while waiting:
         function = waiting.pop()
         if isinstance(function, nn.Module):
-            if may_draw(function, ()):
+            if _may_draw(function, (), resting):
                 return True
             continue
         found = _python_function(function)
@@ -54,6 +69,10 @@ def may_draw(model: nn.Module, functions: Iterable[Callable[..., Any] | None]) -
                 return True
             waiting += _called(found, code)
     return False
+
+
+def _is_rate(value: Any) -> bool:
+    return value is not None and not isinstance(value, nn.Module)
 
 
 def _is_torchs(value: Any) -> bool:

@@ -24,7 +24,7 @@ from modelfleet.frameworks.torch.base import TorchEngine, explained, on_host
 from modelfleet.frameworks.torch.dividing import divide
 from modelfleet.frameworks.torch.eager_draws import Ahead, DrawsIfAny, EagerDraws, Habit
 from modelfleet.frameworks.torch.guards import undone
-from modelfleet.frameworks.torch.may_draw import may_draw
+from modelfleet.frameworks.torch.may_draw import MayDraw
 from modelfleet.frameworks.torch.parallel import Group
 from modelfleet.frameworks.torch.programs import mode
 from modelfleet.frameworks.torch.random import Draws
@@ -69,7 +69,7 @@ class PlainEngine(TorchEngine):
         self._scale, self._good = FIRST_SCALE, 0
         self._sums: dict[str, Any] = {}
         self._habits: dict[str, Habit] = {}  # by what is done: whether it has drawn random numbers after all
-        self._may_draw: bool | None = None  # not looked at yet
+        self._may_draw: MayDraw | None = None  # not looked at yet
         self._ahead = Ahead()
         self._needs_grad = (
             False  # whether evaluating takes gradients, as an objective with a gradient penalty does
@@ -340,8 +340,8 @@ class PlainEngine(TorchEngine):
         """Return the context in which random operations draw from the member's stream, if the model draws any."""
         if self._may_draw is None:
             loss = None if self.task.loss is None else self.task.loss.plain
-            self._may_draw = may_draw(self.model, (self.task.objective, loss))
-        if self._may_draw:
+            self._may_draw = MayDraw(self.model, (self.task.objective, loss))
+        if self._may_draw.now():
             return EagerDraws(self._member.seed, self._step, self._ahead)
         return DrawsIfAny(self._habits.setdefault(kind, Habit()), self._member.seed, self._step, self._ahead)
 
