@@ -138,9 +138,11 @@ class Gated(Marked):
         super().__init__()
         self.gate, self.asked = threading.Event(), threading.Event()
         self.batches: list[int] = []
+        self.marks: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
         self.batches.append(len(x))
+        self.marks.extend(x[:, 0].tolist())
         self.asked.set()
         self.gate.wait()
         return super().forward(x)
@@ -196,3 +198,53 @@ class Filling(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(x) + torch.full((3,), 1 / 3)
+
+
+class Whole(nn.Module):
+    """Answers of which each depends on all rows of the batch."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "mean":
+            return x - x.mean(0)
+        return x.softmax(0) if self.how == "softmax" else x.sort(0).values
+
+
+class Process(Marked):
+    """Tells in which process it is: `(mark, process)`. A poison row takes long."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (x[:, 1] == -666).any():
+            threading.Event().wait(3600)
+        return torch.cat([x[:, :1].double(), torch.full((len(x), 1), os.getpid(), dtype=torch.float64)], 1)
+
+
+class Stuck(Marked):
+    """Never comes to be on its device, in this process or in another."""
+
+    let_go = threading.Event()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self.let_go.wait(3600)
+        return self
+
+    def __reduce__(self) -> Any:
+        return _wait_for_ever, ()
+
+
+def _wait_for_ever() -> None:
+    threading.Event().wait(3600)
+
+
+class Weighing(nn.Module):
+    """Gives every row the same number: its weight, which an update changes."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight.expand(len(x), 1)

@@ -126,10 +126,7 @@ def imap(
     )
     replicas._span = SPAN
     room = len(replicas.stats().replicas) * batch_size * MOST_AT_ONCE
-    # Users that stay with a replica all come at once: else one replica might have no user of its own for a while.
-    settled = balance == "sticky" or isolation == "device"
-    waiting = None if settled else WAITING * room
-    return _Stream(replicas, _answers(replicas, users, shown, room, waiting, partial))
+    return _Stream(replicas, _answers(replicas, users, shown, room, partial))
 
 
 class _Stream(Iterator[tuple[Hashable, Any]]):
@@ -183,7 +180,7 @@ class _Done:
 class _Turns:
     """Submits users with arrays a few at a time, those with the fewest rows first: so the first are done soon."""
 
-    def __init__(self, replicas: Replicas, most: int | None, told: Callable[[Hashable, Any, int], None]) -> None:
+    def __init__(self, replicas: Replicas, most: int, told: Callable[[Hashable, Any, int], None]) -> None:
         self._replicas, self._most, self._told = replicas, most, told
         self._lock = threading.Lock()
         self._waiting: deque[tuple[Hashable, Any, int]] = deque()
@@ -205,7 +202,7 @@ class _Turns:
     def more(self) -> None:
         """Submit users until enough rows wait."""
         with self._lock:
-            while self._waiting and (self._most is None or self._replicas.waiting_rows < self._most):
+            while self._waiting and (self._replicas._ahead() < self._most):
                 user, data, rows = self._waiting.popleft()
                 try:
                     future = self._replicas._submit(user, data, rows)
@@ -218,7 +215,7 @@ class _Turns:
 
 
 def _answers(
-    replicas: Replicas, users: Mapping[Hashable, Any], shown: Any, room: int, waiting: int | None, partial: bool
+    replicas: Replicas, users: Mapping[Hashable, Any], shown: Any, room: int, partial: bool
 ) -> Generator[tuple[Hashable, Any], None, None]:
     done = _Done(replicas, UNCLAIMED * room)
     reading: Reading | None = None
@@ -230,7 +227,7 @@ def _answers(
         if partial:
             done.put(user, None, 0, last=True)
 
-    turns = _Turns(replicas, waiting, told)
+    turns = _Turns(replicas, WAITING * room, told)
     streams: dict[Hashable, Any] = {}
     left, failed, answered = len(users), 0, False
     try:

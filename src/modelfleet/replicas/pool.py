@@ -252,10 +252,9 @@ class Replicas:
         options = self._precision, self._batch_size, settings, not self._mixed
         return Version({p.name: Order(name, shared, p.device, *options) for p in self._places}, shared)
 
-    @property
-    def waiting_rows(self) -> int:
-        """How many rows wait for a replica."""
-        return self._queue.counts.waiting_rows
+    def _ahead(self) -> int:
+        with self._lock:
+            return self._queue.ahead
 
     def stats(self) -> Stats:
         """What was done so far, by replica and by user."""

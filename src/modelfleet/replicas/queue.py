@@ -143,6 +143,14 @@ class Queue:
         """Whether as many requests wait as may wait."""
         return self._max_queue is not None and self.counts.waiting >= self._max_queue
 
+    @property
+    def ahead(self) -> int:
+        """How many rows wait; as if each replica had only as many as the one that has the fewest of its own."""
+        if not self._homely:
+            return self.counts.waiting_rows
+        own = [self._lines[name] for name in self._live] or list(self._lines.values())
+        return len(own) * min(sum(request.rows - request.cursor for request in line.since) for line in own)
+
     def take(self, replica: str, now: float, most: int | None = None, several: int = 1) -> Batch | None:
         """The next rows for a free replica, at most `most`; None if there are none for it, or while it is lost.
 

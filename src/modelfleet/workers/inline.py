@@ -92,9 +92,8 @@ class InlineWorker:
         try:
             item = next(running)
             while self._say(True, item):
-                answer = self._answers.popleft()
                 self.taken += 1
-                item = running.send(answer)
+                item = running.send(self._answers.popleft())  # in no variable: it would be kept until the next
         except StopIteration:
             self._say(False, None)
         except Exception as error:  # it is the owner's to hear

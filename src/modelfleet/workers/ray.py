@@ -212,7 +212,7 @@ class RayWorker:
 
     def poll(self, seconds: float | None = 0.0) -> bool:
         """Whether it has something to say, or has died."""
-        return bool(ray.wait([self._coming[0]], timeout=seconds, fetch_local=True)[0])
+        return bool(self._coming and ray.wait([self._coming[0]], timeout=seconds, fetch_local=True)[0])
 
     def receive(self) -> tuple[bool, Any]:
         """The next item, and whether there is one; blocks until then."""
