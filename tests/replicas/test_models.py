@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import time
 from collections import namedtuple
 from typing import Any
 
@@ -425,10 +426,19 @@ def trims(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many verbs and replicas were at work whenever free pages were given back."""
     if pages._libc() is None:
         pytest.skip("malloc is not glibc's here, or has the user's settings")
+    monkeypatch.setattr(pages, "LINGER", 0.0)
+    wait_until(lambda: not pages._keeping)  # of earlier tests
     found: list[int] = []
     trim = pages._trim
     monkeypatch.setattr(pages, "_trim", lambda: (trim(), found.append(pages._scopes)))
     return found
+
+
+def wait_until(done: Any) -> None:
+    end = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_freed_pages_are_given_back_when_the_last_replica_is_done(trims: list[int]) -> None:
@@ -438,11 +448,11 @@ def test_freed_pages_are_given_back_when_the_last_replica_is_done(trims: list[in
         asked(model, x)
         assert pages._keeping
         assert trims == []
-    assert not pages._keeping
+    wait_until(lambda: not pages._keeping)
     assert trims == [0]
 
 
-def test_freed_pages_are_given_back_after_a_verb(trims: list[int]) -> None:
+def test_freed_pages_are_given_back_after_a_verb(trims: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = mf.Fleet([nn.Linear(4, 1), nn.Linear(4, 1)])
     fleet.compile("sgd", "mse", lr=0.01)
     x = torch.randn(32, 4)
@@ -457,8 +467,14 @@ def test_freed_pages_are_given_back_after_a_verb(trims: list[int]) -> None:
 
     for number in (1, 2):
         fleet.fit((x, x[:, :1]), epochs=1, callbacks=[Looking()], progress=False)
+        wait_until(lambda: not pages._keeping)
         assert trims == [0] * number
-    fleet.predict(x)
     assert seen == [True, True]
+    monkeypatch.setattr(pages, "LINGER", 3600.0)
+    for _ in range(3):  # one soon after the other: the pages of one are those of the next
+        fleet.predict(x)
+        assert pages._keeping
+    assert trims == [0, 0]
+    monkeypatch.setattr(pages, "LINGER", 0.0)
+    wait_until(lambda: not pages._keeping)
     assert trims == [0, 0, 0]
-    assert not pages._keeping

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -122,3 +123,33 @@ def test_lower_precision_where_it_is_asked_for(precision: str, near: float) -> N
 def test_the_bytes_of_the_weights() -> None:
     assert adapter.weight_bytes(pair(16)) == 8 * 16 * 4 + 16 * 2
     assert adapter.weight_bytes(Net(2)) >= 4 * (8 * 2 + 2 + 4 * 2 + 2 * 2 + 2)
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu:0,cpu:1"])
+def test_with_64_bits_a_float64_model_answers_in_float64(devices: str) -> None:
+    x = np.random.default_rng(1).normal(size=(9, 8))
+    with jax.enable_x64(True):  # in this thread alone: those that answer have to be told
+        model = {"w": jnp.asarray(np.random.default_rng(2).normal(size=(8, 3))), "b": jnp.ones(3)}, product
+        expected = direct(model, x)
+        answer = mf.map(model, {"ada": x}, devices=devices)["ada"]
+    assert answer.dtype == expected.dtype == np.float64
+    np.testing.assert_allclose(answer, expected, rtol=1e-15, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("output", "told"),
+    [
+        (lambda x: {"y": x, "mean": x.mean()}, r"'mean' as \(\)"),
+        (lambda x: {"y": x, "name": "net"}, r"type <class 'str'> at output component .*\['name'\]"),
+    ],
+)
+def test_what_belongs_to_no_row_is_refused_by_name(output: Any, told: str) -> None:
+    model = {"w": jnp.ones(1)}, lambda params, x: output(x)
+    (error,) = mf.map(model, {"ada": X}, devices="cpu").failed.values()
+    assert re.search(told, str(error))
+
+
+def test_a_list_with_an_entry_per_row_is_dealt_out_row_by_row() -> None:
+    model = {"w": jnp.ones(1)}, lambda params, x: list(x)
+    answer = mf.map(model, {"ada": X}, devices="cpu", batch_size=4)["ada"]
+    np.testing.assert_array_equal(np.stack(answer), X)

@@ -1,5 +1,6 @@
 """Keras models as replicas: asked as they are, their weights in shared memory where the backend can have it so."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import keras
@@ -132,3 +133,28 @@ def test_a_config_that_makes_other_weights_is_told_by_name() -> None:
     with pytest.raises(mf.InputError, match=r"has \(4, 2\) as '000.kernel'; expected \(4, 5\)"):
         shared.get()
     shared.close()
+
+
+def test_a_float64_model_answers_in_float64() -> None:
+    x = np.random.default_rng(1).normal(size=(9, 4))
+    with sixty_four_bits():
+        model = keras.Sequential(
+            [
+                keras.Input((4,), dtype="float64"),
+                layers.Dense(8, activation="relu", dtype="float64"),
+                layers.Dense(3, dtype="float64"),
+            ]
+        )
+        expected = direct(model, x)
+        answer = mf.map(model, {"ada": x}, devices="cpu")["ada"]
+    assert answer.dtype == expected.dtype == np.float64
+    np.testing.assert_allclose(answer, expected, rtol=1e-15, atol=1e-15)
+
+
+def sixty_four_bits() -> AbstractContextManager[Any]:
+    """JAX alone has to be told."""
+    if BACKEND != "jax":
+        return nullcontext()
+    import jax
+
+    return jax.enable_x64(True)

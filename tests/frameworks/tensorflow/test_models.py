@@ -224,3 +224,36 @@ def test_arrays_of_any_kind_are_placed() -> None:
     half = tf.constant([1.5, 2.5], tf.bfloat16)
     back = arrays.from_host(arrays.host(half), half)
     np.testing.assert_array_equal(back.astype(np.float32), [1.5, 2.5])
+
+
+class Double(tf.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = tf.Variable(tf.random.normal((4, 3), dtype=tf.float64))
+
+    @tf.function
+    def __call__(self, x: Any) -> Any:
+        return x @ self.kernel
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_a_float64_model_answers_in_float64(dtype: Any) -> None:
+    model, x = Double(), X.astype(dtype)
+    answer = mf.map(model, {"ada": x}, devices="cpu")["ada"]
+    assert answer.dtype == np.float64
+    np.testing.assert_allclose(answer, x.astype(np.float64) @ model.kernel.numpy(), rtol=1e-15, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda x: tf.ragged.range(tf.cast(x[:, 0], tf.int32)), "gave 'other' as a RaggedTensor"),
+        (tf.sparse.from_dense, "gave 'other' as a SparseTensor"),
+        (tf.reduce_mean, "gave 'other' as ()"),
+        (lambda x: "a word", "gave 'other' as ()"),
+    ],
+)
+def test_what_has_no_rows_is_refused_by_name(make: Any, told: str) -> None:
+    model = tf.function(lambda x: {"y": x, "other": make(x)})
+    (error,) = mf.map(model, {"ada": np.array([[1.0], [3.0]])}, devices="cpu").failed.values()
+    assert told in str(error)

@@ -37,10 +37,8 @@ class Replica:
     def _ask(self, rows: Any) -> Any:
         return self._program(self._state, map_tree(self._place, rows))
 
-    def _host(self, value: Any) -> np.ndarray | list[Any] | None:
-        if hasattr(value, "nested_row_splits"):  # a ragged tensor of TensorFlow's
-            return [row.numpy() for row in value]
-        if hasattr(value, "dense_shape") or hasattr(value, "todense"):
+    def _host(self, value: Any) -> np.ndarray | None:
+        if hasattr(value, "todense"):
             raise InputError(f"a sparse {type(value).__name__}; expected a dense one, (row, …). Make it dense.")
         return np.asarray(self._backend.host(value)) if hasattr(value, "__array__") else None
 

@@ -103,7 +103,8 @@ def _scalar(loss: Any) -> Array:
 def widened(output: Any, precision: str = "bf16") -> Any:
     """An output in float32, where it was computed in halves."""
     halves = (jnp.bfloat16, PRECISIONS[precision] or jnp.bfloat16)
-    return jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype in halves else a, output)
+    # What is no array stays: JAX says of it where it is among the outputs.
+    return jax.tree.map(lambda a: a.astype(jnp.float32) if getattr(a, "dtype", None) in halves else a, output)
 
 
 def _form(batch: Any) -> str:

@@ -66,4 +66,6 @@ def numbers(variable: Any) -> np.ndarray:
 
 def lend(variable: Any, array: np.ndarray) -> None:
     """Give a variable what `numbers` gave; on the CPU it reads that memory."""
-    variable._direct_assign(arrays.restored(array, variable.dtype))
+    # Of float64 there may be float32 only: what JAX made of it without 64 bits.
+    dtype = "bfloat16" if variable.dtype == "bfloat16" else array.dtype.name
+    variable._direct_assign(arrays.restored(array, dtype))

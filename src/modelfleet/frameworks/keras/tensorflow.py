@@ -15,6 +15,7 @@ from modelfleet.frameworks.keras.steps import outputs
 from modelfleet.frameworks.protocol import CannotFuseError
 from modelfleet.frameworks.tensorflow import arrays
 from modelfleet.frameworks.tensorflow.backend import TensorFlowBackend
+from modelfleet.frameworks.tensorflow.replica import dense
 from modelfleet.members import Member
 
 
@@ -108,7 +109,7 @@ def replica(model: Any, device: str) -> Replica:
     """Answers batches with a model: its own variables are read where they are."""
     exact = is_double(model.variables)
     place = partial(arrays.place, device=device, exact=exact)
-    return Replica(lambda _, x: outputs(model, (), x), None, TensorFlowBackend(device), place)
+    return Replica(lambda _, x: dense(outputs(model, (), x)), None, TensorFlowBackend(device), place)
 
 
 def numbers(variable: Any) -> np.ndarray:
