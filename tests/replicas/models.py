@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -248,3 +249,22 @@ class Weighing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight.expand(len(x), 1)
+
+
+class Chaotic(Marked):
+    """Does what the second number of a row says: raises, runs out of memory, or takes its process down."""
+
+    RAISES, GREEDY, KILLED, FAULT = -1.0, -2.0, -3.0, -4.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes = set(x[:, 1].tolist())
+        if self.KILLED in codes:
+            os.kill(os.getpid(), signal.SIGKILL)  # as the system does for want of memory
+        if self.FAULT in codes:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if self.GREEDY in codes and len(x) > 2:
+            raise torch.OutOfMemoryError("Tried to allocate too much")
+        if self.RAISES in codes:
+            raise ValueError("a bad row")
+        time.sleep(0.002 * len(x))
+        return super().forward(x)
