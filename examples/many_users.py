@@ -1,6 +1,5 @@
 """One model for fifty users on two devices: offline (`map`, `imap`), then online, while a replica is killed."""
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 import modelfleet as mf
+from modelfleet.workers.process import at_work
 
 
 def model() -> nn.Module:
@@ -41,11 +41,18 @@ def main() -> None:
 
     with mf.Replicas(net, devices="cpu:0,cpu:1") as replicas:
         futures = {user: replicas.submit(user, rows) for user, rows in users.items()}
-        victim = multiprocessing.active_children()[0].pid
-        assert victim is not None
-        os.kill(victim, signal.SIGKILL)  # what a crash or the system's memory killer does
+        while not at_work():
+            pass
+        os.kill(at_work()[0], signal.SIGKILL)  # what a crash or the system's memory killer does
         same = all(np.allclose(future.result(), expected[user], atol=1e-5) for user, future in futures.items())
         print(f"a replica was killed, and all answers are right: {same}")
+
+        replicas.update(nn.Sequential(net, nn.Softmax(-1)))
+        print(
+            "updated, probabilities now:",
+            float(replicas.submit("user-0", users["user-0"]).result()[0].sum().round(3)),
+        )
+        print("healthy:", all(replicas.check().values()))
 
         wrong = users["user-0"].copy()[:, :7]
         print("too narrow:", type(replicas.submit("user-0", wrong).exception()).__name__)
