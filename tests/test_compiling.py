@@ -1,13 +1,18 @@
 """Compiled programs: the same numbers, made once, and nothing left behind."""
 
+import logging
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests import helpers
@@ -16,7 +21,8 @@ from torch._dynamo.utils import counters
 from torch._inductor import config
 
 import modelfleet as mf
-from modelfleet.frameworks.torch import compiling
+from modelfleet.frameworks.torch import compile_queue, compiling
+from modelfleet.frameworks.torch.compile_queue import CompileQueue, Outcome
 from modelfleet.frameworks.torch.programs import Programs
 
 X, Y = toy(20)
@@ -36,6 +42,7 @@ def own_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # What the processor can do is not found out by compiling for it, which takes as long as a kernel does.
     monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
     monkeypatch.delenv("MODELFLEET_COMPILE", raising=False)
+    compile_queue.QUEUE.forget()
     with config.patch({"cpp.vec_isa_ok": True}):
         yield
 
@@ -103,15 +110,40 @@ class Processes:
 
         def watched(command: list[str], **options: Any) -> subprocess.Popen[Any]:
             process = start(command, **options)
-            if "modelfleet.frameworks.torch.compile_worker" in command:
+            if any(str(part).endswith("compile_worker.py") for part in command):
                 self.started.append(process)
             return process
 
-        monkeypatch.setattr(compiling.subprocess, "Popen", watched)
+        monkeypatch.setattr(compile_queue.subprocess, "Popen", watched)
+
+    def said(self) -> bool:
+        """Whether the first one has said how it went, or has ended without a word."""
+        folder = Path(str(self.started[0].args[-2]))  # pyrefly: ignore
+        return any((folder / name).exists() for name in ("done", "failed")) or ended(self.started[0].pid)
 
     def none_left(self) -> bool:
-        ended = all(process.returncode is not None for process in self.started)
-        return ended and not list(self.folder.glob("modelfleet-compile-*"))
+        gone = all(ended(process.pid) for process in self.started)
+        return gone and not list(self.folder.glob("modelfleet-compile-*"))
+
+
+def ended(group: int) -> bool:
+    """Whether no process of a group is left; one that is dead and not yet waited for has ended."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, of = path.read_text().rpartition(")")[2].split()[:3]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(of) == group and state not in "ZX":
+            return False
+    return True
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    """Wait until something holds; the limit is for what never will."""
+    limit = time.monotonic() + 600
+    while not condition():
+        assert time.monotonic() < limit, f"waited in vain for {what}"
+        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -120,12 +152,13 @@ def eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Processes:
     for constant in ("SECONDS_PER_NODE", "SECONDS_AT_LEAST", "SECONDS_TO_LOAD"):
         monkeypatch.setattr(compiling, constant, 0.0)
     monkeypatch.setattr(compiling, "SAVING", 1e9)
+    monkeypatch.setattr(compile_queue, "SETTLING", 0.0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return Processes(tmp_path, monkeypatch)
 
 
 class Wait(mf.Callback):
-    """Holds the training until its compiler has ended, and ends the fit some epochs later."""
+    """Holds the training until its compiler has said how it went, and ends the fit some epochs later."""
 
     def __init__(self, processes: Processes) -> None:
         self.processes = processes
@@ -133,7 +166,7 @@ class Wait(mf.Callback):
 
     def on_step_end(self, run: Any) -> None:
         if self.processes.started and self.waited_at is None:
-            self.processes.started[0].wait(timeout=800)
+            wait_for(self.processes.said, "a compiler")
             self.waited_at = run.epoch
 
     def on_epoch_end(self, run: Any) -> None:
@@ -219,8 +252,21 @@ def test_an_error_in_the_fit_takes_its_compiler_with_it(eager: Processes) -> Non
     assert eager.none_left()
 
 
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]]:
+    """What is logged, from the first time that compiling fails on."""
+    monkeypatch.setattr(compiling, "_told", [])
+    monkeypatch.setattr(compiling.logger, "level", logging.DEBUG)
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", records.append)
+    compiling.logger.addHandler(handler)
+    yield records
+    compiling.logger.removeHandler(handler)
+
+
 def test_a_compiler_that_fails_leaves_the_training_as_it_is(
-    eager: Processes, monkeypatch: pytest.MonkeyPatch
+    eager: Processes, told: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet, other = fleet_of(2, **RECIPE), fleet_of(2, **RECIPE)
     with monkeypatch.context() as patch:
@@ -230,6 +276,8 @@ def test_a_compiler_that_fails_leaves_the_training_as_it_is(
     assert eager.none_left()
     assert len(eager.started) == 1  # it is not tried again and again
     assert not programs(fleet).compiled
+    assert [record.levelno for record in told] == [logging.WARNING]
+    assert "a step could not be compiled: the compile process ended by itself, with" in told[0].getMessage()
     monkeypatch.setenv("MODELFLEET_COMPILE", "never")
     fit(other, (X, Y), epochs=len(history["0"]["loss"]) + 8, batch_size=20)
     assert equal(all_weights(fleet), all_weights(other))
@@ -255,6 +303,214 @@ def test_what_cannot_be_loaded_leaves_the_training_as_it_is(
     monkeypatch.setenv("MODELFLEET_COMPILE", "never")
     fit(other, (X, Y), epochs=8, batch_size=20)
     assert equal(all_weights(fleet), all_weights(other))
+
+
+def test_a_compiler_that_is_killed_leaves_nothing_behind(eager: Processes, told: list[logging.LogRecord]) -> None:
+    class Kill(Wait):
+        def on_step_end(self, run: Any) -> None:
+            if self.processes.started and self.waited_at is None:
+                os.kill(self.processes.started[0].pid, signal.SIGKILL)
+            super().on_step_end(run)
+
+    fleet = fleet_of(2, **RECIPE)
+    fit(fleet, (X, Y), epochs=10**6, batch_size=20, callbacks=[Kill(eager)])
+    assert eager.none_left()
+    assert not programs(fleet).compiled
+    assert [record.levelno for record in told] == [logging.WARNING]
+    assert "could not be compiled: the compile process ended by itself, with status 9" in told[0].getMessage()
+
+
+def test_that_compiling_fails_is_told_aloud_once(told: list[logging.LogRecord]) -> None:
+    for reason in ("no C++ compiler", "no C++ compiler", "out of memory"):
+        compiling._tell(reason)
+    assert [record.levelno for record in told] == [logging.WARNING, logging.DEBUG, logging.DEBUG]
+
+
+# --- many lanes: a few compilers at a time, the most valuable first
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Fake:
+    """A compile process that runs until it is told to end."""
+
+    all: list["Fake"] = []  # noqa: RUF012
+
+    def __init__(self, forms: Any) -> None:
+        self.forms = forms
+        self.outcome: Outcome | None = None
+        Fake.all.append(self)
+
+    def stop(self) -> None:
+        self.outcome = self.outcome or Outcome(None, "it was stopped")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(compile_queue, "time", clock)
+    monkeypatch.setattr(compile_queue, "CompileProcess", Fake)
+    monkeypatch.setattr(Fake, "all", [])
+    return clock
+
+
+class Lane:
+    """Somebody who asks."""
+
+    def __init__(self, queue: CompileQueue, name: str) -> None:
+        self.queue, self.name = queue, name
+
+    def ask(self, value: float) -> Any:
+        return self.queue.ask(self, value, 0.01, lambda: self.name)
+
+
+def test_the_most_valuable_is_compiled_first_and_one_at_a_time(clock: Clock) -> None:
+    queue = CompileQueue()
+    queue.places = 1
+    small, large, medium = (Lane(queue, name) for name in ("small", "large", "medium"))
+    assert small.ask(10) is None  # it may be that others are about to ask
+    assert large.ask(1000) is None
+    assert medium.ask(100) is None
+    clock.now += compile_queue.SETTLING
+    assert small.ask(9) is None
+    assert medium.ask(90) is None
+    first = large.ask(900)
+    assert first is not None
+    assert first.forms == "large"
+    for _ in range(3):
+        clock.now += 1
+        assert small.ask(8) is None
+        assert medium.ask(80) is None
+    first.outcome = Outcome("one-width")
+    assert small.ask(7) is None  # the medium one is worth more
+    second = medium.ask(70)
+    assert second is not None
+    second.stop()
+    last = small.ask(6)
+    assert last is not None
+    assert [fake.forms for fake in Fake.all] == ["large", "medium", "small"]
+
+
+def test_a_lane_that_has_ended_holds_up_nobody(clock: Clock) -> None:
+    queue = CompileQueue()
+    queue.places = 1
+    small, silent, done = (Lane(queue, name) for name in ("small", "silent", "done"))
+    for lane, value in ((small, 10), (silent, 1000), (done, 2000)):
+        assert lane.ask(value) is None
+    queue.withdraw(done)  # too few steps are left, or it was stopped
+    clock.now += compile_queue.SETTLING
+    assert small.ask(10) is None  # the silent one would be next
+    clock.now += 60
+    assert small.ask(9) is not None
+
+
+def test_two_at_a_time_from_eight_cores_on(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, expected in ((1, 1), (2, 1), (7, 1), (8, 2), (96, 2)):
+        monkeypatch.setattr(compile_queue, "_cores", lambda cores=cores: cores)
+        queue = CompileQueue()
+        lanes = [Lane(queue, str(number)) for number in range(33)]
+        for lane in lanes:
+            lane.ask(1)
+        clock.now += compile_queue.SETTLING
+        assert sum(lane.ask(1) is not None for lane in lanes) == expected
+
+
+def test_a_sweep_of_many_lanes_compiles_one_after_the_other(
+    eager: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most, order = 0, []
+
+    class Counted(Fake):
+        def __init__(self, forms: Any) -> None:
+            super().__init__(forms)
+            nonlocal most
+            most = max(most, sum(fake.outcome is None for fake in Fake.all))
+            order.append(self)
+
+    class End(mf.Callback):
+        def on_epoch_end(self, run: Any) -> None:
+            for fake in Fake.all:  # what was begun in an epoch has failed at its end
+                fake.stop()
+
+    monkeypatch.setattr(Fake, "all", [])
+    monkeypatch.setattr(compile_queue, "CompileProcess", Counted)
+    monkeypatch.setattr(compile_queue.QUEUE, "places", 1)
+    monkeypatch.setattr(compiling, "LOOK", 0.0)
+    widths = np.repeat(np.arange(2, 14), 2)
+    fleet = mf.Fleet.build(helpers.mlp, len(widths), width=mf.each(widths.tolist()))
+    fleet.compile("sgd", "cross_entropy", lr=0.1)
+    helpers.fit(fleet, (X, Y), epochs=30, batch_size=5, callbacks=[End()])
+    assert len(fleet.plan().lanes) == 12
+    assert most == 1
+    assert len(order) == 12  # each had its turn, and none was tried twice
+
+
+# --- the end of the program
+
+
+OWNER = """
+import sys
+import modelfleet as mf
+from modelfleet.frameworks.torch import compile_queue, compiling
+from tests import helpers
+compiling.SECONDS_PER_NODE = compiling.SECONDS_AT_LEAST = compiling.SECONDS_TO_LOAD = 0.0
+compiling.SAVING, compile_queue.SETTLING = 1e9, 0.0
+start = compile_queue.subprocess.Popen
+def told(command, **options):
+    process = start(command, **options)
+    print(process.pid, flush=True)
+    return process
+compile_queue.subprocess.Popen = told
+fleet = helpers.fleet_of(3)
+helpers.fit(fleet, helpers.toy(20), epochs=10**9, batch_size=10, strategy="fused")
+print("ended", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["killed at once", "killed while g++ runs", "Ctrl-C"])
+def test_nothing_is_left_of_a_program_that_ends_while_it_compiles(end: str, tmp_path: Path) -> None:
+    temporary, cache = tmp_path / "tmp", tmp_path / "cache"
+    temporary.mkdir()
+    environment = {
+        **os.environ,
+        "TMPDIR": str(temporary),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as owner:
+        assert owner.stdout is not None
+        group = int(owner.stdout.readline() or owner.communicate()[1])
+        assert len(list(temporary.glob("modelfleet-compile-*"))) == 1
+        if end != "killed at once":
+            wait_for(lambda: has_children(group) or ended(group), "a C++ compiler")
+            assert not ended(group)
+        owner.send_signal(signal.SIGINT if end == "Ctrl-C" else signal.SIGKILL)
+        said = owner.communicate(timeout=600)[0]
+    assert said == ("ended\n" if end == "Ctrl-C" else "")
+    wait_for(lambda: ended(group), "the end of the compile process")
+    assert list(temporary.iterdir()) == []
+
+
+def has_children(pid: int) -> bool:
+    try:
+        return bool(Path(f"/proc/{pid}/task/{pid}/children").read_text().strip())
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_never_is_never(eager: Processes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,18 +2,14 @@
 
 Training starts on the traced graph at once. When enough work remains, the graph goes as text to a second process,
 which compiles it into torch's own cache on disk; this process then loads it from there in about a second. A second
-run of the same structure finds it in the cache right away.
+run of the same structure finds it in the cache right away. `compile_queue.py` has one such process at a time.
 
 `MODELFLEET_COMPILE` says otherwise: `now` compiles before the first step, `never` does not compile.
 """
 
 import hashlib
-import json
+import logging
 import os
-import shutil
-import subprocess
-import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,12 +21,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from modelfleet.errors import FleetError, unknown
+from modelfleet.frameworks.torch.compile_queue import QUEUE, CompileProcess
 from modelfleet.frameworks.torch.diagnosis import cache_folder
 from modelfleet.frameworks.torch.sources import ANY_WIDTH, ONE_WIDTH, Source, describe
 from modelfleet.frameworks.torch.tracing import TRACING, Program, Spec
 from modelfleet.frameworks.torch.widths import NotGeneralError, merge
 
 MODES = ("auto", "now", "never")
+LOOK = 0.1  # seconds between two looks at a process that compiles, or at the queue for one
+
+logger = logging.getLogger("modelfleet")
 
 # What compiling costs and gives, as measured on two cores; only the decision hangs on it, never a result.
 SECONDS_PER_NODE = 0.05
@@ -57,25 +57,27 @@ class Compiler:
     def __init__(self, program: Program, at_width: Callable[[int], Program] | None = None) -> None:
         self._program = program
         self._at_width = at_width if program.width > 1 else None
-        self._worker: _Worker | None = None
+        self._process: CompileProcess | None = None
+        self._known: Path | None = None
+        self._next_look = 0.0
         self._done = program.graph is None or len(program.graph.graph.nodes) > MOST_NODES
 
     @property
     def busy(self) -> bool:
         """Whether the program is being compiled now."""
-        return self._worker is not None
+        return self._process is not None
 
     def consider(self, steps_left: int, seconds_per_step: float | None) -> None:
         """Start compiling if the steps that are left will win it back; take over what is ready."""
-        if not self._done:
+        if not self._done and time.monotonic() >= self._next_look:
             with TRACING:
                 self._consider(steps_left, seconds_per_step)
 
     def _consider(self, steps_left: int, seconds_per_step: float | None) -> None:
         if self._done:  # by another thread, meanwhile
             return
-        if self._worker is not None:
-            self._finish()
+        if self._process is not None:
+            self._finish(self._process)
             return
         wanted = mode()
         if wanted == "never":
@@ -83,25 +85,35 @@ class Compiler:
         elif wanted == "now":
             self._load(self._forms())
         elif seconds_per_step is not None:
-            self._weigh(steps_left * seconds_per_step * SAVING)
+            self._weigh(steps_left, seconds_per_step)
 
     def stop(self) -> None:
-        """End the worker, if there is one."""
-        if self._worker is not None:
-            self._worker.stop()
-            self._worker = None
+        """End what compiles it, if there is something."""
+        QUEUE.withdraw(self)
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
+        self._next_look = 0.0
 
-    def _weigh(self, saving: float) -> None:
-        if saving < SECONDS_TO_LOAD:
-            return
+    def _weigh(self, steps_left: int, seconds_per_step: float) -> None:
+        saving = steps_left * seconds_per_step * SAVING
         graph = self._program.graph
         assert graph is not None
-        known = _marker(self._program)
-        if known.exists():
-            form = known.read_text()
+        cost = max(SECONDS_AT_LEAST, SECONDS_PER_NODE * len(graph.graph.nodes))
+        if saving >= SECONDS_TO_LOAD and self._marker().exists():
+            QUEUE.withdraw(self)
+            form = self._marker().read_text()
             self._load([source for source in self._forms() if source.form == form] or self._forms())
-        elif saving > max(SECONDS_AT_LEAST, SECONDS_PER_NODE * len(graph.graph.nodes)):
-            self._worker = _Worker(self._forms())
+        elif saving > cost:
+            self._process = QUEUE.ask(self, saving - cost, seconds_per_step, self._forms)
+            self._next_look = time.monotonic() + LOOK
+        else:
+            QUEUE.withdraw(self)
+
+    def _marker(self) -> Path:
+        if self._known is None:  # the same for as long as the program is: its text is long
+            self._known = _marker(self._program)
+        return self._known
 
     def _forms(self) -> list[Source]:
         """What to compile, the best first: for any width if that can be had, and for this width alone."""
@@ -119,70 +131,49 @@ class Compiler:
                 pass  # for its own width, then
         return forms
 
-    def _finish(self) -> None:
-        assert self._worker is not None
-        code = self._worker.poll()
-        if code is None:
+    def _finish(self, process: CompileProcess) -> None:
+        outcome = process.outcome
+        self._next_look = time.monotonic() + LOOK
+        if outcome is None:
             return
-        ready = self._worker.ready()
-        self._worker.stop()
-        self._worker = None
-        if code == 0 and ready is not None:
-            self._load([ready])
+        self._process = None
+        ready = [source for source in process.forms if source.form == outcome.form]
+        if ready:
+            self._load(ready)
         else:  # the traced graph goes on: compiling is never needed for a result
             self._done = True
+            _tell(outcome.reason)
 
     def _load(self, forms: Sequence[Source]) -> None:
         self._done = True
         try:
             self._program.run, form = compile_first(forms)
-        except Exception:  # no C++ compiler, say: the traced graph goes on, unless compiling was insisted on
+        except (
+            Exception
+        ) as error:  # no C++ compiler, say: the traced graph goes on, unless compiling was insisted on
             if mode() == "now":
                 raise
+            _tell(f"{type(error).__name__}: {error}")
             return
         self._program.compiled = True
         self._program.any_width = form == ANY_WIDTH
-        mark = _marker(self._program)
+        mark = self._marker()
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.write_text(form)
 
 
-class _Worker:
-    """A process that compiles one program into torch's cache."""
+_told: list[str] = []  # why steps could not be compiled
 
-    def __init__(self, forms: Sequence[Source]) -> None:
-        self._forms = forms
-        self._folder = Path(tempfile.mkdtemp(prefix="modelfleet-compile-"))
-        for source in forms:
-            source.write(self._folder / source.form)
-        (self._folder / "forms.json").write_text(json.dumps([source.form for source in forms]))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "modelfleet.frameworks.torch.compile_worker", str(self._folder)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # so that Ctrl-C reaches the training, not the compiler
-        )
-        self._next_look = 0.0
 
-    def ready(self) -> Source | None:
-        """What it has compiled."""
-        done = self._folder / "done"
-        form = done.read_text() if done.exists() else None
-        return next((source for source in self._forms if source.form == form), None)
-
-    def poll(self) -> int | None:
-        now = time.monotonic()
-        if now < self._next_look:
-            return None
-        self._next_look = now + 0.1
-        return self._process.poll()
-
-    def stop(self) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+def _tell(reason: str) -> None:
+    """Say that compiling failed: loudly the first time, whatever the number of lanes."""
+    logger.log(
+        logging.DEBUG if _told else logging.WARNING,
+        "a step could not be compiled: %s. Its members train on at the speed of before. To have it compiled, "
+        "see to this; with MODELFLEET_COMPILE=never it is not tried.",
+        reason.strip().rstrip("."),
+    )
+    _told.append(reason)
 
 
 def compile_first(forms: Sequence[Source]) -> tuple[Any, str]:
