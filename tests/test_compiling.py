@@ -466,7 +466,8 @@ compiling.SAVING, compile_queue.SETTLING = 1e9, 0.0
 start = compile_queue.subprocess.Popen
 def told(command, **options):
     process = start(command, **options)
-    print(process.pid, flush=True)
+    if "compile_worker" in str(command):
+        print(process.pid, flush=True)
     return process
 compile_queue.subprocess.Popen = told
 fleet = helpers.fleet_of(3)
@@ -486,21 +487,19 @@ def test_nothing_is_left_of_a_program_that_ends_while_it_compiles(end: str, tmp_
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    with subprocess.Popen(
-        [sys.executable, "-c", OWNER],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    ) as owner:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, env=environment)
+    try:
         assert owner.stdout is not None
-        group = int(owner.stdout.readline() or owner.communicate()[1])
+        group = int(owner.stdout.readline())
         assert len(list(temporary.glob("modelfleet-compile-*"))) == 1
         if end != "killed at once":
             wait_for(lambda: has_children(group) or ended(group), "a C++ compiler")
             assert not ended(group)
         owner.send_signal(signal.SIGINT if end == "Ctrl-C" else signal.SIGKILL)
         said = owner.communicate(timeout=600)[0]
+    finally:
+        owner.kill()
+        owner.wait()
     assert said == ("ended\n" if end == "Ctrl-C" else "")
     wait_for(lambda: ended(group), "the end of the compile process")
     assert list(temporary.iterdir()) == []
@@ -511,6 +510,21 @@ def has_children(pid: int) -> bool:
         return bool(Path(f"/proc/{pid}/task/{pid}/children").read_text().strip())
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def test_a_compiler_that_cannot_be_started_leaves_the_training_as_it_is(
+    eager: Processes, told: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **options: Any) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    history = fit(fleet_of(2), (X, Y), epochs=4, batch_size=8)
+    assert not history.failed
+    assert [record.levelno for record in told].count(
+        logging.WARNING
+    ) == 1  # two programs: the last batch is shorter
+    assert "could not be compiled: OSError: [Errno 28] No space left on device" in told[0].getMessage()
 
 
 def test_never_is_never(eager: Processes, monkeypatch: pytest.MonkeyPatch) -> None:

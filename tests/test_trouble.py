@@ -106,12 +106,44 @@ def test_a_failed_member_can_be_trained_again() -> None:
     assert again.failed["sick"] == Failure(1, STEP, "its loss became NaN or infinite")
 
 
-def test_all_members_may_fail() -> None:
+@pytest.mark.parametrize("strategy", ["auto", "interleaved", "threads"])
+def test_a_fit_in_which_all_go_nan_says_so_and_what_often_helps(strategy: str) -> None:
     fleet = fleet_of(2)
-    history = fit(fleet, with_nan(), epochs=3, batch_size=4)
+    with pytest.raises(mf.AllFailedError) as caught:
+        fit(fleet, with_nan(), epochs=3, batch_size=4, shuffle=False, strategy=strategy)
+    told = str(caught.value).replace("member '1'", "member '0'")  # either may be the first
+    assert told == (
+        "member '0' failed in epoch 1, step 4: its loss became NaN or infinite. Often a lower lr helps, "
+        "or clip_norm=1.0; look for NaN in the data. All 2 members failed: the history of this error has "
+        "every reason."
+    )
+    history = caught.value.history
     assert set(history.failed) == {"0", "1"}
-    with pytest.raises(mf.InputError, match="2 of 2 failed"):
+    with pytest.raises(mf.InputError, match=r"2 of 2 failed.*often a lower lr helps"):
         history.best("loss")
+
+
+@pytest.mark.parametrize("strategy", ["auto", "interleaved", "threads"])
+def test_a_fit_in_which_the_data_of_all_raise_says_that_and_nothing_of_learning_rates(strategy: str) -> None:
+    error = OSError("the disk is gone")
+    fleet = fleet_of(2)
+    with pytest.raises(mf.AllFailedError, match="step 3: its data raised OSError: the disk is gone") as caught:
+        fit(fleet, mf.each([breaking(2, error), breaking(2, error)]), epochs=3, strategy=strategy)
+    assert caught.value.__cause__ is error
+    assert "lr" not in str(caught.value)
+    with pytest.raises(mf.InputError, match=r"history.failed has the reasons\.$"):
+        caught.value.history.best("loss")
+
+
+def test_what_raised_is_told_before_numbers_that_went_bad() -> None:
+    def sick() -> Iterator[Any]:
+        x, y = with_nan()
+        for low in range(0, 24, 4):
+            yield x[low : low + 4], y[low : low + 4]
+
+    data = mf.each([sick, breaking(5, OSError("the disk is gone"))])
+    with pytest.raises(mf.AllFailedError, match=r"^member '1' failed in epoch 1, step 6: its data raised OSError"):
+        fit(fleet_of(2), data)
 
 
 # --- data that raise

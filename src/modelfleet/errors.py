@@ -26,7 +26,7 @@ class BusyError(FleetError, RuntimeError):
 
 
 class AllFailedError(FleetError):
-    """The steps of all members raised; `history` has the reason of each."""
+    """All members of a fit failed; `history` has the reason of each."""
 
     def __init__(self, message: str, history: Any = None) -> None:
         super().__init__(message)

@@ -13,7 +13,6 @@ from modelfleet import checkpoints
 from modelfleet.callbacks import Callback, Checkpoint
 from modelfleet.errors import AllFailedError, BusyError, InputError
 from modelfleet.frameworks import randomness
-from modelfleet.frameworks.protocol import REASONS
 from modelfleet.history import History
 from modelfleet.planning.assembly import Part
 from modelfleet.progress import Reporter
@@ -255,19 +254,28 @@ class Fit:
                 self.history.fail(name, failure)
 
     def _refuse_all_failed(self) -> None:
-        """Raise `AllFailedError` if nobody is left, unless all that went wrong is numbers that became NaN."""
+        """Raise `AllFailedError` if nobody is left, whatever the reasons: a fit without a result is no success."""
         failed = self.history.failed
-        names = [name for name in self.fleet.names if name in failed]
-        raised = [name for name in names if failed[name].reason not in REASONS.values()]
-        if len(failed) < len(self.fleet) or not raised:
+        if len(failed) < len(self.fleet):
             return
-        failure = failed[raised[0]]
-        cause = next((shift.raised for shift in self.shifts if shift.raised is not None), None)
+        # What raised, or a worker that died, tells more of what is wrong than numbers that went bad.
+        told = sorted(failed, key=lambda name: (failed[name].diverged, failed[name].epoch, failed[name].step))[0]
+        failure = failed[told]
+        advice = "Often a lower lr helps, or clip_norm=1.0; look for NaN in the data. " if failure.diverged else ""
+        everybody = f"All {len(failed):,} members failed" if len(failed) > 1 else "It was the only member"
         raise AllFailedError(
-            f"member {raised[0]!r} failed in epoch {failure.epoch}, step {failure.step}: {failure.reason}. "
-            f"All {len(failed):,} members failed: the history of this error has every reason.",
+            f"member {told!r} failed in epoch {failure.epoch}, step {failure.step:,}: {failure.reason}. {advice}"
+            f"{everybody}: the history of this error has every reason.",
             self.history,
-        ) from cause
+        ) from (None if failure.diverged else self._cause())
+
+    def _cause(self) -> BaseException | None:
+        """What a step or the data of a member raised, if it was here."""
+        for shift in self.shifts:
+            if shift.raised is not None:
+                return shift.raised
+        feeds = [feed for shift in self.shifts for feed in (shift.feed, shift.validation) if feed is not None]
+        return next((error for feed in feeds for error in feed.failures.values()), None)
 
     def _show(self) -> None:
         """Tell the reporter when the slowest lane has ended an epoch."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from modelfleet.errors import FleetError, InputError, MissingExtraError, StoreError, unknown
+from modelfleet.frameworks.protocol import REASONS
 from modelfleet.words import count
 
 if TYPE_CHECKING:
@@ -61,6 +62,11 @@ class Failure:
     epoch: int
     step: int
     reason: str
+
+    @property
+    def diverged(self) -> bool:
+        """Whether its numbers went bad, rather than that something raised or died."""
+        return self.reason in REASONS.values()
 
     def __str__(self) -> str:
         return f"epoch {self.epoch}, step {self.step:,}: {self.reason}"
@@ -186,7 +192,7 @@ class History:
         if not ranking:
             raise InputError(
                 f"no member has a number for {self._metric(metric)!r}: {len(self.failed):,} of {len(self):,} "
-                f"failed, the others are at NaN. history.failed has the reasons; often a lower lr helps."
+                f"failed, the others are at NaN. {self._advice()}"
             )
         return ranking[0][0]
 
@@ -248,6 +254,12 @@ class History:
             raise StoreError(f"the stored history can't be read ({type(error).__name__}: {error}).") from error
         return history
 
+    def _advice(self) -> str:
+        reasons = "history.failed has the reasons"
+        others = len(self.failed) < len(self)  # at NaN
+        diverged = others or any(failure.diverged for failure in self.failed.values())
+        return f"{reasons}; often a lower lr helps." if diverged else f"{reasons}."
+
     def _metric(self, metric: str | None) -> str:
         return metric or ("val_loss" if "val_loss" in self.metrics else "loss")
 
@@ -262,7 +274,7 @@ class History:
         if not self.metrics and self.failed:
             return InputError(
                 f"there is no {metric!r}: {len(self.failed):,} of {len(self):,} failed in their first epoch. "
-                f"history.failed has the reasons; often a lower lr helps."
+                f"{self._advice()}"
             )
         if not self.metrics:
             return InputError(f"there is no {metric!r} yet: no epoch has been recorded. Run fit first.")

@@ -63,7 +63,7 @@ def test_out_of_memory_halves_the_lane_and_goes_on(monkeypatch: pytest.MonkeyPat
     assert max(tried) <= 2, "the width that fits is remembered"
 
 
-def test_a_member_that_does_not_fit_at_all_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_members_that_do_not_fit_at_all_fail_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = fleet_of(3)
 
     def no_room(self: Engine, *args: Any, **options: Any) -> None:
@@ -71,6 +71,7 @@ def test_a_member_that_does_not_fit_at_all_fails_alone(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Engine, "train", no_room)
     monkeypatch.setattr(PlainEngine, "train", no_room)
-    history = fit(fleet, (X, Y))
-    assert set(history.failed) == {"0", "1", "2"}
-    assert "ran out of memory" in history.failed["1"].reason
+    with pytest.raises(mf.AllFailedError, match="the device ran out of memory") as caught:
+        fit(fleet, (X, Y))
+    assert set(caught.value.history.failed) == {"0", "1", "2"}
+    assert "ran out of memory" in caught.value.history.failed["1"].reason

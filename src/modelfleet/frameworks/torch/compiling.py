@@ -105,7 +105,11 @@ class Compiler:
             form = self._marker().read_text()
             self._load([source for source in self._forms() if source.form == form] or self._forms())
         elif saving > cost:
-            self._process = QUEUE.ask(self, saving - cost, seconds_per_step, self._forms)
+            try:
+                self._process = QUEUE.ask(self, saving - cost, seconds_per_step, self._forms)
+            except Exception as error:  # no room for its folder, say
+                self._done = True
+                _tell(f"{type(error).__name__}: {error}")
             self._next_look = time.monotonic() + LOOK
         else:
             QUEUE.withdraw(self)
