@@ -313,3 +313,30 @@ def test_an_epoch_may_be_shorter_or_longer_than_the_data() -> None:
     history = fit(fleet, Batches(), epochs=2, steps_per_epoch=7)  # of five batches: they begin anew
     assert fleet._lanes[0].steps.tolist() == [20]
     assert len(history["a"]["loss"]) == 2
+
+
+class Filling(nn.Module):
+    """Makes a tensor of torch's default dtype in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x) * torch.full((3,), 1 / 3)
+
+
+def test_worker_processes_have_the_default_dtype_of_their_owner() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        x = torch.randn(8, 4)
+        trained = {}
+        for strategy in ("interleaved", "processes"):
+            fleet = mf.Fleet.build(Filling, 2, seed=0)
+            fleet.compile("sgd", "mse", lr=0.1)
+            history = fleet.fit((x, x[:, :3]), epochs=2, batch_size=4, strategy=strategy, progress=False)
+            assert not history.failed
+            trained[strategy] = fleet["1"].head.weight.detach().numpy()
+        np.testing.assert_allclose(trained["processes"], trained["interleaved"], rtol=1e-12, atol=0)
+    finally:
+        torch.set_default_dtype(torch.float32)

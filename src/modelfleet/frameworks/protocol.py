@@ -202,6 +202,8 @@ class Adapter(Protocol):
 
     # An adapter whose engines can `spread` also has `Group`, as in `frameworks.torch.parallel`. One whose models
     # are more than replicas need may have `frozen(model)`: that is sent to them, and given to `Replica`, instead.
+    # One in which a program can set what changes a model's numbers, such as a default dtype, has `settings()` and
+    # `using(settings)`: so workers compute with what their owner has set.
 
     def memory(self, device: Any) -> Memory | None:
         """The memory of one of the framework's own devices; None if it does not tell, as of the CPU."""

@@ -66,6 +66,8 @@ class Order:
     watched: bool = False
     parallel: tuple[str | Meeting, int, int] | None = None
     """For members that are trained on several devices at once: where these meet, the rank here, and how many."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What the owner has set in its frameworks."""
 
     @staticmethod
     def on(device: str) -> tuple[Device, ...] | None:
@@ -103,7 +105,7 @@ _assemblies: dict[str, Assembly] = {}
 def work(order: Order) -> Generator[Told, Answer, None]:
     """Run the lanes of an order; tells every epoch's end, and waits for an answer."""
     yield Told([])
-    with frameworks.computing():
+    with frameworks.using(order.settings), frameworks.computing():
         yield from _work(order)
 
 
@@ -272,4 +274,5 @@ class Orders:
             standings=[Standing.of(shift) for shift in shifts],
             randomness=shifts[0].randomness or self.randomness,
             data=data,
+            settings=frameworks.settings(None),
         )

@@ -82,7 +82,8 @@ def reduced(value: Any) -> Any:
 def restored(array: np.ndarray, dtype: str) -> jax.Array:
     """The array that `reduced` took apart: on the CPU, in the very memory. Who computes with it puts it elsewhere;
     on the first of several GPUs the weights of all their workers would come together."""
-    return jax.device_put(array.view(jnp.dtype(dtype)), jax.devices("cpu")[0])
+    with jax.enable_x64(True):  # whatever is set here: the array was one of JAX's as it is
+        return jax.device_put(array.view(jnp.dtype(dtype)), jax.devices("cpu")[0])
 
 
 def as_numpy(leaf: Any) -> np.ndarray:
