@@ -80,11 +80,11 @@ def _watch() -> None:
     global _keeping, _watcher
     while True:
         with _lock:
-            left = LINGER if _scopes else _ended + LINGER - time.monotonic()
+            left = LOOK if _scopes else _ended + LINGER - time.monotonic()
             if left <= 0:
-                _keeping, _watcher = False, None
                 _set(_DEFAULTS)
                 _trim()
+                _keeping, _watcher = False, None
                 return
         time.sleep(min(left, LOOK))
 
