@@ -70,7 +70,7 @@ def _end() -> None:
     global _ended, _watcher
     if _keeping and not _scopes:
         _ended = time.monotonic()
-        if _watcher is None or not _watcher.is_alive():  # a forked process has none
+        if _watcher is None:
             _watcher = threading.Thread(target=_watch, name="modelfleet-pages", daemon=True)
             _watcher.start()
 
@@ -87,6 +87,16 @@ def _watch() -> None:
                 _keeping, _watcher = False, None
                 return
         time.sleep(min(left, LOOK))
+
+
+def _after_fork() -> None:
+    """A forked process has no watcher, and nobody to release a lock that was held."""
+    global _lock, _watcher
+    _lock, _watcher = threading.Lock(), None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _set(settings: dict[int, int]) -> None:
