@@ -9,7 +9,7 @@ QUICK := tests/feeds tests/planning tests/store tests/frameworks/test_functional
 	$(addprefix tests/test_,$(addsuffix .py,bad_input callbacks composition each fleet golden history layers \
 	members saving shared_loader streams trees trouble))
 
-.PHONY: help setup demo test quick fuzz chaos lint bench clean
+.PHONY: help setup demo test quick fuzz chaos killing lint bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -34,6 +34,9 @@ fuzz: setup  ## random programs, in a fleet and alone: MINUTES=60 TARGET=torch|j
 
 chaos: setup  ## replicas while their workers are killed, frozen and short of memory: MINUTES=10
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.replicas.chaos --minutes $(MINUTES)
+
+killing: setup  ## programs killed at a hundred and twenty random moments leave nothing behind
+	MODELFLEET_TEST_LONG=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_left_behind.py
 
 lint: setup  ## ruff and pyrefly
 	$(BIN)/ruff check .

@@ -15,6 +15,7 @@ ALONE = "one by one"
 ONE = "one device, one thread"
 THREADS = 'two devices, "threads"'
 POOL = "multiprocessing.Pool(2)"
+SPAWN = "torch.multiprocessing, spawn"
 SPLIT = "DataParallel-style, 2 threads"
 RAY = "2 Ray actors by hand"
 IDEAL = "the ideal split"
@@ -152,6 +153,23 @@ def _devices() -> list[Contest]:
     ]
 
 
+def _first_answers() -> list[Contest]:
+    titles = {"fresh": "first answer of two processes, fresh interpreter", "again": "the same, a second pool"}
+    return [
+        Contest(
+            "first-answer" if when == "fresh" else "first-answer-again",
+            title,
+            {
+                FLEET: Entrant("first_answer", ("modelfleet", when), _THREAD),
+                SPAWN: Entrant("first_answer", ("spawn", when), _THREAD),
+            },
+            {SPAWN: 1},
+            "answers",
+        )
+        for when, title in titles.items()
+    ]
+
+
 CONTESTS: dict[str, Contest] = {
     contest.name: contest
     for contest in (
@@ -165,5 +183,6 @@ CONTESTS: dict[str, Contest] = {
         _weighted(),
         *(_mix(name) for name in MIXES),
         *_devices(),
+        *_first_answers(),
     )
 }

@@ -221,7 +221,7 @@ def test_doctor_warns_of_little_shared_memory(
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
     _, out, _ = run(capsys, "doctor")
     row = lines_of(out)["shared memory, /dev/shm"]
-    assert "workers pass arrays through it" in row
+    assert "pass batches through it" in row
     assert ("--shm-size" in row) == warned
 
 

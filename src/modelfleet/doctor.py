@@ -209,7 +209,7 @@ def _shared_memory() -> list[Row]:
     little = size.free < ENOUGH_SHARED
     advice = f"under {_size(ENOUGH_SHARED)}: give it more (in Docker --shm-size=4g)" if little else ""
     here = f"{_size(size.free)} free of {_size(size.total)}"
-    return [Row(f"shared memory, {SHARED}", here, "workers pass arrays through it", advice)]
+    return [Row(f"shared memory, {SHARED}", here, "a DataLoader's processes pass batches through it", advice)]
 
 
 def _cluster() -> Row:

@@ -1,7 +1,9 @@
 """Tasks for workers, where every kind of worker can import them from."""
 
+import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -68,3 +70,32 @@ def total(order: Any) -> Generator[Any, Any, None]:
 def called(function: Callable[[], Any]) -> Generator[Any, Any, None]:
     """What a function gives."""
     yield function()
+
+
+def nested(order: Any) -> Generator[Any, Any, None]:
+    """What a worker of this worker gives, and a process that is forked here."""
+    from modelfleet.workers.process import ProcessPlace
+
+    worker = ProcessPlace("cpu:0", "cpu:0").hire()
+    worker.start(echo, order, "an order")
+    _, first = worker.receive()
+    worker.close()
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=theirs.send, args=(order,))
+    child.start()
+    second = ours.recv()
+    child.join()
+    yield [first, second]
+
+
+def with_a_child(order: Any) -> Generator[Any, Any, None]:
+    """The number of a process that does not end by itself."""
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(10**6,))
+    child.start()
+    yield child.pid
+
+
+def drawn() -> float:
+    """A number of this process's own."""
+    return float(np.random.random())

@@ -157,12 +157,13 @@ def undisturbed() -> Iterator[None]:
 
 
 def reduced(value: Any) -> Any:
-    """How to pickle a framework's tensor by its NumPy array; NotImplemented for all else."""
+    """How to pickle a framework's tensor by its NumPy array, or a model of Keras; NotImplemented for all else."""
     root = type(value).__module__.partition(".")[0]
     framework = {"torch": "torch", "jaxlib": "jax"}.get(root)  # JAX's arrays are of its part in C++
     if framework is not None and framework in sys.modules:
         return adapter(framework).arrays.reduced(value)
-    return NotImplemented
+    models = sys.modules.get("modelfleet.frameworks.keras.frozen")
+    return NotImplemented if models is None else models.reduced(value)
 
 
 def as_numpy(value: Any) -> np.ndarray:

@@ -80,10 +80,10 @@ class _Hand:
 
     def take(self, own: Crew, order: crew.Order) -> None:
         """Have some lanes begin; the worker is hired if there is none."""
-        if self.worker is None:
-            self.worker = self.place.hire(order.fleet)
         self.crew, self.begun, self.since, self._waited = own, False, time.monotonic(), 0.0
         self._looked = self.since
+        if self.worker is None:
+            self.worker = self.place.hire(order.fleet)
         self.worker.last = order.fleet
         self.worker.start(crew.work, order, _what(own))
         own.sent()

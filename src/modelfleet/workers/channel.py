@@ -117,6 +117,9 @@ class Channel:
         self._closed = self.ended = True
         self._give_back()
 
+    def __del__(self) -> None:
+        self._give_back()
+
     @contextmanager
     def _open(self) -> Iterator[int]:
         """Within this context the descriptor is not given back, whoever closes the channel."""

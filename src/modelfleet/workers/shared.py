@@ -34,7 +34,8 @@ class _ByValue(cloudpickle.Pickler):
     """Pickles with its code what others can't import: what a script, a prompt or a function defines."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, io.IOBase):  # what cloudpickle would read and send would be another file
+        # What cloudpickle would read and send of a file would be another file.
+        if isinstance(obj, io.IOBase) and not isinstance(obj, io.BytesIO | io.StringIO):
             raise TypeError(f"cannot pickle an open file, {obj!r}")
         found = frameworks.reduced(obj)
         return super().reducer_override(obj) if found is NotImplemented else found

@@ -68,6 +68,9 @@ class Process:
         self.life.forget()
         pieces.close(self._pidfd)
 
+    def __del__(self) -> None:
+        pieces.close(self._pidfd)
+
     def obituary(self) -> str:
         """What is known of its death."""
         end = time.monotonic() + 5.0
@@ -113,10 +116,13 @@ class Nursery:
 
     def hire(self) -> tuple[Channel, Process, Signs]:
         """Ask for a worker; does not wait until it is there."""
-        channel, theirs = Channel.pair()
-        life, told = Channel.pair()
-        signs = Signs.new()
-        sent = [_output(1), _output(2)]
+        try:
+            channel, theirs = Channel.pair()
+            life, told = Channel.pair()
+            signs = Signs.new()
+            sent = [_output(1), _output(2)]
+        except OSError as error:  # no more files
+            raise WorkerDiedError(f"a worker process can't be started: {error}") from error
         with theirs, told:
             try:
                 request = _modules(), os.environ.get("MODELFLEET_FORK", "auto") != "never"
@@ -184,10 +190,13 @@ def hire() -> tuple[Channel, Process, Signs]:
     global _current
     kind = {name: value for name, value in os.environ.items() if _read_once(name) and name not in _THREADS}
     for attempt in (1, 2):
-        with _lock:
-            if _current is None or not _current.usable(kind):
-                _current = Nursery(kind)
-            home = _current
+        try:
+            with _lock:
+                if _current is None or not _current.usable(kind):
+                    _current = Nursery(kind)
+                home = _current
+        except OSError as error:  # no more processes, or no more files
+            raise WorkerDiedError(f"the nursery, which starts workers, can't be started: {error}") from error
         try:
             return home.hire()
         except WorkerDiedError:

@@ -48,6 +48,23 @@ def frozen(model: keras.Model) -> Frozen:
     return Frozen(model)
 
 
+def reduced(value: Any) -> Any:
+    """How to pickle a model as Keras does, with the classes and functions that its config only names."""
+    if not isinstance(value, keras.Model):
+        return NotImplemented
+    registered = {
+        name: found
+        for name, found in keras.saving.get_custom_objects().items()
+        if getattr(found, "__module__", None) == "__main__"  # which no other process can import
+    }
+    return _unpickled, ({**registered, **_own_classes(value)}, *value.__reduce__()[:2])
+
+
+def _unpickled(named: Mapping[str, Any], make: Any, arguments: tuple[Any, ...]) -> keras.Model:
+    with keras.saving.custom_object_scope(dict(named)):
+        return make(*arguments)
+
+
 def restored(config: str, classes: Mapping[str, Any], weights: Mapping[str, np.ndarray]) -> keras.Model:
     """The model that was taken apart. Where the backend can have it so, its weights are these very arrays."""
     with ObjectSharingScope():
