@@ -1,5 +1,6 @@
 """Small models, small data and exact comparisons, for tests of whole fleets."""
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,3 +69,9 @@ def close(left: Mapping[str, Tensor], right: Mapping[str, Tensor], tolerance: fl
     return left.keys() == right.keys() and all(
         torch.allclose(value, right[name], rtol=tolerance, atol=tolerance) for name, value in left.items()
     )
+
+
+def threads() -> int:
+    """How many threads there are, but for those that tidy up a moment after the last work and end by themselves."""
+    tidying = ("modelfleet-idle", "modelfleet-pages")
+    return sum(thread.name not in tidying for thread in threading.enumerate())

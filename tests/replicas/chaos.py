@@ -21,10 +21,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.helpers import threads
 from tests.replicas.models import Chaotic
 
 import modelfleet as mf
-from modelfleet.workers import CannotSendError
+from modelfleet.workers import NoRoomError
 from modelfleet.workers.process import ProcessWorker, at_work, dismiss
 
 HANGS = 180  # seconds after which something that has not ended hangs
@@ -61,7 +62,7 @@ class Chaos:
             most = self._most
             if most is not None and isinstance(value, np.ndarray) and len(value) > most:
                 self.counts["unsent"] += 1
-                raise CannotSendError(f"there is no memory for {len(value)} rows")
+                raise NoRoomError(f"there is no memory for {len(value)} rows")
             send(worker, value)
 
         return answer
@@ -223,8 +224,7 @@ def held() -> dict[str, int]:
         "descriptors": len(os.listdir("/proc/self/fd")),
         "children": children,
         "shared memory": len(named),
-        # One that dismisses idle workers comes and goes.
-        "threads": sum(thread.name != "modelfleet-idle" for thread in threading.enumerate()),
+        "threads": threads(),
         "MB": pages * os.sysconf("SC_PAGE_SIZE") // 10**6,
     }
 

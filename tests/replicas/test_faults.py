@@ -22,7 +22,7 @@ import modelfleet as mf
 from modelfleet.replicas import driver, stats
 from modelfleet.replicas.driver import Room
 from modelfleet.replicas.queue import Queue
-from modelfleet.workers import CannotSendError
+from modelfleet.workers import NoRoomError
 from modelfleet.workers.inline import InlineWorker
 
 __all__ = ["no_idle_workers"]
@@ -302,7 +302,7 @@ class Narrow:
         def answer(worker: Any, value: Any = None) -> None:
             if isinstance(value, np.ndarray):
                 if len(value) > self.most:
-                    raise CannotSendError(f"{len(value)} rows are too many")
+                    raise NoRoomError(f"{len(value)} rows are too many")
                 self.sizes.append(len(value))
             send(worker, value)
 
@@ -348,6 +348,24 @@ def test_less_is_given_where_memory_is_short_and_more_again_after_a_while() -> N
     assert batches > 100  # each attempt may be in vain
     room.fine(256)
     assert room.most is None
+
+
+class Secretive:
+    """Can't be sent."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("it stays here")
+
+
+def secrets(x: np.ndarray) -> list[Any]:
+    return [Secretive() if row[1] == -666 else float(row[0]) for row in x]
+
+
+def test_answers_that_can_not_be_sent_say_so() -> None:
+    with mf.Replicas(secrets, devices=TWO, batch_size=4) as replicas:
+        with pytest.raises(mf.RowsError, match="it stays here"):
+            replicas.submit("ada", poisoned(1, 4, 2)).result(LONG)
+        assert list(replicas.submit("bob", rows(2, 3)).result(LONG)) == [2.0, 2.0, 2.0]
 
 
 # --- what is kept ---------------------------------------------------------------------------------------------

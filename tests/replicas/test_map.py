@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.helpers import threads
 from tests.replicas import models
 from tests.replicas.test_pool import TWO, assert_answers, direct, poisoned, rows
 
 import modelfleet as mf
 from modelfleet.replicas.pool import Replicas
-from modelfleet.workers import CannotSendError
+from modelfleet.workers import NoRoomError
 from modelfleet.workers.inline import InlineWorker
 from modelfleet.workers.process import at_work
 
@@ -92,11 +93,11 @@ def test_only_a_few_users_wait_at_a_time() -> None:
 
 
 def test_a_stream_that_is_dropped_ends_its_replicas() -> None:
-    before = threading.active_count()
+    before = threads()
     stream = mf.imap(models.Marked(), {"ada": rows(1, 5)}, devices="cpu")
-    assert threading.active_count() > before
+    assert threads() > before
     del stream
-    assert threading.active_count() == before
+    assert threads() == before
 
 
 def test_where_no_replica_can_be_had_nothing_is_answered() -> None:
@@ -109,7 +110,7 @@ def test_users_of_whom_nothing_can_be_sent_hold_up_nobody(monkeypatch: pytest.Mo
 
     def refuse(self: Any, value: Any = None) -> None:
         if isinstance(value, np.ndarray) and value[0, 0] == 1:
-            raise CannotSendError("too large")
+            raise NoRoomError("too large")
         send(self, value)
 
     monkeypatch.setattr(InlineWorker, "answer", refuse)
@@ -143,11 +144,11 @@ def test_classes_of_a_prompt_are_sent_with_their_code(tmp_path: Path) -> None:
 
 
 def test_a_stream_that_is_left_ends_its_replicas() -> None:
-    before = threading.active_count()
+    before = threads()
     stream = mf.imap(models.Marked(), {mark: rows(mark, 50) for mark in range(20)}, devices="cpu", batch_size=2)
     next(stream)
     stream.close()  # type: ignore[attr-defined]
-    assert threading.active_count() == before
+    assert threads() == before
 
 
 @pytest.mark.parametrize(

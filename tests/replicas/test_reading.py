@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.helpers import threads
 from tests.replicas import models
 from tests.replicas.test_pool import assert_answers, poisoned, rows
 from torch.utils.data import DataLoader, TensorDataset
@@ -172,7 +173,7 @@ def test_every_row_of_a_stream_is_tried_however_many_fail_first() -> None:
 
 
 def test_streams_are_begun_as_answers_are_taken_and_closed_when_nobody_takes_more() -> None:
-    before = threading.active_count()
+    before = threads()
     begun, closed = itertools.count(), itertools.count()
     many = threading.Event()
 
@@ -189,7 +190,7 @@ def test_streams_are_begun_as_answers_are_taken_and_closed_when_nobody_takes_mor
     next(answers)
     assert many.wait(600)
     answers.close()  # type: ignore[attr-defined]
-    assert threading.active_count() == before
+    assert threads() == before
     assert next(begun) == next(closed) <= 1 + HELD
 
 

@@ -13,7 +13,7 @@ from modelfleet.replicas.requests import Batch, Request
 from modelfleet.replicas.rows import by_form, joined, parted, taken
 from modelfleet.replicas.work import Load, Order, Switch, serve
 from modelfleet.words import count
-from modelfleet.workers import CannotSendError, Place, Shared, Worker, WorkerDiedError
+from modelfleet.workers import CannotSendError, NoRoomError, Place, Shared, Worker, WorkerDiedError
 
 if TYPE_CHECKING:
     from modelfleet.replicas.pool import Replicas
@@ -237,33 +237,34 @@ class Driver(threading.Thread):
         for batch in reversed(asked[len(begun) :] + ready):  # the last first, as each comes before all else
             pool._report(partial(pool._queue.returned, batch))
         for batch in begun:
-            if isinstance(error, CannotSendError):  # its answer was too large
-                self._too_large(batch, error)
+            if isinstance(error, CannotSendError):  # its answer
+                self._not_sent(batch, error)
             else:
                 pool._report(partial(pool._queue.died, batch, reason))
 
     def _next(self, worker: Worker) -> Batch | None:
         """The next rows; waits for them. None if it is all over, or if there is a new model."""
-        pool = self._pool
+        pool, looked = self._pool, time.monotonic()
         with pool._lock:
             pool._free += 1
         try:
             while True:
                 with pool._lock:
-                    if pool._over() or self._behind():
-                        return None
-                    batch = pool._taken(self.name, self._room.most, self._several)
-                    if batch is not None:
-                        break
-                    due = pool._queue.due(self.name)
-                    pool._news.wait(LOOK if due is None else min(LOOK, max(0.001, due - time.monotonic())))
+                    while time.monotonic() - looked < LOOK:
+                        if pool._over() or self._behind():
+                            return None
+                        batch = pool._taken(self.name, self._room.most, self._several)
+                        if batch is not None:
+                            return batch
+                        due = pool._queue.due(self.name)
+                        pool._news.wait(LOOK if due is None else min(LOOK, max(0.001, due - time.monotonic())))
                 self._look(worker)
+                looked = time.monotonic()
         finally:
             with pool._lock:
                 pool._free -= 1
-        if pool._hungry is not None:
-            pool._hungry()
-        return batch
+            if pool._hungry is not None:
+                pool._hungry()
 
     def _look(self, worker: Worker) -> None:
         """Notice when a worker that has nothing to do dies or freezes."""
@@ -287,18 +288,19 @@ class Driver(threading.Thread):
             worker.answer(rows)
         except (CannotSendError, MemoryError) as error:
             ready.popleft()
-            self._too_large(batch, error)
+            self._not_sent(batch, error)
         else:
             asked.append(ready.popleft())
 
-    def _too_large(self, batch: Batch, error: Exception) -> None:
-        """There is no memory to send so many rows, or their answers: they go in smaller parts, if they may."""
+    def _not_sent(self, batch: Batch, error: Exception) -> None:
+        """Rows, or their answers, could not be sent. For want of memory: they go in smaller parts, if they may."""
         queue = self._pool._queue
-        if batch.rows > 1 and self._pool._mixed:
+        short = isinstance(error, NoRoomError | MemoryError)
+        if short and batch.rows > 1 and self._pool._mixed:
             self._room.short(batch.rows)
             self._pool._report(partial(queue.returned, batch))
             return
-        if not self._pool._mixed:
+        if short and not self._pool._mixed:
             told = FleetError(
                 f"a batch of {count(batch.rows, 'row')} of user {batch.slices[0].request.user!r} can't be sent in "
                 f"parts, as its rows may depend on each other (isolation), and not as a whole: {error}"
@@ -335,7 +337,7 @@ class Driver(threading.Thread):
         try:
             answers = parted(reply.parts, batch)
         except Exception as error:  # for want of memory, say: no batch may be lost by that
-            self._too_large(batch, error)
+            self._not_sent(batch, error)
             return
         if reply.short:
             self._room.short(reply.short)

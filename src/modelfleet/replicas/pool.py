@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import os
 import threading
 import time
 import weakref
@@ -445,6 +446,11 @@ class _Cancelling:
 
 
 _open: "weakref.WeakSet[Replicas]" = weakref.WeakSet()
+
+
+# A forked child has neither the threads nor the workers; what it finds locked would stay so.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_open.clear)
 
 
 @atexit.register

@@ -27,6 +27,10 @@ class CannotSendError(FleetError):
     """A value can't be sent to another process; the message says which and why."""
 
 
+class NoRoomError(CannotSendError):
+    """There is no memory to send so much at once."""
+
+
 class Worker(Protocol):
     """Runs one task at a time. Everything of it raises `WorkerDiedError` once it is gone."""
 

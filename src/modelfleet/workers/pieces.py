@@ -15,13 +15,13 @@ import numpy as np
 
 from modelfleet.devices import host_memory
 from modelfleet.words import size as size_of
-from modelfleet.workers._base import CannotSendError
+from modelfleet.workers._base import NoRoomError
 
 LARGE = 1 << 26  # bytes from which on it is looked up first whether so much is free
 
 
 def new(size: int) -> int:
-    """The descriptor of a new piece; raises `CannotSendError` if there is not so much memory."""
+    """The descriptor of a new piece; raises `NoRoomError` if there is not so much memory."""
     free = None
     if size >= LARGE:  # else the system, asked for more than it has, would end some process
         memory = host_memory()
@@ -85,9 +85,9 @@ def _library() -> Any:
     return library
 
 
-def _refused(size: int, free: int | None) -> CannotSendError:
+def _refused(size: int, free: int | None) -> NoRoomError:
     left = "" if free is None else f", {size_of(free)} is free"
-    return CannotSendError(
+    return NoRoomError(
         f"{size_of(size)} of shared memory can't be had{left}. Give the machine or the container more memory "
         f"(`docker run --memory=8g`), or send less at once."
     )
