@@ -354,7 +354,7 @@ class Fleet:
             one = supply.side_by_side([lane for lane, _ in fed], job)
             for (lane, feed), values in zip(fed, everywhere(fed, Lane.evaluating, side_by_side=one), strict=True):
                 lane.refuse_failures(feed)
-                lane.engine.write_changes(lane.members)
+                self._keep_changes(lane)
                 for row, name in enumerate(lane.names):
                     found[name] = {metric: float(column[row]) for metric, column in values.items()}
         return {name: found[name] for name in job.names}
@@ -367,7 +367,7 @@ class Fleet:
             fed = self._reading().settled("auto", job, "predict", self._changed(), self._ways)
             one = supply.side_by_side([lane for lane, _ in fed], job)
             for (lane, _), outputs in zip(fed, everywhere(fed, Lane.predicting, side_by_side=one), strict=True):
-                lane.engine.write_changes(lane.members)
+                self._keep_changes(lane)
                 found.update(zip(lane.names, outputs, strict=True))
         return {name: found[name] for name in job.names}
 
@@ -394,6 +394,12 @@ class Fleet:
         if self._aside is None:
             self._aside = self._set.aside([] if self._fit is None else self._fit.parts())
         return self._aside
+
+    def _keep_changes(self, lane: Lane) -> None:
+        """Have the models hold what evaluating or predicting has changed; and the training, if one is going on."""
+        if lane.engine.write_changes(lane.members) and self._fit is not None:
+            for name in lane.names:
+                self._fit.take(name)
 
     def _changed(self) -> Collection[str]:
         """The members whose models hold what the lanes of a verb that reads may not."""

@@ -376,7 +376,10 @@ def _apart(tree: Any) -> bool:
 
 
 def _host(leaf: Any) -> Any:
-    return leaf.detach().resolve_conj().cpu().numpy() if hasattr(leaf, "detach") else leaf
+    if not hasattr(leaf, "detach"):
+        return leaf
+    leaf = leaf.detach().resolve_conj().cpu()
+    return (leaf.float() if str(leaf.dtype) == "torch.bfloat16" else leaf).numpy()
 
 
 def unlike(found: Any, expected: Any, tolerance: float) -> str:

@@ -461,8 +461,9 @@ class Engine(ABC):
     def write_back(self, members: Sequence[Member]) -> None:
         """Copy every member's state into its own model. Nothing is narrowed then."""
 
-    def write_changes(self, members: Sequence[Member]) -> None:  # noqa: B027  most engines change nothing
-        """Copy what evaluating and predicting have changed into the members' models, where anything has."""
+    def write_changes(self, members: Sequence[Member]) -> bool:
+        """Copy what evaluating and predicting have changed into the members' models; whether anything has."""
+        return False
 
     @abstractmethod
     def snapshot(self, row: int, working: bool = True) -> Any:

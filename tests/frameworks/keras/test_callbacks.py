@@ -303,3 +303,50 @@ def test_what_is_not_called_is_refused() -> None:
 def test_paths(path: str, expected: str) -> None:
     assert own_path(path, "a b") == expected
     assert own_path("{name}.csv", "a/{b}").format() == "a_{b}.csv"
+
+
+class Counting(keras.layers.Layer):
+    """Counts its calls, in evaluation too."""
+
+    def build(self, shape: Any) -> None:
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
+
+    def call(self, x: Any) -> Any:
+        self.calls.assign_add(1.0)
+        return x / self.calls
+
+
+def counting() -> keras.Model:
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), Counting(), keras.layers.Dense(1)])
+
+    def off(y: Any, output: Any) -> Any:
+        return keras.ops.mean(keras.ops.abs(y - output))
+
+    model.compile(keras.optimizers.SGD(0.01), loss=off)
+    return model
+
+
+def test_what_evaluating_changes_in_a_callback_goes_into_the_training() -> None:
+    class Look(mf.Callback):
+        def on_epoch_end(self, run: Any) -> None:
+            fleet.evaluate((x, y), batch_size=4)
+
+    class LookAlone(callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            alone.evaluate(x, y, batch_size=4, verbose=0)
+
+    x = np.random.default_rng(0).standard_normal((8, 4), dtype=np.float32)
+    y = x[:, :1]
+    fleet, alone = mf.Fleet({"a": counting(), "b": counting()}), counting()
+    fleet.fit((x, y), epochs=2, batch_size=4, shuffle=False, callbacks=[Look()], progress=False)
+    alone.fit(x, y, epochs=2, batch_size=4, shuffle=False, callbacks=[LookAlone()], verbose=0)
+    for found, expected in zip(fleet["a"].get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_a_model_with_classes_and_functions_of_ones_own_is_cloned() -> None:
+    fleet = mf.Fleet({"a": counting()})
+    fleet.clone("a", as_="b")
+    assert fleet["b"].loss is fleet["a"].loss
+    np.testing.assert_array_equal(fleet["b"].get_weights()[1], fleet["a"].get_weights()[1])

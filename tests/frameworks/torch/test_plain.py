@@ -181,6 +181,22 @@ def test_hooks_of_parameters_run() -> None:
         assert sum(p is model[2].bias for p in stepped) == 6
 
 
+def test_what_was_refused_once_is_refused_again_when_a_member_joins() -> None:
+    models = [mlp(), mlp()]
+    expected = [copy.deepcopy(model) for model in models]
+    for model in (*models, *expected):
+        next(model.parameters()).register_hook(lambda gradient: gradient * 0.5)
+    fleet, _ = trained(models)
+    fleet.add("joined", mlp())
+    fleet.compile("adam", "mse", lr=1e-2, members=["joined"])
+    fleet.fit((X, Y), batch_size=8, shuffle=False, epochs=2, progress=False)
+    for model, other in zip(models, expected, strict=True):
+        optimizer = torch.optim.Adam(other.parameters(), lr=1e-2)
+        for _ in range(2):
+            loop(other, optimizer)
+        same(model, other)
+
+
 class Remembering(nn.Module):
     """Keeps a hidden state of its own from batch to batch, and counts its calls."""
 

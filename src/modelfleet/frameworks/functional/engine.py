@@ -311,12 +311,13 @@ class FunctionalEngine(Engine):
         for row, member in enumerate(members):
             self._definition.write_back(member, map_tree(lambda array, row=row: array[row], arrays))
 
-    def write_changes(self, members: Sequence[Member]) -> None:
-        """Copy what evaluating and predicting have changed into the members' models."""
-        if self._changed:
+    def write_changes(self, members: Sequence[Member]) -> bool:
+        """Copy what evaluating and predicting have changed into the members' models; whether anything has."""
+        changed, self._changed = self._changed, False
+        if changed:
             for row, member in enumerate(members):
                 self.write_out(row, True, member)
-            self._changed = False
+        return changed
 
     def snapshot(self, row: int, working: bool = True) -> State:
         """A copy of one member's weights: of the working state, or of the one it was narrowed from."""

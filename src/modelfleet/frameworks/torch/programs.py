@@ -157,7 +157,7 @@ class Programs:
             self._thoroughly = False
             return
         with TRACING, held(self.steps.model):
-            self._watch = watch = Watch(self._roots())
+            watch = Watch(self._roots())
             if self.fused:
                 watch.refuse()
                 refuse_unstackable(self.steps.model)
@@ -168,7 +168,10 @@ class Programs:
                 for _, compiler in (pair for programs in forgotten.values() for pair in programs.values()):
                     compiler.stop()
             self._programs = kept[1]
-            self._thoroughly = False
+            self._watch, self._thoroughly = (
+                watch,
+                False,
+            )  # only now: what was refused is refused again
 
     def _roots(self) -> list[tuple[str, Any]]:
         """What runs while a step is traced, as a reader knows it."""
