@@ -11,12 +11,12 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Self
 
 _HEADER = struct.Struct("<QB")  # the length of what follows, and the number of descriptors
-_PIECE = 1 << 16  # bytes read at once
+_PIECE = 1 << 14  # bytes read at once
 _MOST = 250  # descriptors in a message; Linux takes 253
 _SPACE = socket.CMSG_SPACE(_MOST * array("i").itemsize)
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
@@ -64,32 +64,42 @@ class Channel:
             raise OSError(f"{len(descriptors)} descriptors in one message; at most {_MOST} can be sent")
         rest = memoryview(_HEADER.pack(len(message), len(descriptors)) + message)
         beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
-        with self._sending, self._open():
-            while rest:
-                try:
-                    rest = rest[self._socket.sendmsg([rest], beside, _NO_SIGNAL) :]
-                    beside = []
-                except BlockingIOError:
-                    if not self.wait(SLICE, select.POLLOUT) and patience is not None and not patience():
-                        self.shut()  # half a message is on its way: nothing can follow it
-                        raise TimeoutError("the other side does not read") from None
+        with self._sending:
+            self._enter()
+            try:
+                while rest:
+                    try:
+                        rest = rest[self._socket.sendmsg([rest], beside, _NO_SIGNAL) :]
+                        beside = []
+                    except BlockingIOError:
+                        if not self.wait(SLICE, select.POLLOUT) and patience is not None and not patience():
+                            self.shut()  # half a message is on its way: nothing can follow it
+                            raise TimeoutError("the other side does not read") from None
+            finally:
+                self._leave()
 
     def next(self) -> Message | None:
         """The next message that has come, with its descriptors, which are the caller's to close."""
-        with self._reading, self._open():
-            while not self._read and not self.ended:
-                try:
-                    got, beside, _, _ = self._socket.recvmsg(_PIECE, _SPACE, _CLOEXEC)
-                except BlockingIOError:
-                    break
-                except OSError:
-                    got, beside = b"", []
-                for level, kind, data in beside:
-                    if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                        self._descriptors.extend(_received(data))
-                self._bytes += got
-                self._cut()
-                self.ended = not got
+        with self._reading:
+            if self._read:
+                return self._read.popleft()
+            self._enter()
+            try:
+                while not self._read and not self.ended:
+                    try:
+                        got, beside, _, _ = self._socket.recvmsg(_PIECE, _SPACE, _CLOEXEC)
+                    except BlockingIOError:
+                        break
+                    except OSError:
+                        got, beside = b"", []
+                    for level, kind, data in beside:
+                        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                            self._descriptors.extend(_received(data))
+                    self._bytes += got
+                    self._cut()
+                    self.ended = not got
+            finally:
+                self._leave()
             return self._read.popleft() if self._read else None
 
     def wait(self, seconds: float | None, events: int = select.POLLIN) -> bool:
@@ -120,19 +130,18 @@ class Channel:
     def __del__(self) -> None:
         self._give_back()
 
-    @contextmanager
-    def _open(self) -> Iterator[int]:
-        """Within this context the descriptor is not given back, whoever closes the channel."""
+    def _enter(self) -> int:
+        """Keep the descriptor from being given back, whoever closes the channel, until `_leave`."""
         with self._state:
             self._users += 1
-        try:
-            yield self._socket.fileno()
-        finally:
-            with self._state:
-                self._users -= 1
-                last = self._closed and not self._users
-            if last:
-                self._give_back()
+            return self._socket.fileno()
+
+    def _leave(self) -> None:
+        with self._state:
+            self._users -= 1
+            last = self._closed and not self._users
+        if last:
+            self._give_back()
 
     def _give_back(self) -> None:
         self._socket.close()
@@ -159,16 +168,13 @@ def wait(channels: Sequence[Channel], seconds: float | None, events: int = selec
     """Those of some channels that have something to read, at the latest after so many seconds (None: no limit)."""
     poll = select.poll()
     found: dict[int, Channel] = {}
-    with ExitStack() as held:
-        opened = [(channel, held.enter_context(channel._open())) for channel in channels]
-        at_once = [
-            channel
-            for channel, descriptor in opened
-            if descriptor < 0 or channel.ended or (channel._read and events == select.POLLIN)
-        ]
-        if at_once:
-            return at_once
-        for channel, descriptor in opened:
+    opened: list[Channel] = []
+    try:
+        for channel in channels:
+            descriptor = channel._enter()
+            opened.append(channel)
+            if descriptor < 0 or channel.ended or (channel._read and events == select.POLLIN):
+                return [channel]
             poll.register(descriptor, events)
             found[descriptor] = channel
         end = None if seconds is None else time.monotonic() + seconds
@@ -177,6 +183,9 @@ def wait(channels: Sequence[Channel], seconds: float | None, events: int = selec
             ready = poll.poll(None if left is None else int(left * 1000 + 0.999))
             if ready or left is None or left <= 0:
                 return [found[descriptor] for descriptor, _ in ready]
+    finally:
+        for channel in opened:
+            channel._leave()
 
 
 def _received(data: bytes) -> list[int]:

@@ -63,7 +63,8 @@ class Host:
         try:
             item = next(running)
             while True:
-                self._tell(ITEM, *self._outbox.pack(item, "a result"))
+                result, beside = self._outbox.pack(item, "a result")
+                self._tell(ITEM, tuple(result), beside)
                 del item
                 answer = self._inbox.unpack(*self._awaited(ITEM))
                 item = running.send(answer)
@@ -107,6 +108,8 @@ class Host:
                 self._signs.busy = 1
                 continue
             kind, value = pickle.loads(got[0])
+            if kind in (START, ITEM):
+                value = shared.Parcel(*value)
             if kind == PING:
                 self._signs.pong = value
             elif kind == SETUP:

@@ -81,7 +81,7 @@ class ProcessWorker:
                 self._setup = now
             self._taken = self._signs.taken
             self.busy = self.starting = True
-            self._send(START, parcel, descriptors)
+            self._send(START, tuple(parcel), descriptors)
         finally:
             pieces.close(descriptors)
 
@@ -89,7 +89,7 @@ class ProcessWorker:
         """Let it go on after an item."""
         parcel, descriptors = self._outbox.pack(value, "an answer")
         try:
-            self._send(ITEM, parcel, descriptors)
+            self._send(ITEM, tuple(parcel), descriptors)
         finally:
             pieces.close(descriptors)
 
@@ -110,7 +110,7 @@ class ProcessWorker:
         kind, value, descriptors = self._heard.popleft()
         self.starting, self.busy = False, kind == ITEM
         if kind == ITEM:
-            return True, self._inbox.unpack(value, descriptors)
+            return True, self._inbox.unpack(shared.Parcel(*value), descriptors)
         self._outbox.close()
         self._inbox.close()
         if kind == ERROR:
@@ -168,18 +168,21 @@ class ProcessWorker:
             ready = [worker for worker in workers if worker._news()]
             left = LOOK if end is None else min(LOOK, end - time.monotonic())
             if ready or left <= 0:
-                return ready
+                return ready or [worker for worker in workers if not worker.alive]
             channels = [one for worker in workers for one in (worker._channel, worker.process.life)]
-            if not channel.wait(channels, left):
-                ready = [worker for worker in workers if worker.frozen]
-                if ready:
-                    return ready
+            told = channel.wait(channels, left)
+            if not told:
+                lost = [worker for worker in workers if worker.frozen]
+            else:
+                lost = [worker for worker in workers if worker.process.life in told and not worker.alive]
+            if lost:
+                return [worker for worker in workers if worker in lost or worker._news()]
 
     def _news(self) -> bool:
-        """Read what has come; whether there is something to receive, if only that it has died."""
-        while (message := self._channel.next()) is not None:
+        """Read what has come; whether there is something to receive, if only that its socket is closed."""
+        if not self._heard and (message := self._channel.next()) is not None:
             self._heard.append((*pickle.loads(message[0]), message[1]))
-        return bool(self._heard) or self._channel.ended or self._channel.fileno() < 0 or not self.alive
+        return bool(self._heard) or self._channel.ended or self._channel.fileno() < 0
 
     def _send(self, kind: str, value: Any, descriptors: Sequence[int] = ()) -> None:
         try:

@@ -9,8 +9,7 @@ import pickle
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 
@@ -95,8 +94,7 @@ def portable(error: Exception) -> Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-@dataclass(frozen=True)
-class Parcel:
+class Parcel(NamedTuple):
     """A value on its way: pickled, with its arrays in a piece of shared memory. Descriptors go beside it."""
 
     pickled: bytes
