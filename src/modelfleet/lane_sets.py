@@ -138,6 +138,10 @@ class LaneSet:
         else:
             for lane in lanes:
                 lane.refresh(handed)
+        # The lanes that are cut or placed anew from these begin their feeds before they take over any state.
+        self.studied.epochs = {
+            name: int(done) for lane in lanes for name, done in zip(lane.names, lane.epochs, strict=True)
+        }
         return lanes
 
     def write_back(self) -> None:

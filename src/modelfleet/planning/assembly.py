@@ -103,7 +103,9 @@ class Assembly:
         if programs is None and engine.programs is not None:
             self.programs.append((*known, engine.programs))
         schedules = [row.schedule for row in own]
-        return Lane(members, engine, signature, columns, schedules, part, str(device))
+        lane = Lane(members, engine, signature, columns, schedules, part, str(device))
+        lane.epochs[:] = [studied.epochs.get(name, 0) for name in part.names]  # feeds shuffle by them at once
+        return lane
 
 
 def _copied(member: Member) -> Member:
@@ -133,6 +135,8 @@ class Studied:
         self.assembly = assembly
         self.rows: dict[str, _Row] = {}
         self.groups: list[Part] = []
+        self.epochs: dict[str, int] = {}
+        """By member: the epochs that it has finished, once lanes have told."""
         first = members[0].name
         for framework, recipe, own in _by_recipe(members, recipes):
             _refuse_shared_parameters(framework, [m for m in members if m.framework is framework])
