@@ -41,11 +41,13 @@ class Deadly(Marked):
 
 
 class Hanging(Marked):
-    """Never ends if a row of the batch is poison."""
+    """Does not end if a row of the batch is poison, until it is let go."""
+
+    let_go = threading.Event()
 
     def forward(self, x: Tensor) -> Tensor:
         if (x[:, 1] == -666).any():
-            threading.Event().wait()
+            self.let_go.wait()
         return super().forward(x)
 
 

@@ -325,6 +325,8 @@ def test_a_row_that_hangs_in_this_process_fails_by_name() -> None:
         assert other.result().shape == (5, 2)
         with pytest.raises(mf.RowsError, match=re.escape("row 2 of user 'guilty'")) as caught:
             guilty.result()
+    models.Hanging.let_go.set()  # threads that were left behind
+    models.Hanging.let_go = threading.Event()
     assert list(caught.value.rows) == [2]
 
 
