@@ -3,7 +3,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from modelfleet.trees import leaves, map_tree, paths, rebuild
+from modelfleet.trees import leaves, map_tree, map_trees, paths, rebuild, structure
 
 
 class Pair(NamedTuple):
@@ -63,3 +63,24 @@ def test_a_container_can_be_called_a_leaf() -> None:
     assert leaves(tree, is_list) == [[1, 2], [3]]
     assert paths(tree, is_list) == [("[0]", [1, 2]), ("[1].x", [3])]
     assert map_tree(sum, tree, is_list) == (3, {"x": 3})
+
+
+def test_trees_are_taken_together_by_their_keys() -> None:
+    pairs = map_trees(tuple, [{"mean": 1, "max": [2, None]}, {"max": (4, None), "mean": 3}])
+    assert pairs == {"mean": (1, 3), "max": [(2, 4), None]}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"b": 1}, {"a": 1, "b": 2}, {"a": None}, {"a": [1]}, [1], 1],
+    ids=["key", "more", "none", "list", "top", "leaf"],
+)
+def test_trees_that_differ_are_not_taken_together(other: object) -> None:
+    with pytest.raises(ValueError, match="in one of them and"):
+        map_trees(tuple, [{"a": 1}, other])
+
+
+def test_the_structure_tells_trees_apart_that_have_the_same_paths() -> None:
+    trees = [{1: 0}, {"1": 0}, {"a": {"b": 0}}, {"a.b": 0}, [0], (0,), {"a": 0, "b": None}, {"a": 0}]
+    assert len(set(map(structure, trees))) == len(trees)
+    assert structure({"a": [1, 2]}) == structure({"a": [3, 4]})

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.helpers import close, equal, fit, mlp, toy, weights
-from torch import nn
+from torch import Tensor, nn
 
 import modelfleet as mf
 
@@ -357,6 +357,30 @@ def test_a_loader_may_ask_the_fleet_before_its_first_batch() -> None:
     nn.functional.cross_entropy(before["m1"](torch.from_numpy(X)), labels).backward()
     optimizer.step()
     assert close(weights(fleet["m1"]), weights(before["m1"]))
+
+
+class _Named(nn.Module):
+    """Names its outputs in an order, or by names, that depend on the batch."""
+
+    def __init__(self, other: str) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(8, 3), other
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        found = {"plus": self.layer(x), "minus": -self.layer(x)}
+        return found if len(x) > 4 else dict(sorted(found.items())) | ({self.other: x} if self.other else {})
+
+
+def test_predicting_joins_outputs_by_their_keys() -> None:
+    fleet = mf.Fleet({"a": _Named(""), "b": _Named("")})
+    x = np.random.default_rng(0).standard_normal((9, 8)).astype(np.float32)
+    for name, found in fleet.predict(x, batch_size=5).items():
+        with torch.no_grad():
+            expected = fleet[name].layer(torch.from_numpy(x)).numpy()
+        assert np.allclose(found["plus"], expected, atol=1e-6)
+        assert np.allclose(found["minus"], -expected, atol=1e-6)
+    with pytest.raises(mf.InputError, match=r"member 'a': its outputs for 2 batches can't be joined.*'odd'"):
+        mf.Fleet({"a": _Named("odd")}).predict(x, batch_size=5)
 
 
 def test_an_interrupt_in_a_reading_verb_leaves_the_fleet_as_it_was() -> None:

@@ -245,16 +245,23 @@ class Lane:
 
     def _joined(self, name: str, parts: Sequence[Any]) -> Any:
         """One member's outputs of all batches."""
-        forms = [[(path, tuple(leaf.shape[1:])) for path, leaf in paths(part)] for part in parts]
+        forms = [{path: tuple(leaf.shape[1:]) for path, leaf in paths(part)} for part in parts]
         for form in forms:
-            for (path, shape), (_, first) in zip(form, forms[0], strict=False):
+            for path, first in forms[0].items():
+                shape = form.get(path, first)
                 if shape != first:
                     what = f"{path} of the output" if path else "the output"
                     raise InputError(
                         f"member {name!r}: a row of {what} is {first} in one batch and {shape} in another, which "
                         f"can't be one array. Pad the inputs to one length, or predict them one length at a time."
                     )
-        return self.engine.concatenate(parts)
+        try:
+            return self.engine.concatenate(parts)
+        except (ValueError, TypeError) as error:
+            raise InputError(
+                f"member {name!r}: its outputs for {len(parts)} batches can't be joined: {error}. Let the model "
+                f"give the same tree of arrays for every batch."
+            ) from error
 
     def refuse_failures(self, feed: Feed) -> None:
         """Raise `InputError` if a member's data could not be read."""

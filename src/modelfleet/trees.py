@@ -4,7 +4,7 @@ Everything else is a leaf. None holds no array: it stays where it is and is neve
 dict here, Hugging Face's `BatchEncoding` too, and comes out as one.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 IsLeaf = Callable[[Any], bool]
@@ -42,6 +42,71 @@ def rebuild(tree: Any, values: Iterable[Any], is_leaf: IsLeaf | None = None) -> 
     """The same tree with `values` in the place of its leaves, from left to right."""
     following = iter(values)
     return map_tree(lambda _: next(following), tree, is_leaf)
+
+
+def map_trees(fn: Callable[[list[Any]], Any], trees: Sequence[Any], is_leaf: IsLeaf | None = None) -> Any:
+    """The first tree with `fn(leaves)` in the place of every leaf: of the leaves that the trees have there.
+
+    Dicts are compared by their keys, in whatever order these come; a list and a tuple are alike. Raises
+    `ValueError` where the trees differ.
+    """
+    return _together(fn, trees, is_leaf, "")
+
+
+def structure(tree: Any) -> Any:
+    """What two trees have in common if they differ in their leaves alone; can be a key of a dict."""
+    if tree is None:
+        return None
+    if isinstance(tree, Mapping):
+        return dict, tuple((key, structure(value)) for key, value in tree.items())
+    if isinstance(tree, list | tuple):
+        return type(tree), tuple(map(structure, tree))
+    return "leaf"
+
+
+def _together(fn: Callable[[list[Any]], Any], trees: Sequence[Any], is_leaf: IsLeaf | None, path: str) -> Any:
+    kinds = [_kind(tree, is_leaf) for tree in trees]
+    kind = kinds[0]
+    for other in kinds:
+        if other != kind:
+            where = path or "the whole"
+            raise ValueError(f"{where} is {_described(kind)} in one of them and {_described(other)} in another")
+    if kind is None:
+        return None
+    if kind == "leaf":
+        return fn(list(trees))
+    first = trees[0]
+    if isinstance(first, Mapping):
+        return {key: _together(fn, [tree[key] for tree in trees], is_leaf, _dotted(path, key)) for key in first}
+    named = getattr(first, "_fields", None)
+    places = [_dotted(path, name) for name in named or ()] or [f"{path}[{place}]" for place in range(len(first))]
+    values = [_together(fn, list(parts), is_leaf, place) for place, *parts in zip(places, *trees, strict=True)]
+    if named is not None:
+        return type(first)(*values)
+    return values if isinstance(first, list) else tuple(values)
+
+
+def _kind(tree: Any, is_leaf: IsLeaf | None) -> Any:
+    """What has to be the same of two trees, without what they hold."""
+    if tree is None:
+        return None
+    if is_leaf is not None and is_leaf(tree):
+        return "leaf"
+    if isinstance(tree, Mapping):
+        return frozenset(tree)
+    if isinstance(tree, list | tuple):
+        return getattr(tree, "_fields", len(tree))  # a class that was sent from another process is another one
+    return "leaf"
+
+
+def _described(kind: Any) -> str:
+    if isinstance(kind, frozenset):
+        return f"a dict of {', '.join(sorted(map(repr, kind))) or 'nothing'}"
+    if isinstance(kind, tuple):
+        return f"a named tuple of {', '.join(kind) or 'nothing'}"
+    if isinstance(kind, int):
+        return f"a list or tuple of {kind}"
+    return "None" if kind is None else "an array"
 
 
 def _gather(tree: Any, is_leaf: IsLeaf | None, found: list[Any]) -> None:

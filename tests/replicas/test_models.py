@@ -233,6 +233,55 @@ def test_what_belongs_to_no_row_is_refused_by_name(make: Any, named: str) -> Non
     assert named in str(error)
 
 
+def by_size(x: np.ndarray) -> dict[str, np.ndarray]:
+    both = {"mean": x.mean(1), "max": x.max(1)}
+    return both if len(x) == 32 else dict(reversed(both.items()))
+
+
+@pytest.mark.parametrize("devices", ["cpu", TWO])
+def test_outputs_are_joined_by_their_keys_in_whatever_order_these_come(devices: str) -> None:
+    x = rows(40)
+    answers = mf.map(by_size, {"arrays": x, "stream": iter([x[:32], x[32:]])}, devices=devices, progress=False)
+    for user in ("arrays", "stream"):
+        np.testing.assert_array_equal(answers[user]["mean"], x.mean(1))
+        np.testing.assert_array_equal(answers[user]["max"], x.max(1))
+
+
+@pytest.mark.parametrize("devices", ["cpu", TWO])
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (lambda x: {"large": x} if len(x) == 32 else {"small": x}, "a dict of 'large' in one of them and"),
+        (lambda x: (x, x) if len(x) == 32 else x, "a list or tuple of 2 in one of them and an array"),
+        (lambda x: np.full(len(x), 2**60 + 1) if len(x) == 32 else x[:, 0], "would be other numbers"),
+        (lambda x: np.arange(len(x)) if len(x) == 32 else np.array(["a"] * len(x)), "they are <U1 and int64"),
+    ],
+    ids=["keys", "nesting", "numbers", "words"],
+)
+def test_outputs_that_differ_between_batches_are_refused(devices: str, model: Any, told: str) -> None:
+    answers = mf.map(model, {"ada": rows(40), "bob": rows(40)}, devices=devices, progress=False)
+    for user in ("ada", "bob"):
+        if user in answers.failed:
+            assert isinstance(answers.failed[user], mf.InputError)
+            assert told in str(answers.failed[user])
+    assert answers.failed  # of the two that share a batch, one may have all rows in batches of 32
+
+
+def test_users_whose_rows_have_other_names_are_never_in_one_batch() -> None:
+    def named(x: dict[Any, np.ndarray]) -> np.ndarray:
+        return x[1] + 1 if 1 in x else x["1"] + 2
+
+    x = rows(4)
+    answers = mf.map(named, {"ada": {1: x}, "bob": {"1": x}}, devices="cpu", progress=False)
+    np.testing.assert_array_equal(answers["ada"], x + 1)
+    np.testing.assert_array_equal(answers["bob"], x + 2)
+
+
+def test_whole_numbers_that_no_dtype_holds_come_out_exactly() -> None:
+    answer = asked(lambda x: ([2**63, -1] * len(x))[: len(x)], rows(4))
+    assert answer.tolist() == [2**63, -1] * 2
+
+
 def test_outputs_of_hugging_face_lose_nothing_that_was_asked_for() -> None:
     transformers = pytest.importorskip("transformers")
     size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from modelfleet.errors import InputError
-from modelfleet.trees import leaves, paths, rebuild
+from modelfleet.trees import leaves, map_trees, paths, rebuild
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,8 +151,7 @@ def _joined(batches: Sequence[Batch], arrays: Arrays) -> Batch:
     first = batches[0]
     if len(batches) == 1:
         return first
-    columns = zip(*(leaves(batch.data) for batch in batches), strict=True)
-    data = rebuild(first.data, [arrays.stack(column) for column in columns])
+    data = map_trees(arrays.stack, [batch.data for batch in batches])
     return Batch(data, first.shared, first.counts, len(batches))
 
 

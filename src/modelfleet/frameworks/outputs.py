@@ -15,6 +15,7 @@ from modelfleet.errors import InputError
 from modelfleet.trees import leaves, map_tree
 
 Path = tuple[Any, ...]
+_WHOLE = (int, np.integer)
 _NUMBERS = (bool, int, float, complex, np.bool_, np.number)
 
 
@@ -140,7 +141,10 @@ def _entries(values: Sequence[Any], path: Path, count: int) -> np.ndarray:
     if len(values) != count:
         raise _refused(f"a list of {len(values)} entries", path, count)
     if all(isinstance(value, _NUMBERS) for value in values):
-        return np.array(values)
+        numbers = np.array(values)
+        if numbers.dtype.kind in "fc" and all(isinstance(value, _WHOLE) for value in values):
+            numbers = np.array(values, dtype=object)  # no integer dtype holds them all, and floats not exactly
+        return numbers
     found = np.empty(count, dtype=object)
     for number, value in enumerate(values):
         found[number] = value

@@ -3,6 +3,7 @@
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from modelfleet.errors import InputError
 from modelfleet.frameworks.protocol import Replica
+from modelfleet.joining import alike, joined
 from modelfleet.trees import leaves, map_tree
 from modelfleet.workers.shared import portable
 
@@ -84,6 +86,9 @@ class Answering:
                 parts.append((start, stop, outputs))
                 if until < float("inf"):
                     self._bad = 0
+        if len(parts) > 1 and not errors and not waiting and alike([outputs for _, _, outputs in parts]):
+            with suppress(MemoryError):  # then they go as they are
+                parts = [(0, total, joined([outputs for _, _, outputs in parts]))]  # less to send
         return Reply(tuple(parts), errors, tuple(reversed(waiting)), short, seconds=time.perf_counter() - begun)
 
     def _smaller(self, start: int, stop: int) -> list[tuple[int, int]]:

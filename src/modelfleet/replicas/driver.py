@@ -8,9 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from modelfleet.errors import FleetError
+from modelfleet.joining import joined
 from modelfleet.replicas.answering import Reply
 from modelfleet.replicas.requests import Batch, Request
-from modelfleet.replicas.rows import by_form, joined, parted, taken
+from modelfleet.replicas.rows import by_form, parted, taken
 from modelfleet.replicas.work import Load, Order, Switch, serve
 from modelfleet.words import count
 from modelfleet.workers import CannotSendError, NoRoomError, Place, Shared, Worker, WorkerDiedError

@@ -4,10 +4,9 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
-
 from modelfleet.errors import FleetError, InputError, RowsError
-from modelfleet.trees import leaves, rebuild
+from modelfleet.joining import joined
+from modelfleet.trees import leaves
 from modelfleet.words import count
 
 KNOWN = 1000  # different errors of a request that are compared with new ones
@@ -67,16 +66,14 @@ class Request:
         pieces = [self.pieces[rows] for rows in sorted(self.pieces)]
         if len(pieces) <= 1:
             return pieces[0] if pieces else None
-        columns = [leaves(piece, _is_plain_list) for piece in pieces]
         try:
-            values = [_concatenated(parts) for parts in zip(*columns, strict=True)]
+            return joined(pieces, _is_plain_list)
         except (ValueError, TypeError) as error:
             raise InputError(
                 f"the answers for {count(self.rows, 'row')} of user {self.user!r} came in {len(pieces)} batches "
                 f"that can't be joined ({error}). Let the model give one array (row, …), or one tree of them, "
-                f"with the same shape per row in every batch."
+                f"with the same keys and the same shape per row in every batch."
             ) from error
-        return rebuild(pieces[0], values, _is_plain_list)
 
     def failure(self) -> FleetError:
         """The error of a request of which some rows failed."""
@@ -152,9 +149,3 @@ def between(slices: Iterable[Slice], start: int, stop: int) -> tuple[Slice, ...]
 def _is_plain_list(tree: Any) -> bool:
     # A list without arrays is itself one answer per row, not a container of outputs.
     return isinstance(tree, list) and not any(hasattr(leaf, "shape") for leaf in leaves(tree))
-
-
-def _concatenated(parts: tuple[Any, ...]) -> Any:
-    if isinstance(parts[0], list):
-        return [answer for part in parts for answer in part]
-    return np.concatenate(parts)

@@ -8,8 +8,8 @@ import numpy as np
 
 from modelfleet import frameworks
 from modelfleet.errors import InputError
-from modelfleet.replicas.requests import Batch, Request, Slice, between
-from modelfleet.trees import leaves, map_tree, paths, rebuild
+from modelfleet.replicas.requests import Batch, Request, Slice
+from modelfleet.trees import leaves, map_tree, paths, structure
 
 
 def rows_of(x: Any, user: Hashable) -> tuple[Any, int]:
@@ -77,16 +77,9 @@ def by_form(batch: Batch) -> list[tuple[Slice, ...]]:
 def form(request: Request) -> Any:
     """What tells whether rows of two requests can be one array."""
     if request.form is None:
-        request.form = tuple((path, leaf.dtype, leaf.shape[1:]) for path, leaf in paths(request.data))
+        shapes = tuple((leaf.dtype, leaf.shape[1:]) for leaf in leaves(request.data))
+        request.form = structure(request.data), shapes
     return request.form
-
-
-def joined(parts: Sequence[Any]) -> Any:
-    """Rows of one form as one tree."""
-    if len(parts) == 1:
-        return parts[0]
-    columns = zip(*(leaves(part) for part in parts), strict=True)
-    return rebuild(parts[0], [np.concatenate(column) for column in columns])
 
 
 def _copied(leaf: np.ndarray) -> np.ndarray:
@@ -100,10 +93,18 @@ def parted(parts: Sequence[tuple[int, int, Any]], batch: Batch) -> list[tuple[Sl
     They are copied: each user has memory of their own.
     """
     found: list[tuple[Slice, Any]] = []
+    pieces = iter(batch.slices)
+    piece, first = next(pieces), 0  # a slice, and the position of its first row in the batch
     for begin, end, outputs in parts:
-        start = 0
-        for piece in between(batch.slices, begin, end):
-            stop = start + piece.rows
-            found.append((piece, map_tree(lambda leaf, a=start, b=stop: _copied(leaf[a:b]), outputs)))
-            start = stop
+        at = begin
+        while at < end:
+            while first + piece.rows <= at:
+                first += piece.rows
+                piece = next(pieces)
+            stop = min(end, first + piece.rows)
+            whole = at == first and stop == first + piece.rows
+            rows = piece if whole else Slice(piece.request, piece.start + at - first, piece.start + stop - first)
+            a, b = at - begin, stop - begin
+            found.append((rows, map_tree(lambda leaf, a=a, b=b: _copied(leaf[a:b]), outputs)))
+            at = stop
     return found

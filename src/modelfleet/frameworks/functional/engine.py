@@ -11,6 +11,7 @@ from modelfleet.frameworks.functional.contract import WEIGHTS, Backend, Definiti
 from modelfleet.frameworks.functional.padding import bears_padding
 from modelfleet.frameworks.functional.programs import Programs
 from modelfleet.frameworks.protocol import Engine
+from modelfleet.joining import joined
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree
 
@@ -207,9 +208,7 @@ class FunctionalEngine(Engine):
 
     def concatenate(self, parts: Sequence[Any]) -> Any:
         """Batches of rows as one array, or tree of arrays."""
-        columns = [np.concatenate(column) for column in zip(*(leaves(part) for part in parts), strict=True)]
-        filled = iter(columns)
-        return map_tree(lambda _: next(filled), parts[0])
+        return joined(parts)
 
     # --- which rows count ----------------------------------------------------------------------------------------
 

@@ -20,8 +20,9 @@ from modelfleet.frameworks import batches, protocol
 from modelfleet.frameworks.keras.recipe import task_of
 from modelfleet.frameworks.keras.steps import built, slot_keys, structural_keys
 from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS
+from modelfleet.joining import joined
 from modelfleet.members import Member
-from modelfleet.trees import leaves, map_tree
+from modelfleet.trees import map_tree
 
 WEIGHTS = ("params", "buffers")
 BACKEND = keras.backend.backend()
@@ -175,9 +176,7 @@ class PlainEngine(protocol.Engine):
 
     def concatenate(self, parts: Sequence[Any]) -> Any:
         """Return batches of rows as one array, or tree of arrays."""
-        columns = [np.concatenate(column) for column in zip(*(leaves(part) for part in parts), strict=True)]
-        filled = iter(columns)
-        return map_tree(lambda _: next(filled), parts[0])
+        return joined(parts)
 
     # --- which rows count ----------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from modelfleet.errors import InputError
 from modelfleet.frameworks import batches, protocol
 from modelfleet.frameworks.torch.devices import out_of_memory
 from modelfleet.frameworks.torch.losses import check_range, check_targets
+from modelfleet.joining import joined
 from modelfleet.trees import leaves, map_tree
 
 
@@ -35,9 +36,7 @@ class TorchEngine(protocol.Engine, ABC):
 
     def concatenate(self, parts: Sequence[Any]) -> Any:
         """Return batches of rows as one array."""
-        columns = [np.concatenate(column) for column in zip(*(leaves(part) for part in parts), strict=True)]
-        filled = iter(columns)
-        return map_tree(lambda _: next(filled), parts[0])
+        return joined(parts)
 
     def row_weights(self, counts: np.ndarray, size: int) -> Tensor:
         """Return `(slot, row)`: 1 for a real row, 0 for padding."""

@@ -25,7 +25,7 @@ from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.structure import shared_parameters
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.members import Member
-from modelfleet.trees import leaves, map_tree, rebuild
+from modelfleet.trees import leaves, map_tree, map_trees
 
 FIRST_SCALE = 65536.0  # torch.amp.GradScaler's
 
@@ -240,8 +240,7 @@ class Engine(TorchEngine):
                 rest = [weight[row : row + 1] for weight in weights]
                 found.append(getattr(steps, kind)(one, self.shared, own, *rest, shared_data=shared, fused=False))
             states.put(state["buffers"], torch.tensor([row], device=self.device), one["buffers"])
-        columns = [torch.cat(column) for column in zip(*(leaves(one) for one in found), strict=True)]
-        return rebuild(found[0], columns)
+        return map_trees(torch.cat, found)
 
     def _own_rows(self, data: Any, weights: Tensor | None, *, shared: bool) -> tuple[Any, ...] | None:
         """This rank's rows of a batch, their weights, and their place in it; None if it has no rows."""
