@@ -353,3 +353,14 @@ def test_a_model_without_parameters_has_nothing_to_train() -> None:
     fleet.compile("sgd", "mse", lr=0.1)
     with pytest.raises(mf.InputError, match=r"no parameter that takes a gradient"):
         fleet.fit((torch.zeros(4, 3), torch.zeros(4, 3)), progress=False)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_later_batch_that_a_model_can_t_take_is_named(count: int) -> None:
+    fleet = mf.Fleet([nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(12, 3)) for _ in range(count)])
+    fleet.compile("sgd", "cross_entropy", lr=0.1)
+    tokens, classes = torch.zeros(12, 3, dtype=torch.int64), torch.zeros(12, dtype=torch.int64)
+    tokens[9] = 77
+    who = "member '0'" if count == 1 else "one of 3 members"
+    refused(lambda: fleet.predict(tokens, batch_size=4), f"{who} can't take a batch of (4, 3)", "out of range")
+    refused(lambda: fleet.evaluate((tokens, classes), batch_size=4), f"{who} can't take", "Check its values")

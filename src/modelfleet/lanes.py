@@ -2,15 +2,16 @@
 
 import time
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
 
-from modelfleet.errors import GroupError, InputError, StrategyError
+from modelfleet.errors import FleetError, GroupError, InputError, StrategyError
 from modelfleet.feeds import Batch, Feed
 from modelfleet.frameworks.protocol import Engine, StepError
 from modelfleet.members import Member
-from modelfleet.trees import map_tree, paths
+from modelfleet.trees import leaves, map_tree, paths
 
 T = TypeVar("T")
 Work = Generator[None, None, T]
@@ -206,9 +207,10 @@ class Lane:
         for whole in feed.epoch(0):
             for batch in whole.pieces:
                 for rows, data, weights in self._pieces(batch, batch.counts > 0):
-                    totals = self.engine.evaluate(
-                        totals, rows, data, weights, batch.counts, batch.size, shared=batch.shared
-                    )
+                    with self._explained(data):
+                        totals = self.engine.evaluate(
+                            totals, rows, data, weights, batch.counts, batch.size, shared=batch.shared
+                        )
             yield
         return {} if totals is None else self.engine.values(totals)
 
@@ -218,13 +220,29 @@ class Lane:
         for whole in feed.epoch(0):
             for batch in whole.pieces:
                 inputs = self.engine.inputs(batch.data)
-                outputs = self.engine.predict(inputs, shared=batch.shared, counts=batch.counts)
+                with self._explained(inputs):
+                    outputs = self.engine.predict(inputs, shared=batch.shared, counts=batch.counts)
                 for slot, count in enumerate(batch.counts.tolist()):
                     if count:
                         parts[slot].append(self._rows(outputs, slot, count, batch.size))
             yield
         self.refuse_failures(feed)
         return [self._joined(name, part) for name, part in zip(self.names, parts, strict=True)]
+
+    @contextmanager
+    def _explained(self, data: Any) -> Iterator[None]:
+        """Raise `InputError` for what a model says of a batch: only a feed's first one was tried before."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, FleetError) or self.engine.out_of_memory(error):
+                raise
+            shapes = ", ".join(f"{tuple(leaf.shape)} {leaf.dtype}" for leaf in leaves(data))
+            who = f"member {self.names[0]!r}" if self.width == 1 else f"one of {self.width} members"
+            raise InputError(
+                f"{who} can't take a batch of {shapes}: "
+                f"{type(error).__name__}: {error}. Check its values against what the model expects."
+            ) from error
 
     def _rows(self, outputs: Any, slot: int, count: int, size: int) -> Any:
         """A member's rows of the outputs of a batch; raises `InputError` if some output has not one per input."""

@@ -148,6 +148,36 @@ def test_a_state_that_comes_back_is_not_traced_again() -> None:
     assert traced == ["train", "train"]
 
 
+def test_a_model_is_tried_out_again_only_if_what_it_reads_has_changed() -> None:
+    from modelfleet.frameworks.torch.programs import Programs
+
+    tried: list[bool] = []
+    original = Programs.trial
+
+    def counting(self: Programs, *, train: bool) -> Any:
+        tried.append(train)
+        return original(self, train=train)
+
+    box = {"width": 3}
+
+    class Cut(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input)[:, : box["width"]]
+
+    (x, _), fleet = comparing.rows(), mf.Fleet([Cut(4, 3), Cut(4, 3)])
+    x = x[:, :4].float()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Programs, "trial", counting)
+        for _ in range(3):
+            assert fleet.predict(x)["0"].shape == (len(x), 3)
+        before = len(tried)
+        assert fleet.predict(x)["0"].shape == (len(x), 3)
+        assert len(tried) == before
+        box["width"] = 2
+        assert fleet.predict(x)["0"].shape == (len(x), 2)
+    assert len(tried) == before + 1
+
+
 class Counting(nn.Module):
     """Counts its calls, and goes by them."""
 

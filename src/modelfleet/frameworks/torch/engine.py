@@ -25,7 +25,7 @@ from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.structure import shared_parameters
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.members import Member
-from modelfleet.trees import leaves, map_tree, map_trees
+from modelfleet.trees import leaves, map_tree, map_trees, paths
 
 FIRST_SCALE = 65536.0  # torch.amp.GradScaler's
 
@@ -546,20 +546,28 @@ class Engine(TorchEngine):
 
         What does not fit raises `InputError`, with the shapes that came and what the model said of them.
         """
-        with self._trying(batch, batch.data, name) as (one, few):
-            weights = torch.ones(1, len(leaves(few)[0]), device=self.device)
-            steps = self.programs.steps
-            sums = steps.evaluate(one, self.shared, few, weights, shared_data=True, fused=False)
-        self._open_sums(list(sums))
+
+        def sums() -> list[str]:
+            with self._trying(batch, batch.data, name) as (one, few):
+                weights = torch.ones(1, len(leaves(few)[0]), device=self.device)
+                steps = self.programs.steps
+                return list(steps.evaluate(one, self.shared, few, weights, shared_data=True, fused=False))
+
+        self._open_sums(self.programs.found(("sums", *_layout(batch.data, batch.shared)), sums))
 
     def output_shape(self, batch: Any, name: str) -> tuple[int, ...] | None:
         """The shape `(row, …)` of a member's output for a batch; None if it is no single tensor.
 
         What does not fit raises `InputError`, as in `check`.
         """
-        with self._trying(batch, self.inputs(batch.data), name) as (one, few):
-            output = self.programs.steps.predict(one, self.shared, few, shared_data=True, fused=False)
-        return tuple(output.shape[1:]) if isinstance(output, Tensor) else None
+        data = self.inputs(batch.data)
+
+        def shape() -> tuple[int, ...] | None:
+            with self._trying(batch, data, name) as (one, few):
+                output = self.programs.steps.predict(one, self.shared, few, shared_data=True, fused=False)
+            return tuple(output.shape[1:]) if isinstance(output, Tensor) else None
+
+        return self.programs.found(("shape", *_layout(data, batch.shared)), shape)
 
     @contextmanager
     def _trying(self, batch: Any, data: Any, name: str) -> Iterator[tuple[State, Any]]:
@@ -621,6 +629,11 @@ class Engine(TorchEngine):
     @staticmethod
     def _weights(state: State) -> State:
         return {part: state[part] for part in ("params", "frozen", "buffers")}
+
+
+def _layout(data: Any, shared: bool) -> tuple[Any, ...]:
+    """What a model's Python can tell of a batch without its values: its form, and where its leaves are."""
+    return tuple(path for path, _ in paths(data)), _form(data, shared)
 
 
 def _form(data: Any, shared: bool) -> tuple[Any, ...]:

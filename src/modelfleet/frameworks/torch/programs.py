@@ -50,6 +50,7 @@ class Programs:
             Hashable, tuple[Watch, dict[Key, ByWidth]]
         ] = {}  # the programs of what it read before, too
         self._programs: dict[Key, ByWidth] = {}  # by kind and batch, then by width
+        self._found: dict[Hashable, Any] = {}  # what trials found, for what the Python reads now
         self._listed = threading.local()
 
     @property
@@ -167,11 +168,9 @@ class Programs:
                 _, forgotten = self._kept.pop(next(iter(self._kept)))
                 for _, compiler in (pair for programs in forgotten.values() for pair in programs.values()):
                     compiler.stop()
-            self._programs = kept[1]
-            self._watch, self._thoroughly = (
-                watch,
-                False,
-            )  # only now: what was refused is refused again
+            self._programs, self._found = kept[1], {}
+            # Only now: what was refused is refused again.
+            self._watch, self._thoroughly = watch, False
 
     def _roots(self) -> list[tuple[str, Any]]:
         """What runs while a step is traced, as a reader knows it."""
@@ -187,9 +186,18 @@ class Programs:
         with held(self.steps.model), undone(*self._roots()), mode(self.steps.model, train=train):
             yield
 
+    def found(self, trial: Hashable, run: Callable[[], Any]) -> Any:
+        """What a trial gives: run again only if the model's Python may read something else than the last time."""
+        if self._watch is None or not self._watch.same(thoroughly=False):
+            return run()
+        if trial not in self._found:
+            self._found[trial] = run()
+        return self._found[trial]
+
     def serve(self, model: nn.Module) -> None:
         """Trace this model from now on; it is of the structure that the programs are for."""
-        self.steps.model = model
+        if model is not self.steps.model:
+            self.steps.model, self._watch = model, None
 
     def program(self, kind: str, args: tuple[Any, ...], shared_data: bool) -> tuple[Program, Compiler]:
         """The program for arguments of these shapes; traced if there is none yet."""
