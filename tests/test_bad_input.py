@@ -100,6 +100,34 @@ def test_a_trained_parameter_may_not_be_shared() -> None:
     fit(fleet, (X, Y))
 
 
+def test_members_that_share_a_trained_parameter_may_be_read() -> None:
+    layer, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    models = {"a": nn.Sequential(layer, nn.Linear(4, 3)), "b": nn.Sequential(layer, nn.Linear(4, 3))}
+    models["c"] = nn.Sequential(layer, mlp())
+    fleet = mf.Fleet(models)
+    fleet.compile("sgd", "cross_entropy", lr=0.1)
+    before = fleet.predict(X)
+    losses = fleet.evaluate((X, Y))
+    for name, model in models.items():
+        with torch.no_grad():
+            outputs = model(torch.from_numpy(X))
+        assert np.allclose(before[name], outputs, atol=1e-6)
+        loss = nn.functional.cross_entropy(outputs, torch.from_numpy(Y)).item()
+        assert losses[name]["loss"] == pytest.approx(loss, rel=1e-5)
+    for _ in range(2):
+        refused(lambda: fit(fleet, (X, Y)), "'a' and 'b' share the trained parameter '0.weight'")
+    assert layer.weight.requires_grad
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    assert not np.allclose(fleet.predict(X)["a"], before["a"])
+    for model in models.values():
+        model[0] = other
+    with torch.no_grad():
+        assert np.allclose(fleet.predict(X)["b"], models["b"](torch.from_numpy(X)), atol=1e-6)
+    other.requires_grad_(False)
+    fit(fleet, (X, Y))
+
+
 def test_nothing_to_train_is_told() -> None:
     fleet = mf.Fleet({"a": mlp().requires_grad_(False)})
     fleet.compile("sgd", "cross_entropy")

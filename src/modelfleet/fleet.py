@@ -373,7 +373,10 @@ class Fleet:
 
     def save(self, folder: str | Path) -> None:
         """Keep all members' weights in a folder: safetensors and a JSON manifest. A copy that was there stays
-        whole until the new one is."""
+        whole until the new one is.
+
+        Attributes of Python, modes and what is frozen are not kept: `load` gives models as the factory makes them.
+        """
         with self._gate.reading("save"):
             if self._fit is not None:
                 self._fit.sync_all("save")

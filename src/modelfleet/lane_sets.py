@@ -49,6 +49,7 @@ class LaneSet:
         self._parallel = False  # whether each lane is over all devices
         self._parted = False  # whether lanes were cut for the data of the last verb
         self._kind = ""  # what the lanes can do: "predict" only, or all
+        self._trainable = False  # whether it is known that no two members train one parameter
         self._carried: dict[str, tuple[Lane, int]] = {}  # where a member's optimizer state is, between two sets
 
     @property
@@ -113,7 +114,11 @@ class LaneSet:
         if lanes is None or self._restructured(lanes, handed) or (self._kind == "predict" and kind != "predict"):
             self._studied = self._assembly.study(members, self._recipes, kind)
             self._kind = kind
-            lanes, self._fixed = None, False
+            lanes, self._fixed, self._trainable = None, False, False
+            self.regroup()  # what is refused below must not leave lanes of another study
+        if kind == "train" and not self._trainable:
+            self.studied.refuse_shared_parameters()
+            self._trainable = True
         if strategy == "fused":
             refuse_unfused(self.studied.groups)
         parallel = strategy == "data_parallel" or (kept is not None and kept.sharing == "data_parallel")

@@ -6,7 +6,7 @@ import torch
 from tests.fuzz.models_torch import KINDS, make, nets, observe, stateful
 from tests.fuzz.programs import Data, Program, Recipe, turns
 from tests.fuzz.recipes_torch import PAIRS, SCHEDULES, loss_of, optimizer_of, recipes
-from tests.fuzz.reference import Knob
+from tests.fuzz.reference import LOW_PRECISION, Knob
 from tests.fuzz.reference_torch import TorchReference, edit, freeze, train
 
 import modelfleet as mf
@@ -22,7 +22,7 @@ def tolerance(program: Program) -> float:
     found = [getattr(verb, "recipe", None) for verb in program.verbs]
     recipes = [recipe for recipe in found if isinstance(recipe, Recipe)]
     if any(recipe.precision == "bf16" for recipe in recipes):
-        return 5e-2
+        return LOW_PRECISION
     if program.dtype == "float32":
         return 2e-3
     # A gradient that is 0 but for rounding, as of a bias before a norm, is divided by its own size.

@@ -7,6 +7,9 @@ import numpy as np
 from tests.fuzz import data as given
 from tests.fuzz.programs import Data, Program, Recipe, turns
 
+LOW_PRECISION = 5e-2
+"""How far numbers in bf16 may be apart, relative to the largest of an array, or to 1."""
+
 
 class Knob:
     """Something outside of a model that an objective reads."""
@@ -80,12 +83,19 @@ def _stretched(loader: Any, steps: int | None) -> Any:
     return loader if steps is None else Stretched(loader, steps)
 
 
+class Unsure(float):
+    """A number that rounding may have moved by up to `doubt`: an accuracy of outputs that are all but tied."""
+
+    doubt: float = 0.0
+
+
 class Totals:
     """Sums over an epoch."""
 
     def __init__(self) -> None:
         self.rows = 0
         self.sums: dict[str, float] = {}
+        self.tied = 0  # rows whose class is decided by the rounding of low precision
 
     def add(self, result: tuple[Any, dict[str, Any]], batch: Any, recipe: Recipe) -> None:
         """Add a batch: its loss, and metrics of an objective or (as "") the outputs."""
@@ -95,12 +105,18 @@ class Totals:
         values = {key: _double(value).item() for key, value in {"loss": loss, **extra}.items() if key}
         for metric in recipe.metrics:
             values[metric] = float(_METRICS[metric](_double(extra[""]), np.asarray(batch[1])))
+            if metric == "accuracy" and recipe.precision != "float32":
+                self.tied += _tied(_double(extra[""]))
         for key, value in values.items():
             self.sums[key] = self.sums.get(key, 0.0) + rows * value
 
     def values(self) -> dict[str, float]:
         """The means over the rows."""
-        return {key: value / self.rows for key, value in self.sums.items()}
+        found = {key: value / self.rows for key, value in self.sums.items()}
+        if self.tied:
+            found["accuracy"] = Unsure(found["accuracy"])
+            found["accuracy"].doubt = self.tied / self.rows
+        return found
 
     def note(self, history: dict[str, list[float]], prefix: str) -> None:
         """Add them to a history."""
@@ -113,6 +129,12 @@ _METRICS = {
     "mae": lambda o, t: np.abs(o - t).mean(),
     "accuracy": lambda o, t: (o.argmax(1) == t).mean(),
 }
+
+
+def _tied(outputs: np.ndarray) -> int:
+    """How many rows have two classes that are closer to each other than low precision tells apart."""
+    ordered = np.sort(outputs, axis=1)
+    return int((ordered[:, -1] - ordered[:, -2] <= LOW_PRECISION * np.maximum(1.0, np.abs(ordered).max(1))).sum())
 
 
 def _double(output: Any) -> np.ndarray:

@@ -24,6 +24,7 @@ class TorchReference(Reference):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.trunk: dict[str, nn.Module] = {}
+        self.nets: dict[str, Net] = {}
         self.models: dict[str, Any] = {}
         self.recipes: dict[str, tuple[Recipe, dict[str, Any], dict[str, Any]]] = {}
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
@@ -33,6 +34,7 @@ class TorchReference(Reference):
     # --- models ------------------------------------------------------------------------------------------------
 
     def enlist(self, name: str, net: Net) -> None:
+        self.nets[name] = net
         self.models[name] = make(net, self.program.dtype, self.trunk)
 
     def observe(self, name: str) -> dict[str, Any]:
@@ -46,12 +48,17 @@ class TorchReference(Reference):
     def clone(self, name: str, new: str) -> None:
         memo = {id(one): one for trunk in self.trunk.values() for one in trunk.parameters()}
         self.models[new] = copy.deepcopy(self.models[name], memo)
-        self.recipes[new] = self.recipes[name]
+        self.nets[new], self.recipes[new] = self.nets[name], self.recipes[name]
         self.steps[new], self.epochs[new] = self.steps.get(name, 0), self.epochs.get(name, 0)
         if name in self.optimizers:
             self._optimizer(new).load_state_dict(copy.deepcopy(self.optimizers[name].state_dict()))
 
     def reload(self) -> None:
+        """Models as they were made, with the weights of now: a state dict has nothing of what Python holds."""
+        for name in self.names:
+            made = make(self.nets[name], self.program.dtype, self.trunk)
+            made.load_state_dict(self.models[name].state_dict())
+            self.models[name] = made
         for kept in (self.recipes, self.optimizers, self.steps, self.epochs):
             kept.clear()
 
@@ -238,9 +245,7 @@ def autocast(recipe: Recipe) -> Any:
 
 def freeze(model: Any, verb: Freeze) -> None:
     parts = [*model.parts, model.head]
-    own = parts[verb.part % len(parts)]
-    if verb.on or not getattr(model, "shared", False):
-        own.requires_grad_(not verb.on)
+    parts[verb.part % len(parts)].requires_grad_(not verb.on)
 
 
 def edit(model: Any, other: Any, verb: Edit) -> None:

@@ -139,7 +139,6 @@ class Studied:
         """By member: the epochs that it has finished, once lanes have told."""
         first = members[0].name
         for framework, recipe, own in _by_recipe(members, recipes):
-            _refuse_shared_parameters(framework, [m for m in members if m.framework is framework])
             names = [member.name for member in own]
             prepared = framework.prepare(recipe and recipe.only(names), own, kind)
             for position, member in enumerate(own):
@@ -157,6 +156,20 @@ class Studied:
                 if reason is None and self.groups:
                     reason = self._unlike(names[found.positions[0]], first)
                 self.groups.append(Part(tuple(names[position] for position in found.positions), True, reason))
+
+    def refuse_shared_parameters(self) -> None:
+        """Raise `InputError` if members share a parameter that is trained. Those who only read may."""
+        members = [row.member for row in self.rows.values()]
+        for framework in {id(member.framework): member.framework for member in members}.values():
+            own = [member for member in members if member.framework is framework]
+            twice = framework.trained_twice([member.model for member in own])
+            if twice is not None:
+                first, second, parameter = twice
+                raise InputError(
+                    f"members {own[first].name!r} and {own[second].name!r} share the trained parameter "
+                    f"{parameter!r}: one would undo the other's steps. Freeze it (requires_grad=False), or give "
+                    f"each its own copy."
+                )
 
     def _unlike(self, name: str, first: str) -> str:
         own, other = self.rows[name], self.rows[first]
@@ -190,17 +203,6 @@ def _by_recipe(
         key = id(member.framework), id(recipe)
         found.setdefault(key, (member.framework, recipe, []))[2].append(member)
     yield from found.values()
-
-
-def _refuse_shared_parameters(framework: Any, members: Sequence[Member]) -> None:
-    twice = framework.trained_twice([member.model for member in members])
-    if twice is not None:
-        first, second, parameter = twice
-        raise InputError(
-            f"members {members[first].name!r} and {members[second].name!r} share the trained parameter "
-            f"{parameter!r}: one would undo the other's steps. Freeze it (requires_grad=False), or give each its "
-            f"own copy."
-        )
 
 
 def refuse_unfused(parts: Sequence[Part]) -> None:

@@ -57,7 +57,7 @@ class Engine(TorchEngine):
         }
         self.state = self._stacked(members, columns)
         self._columns = dict(columns)
-        self._owned = [(member.model, states.trained(member.model)) for member in members]
+        self._owned = [(member.model, self._trained(member.model)) for member in members]
         self._rows = {id(member.model): row for row, member in enumerate(members)}
 
     def _begin(self, first: str, programs: Programs, device: torch.device) -> None:
@@ -447,6 +447,10 @@ class Engine(TorchEngine):
         gone = {f"slots/{slot}/{name}" for slot in self.task.optimizer.slots for name in self._replaced(row)}
         return {path: tensor for path, tensor in carried.items() if path not in gone}
 
+    def _trained(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Return the parameters that a step would change: none that all members share, which are only read."""
+        return {name: parameter for name, parameter in states.trained(model).items() if name not in self.shared}
+
     def _replaced(self, row: int) -> set[str]:
         """Return the parameters that the user has put in the place of those that were stacked: they begin anew."""
         model, before = self._owned[row]
@@ -475,7 +479,7 @@ class Engine(TorchEngine):
         """Take the weights of the members at these rows from their models again."""
         state = self._side(working)
         for member in members:
-            switched = states.trained(member.model).keys() ^ state["params"].keys()
+            switched = self._trained(member.model).keys() ^ state["params"].keys()
             if switched:
                 raise StrategyError(
                     f"member {member.name!r}: {min(switched)!r} was frozen or unfrozen in the middle of a fit, "
@@ -491,7 +495,7 @@ class Engine(TorchEngine):
                 for slot, tensor in fresh.items():
                     state["slots"][slot][name][row] = tensor[0]
                 self._ahead.forget()
-            self._owned[place] = member.model, states.trained(member.model)
+            self._owned[place] = member.model, self._trained(member.model)
         own = {**dict(members[0].model.named_parameters()), **dict(members[0].model.named_buffers())}
         for name, tensor in self.shared.items():
             tensor.copy_(states.placed(own[name], self.device, transpose=name in self.layout))
