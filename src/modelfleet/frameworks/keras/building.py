@@ -1,10 +1,8 @@
 """Models as the layers above handle them: seeded, checked, copied, and their weights for files."""
 
-import copy
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FunctionType
 from typing import Any
 
 import keras
@@ -13,6 +11,7 @@ from keras import ops
 from keras.src.backend.common import global_state
 
 from modelfleet.errors import InputError
+from modelfleet.frameworks.keras.own_code import put_together, taken_apart
 from modelfleet.frameworks.keras.steps import built, structural_keys
 
 _GENERATOR = "global_seed_generator"  # what keras.random draws from if it is given no seed
@@ -57,8 +56,7 @@ def copy_model(model: keras.Model) -> keras.Model:
     if model.compiled and model.optimizer is not None:
         built(model)  # a copy, which goes through Keras's file format, has them anyway
     try:
-        with keras.saving.custom_object_scope(_own_objects(model)):
-            copied = copy.deepcopy(model)
+        copied = put_together(*taken_apart(model))
     except Exception as error:  # whatever a class of one's own may not be able to tell about itself
         raise InputError(
             f"a {type(model).__name__} can't be copied: {error}. Give its class a get_config, or build another "
@@ -70,22 +68,6 @@ def copy_model(model: keras.Model) -> keras.Model:
         for variable, own in zip(copied.optimizer.variables, model.optimizer.variables, strict=True):
             variable.assign(own.numpy())
     return copied
-
-
-def _own_objects(model: keras.Model) -> dict[str, Any]:
-    """The classes and functions of the user's own that a model names, by the names that its copy asks for."""
-    found: list[Any] = [model.optimizer.__class__] if model.compiled else []
-    for layer in model._flatten_layers():
-        found += [type(layer), *(value for value in vars(layer).values() if isinstance(value, FunctionType))]
-    for part in (getattr(model, "_compile_loss", None), getattr(model, "_compile_metrics", None)):
-        for name in ("_user_loss", "_user_metrics", "_user_weighted_metrics"):
-            for value in keras.tree.flatten(getattr(part, name, None)):
-                found.append(value if isinstance(value, FunctionType) else type(value))
-    by_name: dict[str, list[Any]] = {}
-    for value in dict.fromkeys(found):
-        if value.__module__.partition(".")[0] not in ("keras", "builtins"):
-            by_name.setdefault(value.__name__, []).append(value)
-    return {name: values[0] for name, values in by_name.items() if len(values) == 1}
 
 
 def weights_key(model: keras.Model) -> tuple[Any, ...]:

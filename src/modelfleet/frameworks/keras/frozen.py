@@ -13,6 +13,7 @@ from keras.src.utils.dtype_utils import dtype_size
 
 from modelfleet.errors import InputError
 from modelfleet.frameworks.keras.building import check_model
+from modelfleet.frameworks.keras.own_code import mentioned, named_apart, put_together, taken_apart
 from modelfleet.frameworks.keras.steps import structural_keys
 
 # Whose layers keep in files what is in their variables, and nothing else.
@@ -31,15 +32,15 @@ class Frozen:
     def __reduce__(self) -> Any:
         if any(map(_keeps_more, self.model._flatten_layers())):
             return _as_it_came, (self.model,)
-        with ObjectSharingScope():
-            config: Any = keras.saving.serialize_keras_object(self.model)
-        config["compile_config"] = None
+        with named_apart(self.model) as own, ObjectSharingScope():
+            told: Any = keras.saving.serialize_keras_object(self.model)
+        config = json.dumps({**told, "compile_config": None})
         variables = self.model.variables
         weights = {
             key: _backend().numbers(variable)
             for key, variable in zip(structural_keys(variables), variables, strict=True)
         }
-        return restored, (json.dumps(config), _own_classes(self.model), weights)
+        return restored, (config, mentioned(own, config), weights)
 
 
 def frozen(model: keras.Model) -> Frozen:
@@ -57,18 +58,14 @@ def reduced(value: Any) -> Any:
         for name, found in keras.saving.get_custom_objects().items()
         if getattr(found, "__module__", None) == "__main__"  # which no other process can import
     }
-    return _unpickled, ({**registered, **_own_classes(value)}, *value.__reduce__()[:2])
+    own, make, arguments = taken_apart(value)
+    return put_together, ({**registered, **own}, make, arguments)
 
 
-def _unpickled(named: Mapping[str, Any], make: Any, arguments: tuple[Any, ...]) -> keras.Model:
-    with keras.saving.custom_object_scope(dict(named)):
-        return make(*arguments)
-
-
-def restored(config: str, classes: Mapping[str, Any], weights: Mapping[str, np.ndarray]) -> keras.Model:
+def restored(config: str, own_code: Mapping[str, Any], weights: Mapping[str, np.ndarray]) -> keras.Model:
     """The model that was taken apart. Where the backend can have it so, its weights are these very arrays."""
     with ObjectSharingScope():
-        model: Any = keras.saving.deserialize_keras_object(json.loads(config), dict(classes), safe_mode=False)
+        model: Any = keras.saving.deserialize_keras_object(json.loads(config), dict(own_code), safe_mode=False)
     own = dict(zip(structural_keys(model.variables), model.variables, strict=True))
     shapes = {key: tuple(variable.shape) for key, variable in own.items()}
     sent = {key: array.shape for key, array in weights.items()}
@@ -100,23 +97,6 @@ def _keeps_more(layer: Any) -> bool:
     hooks = ("load_own_variables", "load_assets")
     owners = [cls.__module__ for hook in hooks for cls in type(layer).__mro__ if hook in vars(cls)]
     return not all(f"{owner}.".startswith(_PLAIN) for owner in owners)
-
-
-def _own_classes(model: keras.Model) -> dict[str, type]:
-    """The classes of layers that are not Keras's, by the names in configs.
-
-    Pickle finds them where they are defined; Keras would find those only that are registered with it.
-    """
-    found: dict[str, type] = {}
-    for kind in map(type, model._flatten_layers()):
-        name = keras.saving.get_registered_name(kind)
-        if kind.__module__.partition(".")[0] != "keras" and found.setdefault(name, kind) is not kind:
-            raise InputError(
-                f"the model has layers of two classes named {name!r}, of {found[name].__module__} and of "
-                f"{kind.__module__}; a config tells classes apart by name. Register them with Keras, each with "
-                f"a package of its own: @keras.saving.register_keras_serializable(package=...)."
-            )
-    return found
 
 
 def _as_it_came(model: keras.Model) -> keras.Model:
