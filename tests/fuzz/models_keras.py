@@ -149,7 +149,12 @@ def make(net: Net, dtype: str, trunk: Any = None) -> Any:
     if net.kind != "vector":
         x = layers.GlobalAveragePooling1D()(x)
     head = layers.Dense(CLASSES, kernel_initializer=keras.initializers.GlorotUniform(seed=net.seed), name="head")
-    return keras.Model(given, head(x))
+    model = keras.Model(given, head(x))
+    for number, layer in enumerate(model.layers):
+        if isinstance(layer, layers.SpectralNormalization):  # which draws its vector without a seed
+            drawn = np.random.default_rng([net.seed, number]).normal(0.0, 0.02, layer.vector_u.shape)
+            layer.vector_u.assign(drawn.astype(dtype))
+    return model
 
 
 def observe(model: Any) -> dict[str, Any]:

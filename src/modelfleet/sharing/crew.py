@@ -178,6 +178,8 @@ class _Crew:
         if group is not None:
             for lane in self.lanes:
                 lane.engine.spread(group)
+        for lane, feed in fed:
+            lane.ready(feed.first(), "train")  # which finds out how its steps have to run
         self.shifts = supply.shifts(fed, self.job)
         self._structures = {
             id(shift): shift.lane.signature for shift in self.shifts if len(shift.lane.members) == 1
