@@ -21,9 +21,8 @@ def test_keras_on(backend: str) -> None:
         "PYTHONPATH": os.pathsep.join(sys.path),
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
-    # Keras and TensorFlow warn of their own use of what NumPy and torch will drop: here warnings are no errors.
     plugins = ["-p", "no:xdist", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", str(FOLDER), "-W", "default", "--timeout", "1800", *plugins]
+    command = [sys.executable, "-m", "pytest", str(FOLDER), "--timeout", "1800", *plugins]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if result.returncode:
         pytest.fail(
