@@ -7,7 +7,7 @@ checks both.
 # ruff: noqa: N802  an adapter exports classes and constants, and a protocol says so by properties
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -447,6 +447,10 @@ class Engine(ABC):
     @abstractmethod
     def still_shared(self, members: Sequence[Member]) -> bool:
         """Whether the tensors that all members shared are still the same in all of them."""
+
+    def objects(self) -> Iterable[tuple[str, Any]]:
+        """The objects, with their names, whose mode a step changes for a while. Other models may hold them."""
+        return ()
 
     @abstractmethod
     def restack(self, positions: np.ndarray, members: Sequence[Member], *, working: bool = False) -> None:

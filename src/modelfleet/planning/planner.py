@@ -16,7 +16,7 @@ import numpy as np
 
 from modelfleet.devices import Device, threads_of
 from modelfleet.each import spread
-from modelfleet.errors import FleetError
+from modelfleet.errors import FleetError, StrategyError
 from modelfleet.feeds import Feed
 from modelfleet.feeds._base import spec
 from modelfleet.frameworks.protocol import CannotFuseError
@@ -26,6 +26,7 @@ from modelfleet.planning.assembly import Part, Studied, refuse_indivisible
 from modelfleet.planning.placement import Load
 from modelfleet.planning.supply import Job
 from modelfleet.sharing.shifts import Sharing
+from modelfleet.sharing.threads import held_in_common
 from modelfleet.workers import CannotSendError
 from modelfleet.workers.process import idle
 from modelfleet.workers.shared import pickled
@@ -72,6 +73,28 @@ class Planner:
         kept: str | None,
     ) -> Choice:
         """How lanes run by a strategy. `kept` is the sharing of a resumed run: its lanes stay as they are."""
+        choice = self._decided(studied, lanes, job, strategy, sharings, kept)
+        common = held_in_common([lane for lane, _ in choice.lanes]) if choice.sharing == "threads" else None
+        if common is not None:
+            if strategy == "threads":
+                first, second, module = common
+                raise StrategyError(
+                    f'strategy="threads" can\'t be had: members {first!r} and {second!r} hold the very same '
+                    f"module {module!r}, and the step of one would set its mode while the other runs it. Give "
+                    f'each a copy (copy.deepcopy), or use "interleaved".'
+                )
+            choice.sharing = "interleaved"
+        return choice
+
+    def _decided(
+        self,
+        studied: Studied,
+        lanes: Sequence[Fed],
+        job: Job,
+        strategy: str,
+        sharings: dict[str, Callable[[Job], Sharing]],
+        kept: str | None,
+    ) -> Choice:
         if "data_parallel" in (strategy, kept):
             refuse_indivisible(lanes)
             return Choice(list(lanes), "data_parallel")

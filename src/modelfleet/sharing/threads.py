@@ -161,7 +161,7 @@ def everywhere(
         by_device.setdefault(lane.device, []).append(number)
     if side_by_side:
         return in_step([what(lane, feed) for lane, feed in fed])
-    if len(by_device) == 1:
+    if len(by_device) == 1 or held_in_common([lane for lane, _ in fed]) is not None:
         return [in_step([what(lane, feed)])[0] for lane, feed in fed]
     found: dict[int, Any] = {}
 
@@ -178,6 +178,23 @@ def everywhere(
         for running in [pool.submit(run, numbers) for numbers in by_device.values()]:
             running.result()
     return [found[number] for number in range(len(fed))]
+
+
+def held_in_common(lanes: Sequence[Lane]) -> tuple[str, str, str] | None:
+    """Two members, of two lanes, whose steps run the Python of one object, and its name: not for two threads.
+
+    A step sets the mode of its model's modules and puts it back; another member may be running one of them.
+    """
+    owners: dict[int, list[tuple[int, str, bool]]] = {}
+    for number, lane in enumerate(lanes):
+        runs_python = not lane.engine.fused or lane.engine.untraced is not None
+        for name, one in lane.engine.objects():
+            known = owners.setdefault(id(one), [])
+            for other, member, theirs in known:
+                if other != number and (runs_python or theirs):
+                    return member, lane.names[0], name
+            known.append((number, lane.names[0], runs_python))
+    return None
 
 
 def _by_device(shifts: Sequence[Shift]) -> dict[str, list[Shift]]:

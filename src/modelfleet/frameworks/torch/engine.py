@@ -1,6 +1,6 @@
 """The engine of a fused lane: the stacked state of its members on a device, and the programs that step it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -468,6 +468,10 @@ class Engine(TorchEngine):
         if not self.shared:
             return True
         return self.shared.keys() <= shared_parameters([member.model for member in members])
+
+    def objects(self) -> Iterable[tuple[str, nn.Module]]:
+        """The modules of the model that is traced for all members."""
+        return self.programs.steps.model.named_modules()
 
     def write_out(self, row: int, working: bool, member: Member) -> None:
         """Copy one member's weights into its model."""

@@ -8,7 +8,7 @@ is not finite is not taken: the member keeps its last good weights and buffers.
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -509,6 +509,10 @@ class PlainEngine(TorchEngine):
         if self.model is not self._member.model:
             _copy_weights(self._member.model, self.model)
         self._rebind()
+
+    def objects(self) -> Iterable[tuple[str, nn.Module]]:
+        """Return the modules of the model that is stepped."""
+        return self.model.named_modules()
 
     def write_out(self, row: int, working: bool, member: Member) -> None:
         """Copy the weights into the member's model, if it is not the very one that is stepped."""
