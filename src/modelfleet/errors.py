@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+import numpy as np
+
 
 class FleetError(Exception):
     """The base of every error that modelfleet raises on purpose."""
@@ -85,6 +87,15 @@ class MissingExtraError(FleetError, ImportError):
         super().__init__(
             f"{purpose} needs the package '{package}', which is not installed. "
             f"Bring it with: pip install 'modelfleet[{extra}]'"
+        )
+
+
+def refuse_masked(value: Any) -> None:
+    """Raise `InputError` for a NumPy array with masked numbers, whatever is computed with it."""
+    if np.ma.is_masked(value):
+        raise InputError(
+            f"{np.ma.count_masked(value)} of {np.size(value)} numbers of a masked array are masked, which no "
+            f"model would notice. Fill them, as in x.filled(0.0), or leave out their rows."
         )
 
 

@@ -28,6 +28,11 @@ def asked(model: Any, x: Any, devices: str = "cpu", **options: Any) -> Any:
         return replicas.submit("ada", x).result()
 
 
+def failed_rows(error: Exception) -> list[int]:
+    assert isinstance(error, mf.RowsError)
+    return list(error.rows)
+
+
 def alone(model: nn.Module, x: np.ndarray) -> np.ndarray:
     with torch.no_grad():
         return model.eval()(torch.from_numpy(x)).numpy()
@@ -231,6 +236,57 @@ def test_what_belongs_to_no_row_is_refused_by_name(make: Any, named: str) -> Non
     answers = mf.map(Giving(make), {"ada": rows(3, dtype=np.float32)}, devices="cpu", isolation="batch")
     (error,) = answers.failed.values()
     assert named in str(error)
+
+
+class Recurrent(nn.Module):
+    """Gives its last hidden states, `(layer, row, …)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.GRU(4, 3, num_layers=2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cells(x[:, None])[1]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Recurrent(), lambda x: x.T @ x, lambda x: {"y": x, "w": np.eye(4)}, lambda x: np.array([x.mean()])],
+    ids=["layers", "gram", "constant", "mean"],
+)
+@pytest.mark.parametrize("count", [1, 2, 4, 9])
+def test_as_many_entries_as_rows_may_be_chance(model: Any, count: int) -> None:
+    x = rows(count, dtype=np.float32)
+    answers = mf.map(model, {"ada": x[:1], "bob": x[1:]}, devices="cpu", progress=False)
+    refused = {"ada": 1, "bob": count - 1}
+    assert {user: len(failed_rows(error)) for user, error in answers.failed.items()} == {
+        user: number for user, number in refused.items() if number
+    }
+    assert "expected one answer per row" in str(answers.failed["ada"])
+
+
+def test_a_function_that_leaves_out_bad_rows_answers_the_others() -> None:
+    def positive(x: np.ndarray) -> list[float]:
+        return [float(row[0]) for row in x if row[0] > 0]
+
+    x = np.array([[1.0], [-1.0], [2.0], [3.0]])
+    with mf.Replicas(positive, devices="cpu", batch_size=4) as replicas:
+        with pytest.raises(mf.RowsError) as caught:
+            replicas.submit("ada", x).result()
+        assert list(caught.value.rows) == [1]
+        np.testing.assert_array_equal(caught.value.answers, [1.0, 2.0, 3.0])
+        np.testing.assert_array_equal(replicas.submit("bob", abs(x)).result(), [1.0, 1.0, 2.0, 3.0])
+
+
+def test_masked_numbers_are_refused() -> None:
+    masked = np.ma.array([[1.0], [2.0]], mask=[[False], [True]])
+    answers = mf.map(lambda x: x, {"ada": masked, "bob": masked.data}, devices="cpu", progress=False)
+    assert "1 of 2 numbers of a masked array are masked" in str(answers.failed["ada"])
+    np.testing.assert_array_equal(answers["bob"], masked.data)
+    hidden = mf.map(lambda x: np.ma.array(x, mask=x > 1), {"ada": masked.data}, devices="cpu", progress=False)
+    assert failed_rows(hidden.failed["ada"]) == [1]
+    with pytest.raises(mf.InputError, match="are masked"):
+        mf.Fleet([nn.Linear(1, 1)]).predict(masked)
 
 
 def by_size(x: np.ndarray) -> dict[str, np.ndarray]:

@@ -240,7 +240,7 @@ def test_what_is_cancelled_is_not_computed(gated: tuple[models.Gated, mf.Replica
     assert gone.cancel()
     model.gate.set()
     answer = stays.result()
-    assert model.batches == [1, 2]
+    assert model.batches == [1, 2, 2]  # the first is asked once more, for another number of rows
     assert_answers(model, rows(2, 2), answer)
     with pytest.raises(CancelledError):
         gone.result()
@@ -548,3 +548,14 @@ def test_closing_without_waiting_does_not_wait_for_a_hung_replica() -> None:
     hung = replicas.submit("hung", poisoned(1, 1, 0))
     replicas.close(wait=False)  # its timeout is two minutes
     assert hung.cancelled()
+
+
+@pytest.mark.parametrize("devices", ["cpu:0", "cpu:0,cpu:1"])
+def test_replicas_can_be_closed_in_a_future_s_callback(devices: str) -> None:
+    replicas = mf.Replicas(lambda x: 2 * x, devices=devices)
+    future = replicas.submit("ada", np.ones((2, 1)))
+    future.add_done_callback(lambda _: replicas.close())
+    np.testing.assert_array_equal(future.result(), [[2.0], [2.0]])
+    replicas.close()
+    with pytest.raises(mf.ClosedError):
+        replicas.submit("ada", np.ones((2, 1)))

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from modelfleet.errors import InputError
+from modelfleet.errors import InputError, refuse_masked
 from modelfleet.trees import leaves, map_trees, paths, rebuild
 
 
@@ -222,6 +222,10 @@ def _array(leaf: Any, arrays: Arrays, label: str) -> Any:
             ) from error
     elif hasattr(leaf, "to_numpy"):  # pandas and polars
         leaf = leaf.to_numpy()
+    try:
+        refuse_masked(leaf)
+    except InputError as error:
+        raise InputError(f"{label}: {error}") from error
     if not arrays.is_array(leaf):
         raise InputError(f"{label} is of type {type(leaf).__name__}. Give an array with one row per example.")
     strings = isinstance(leaf, np.ndarray) and getattr(arrays, "STRINGS", False) and _are_strings(leaf)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from modelfleet.errors import InputError, MissingExtraError
+from modelfleet.errors import InputError, MissingExtraError, refuse_masked
 from modelfleet.frameworks.protocol import Adapter
 
 # In this order: a Keras model is a torch module, too, where torch is its backend, and a tf.Module elsewhere.
@@ -171,6 +171,7 @@ def as_numpy(value: Any) -> np.ndarray:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return adapter("torch").arrays.as_numpy(value)
+    refuse_masked(value)
     return np.asarray(value)
 
 

@@ -7,6 +7,7 @@ is refused by its name: a batch may hold the rows of several users, and nobody c
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ _NUMBERS = (bool, int, float, complex, np.bool_, np.number)
 
 
 class Outputs:
-    """Reads the outputs of one model, and remembers which of its lists have one entry per row.
+    """Reads the outputs of one model, and remembers which of its arrays and lists have one entry per row.
 
     host: gives the NumPy array of a tensor, a list of arrays of a ragged one, and None of what is no tensor;
         raises `InputError` for one that can't be told row by row.
@@ -38,14 +39,15 @@ class Outputs:
     def read(self, found: Any, rows: Any, ask: Callable[[Any], Any]) -> Any:
         """The outputs that `ask` found for rows, as a tree of arrays.
 
-        It is asked once more, for another number of rows, where only that tells whether a list has one entry per
-        row.
+        The first time it is asked once more, for another number of rows: only that tells whether as many entries
+        as rows are chance, as of the two layers of a network that was asked for two rows.
         """
         count = len(leaves(rows)[0])
-        other = count - 1 if count > 1 else 2
+        other = count // 2 if count > 1 else 2  # a size that programs are compiled for, too
 
+        @cache
         def again() -> Any:
-            return ask(map_tree(lambda leaf: leaf.repeat(2, 0)[:other] if count == 1 else leaf[:other], rows))
+            return ask(map_tree(lambda leaf: leaf.repeat(2, 0) if count == 1 else leaf[:other], rows))
 
         read = self._read(found, (), count, other, again)
         if not leaves(read):
@@ -58,7 +60,7 @@ class Outputs:
             return None
         array = self._array(value, path)
         if isinstance(array, np.ndarray):
-            if not _has_rows(array, count):
+            if not _has_rows(array, count) or not self._is_by_row(array, path, other, again):
                 raise _refused(f"{array.shape}", path, count)
             return array
         if array is not None:
@@ -94,20 +96,28 @@ class Outputs:
     def _has_entry_per_row(
         self, value: Sequence[Any], path: Path, count: int, other: int, again: Callable[[], Any]
     ) -> bool:
-        if path not in self._by_row and len(value) != count:
-            self._by_row[path] = False
+        if path in self._by_row or len(value) != count:
+            return self._by_row.get(path, False)
+        return self._is_by_row(value, path, other, again)
+
+    def _is_by_row(self, value: Any, path: Path, other: int, again: Callable[[], Any]) -> bool:
+        """Whether what has as many entries as there are rows has them for the rows."""
         if path not in self._by_row:
-            # As many entries as rows, which may be chance: a model of two outputs, asked for two rows.
             try:
                 there = self._at(again(), path)
+                array = self._array(there, path)
+                found = len(there if array is None else array)
             except Exception:  # a model may refuse other numbers of rows, and raise anything
-                return not all(_has_rows(self._array(part, path), count) for part in value)
-            self._by_row[path] = len(there) == other
+                lists = isinstance(value, list | tuple)
+                return not lists or not all(_has_rows(self._array(part, path), len(value)) for part in value)
+            self._by_row[path] = found == other
         return self._by_row[path]
 
     def _at(self, found: Any, path: Path) -> Any:
         for key in path:
             found = self._opened(found)
+            if not _is_record(found) and not isinstance(found, list | tuple):
+                raise LookupError(f"there is no {key!r} in it")
             found = _fields(found)[key] if _is_record(found) else found[key]
         return self._opened(found)
 

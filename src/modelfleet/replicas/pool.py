@@ -293,6 +293,9 @@ class Replicas:
             self._queue.hurry()
             self._gap.notify_all()
             self._news.notify_all()
+        if threading.current_thread() in (*self._drivers, self._clock):  # in a future's callback
+            threading.Thread(target=self.close, args=(wait,), name="modelfleet-close").start()
+            return
         try:
             if not wait:
                 self._cancel_all()

@@ -35,6 +35,8 @@ def _is_rows(leaf: Any) -> bool:
 def _array(leaf: Any, user: Hashable) -> np.ndarray:
     try:
         array = frameworks.as_numpy(leaf)
+    except InputError as error:
+        raise InputError(f"the data of user {user!r}: {error}") from error
     except Exception as error:  # of ragged lists, and whatever else says that it is an array
         raise InputError(f"the data of user {user!r} are no array: {error}. Give rows of one shape.") from error
     if array.ndim == 0 and (callable(leaf) or hasattr(leaf, "__iter__")) and not isinstance(leaf, str | bytes):
@@ -43,6 +45,8 @@ def _array(leaf: Any, user: Hashable) -> np.ndarray:
             f"with the rows first, (row, …). Submit its batches one by one, or give it to mf.map or mf.imap as "
             f"this user's data."
         )
+    if array.dtype == object and array.ndim and all(isinstance(one, str) for one in array.flat):
+        return array.astype(str)
     if array.dtype == object or array.ndim == 0:
         raise InputError(
             f"user {user!r} gave a {type(leaf).__name__} of {array.dtype} and shape {array.shape}; expected "
