@@ -110,6 +110,7 @@ class LaneSet:
         if self._assembly.clustered:
             refuse_here(strategy)
         if self._assembly.look():
+            self.regroup()  # even if something is refused below: the next look finds nothing new
             lanes = None
         if lanes is None or self._restructured(lanes, handed) or (self._kind == "predict" and kind != "predict"):
             self._studied = self._assembly.study(members, self._recipes, kind)

@@ -416,7 +416,9 @@ class Model(nn.Module):
         for part in self.parts:
             x = part(x)
         if self.kind == "image":
-            x = x.mean((2, 3))
+            # Not all pixels alike: the mean of what an InstanceNorm gives is 0, and so would be every gradient.
+            x = x.flatten(2)
+            x = (x * torch.linspace(0.5, 1.5, x.shape[2], dtype=x.dtype)).mean(2)
         elif self.kind != "vector":
             x = x.mean(1)
         return self.head(x)
@@ -441,6 +443,11 @@ def make(net: Net, dtype: str, trunk: dict[str, nn.Module] | None = None) -> Mod
     for number in net.frozen:
         if number < len(parts):
             model.parts[number].requires_grad_(False)
+    if dtype == "float32":
+        # Rounding would decide where an adaptive optimizer takes them, and a norm's running mean goes along.
+        for name, parameter in model.named_parameters():
+            if _without_effect(model, name):
+                parameter.requires_grad_(False)
     model.train(net.training)
     for number in net.evaluated:
         if number < len(parts):

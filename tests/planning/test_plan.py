@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import modelfleet as mf
 from modelfleet import testing
+from modelfleet.planning.assembly import Assembly, Studied
 
 X, Y = toy(24)
 
@@ -171,3 +173,27 @@ def test_taking_turns_gives_the_same_numbers() -> None:
     for name in fused.names:
         assert testing.largest_difference(turns[name], fused[name])[0] < 1e-5
     assert np.allclose(turns.predict(X)["1"], fused.predict(X)["1"], atol=1e-5)
+
+
+def test_lanes_of_other_devices_are_given_up_though_making_new_ones_is_broken_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = fleet_of(2)
+    fit(fleet, toy(8))
+    (before,) = fleet._lanes or [None]
+    study, looks, interrupts = Assembly.study, iter([True]), iter([KeyboardInterrupt])
+
+    def interrupted(*args: Any) -> Studied:
+        for interrupt in interrupts:
+            raise interrupt
+        return study(*args)
+
+    monkeypatch.setattr(Assembly, "look", lambda self: next(looks, False))  # a cluster whose nodes are others now
+    monkeypatch.setattr(Assembly, "study", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fit(fleet, toy(8))
+    fit(fleet, toy(8))
+    (after,) = fleet._lanes or [None]
+    assert after is not None
+    assert after is not before
+    assert after.epochs.tolist() == [2, 2]
