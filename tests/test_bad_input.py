@@ -392,3 +392,33 @@ def test_a_later_batch_that_a_model_can_t_take_is_named(count: int) -> None:
     who = "member '0'" if count == 1 else "one of 3 members"
     refused(lambda: fleet.predict(tokens, batch_size=4), f"{who} can't take a batch of (4, 3)", "out of range")
     refused(lambda: fleet.evaluate((tokens, classes), batch_size=4), f"{who} can't take", "Check its values")
+
+
+class _Refusing(nn.Module):
+    """Raises something that is not the data's fault."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.layer, self.error = nn.Linear(4, 3), error
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (MemoryError(), "there was not enough memory for a batch"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), "there was not enough memory"),
+        (FileNotFoundError(2, "No such file or directory"), "the system refused something"),
+    ],
+    ids=["memory", "allocator", "system"],
+)
+@pytest.mark.parametrize("strategy", ["auto", "interleaved"])
+def test_what_the_machine_refuses_is_not_blamed_on_the_data(error: Exception, told: str, strategy: str) -> None:
+    fleet = mf.Fleet({"a": _Refusing(error), "b": _Refusing(error)})
+    fleet.compile("sgd", "cross_entropy", lr=0.1)
+    with pytest.raises(mf.FleetError, match=told) as caught:
+        fit(fleet, (X, Y), strategy=strategy)
+    assert not isinstance(caught.value, mf.InputError)
+    assert "shapes and dtypes" not in str(caught.value)

@@ -3,7 +3,7 @@
 import signal
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -394,3 +394,32 @@ class Fit:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def noticing() -> Iterator[Callable[[], None]]:
+    """Notice Ctrl-C while a fit is prepared; gives what raises `KeyboardInterrupt` if there was one.
+
+    What Ctrl-C raises may be lost on the way: Python drops what is raised within a weak reference's callback or a
+    `__del__`, as there are in every import.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield lambda: None
+        return
+    pressed = False
+
+    def heard(number: int, frame: Any) -> None:
+        nonlocal pressed
+        pressed = True
+        before(number, frame)
+
+    def check() -> None:
+        if pressed and before is signal.default_int_handler:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, heard)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -15,7 +15,7 @@ from modelfleet.devices import parse_devices
 from modelfleet.each import Each, spread
 from modelfleet.errors import InputError, StrategyError, unknown
 from modelfleet.feeds import Feed
-from modelfleet.fitting import Fit
+from modelfleet.fitting import Fit, noticing
 from modelfleet.frameworks import randomness
 from modelfleet.gate import Gate
 from modelfleet.history import History
@@ -292,8 +292,8 @@ class Fleet:
         job.check()
         shown = reporter(progress)
         wrapped = self._wrapped(callbacks)
-        with self._gate.changing("fit"), frameworks.computing():
-            return self._trained(job, strategy, wrapped, shown)
+        with self._gate.changing("fit"), frameworks.computing(), noticing() as refuse_interrupted:
+            return self._trained(job, strategy, wrapped, shown, refuse_interrupted)
 
     def _sent(self, job: Job, strategy: str) -> Job:
         """The job for worker processes: a loader with its own generator goes there before it is looked into."""
@@ -314,8 +314,15 @@ class Fleet:
         or_else = "" if self._assembly.places else ' Or use "interleaved" or "threads".'
         return StrategyError(f'strategy="processes" can\'t be had: {error}{or_else}')
 
-    def _trained(self, job: Job, strategy: str, callbacks: Sequence[Callback], shown: Reporter) -> History:
-        """The history of a fit."""
+    def _trained(
+        self,
+        job: Job,
+        strategy: str,
+        callbacks: Sequence[Callback],
+        shown: Reporter,
+        refuse_interrupted: Callable[[], None],
+    ) -> History:
+        """The history of a fit. `refuse_interrupted` is called when all is prepared."""
         before = randomness.state()  # before any loader draws from the generators
         sent = self._sent(job, strategy)
         lanes = self._set.settled(strategy, job, "train", self._handed, self._ways, _kept(callbacks))
@@ -334,6 +341,7 @@ class Fleet:
         learn = self._planner.watch(studied, choice)
         self._aside = None
         try:
+            refuse_interrupted()
             history = run.run()
             self._took = run.epoch_seconds
             learn(run.epoch_seconds)

@@ -404,3 +404,48 @@ def test_a_slow_consumer_of_arrays_bounds_what_is_computed_ahead(balance: str) -
     assert sum(model.batches) == 6400
     for mark, answer in found:
         assert_answers(model, data[mark], answer)
+
+
+FORKED = """
+import os, sys, threading, numpy as np, modelfleet as mf
+def slow(rows):
+    threading.Event().wait(0.2)
+    return rows * 2
+x = np.ones((1, 2))
+replicas = mf.Replicas(slow, devices=sys.argv[1], batch_size=1)
+replicas.submit("a", x).result()
+stream = mf.imap(slow, {"a": x, "b": x}, devices=sys.argv[1], progress=False)
+next(stream)
+waiting = [replicas.submit("a", x) for _ in range(5)]
+child = os.fork()
+if not child:
+    done = []
+    for verb in (lambda: replicas.submit("a", x), lambda: replicas.submit("a", x, block=True),
+                 lambda: replicas.update(slow), lambda: replicas.check(), lambda: replicas.stats(),
+                 lambda: waiting[-1].result(), lambda: next(stream)):
+        try:
+            verb()
+        except mf.ClosedError as error:
+            done.append("forked" in str(error))
+    stream.close()
+    replicas.close()
+    replicas.close(wait=False)
+    done.append(mf.map(slow, {"a": x}, devices=sys.argv[1], progress=False)["a"].tolist() == [[2, 2]])
+    print("child", done, flush=True)
+    sys.exit()
+found = [future.result().tolist() for future in waiting]
+print("parent", os.waitpid(child, 0)[1], found == [[[2, 2]]] * 5, len(list(stream)))
+replicas.close()
+"""
+
+
+@pytest.mark.parametrize("devices", ["cpu", "cpu:0,cpu:1"])
+def test_a_forked_child_is_refused_its_parents_replicas(devices: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED, devices],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [f"child {[True] * 8}", "parent 0 True 1"]

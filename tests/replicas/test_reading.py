@@ -215,3 +215,10 @@ def test_submit_takes_no_streams(make: Callable[[], Iterable[Any]]) -> None:
         pytest.raises(mf.InputError, match=r"has to be read batch by batch; expected arrays .* mf\.map"),
     ):
         replicas.submit("ada", make())
+
+
+def test_one_iterator_for_two_users_is_refused() -> None:
+    batches = iter([rows(0, 3), rows(0, 4)])
+    answers = mf.map(models.Marked(), {"ada": batches, "bob": batches}, devices="cpu", progress=False)
+    assert len(answers["ada"]) == 7
+    assert "'ada' and 'bob' have the same iterator" in str(answers.failed["bob"])

@@ -6,6 +6,7 @@ import multiprocessing
 import multiprocessing.spawn
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -306,6 +307,33 @@ def _end_all(worker: ProcessWorker, value: shared.InMemory) -> None:
     process.dismiss()
     assert process.idle() == 0
     assert not worker.alive
+
+
+BARE = """
+import os, sys
+import numpy as np
+report = os.fdopen(os.dup(1), "w")
+for descriptor in map(int, sys.argv[1]):
+    os.close(descriptor)
+if "removed" in sys.argv:
+    os.chdir(sys.argv[3])
+    os.rmdir(sys.argv[3])
+import modelfleet as mf
+x = np.ones((3, 2))
+answers = mf.map(lambda rows: rows * 2, {"a": x}, devices="cpu:0,cpu:1", progress=False)
+with mf.Replicas(lambda rows: rows * 3, devices="cpu:0,cpu:1") as replicas:
+    more = replicas.submit("a", x).result()
+    standard = [os.readlink(f"/proc/self/fd/{n}") for n in (0, 1, 2) if os.path.exists(f"/proc/self/fd/{n}")]
+print(dict(answers)["a"].sum(), more.sum(), [s for s in standard if "socket" in s or "memfd" in s], file=report)
+"""
+
+
+@pytest.mark.parametrize("given", [["1"], ["12"], ["012"], ["", "removed"]], ids=" ".join)
+def test_programs_without_standard_files_or_a_folder_have_workers(given: list[str], tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    command = [sys.executable, "-c", BARE, *given, str(tmp_path / "gone")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    assert done.stdout.split() == ["12.0", "18.0", "[]"], done.stderr
 
 
 def test_a_worker_may_have_workers_and_forked_processes_of_its_own() -> None:

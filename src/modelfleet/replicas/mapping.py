@@ -136,10 +136,13 @@ class _Stream(Iterator[tuple[Hashable, Any]]):
         self._replicas, self._answers = replicas, answers
 
     def __next__(self) -> tuple[Hashable, Any]:
+        self._replicas._refuse_inherited()
         return next(self._answers)
 
     def close(self) -> None:
         """Ask for no more."""
+        if self._replicas._inherited:
+            return
         self._answers.close()
         self._replicas.close(wait=False)
 
@@ -229,12 +232,15 @@ def _answers(
 
     turns = _Turns(replicas, WAITING * room, told)
     streams: dict[Hashable, Any] = {}
+    iterators: dict[int, Hashable] = {}  # whose each is
     left, failed, answered = len(users), 0, False
     try:
         for user, data in users.items():
             try:
                 # An iterator will do here: data are read only once.
                 where = f"the data of user {user!r}"
+                if isinstance(data, Iterator):
+                    _refuse_second(iterators.setdefault(id(data), user), user)
                 if isinstance(data, Iterator) or is_loader(data, framework.arrays, where):
                     streams[user] = data
                 else:
@@ -267,9 +273,17 @@ def _answers(
                 yield user, answer
             show(failed)
     finally:
-        if reading is not None:
+        if reading is not None and not replicas._inherited:
             reading.close()
         replicas.close(wait=not left)
+
+
+def _refuse_second(first: Hashable, user: Hashable) -> None:
+    if first != user:
+        raise InputError(
+            f"users {first!r} and {user!r} have the same iterator as their data, and each batch of it would go to "
+            f"one of them by chance. Give each an iterator of its own, or a function that returns one."
+        )
 
 
 def _rest(done: _Done, left: int) -> list[tuple[Hashable, Any, int, bool]]:

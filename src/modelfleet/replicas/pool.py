@@ -114,6 +114,7 @@ class Replicas:
         self._stalled: Callable[[], bool] | None = None  # says whether no rows are to be taken for now
         self._version = self._shared(source)
         self._coming: Version | None = None
+        self._inherited = False  # of a process that this one was forked from
         self._drivers = [Driver(self, place, batch_size) for place in found]
         self._clock = threading.Thread(target=self._watch, name="modelfleet-deadlines", daemon=True)
         self._clock.start()
@@ -138,6 +139,7 @@ class Replicas:
         block: wait for room if the queue is full, at most `timeout` seconds (None: any time), instead of raising
             `QueueFullError` at once. That blocks the calling thread, an event loop too.
         """
+        self._refuse_inherited()
         if deadline is not None and not isinstance(deadline, Real):
             raise InputError(f"deadline={deadline!r} of user {user!r}. Give seconds from now, or None.")
         if timeout is not None and not (block and isinstance(timeout, Real) and timeout >= 0):
@@ -160,6 +162,7 @@ class Replicas:
         room: tuple[float | None, bool] = (None, False),
     ) -> Future:
         """As `submit`, of rows that nobody will change. `room`: how long to wait for it, and whether to."""
+        self._refuse_inherited()
         future = Future()
         with self._lock:
             now = time.monotonic()
@@ -192,6 +195,7 @@ class Replicas:
         new model, and no batch by both. Until then the old one goes on, so both have to fit into the memory. If
         the new one can't be taken (another framework, or it can't be sent or loaded), the old one stays.
         """
+        self._refuse_inherited()
         with self._updating:
             version = self._shared(self._fitting(Source.of(model).at(self._places)))
             try:
@@ -259,6 +263,7 @@ class Replicas:
 
     def stats(self) -> Stats:
         """What was done so far, by replica and by user."""
+        self._refuse_inherited()
         with self._lock:
             return self._tally.stats(self._queue.counts, self._broken)
 
@@ -270,6 +275,7 @@ class Replicas:
             if not any(replicas.check().values()):  # a `Health` is true if its replica takes rows
                 ...
         """
+        self._refuse_inherited()
         end = time.monotonic() + float(timeout)
         while True:
             with self._lock:
@@ -288,6 +294,8 @@ class Replicas:
 
         Without `wait` it takes about a second, whatever the replicas are at.
         """
+        if self._inherited:
+            return
         with self._lock:
             self._closing = True
             self._queue.hurry()
@@ -309,6 +317,19 @@ class Replicas:
             self._alarm.notify()
         self._clock.join()
         self._version.shared.close()
+
+    def _refuse_inherited(self) -> None:
+        """Raise `ClosedError` in a forked child: it has neither the threads nor the workers."""
+        if self._inherited:
+            raise _inherited_error()
+
+    def _inherit(self) -> None:
+        """In a forked child: nobody answers here any more, and what was locked in the parent stays so."""
+        self._inherited = True
+        for future in list(self._futures.values()):
+            future._condition = threading.Condition()
+            if not future.done():  # without its callbacks: they are the parent's to call
+                future._state, future._exception = "FINISHED", _inherited_error()
 
     def _cancel_all(self) -> None:
         with self._lock:
@@ -444,16 +465,29 @@ class _Cancelling:
 
     def __call__(self, future: futures.Future[Any]) -> None:
         replicas, request = self._replicas(), self._request()
-        if future.cancelled() and replicas is not None and request is not None:
+        if replicas is None or request is None or replicas._inherited:
+            return
+        if future.cancelled():
             replicas._cancelled(request)
 
 
 _open: "weakref.WeakSet[Replicas]" = weakref.WeakSet()
 
 
-# A forked child has neither the threads nor the workers; what it finds locked would stay so.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_open.clear)
+def _inherited_error() -> ClosedError:
+    return ClosedError(
+        "these replicas belong to the process that this one was forked from: here nobody would answer. Make new "
+        "Replicas in this process, or use them in the one that made them."
+    )
+
+
+def _inherit_all() -> None:
+    for replicas in list(_open):
+        replicas._inherit()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_inherit_all)
 
 
 @atexit.register

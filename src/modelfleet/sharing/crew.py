@@ -79,7 +79,7 @@ class Order:
 class Told:
     """What a worker tells: a turn that was taken (no report), the end of an epoch, or that it has stopped.
 
-    Its first word, with nothing in it, says that it is there.
+    Its first word, with nothing in it, says that it is there; its second, that it has all that it needs.
     """
 
     lanes: list[tuple[int, Tensors, Standing, Report | None]]
@@ -117,6 +117,7 @@ def _work(order: Order) -> Generator[Told, Answer, None]:
     for shift in crew.shifts:
         shift.begin()
     try:
+        yield Told([])
         for moment in interleaved(crew.shifts, way):
             for shift in [shift for shift, _ in moment.reports] if isinstance(moment, Ended) else [moment.shift]:
                 crew.refuse_python_state(shift)

@@ -22,6 +22,7 @@ from modelfleet.workers.shared import pickled
 MOST_DEATHS = 2  # of workers in one epoch of a lane, until its members have failed
 MOST_STARTS = 3  # of workers that die before they have said a word, until it is thought to be of no use
 START_LIMIT = 300.0  # seconds until a worker that has not begun is given up
+LOOK = 0.2  # seconds between two looks at whether the fit is to stop
 PATIENCE = 10.0  # seconds until a worker that has not begun is thought to wait for a device
 
 
@@ -71,6 +72,9 @@ class _Hand:
         self.crew: Crew | None = None
         self.begun = False
         """Whether the worker has said something since it was given these lanes."""
+        self.ready = False
+        """Whether it has all that it needs, and takes steps."""
+        self.told_to_stop = False
         self.lost = False
         """Whether a worker died here: the place may have gone with it."""
         self.since = 0.0
@@ -82,6 +86,7 @@ class _Hand:
         """Have some lanes begin; the worker is hired if there is none."""
         self.crew, self.begun, self.since, self._waited = own, False, time.monotonic(), 0.0
         self._looked = self.since
+        self.ready = self.told_to_stop = False
         if self.worker is None:
             self.worker = self.place.hire(order.fleet)
         self.worker.last = order.fleet
@@ -122,7 +127,6 @@ class _Foreman:
         self._held: list[tuple[Crew, Reports]] = []
         self._paused: list[tuple[_Hand, Shift]] = []  # who has told a step, and waits until all have
         self._ended: Reports = []  # of lanes that nobody goes on with
-        self._interrupted = False
         self._data: Shared | None = None
 
     def run(self) -> Iterator[Moment]:
@@ -218,13 +222,16 @@ class _Foreman:
             self._died(hand, str(error))
 
     def _stop(self) -> None:
+        """Tell all that they are to stop, those at the end of an epoch too; who has taken no step is ended."""
         self._waiting.clear()
-        for hand in self._busy():
-            if not hand.begun:
+        for hand in self._hands:
+            if hand.crew is None or hand.worker is None:
+                continue
+            if not hand.ready:
                 hand.drop()
-            elif not self._interrupted and hand.worker is not None:
+            elif not hand.told_to_stop:
+                hand.told_to_stop = True
                 hand.worker.interrupt()
-        self._interrupted = True
 
     # --- hearing -------------------------------------------------------------------------------------------------
 
@@ -234,7 +241,10 @@ class _Foreman:
         return [hand for hand in self._hands if hand.crew is not None and id(hand.crew) not in held]
 
     def _ready(self) -> list[_Hand]:
-        """Those that have something to say, are lost or late; blocks until there is one, or somebody is stuck."""
+        """Those that have something to say, are lost or late.
+
+        Blocks until there is one, or somebody is stuck or was not told to stop.
+        """
         busy = self._busy()
         workers: list[Any] = [hand.worker for hand in busy]
         stuck = [hand for hand in busy if self._stuck(hand)]
@@ -245,7 +255,9 @@ class _Foreman:
                 return [*ready, *(hand for hand in late if hand not in ready)]
             if any(self._stuck(hand) for hand in busy if hand not in stuck):
                 return []
-        ready = type(workers[0]).wait(workers)
+        ready: list[Any] = []
+        while not ready and not (self._way.stopped() and not all(hand.told_to_stop for hand in busy)):
+            ready = type(workers[0]).wait(workers, LOOK)
         return [hand for hand in busy if hand.worker in ready]
 
     def _hear(self, hand: _Hand) -> Iterator[Moment]:
@@ -263,6 +275,7 @@ class _Foreman:
         if not more:
             hand.crew = None
             return
+        hand.ready = hand.begun  # its second word: it is about to take steps
         hand.begun, hand.lost = True, False
         reports, stepped = own.heard(told, watched=self._way.watched)
         if stepped is not None and self._way.watched:

@@ -106,10 +106,9 @@ class TeamWorker:
         self._forget()
 
     @classmethod
-    def wait(cls, workers: Sequence[Self]) -> list[Self]:
+    def wait(cls, workers: Sequence[Self], seconds: float) -> list[Self]:
         """There is one team, and it is waited for."""
-        workers[0].poll(None)
-        return list(workers[:1])
+        return list(workers[:1]) if workers[0].poll(seconds) else []
 
     def _address(self) -> "str | Meeting":
         """A new address for the ranks to meet at: on the first one's machine, or a file of this one."""

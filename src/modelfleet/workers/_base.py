@@ -104,8 +104,8 @@ class Worker(Protocol):
         ...
 
     @classmethod
-    def wait(cls, workers: Sequence[Self]) -> list[Self]:
-        """Those that have something to say, or have died; blocks until there is one."""
+    def wait(cls, workers: Sequence[Self], seconds: float) -> list[Self]:
+        """Those that have something to say, or have died; waits at most so long until there is one."""
         ...
 
 

@@ -3,6 +3,7 @@
 A message is a short header, then the message itself. File descriptors travel beside the header (SCM_RIGHTS).
 """
 
+import fcntl
 import os
 import select
 import socket
@@ -45,7 +46,7 @@ class Channel:
     @classmethod
     def pair(cls) -> tuple[Self, socket.socket]:
         """A channel, and the socket for the other side."""
-        own, other = socket.socketpair()
+        own, other = (socket.socket(fileno=above_standard(one.detach())) for one in socket.socketpair())
         return cls(own), other
 
     def fileno(self) -> int:
@@ -164,6 +165,18 @@ class Channel:
         del self._bytes[:start]
 
 
+def above_standard(descriptor: int) -> int:
+    """A descriptor that is none of the standard ones, which programs and libraries write to and replace.
+
+    A new one is, in a program that has closed its input, output or errors, as daemons do.
+    """
+    if descriptor > 2:
+        return descriptor
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(descriptor)
+    return moved
+
+
 def wait(channels: Sequence[Channel], seconds: float | None, events: int = select.POLLIN) -> list[Channel]:
     """Those of some channels that have something to read, at the latest after so many seconds (None: no limit)."""
     poll = select.poll()
@@ -194,4 +207,4 @@ def _received(data: bytes) -> list[int]:
     numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
     for number in numbers:
         os.set_inheritable(number, False)
-    return list(numbers)
+    return list(map(above_standard, numbers))

@@ -1,6 +1,7 @@
 """Workers in this process: each task runs in a thread of its own."""
 
 import atexit
+import os
 import threading
 import time
 from collections import deque
@@ -80,10 +81,10 @@ class InlineWorker:
             self._news.notify_all()
 
     @classmethod
-    def wait(cls, workers: Sequence[Self]) -> list[Self]:
-        """Those that have something to say; blocks until there is one."""
+    def wait(cls, workers: Sequence[Self], seconds: float) -> list[Self]:
+        """Those that have something to say; waits at most so long until there is one."""
         with cls._news:
-            cls._news.wait_for(lambda: any(worker._said for worker in workers))
+            cls._news.wait_for(lambda: any(worker._said for worker in workers), seconds)
             return [worker for worker in workers if worker._said]
 
     def _run(self, task: Task, order: Any) -> None:
@@ -145,3 +146,11 @@ class InlinePlace:
     def share(self, value: Any, what: str) -> Itself:
         """The value as it is."""
         return Itself(value)
+
+
+def _forget() -> None:
+    """In a forked child: the threads are not there, and what they had locked would stay so."""
+    InlineWorker._news = threading.Condition()
+
+
+os.register_at_fork(after_in_child=_forget)

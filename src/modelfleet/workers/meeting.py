@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from modelfleet.workers import shared
+from modelfleet.workers.channel import above_standard
 
 
 class Meeting:
@@ -18,7 +19,7 @@ class Meeting:
         self._descriptor: int | None = None
         self._path = f"{tempfile.gettempdir()}/modelfleet-{secrets.token_hex(8)}"
         if sys.platform == "linux":
-            self._descriptor = os.memfd_create("modelfleet-meeting")
+            self._descriptor = above_standard(os.memfd_create("modelfleet-meeting"))
 
     @property
     def address(self) -> str:
@@ -47,5 +48,5 @@ class Meeting:
 def _arrived(path: str, place: int | None) -> Meeting:
     made = Meeting.__new__(Meeting)
     made._path = path
-    made._descriptor = None if place is None else os.dup(shared.came(place))
+    made._descriptor = None if place is None else above_standard(os.dup(shared.came(place)))
     return made

@@ -38,6 +38,8 @@ def main(connection: int, signs: int) -> None:
     for number in (signal.SIGINT, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)
     adopt()
+    sys.path[:] = map(os.path.abspath, sys.path)
+    os.chdir(os.sep)  # the owner's folder may be removed while this process is there
     nursery = _Nursery(Channel(socket.socket(fileno=connection)), Signs(signs))
     os.close(signs)
     try:

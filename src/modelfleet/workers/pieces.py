@@ -16,6 +16,7 @@ import numpy as np
 from modelfleet.devices import host_memory
 from modelfleet.words import size as size_of
 from modelfleet.workers._base import NoRoomError
+from modelfleet.workers.channel import above_standard
 
 LARGE = 1 << 26  # bytes from which on it is looked up first whether so much is free
 
@@ -29,10 +30,10 @@ def new(size: int) -> int:
         if free is not None and size > free:
             raise _refused(size, free)
     if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("modelfleet")
+        descriptor = above_standard(os.memfd_create("modelfleet"))
     else:
         with tempfile.TemporaryFile(prefix="modelfleet-") as file:
-            descriptor = os.dup(file.fileno())
+            descriptor = above_standard(os.dup(file.fileno()))
     try:
         os.ftruncate(descriptor, size)
         if hasattr(os, "posix_fallocate"):

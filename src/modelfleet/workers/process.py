@@ -132,9 +132,9 @@ class ProcessWorker:
             pieces.close(descriptors)
 
     @classmethod
-    def wait(cls, workers: Sequence[Self]) -> list[Self]:
-        """Those that have something to say, have died or are frozen; blocks until there is one."""
-        return cls._ready(workers, None)
+    def wait(cls, workers: Sequence[Self], seconds: float) -> list[Self]:
+        """Those that have something to say, have died or are frozen; waits at most so long until there is one."""
+        return cls._ready(workers, seconds)
 
     def ping(self) -> bool:
         """Whether it is there and hears, now."""

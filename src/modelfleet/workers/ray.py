@@ -238,9 +238,9 @@ class RayWorker:
             ray.kill(self._actor)
 
     @classmethod
-    def wait(cls, workers: Sequence[Self]) -> list[Self]:
-        """Those that have something to say, or have died; blocks until there is one."""
-        ready, _ = ray.wait([worker._coming[0] for worker in workers], num_returns=1)
+    def wait(cls, workers: Sequence[Self], seconds: float) -> list[Self]:
+        """Those that have something to say, or have died; waits at most so long until there is one."""
+        ready, _ = ray.wait([worker._coming[0] for worker in workers], num_returns=1, timeout=seconds)
         return [worker for worker in workers if worker._coming[0] in ready]
 
 

@@ -16,6 +16,7 @@ import cloudpickle
 from modelfleet import frameworks
 from modelfleet.workers import pieces
 from modelfleet.workers._base import CannotSendError
+from modelfleet.workers.channel import above_standard
 
 _ALIGN = 64
 _LEAST = 1 << 16  # bytes of an outbox's memory at first
@@ -235,7 +236,7 @@ class InMemory:
     def get(self) -> Any:
         """The value, its arrays as views of the shared memory."""
         if self._memory is None:
-            return unpack(self._parcel, [os.dup(one) for one in self._descriptors])
+            return unpack(self._parcel, [above_standard(os.dup(one)) for one in self._descriptors])
         return _loaded(self._parcel, self._memory, [])
 
     def close(self) -> None:
@@ -256,7 +257,7 @@ def sent(descriptor: int) -> int:
     collected = getattr(_on_their_way, "collected", None)
     if collected is None:
         raise TypeError("what has a descriptor can be sent to worker processes only")
-    collected.append(os.dup(descriptor))
+    collected.append(above_standard(os.dup(descriptor)))
     return len(collected) - 1
 
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from modelfleet.workers import nursery, pieces
 from modelfleet.workers._base import WorkerDiedError
-from modelfleet.workers.channel import Channel
+from modelfleet.workers.channel import Channel, above_standard
 from modelfleet.workers.signs import Signs, Silence
 
 ENDING = 1.0  # seconds that a nursery has to end
@@ -102,6 +102,10 @@ class Nursery:
                 nursery.command("modelfleet.workers.nursery", theirs.fileno(), signs),
                 executable=os.fsdecode(multiprocessing.spawn.get_executable()),
                 stdin=subprocess.DEVNULL,
+                # What is closed here must not be closed there: the next file that is opened would take its place.
+                stdout=None if _is_open(1) else subprocess.DEVNULL,
+                stderr=None if _is_open(2) else subprocess.DEVNULL,
+                cwd=_folder(),
                 pass_fds=(theirs.fileno(), signs),
                 env={**env, "OPENBLAS_NUM_THREADS": "1"},  # threads can't be forked
                 process_group=0,  # Ctrl-C is for the owner
@@ -246,10 +250,26 @@ def _within(name: str, packages: list[str]) -> bool:
 
 def _output(number: int) -> int:
     """A copy of this process's output or errors; nowhere, if that is closed."""
+    if _is_open(number):
+        return above_standard(os.dup(number))
+    return above_standard(os.open(os.devnull, os.O_WRONLY))
+
+
+def _is_open(number: int) -> bool:
     try:
-        return os.dup(number)
+        os.fstat(number)
     except OSError:
-        return os.open(os.devnull, os.O_WRONLY)
+        return False
+    return True
+
+
+def _folder() -> str | None:
+    """Where to start a program: here (None), or, if this folder has been removed, where there is always one."""
+    try:
+        os.getcwd()
+    except OSError:
+        return os.sep
+    return None
 
 
 def _forget() -> None:

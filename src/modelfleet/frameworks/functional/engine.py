@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from modelfleet.errors import InputError
+from modelfleet.frameworks.explaining import batch_error
 from modelfleet.frameworks.functional.contract import WEIGHTS, Backend, Definition, State
 from modelfleet.frameworks.functional.padding import bears_padding
 from modelfleet.frameworks.functional.programs import Programs
@@ -395,15 +396,9 @@ class FunctionalEngine(Engine):
         few = _few(data, batch.shared)
         try:
             yield few
-        except InputError as error:
-            raise InputError(f"member {name!r}: {error}") from error
         except Exception as error:  # whatever a model, a loss or a metric may raise
-            said = f"{type(error).__name__}: {error}".rstrip(".")
-            kind = type(self._first.model).__name__
-            raise InputError(
-                f"member {name!r} can't take this batch: {_shapes(few)} into {kind} gave {said}. "
-                f"Check the shapes and dtypes of the data against what the model expects."
-            ) from error
+            kind, memory = type(self._first.model).__name__, self.out_of_memory(error)
+            raise batch_error(name, kind, _shapes(few), error, memory=memory) from error
 
     # --- helpers -------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from keras import ops, tree
 
 from modelfleet.errors import InputError
 from modelfleet.frameworks import batches, protocol
+from modelfleet.frameworks.explaining import batch_error
 from modelfleet.frameworks.keras.recipe import task_of
 from modelfleet.frameworks.keras.steps import built, slot_keys, structural_keys
 from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS
@@ -320,11 +321,8 @@ class PlainEngine(protocol.Engine):
         except Exception as error:  # whatever a model of one's own may raise
             if self.out_of_memory(error):
                 raise
-            said = f"{type(error).__name__}: {error}".rstrip(".")
-            raise InputError(
-                f"member {self._member.name!r} can't take this batch: {_shapes(batch)} into "
-                f"{type(model).__name__} gave {said}. Check the data against what the model expects."
-            ) from error
+            kind, name = type(model).__name__, self._member.name
+            raise batch_error(name, kind, _shapes(batch), error, memory=False) from error
         finally:
             if BACKEND == "torch":
                 model.eval()

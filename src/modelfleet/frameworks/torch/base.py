@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from modelfleet.errors import InputError
 from modelfleet.frameworks import batches, protocol
+from modelfleet.frameworks.explaining import batch_error
 from modelfleet.frameworks.torch.devices import out_of_memory
 from modelfleet.frameworks.torch.losses import check_range, check_targets
 from modelfleet.joining import joined
@@ -94,17 +94,12 @@ def on_host(tensor: Tensor) -> np.ndarray:
 
 @contextmanager
 def explained(name: str, model: nn.Module, data: Any) -> Iterator[None]:
-    """Raise `InputError` with the shapes that came for whatever a forward, a loss or a metric raises."""
+    """Raise an error with the shapes that came for whatever a forward, a loss or a metric raises."""
     try:
         yield
-    except InputError as error:
-        raise InputError(f"member {name!r}: {error}") from error
     except Exception as error:
-        said = f"{type(error).__name__}: {error}".rstrip(".")
-        raise InputError(
-            f"member {name!r} can't take this batch: {_shapes(data)} into {type(model).__name__} "
-            f"gave {said}. Check the shapes and dtypes of the data against what the model expects."
-        ) from error
+        memory = out_of_memory(error)
+        raise batch_error(name, type(model).__name__, _shapes(data), error, memory=memory) from error
 
 
 def _shapes(data: Any) -> str:

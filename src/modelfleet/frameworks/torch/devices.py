@@ -4,6 +4,15 @@ import torch
 
 from modelfleet.devices import Device, Memory, chosen
 
+# As torch's allocators, cuBLAS and cuDNN, and C++ say it.
+_NO_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "_ALLOC_FAILED",
+    "std::bad_alloc",
+    "Cannot allocate memory",
+)
+
 
 def choose(wanted: tuple[Device, ...] | None) -> tuple[Device, ...]:
     """The devices to use: those wanted, if they are here; for None all accelerators, or else the CPU."""
@@ -38,7 +47,9 @@ def native(device: Device) -> torch.device:
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that the device is out of memory."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
 def threads() -> int:

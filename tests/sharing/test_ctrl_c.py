@@ -1,0 +1,117 @@
+"""Ctrl-C ends a fit soon, whatever its workers, its callbacks or its preparation are at."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers import fit, mlp, toy
+
+import modelfleet as mf
+
+X, Y = toy(40)
+TWO = "cpu:0,cpu:1"
+MOST = 500  # epochs after Ctrl-C that no fit may reach
+
+
+def fleet_of(devices: str) -> mf.Fleet:
+    torch.manual_seed(0)
+    fleet = mf.Fleet({"a": mlp(), "b": mlp(9)}, devices=devices)
+    fleet.compile("adam", "cross_entropy", lr=0.01)
+    return fleet
+
+
+def press() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+class Pressing(mf.Callback):
+    """Has Ctrl-C pressed soon after the second epoch, while the workers are at the next ones."""
+
+    epochs = 0
+
+    def on_epoch_end(self, run: Any) -> None:
+        self.epochs += 1
+        if self.epochs == 2:
+            threading.Timer(0.02, press).start()
+        if self.epochs > MOST:
+            raise AssertionError("it goes on after Ctrl-C")
+
+
+class Watching(Pressing):
+    def on_step_end(self, run: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "callback"),
+    [
+        ("processes", "cpu", Pressing),
+        ("processes", TWO, Pressing),
+        ("processes", TWO, Watching),
+        ("data_parallel", TWO, Pressing),
+        ("threads", "cpu", Pressing),
+    ],
+)
+def test_ctrl_c_is_heard_while_callbacks_wait_for_all(strategy: str, devices: str, callback: Any) -> None:
+    fleet = fleet_of(devices)
+    history = fit(fleet, (X, Y), epochs=10**6, batch_size=8, strategy=strategy, callbacks=[callback()])
+    assert not history.failed
+    assert len(history["a"]["loss"]) >= 2
+    fit(fleet, (X, Y), batch_size=8)  # and they can go on
+
+
+class SlowToBegin:
+    """Batches that take long to come in a worker, and then raise."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.owner = folder, os.getpid()
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[Any]:
+        if os.getpid() != self.owner:
+            (self.folder / str(os.getpid())).touch()
+            time.sleep(100)
+            raise RuntimeError("nobody has ended this worker")
+        yield torch.from_numpy(X), torch.from_numpy(Y)
+
+
+def test_ctrl_c_does_not_wait_for_workers_that_have_not_begun(tmp_path: Path) -> None:
+    def press_when_begun() -> None:
+        while not any(tmp_path.iterdir()):
+            time.sleep(0.01)
+        press()
+
+    threading.Thread(target=press_when_begun, daemon=True).start()
+    history = fit(fleet_of(TWO), SlowToBegin(tmp_path), epochs=3, strategy="processes")
+    assert not history.failed
+    assert not history["a"]
+
+
+def test_a_ctrl_c_that_is_swallowed_while_a_fit_is_prepared_ends_it_all_the_same() -> None:
+    looked: list[int] = []
+
+    def batches() -> Iterator[Any]:
+        if not looked:
+            try:
+                press()
+                time.sleep(1)
+            except KeyboardInterrupt:  # as Python does in the callback of a weak reference
+                pass
+        looked.append(1)
+        yield torch.from_numpy(X), torch.from_numpy(Y)
+
+    before = signal.getsignal(signal.SIGINT)
+    fleet = fleet_of("cpu")
+    with pytest.raises(KeyboardInterrupt):
+        fit(fleet, batches, epochs=3)
+    assert looked == [1]
+    assert signal.getsignal(signal.SIGINT) is before
+    assert len(fit(fleet, batches)["a"]["loss"]) == 1
