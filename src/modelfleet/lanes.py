@@ -235,7 +235,7 @@ class Lane:
         try:
             yield
         except Exception as error:
-            if isinstance(error, FleetError) or self.engine.out_of_memory(error):
+            if isinstance(error, FleetError | OSError) or self.engine.out_of_memory(error):
                 raise
             shapes = ", ".join(f"{tuple(leaf.shape)} {leaf.dtype}" for leaf in leaves(data))
             who = f"member {self.names[0]!r}" if self.width == 1 else f"one of {self.width} members"
