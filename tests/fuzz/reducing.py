@@ -77,17 +77,18 @@ def _smaller(program: Program) -> Iterator[Program]:
             yield replace(program, **change)
     parts = {part for net in program.nets for part in getattr(net, "parts", ())}
     for part in sorted(parts):
-        kept = tuple(
-            replace(net, parts=tuple(one for one in net.parts if one != part), frozen=(), evaluated=())
-            for net in program.nets
-        )
-        yield replace(program, nets=kept)
+        yield replace(program, nets=tuple(_without_part(net, part) for net in program.nets))
     for place in ("verbs", "nets"):
         values = getattr(program, place)
         for number, value in enumerate(values):
             for simpler in _simpler(value):
                 smaller: dict[str, Any] = {place: (*values[:number], simpler, *values[number + 1 :])}
                 yield replace(program, **smaller)
+
+
+def _without_part(net: Any, part: str) -> Any:
+    places = {field.name: () for field in fields(net) if field.name in ("frozen", "evaluated")}
+    return replace(net, parts=tuple(one for one in net.parts if one != part), **places)
 
 
 def _without(values: tuple[Any, ...], number: int) -> tuple[Any, ...]:
