@@ -69,14 +69,14 @@ def test_options_of_submit_are_checked(options: dict[str, Any]) -> None:
 def test_rows_of_higher_priority_come_first() -> None:
     model = models.Gated()
     with mf.Replicas(model, devices="cpu", batch_size=1) as replicas:
-        replicas.submit("first", rows(0, 1))
+        replicas.submit("first", rows(0, 1))  # its model is asked twice for the first rows
         model.asked.wait()
         until(lambda: replicas.stats().running_rows == 1, "it is at the first")
         for mark, priority in ((1, 0), (2, -1), (3, 5), (4, 0), (5, 5)):
             replicas.submit(mark, rows(mark, 1), priority=priority)
         model.gate.set()
     # The replica may have been given a row ahead.
-    assert [mark for mark in model.marks[1:] if mark != 1] == [3, 5, 4, 2]
+    assert [mark for mark in model.marks if mark > 1] == [3, 5, 4, 2]
     assert model.marks.index(1) < model.marks.index(4)
 
 
@@ -88,7 +88,7 @@ def test_a_batch_may_wait_until_it_is_full() -> None:
         assert [future.result(LONG)[0, 0] for future in futures] == [0, 1, 2, 3]
         last = replicas.submit("last", rows(9, 3))
     assert len(last.result(LONG)) == 3  # the end does not wait for it to fill
-    assert model.batches == [4, 3]
+    assert model.batches[-2:] == [4, 3]
 
 
 def test_a_batch_that_is_not_full_goes_when_its_time_has_come() -> None:
@@ -97,7 +97,7 @@ def test_a_batch_that_is_not_full_goes_when_its_time_has_come() -> None:
     with mf.Replicas(model, devices="cpu", batch_size=4, batch_wait=0.05) as replicas:
         for mark in range(3):
             assert replicas.submit(mark, rows(mark, 2)).result(LONG)[0, 0] == mark
-    assert model.batches == [2, 2, 2]
+    assert model.batches[-3:] == [2, 2, 2]
 
 
 # --- updates and checks ---------------------------------------------------------------------------------------

@@ -240,7 +240,7 @@ def test_what_is_cancelled_is_not_computed(gated: tuple[models.Gated, mf.Replica
     assert gone.cancel()
     model.gate.set()
     answer = stays.result()
-    assert model.batches == [1, 2, 2]  # the first is asked once more, for another number of rows
+    assert model.batches == [2, 1, 2]  # for the first rows it is asked before, with another number of them
     assert_answers(model, rows(2, 2), answer)
     with pytest.raises(CancelledError):
         gone.result()

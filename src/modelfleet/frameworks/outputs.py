@@ -6,8 +6,8 @@ is refused by its name: a batch may hold the rows of several users, and nobody c
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,17 @@ _WHOLE = (int, np.integer)
 _NUMBERS = (bool, int, float, complex, np.bool_, np.number)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Lengths:
+    """How many entries there were in each part of the outputs for another number of rows."""
+
+    rows: int
+    found: Mapping[tuple[bool, Path], int]
+    """By whether it was a list, and where."""
+
+
 class Outputs:
-    """Reads the outputs of one model, and remembers which of its arrays and lists have one entry per row.
+    """Asks one model, reads its outputs, and remembers which of them have one entry per row.
 
     host: gives the NumPy array of a tensor, a list of arrays of a ragged one, and None of what is no tensor;
         raises `InputError` for one that can't be told row by row.
@@ -35,44 +44,74 @@ class Outputs:
     ) -> None:
         self._host, self._opened = host, opened
         self._by_row: dict[Path, bool] = {}
+        self._compared = False
 
-    def read(self, found: Any, rows: Any, ask: Callable[[Any], Any]) -> Any:
-        """The outputs that `ask` found for rows, as a tree of arrays.
+    def of(self, rows: Any, ask: Callable[[Any], Any]) -> Any:
+        """What `ask` gives for rows, as a tree of arrays.
 
-        The first time it is asked once more, for another number of rows: only that tells whether as many entries
-        as rows are chance, as of the two layers of a network that was asked for two rows.
+        The first time it is asked before, for another number of rows: only that tells whether as many entries as
+        rows are chance, as of the two layers of a network that was asked for two rows.
         """
         count = len(leaves(rows)[0])
-        other = count // 2 if count > 1 else 2  # a size that programs are compiled for, too
-
-        @cache
-        def again() -> Any:
-            return ask(map_tree(lambda leaf: leaf.repeat(2, 0) if count == 1 else leaf[:other], rows))
-
-        read = self._read(found, (), count, other, again)
+        other = None if self._compared else self._of_another_number(rows, count, ask)
+        found = ask(rows)
+        read = self._read(found, (), count, other)
         if not leaves(read):
             raise InputError(f"the model gave {found!r} for {count} rows; expected arrays, one answer per row.")
+        self._compared = True
         return read
 
-    def _read(self, value: Any, path: Path, count: int, other: int, again: Callable[[], Any]) -> Any:
+    def _of_another_number(self, rows: Any, count: int, ask: Callable[[Any], Any]) -> _Lengths | None:
+        other = count // 2 if count > 1 else 2  # a size that programs are compiled for, too
+        try:
+            found = ask(map_tree(lambda leaf: leaf.repeat(2, 0) if count == 1 else leaf[:other], rows))
+        except Exception:  # a model may refuse other numbers of rows, and raise anything
+            return None
+        return _Lengths(other, dict(self._lengths(found, ())))
+
+    def _lengths(self, value: Any, path: Path) -> Iterator[tuple[tuple[bool, Path], int]]:
+        value = self._opened(value)
+        if _is_record(value):
+            for key, part in _fields(value).items():
+                yield from self._lengths(part, (*path, key))
+            return
+        several = isinstance(value, list | tuple)
+        with suppress(Exception):  # there is much that has no length
+            yield (several, path), len(value)
+        if several:
+            for number, part in enumerate(value):
+                yield from self._lengths(part, (*path, number))
+
+    def _read(self, value: Any, path: Path, count: int, other: _Lengths | None) -> Any:
         value = self._opened(value)
         if value is None:
             return None
         array = self._array(value, path)
         if isinstance(array, np.ndarray):
-            if not _has_rows(array, count) or not self._is_by_row(array, path, other, again):
+            if not _has_rows(array, count) or self._is_by_row(array, path, other) is False:
                 raise _refused(f"{array.shape}", path, count)
             return array
         if array is not None:
             return _entries(array, path, count)
         if _is_record(value):
-            return _record(value, lambda key, part: self._read(part, (*path, key), count, other, again))
+            return _record(value, lambda key, part: self._read(part, (*path, key), count, other))
         if isinstance(value, list | tuple):
-            if self._has_entry_per_row(value, path, count, other, again):
+            by_row = self._is_by_row(value, path, other)
+            if by_row is None:
+                rows = all(_has_rows(self._array(part, path), count) for part in value)
+                by_row = len(value) == count and not rows
+            if by_row:
                 return _entries([self._entry(entry, path) for entry in value], path, count)
-            parts = [self._read(part, (*path, n), count, other, again) for n, part in enumerate(value)]
+            parts = [self._read(part, (*path, n), count, other) for n, part in enumerate(value)]
             return parts if isinstance(value, list) else tuple(parts)
         raise _refused(_described(value), path, count)
+
+    def _is_by_row(self, value: Any, path: Path, other: _Lengths | None) -> bool | None:
+        """Whether an array or a list has one entry per row; None if nobody knows."""
+        there = None if other is None else other.found.get((isinstance(value, list | tuple), path))
+        if other is not None and path not in self._by_row and there in (other.rows, len(value)):
+            self._by_row[path] = there != len(value)
+        return self._by_row.get(path)
 
     def _array(self, value: Any, path: Path) -> np.ndarray | list[Any] | None:
         try:
@@ -92,34 +131,6 @@ class Outputs:
             parts = [self._entry(part, path) for part in value]
             return parts if isinstance(value, list) else tuple(parts)
         return value
-
-    def _has_entry_per_row(
-        self, value: Sequence[Any], path: Path, count: int, other: int, again: Callable[[], Any]
-    ) -> bool:
-        if path in self._by_row or len(value) != count:
-            return self._by_row.get(path, False)
-        return self._is_by_row(value, path, other, again)
-
-    def _is_by_row(self, value: Any, path: Path, other: int, again: Callable[[], Any]) -> bool:
-        """Whether what has as many entries as there are rows has them for the rows."""
-        if path not in self._by_row:
-            try:
-                there = self._at(again(), path)
-                array = self._array(there, path)
-                found = len(there if array is None else array)
-            except Exception:  # a model may refuse other numbers of rows, and raise anything
-                lists = isinstance(value, list | tuple)
-                return not lists or not all(_has_rows(self._array(part, path), len(value)) for part in value)
-            self._by_row[path] = found == other
-        return self._by_row[path]
-
-    def _at(self, found: Any, path: Path) -> Any:
-        for key in path:
-            found = self._opened(found)
-            if not _is_record(found) and not isinstance(found, list | tuple):
-                raise LookupError(f"there is no {key!r} in it")
-            found = _fields(found)[key] if _is_record(found) else found[key]
-        return self._opened(found)
 
 
 def _has_rows(array: Any, count: int) -> bool:

@@ -32,7 +32,7 @@ class Replica:
 
     def __call__(self, rows: Any) -> Any:
         """The model's outputs on a tree of NumPy arrays `(row, …)`, as one."""
-        return self._outputs.read(self._ask(rows), rows, self._ask)
+        return self._outputs.of(rows, self._ask)
 
     def _ask(self, rows: Any) -> Any:
         return self._program(self._state, map_tree(self._place, rows))

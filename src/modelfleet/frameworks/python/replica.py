@@ -39,7 +39,7 @@ class Replica:
 
     def __call__(self, rows: Any) -> Any:
         """The outputs on a tree of NumPy arrays `(row, …)`, as one."""
-        return self._outputs.read(self._ask(rows), rows, self._ask)
+        return self._outputs.of(rows, self._ask)
 
     def _ask(self, rows: Any) -> Any:
         # Copied: a function may work in place, and the rows may be asked again, or be the caller's own.
