@@ -187,6 +187,30 @@ def test_a_finished_run_returns_at_once(tmp_path: Path) -> None:
     assert first_history == second_history
 
 
+def test_a_run_whose_first_checkpoint_was_not_finished_begins_anew(tmp_path: Path) -> None:
+    expected, _ = train(None, (X, Y))
+    with pytest.raises(RuntimeError, match="killed"):
+        train(tmp_path, (X, Y), 2)
+    token = next(tmp_path.glob("lane-0.*")).name.split(".")[1]
+    partial = tmp_path / f"{token}.partial"
+    partial.mkdir()
+    (tmp_path / "manifest.json").rename(partial / "manifest.json")  # as if it was killed in its first save
+    assert equal(train(tmp_path, (X, Y))[0], expected)
+    assert not partial.exists()
+    (tmp_path / "manifest.json").unlink()  # this is no unfinished save
+    with pytest.raises(mf.StoreError, match=r"holds no manifest\.json"):
+        train(tmp_path, (X, Y))
+
+
+def test_a_finished_run_leaves_nothing_of_killed_saves(tmp_path: Path) -> None:
+    train(tmp_path, (X, Y))
+    whole = sorted(tmp_path.iterdir())
+    lane = next(tmp_path.glob("lane-0.*"))
+    shutil.copy(lane, tmp_path / f"lane-0.{'0' * 16}.safetensors")  # killed before it was deleted
+    train(tmp_path, (X, Y))
+    assert sorted(tmp_path.iterdir()) == whole
+
+
 def test_a_second_fit_with_the_same_folder_begins_where_the_first_ended(tmp_path: Path) -> None:
     plain, kept = fleet_of(2, momentum=0.9), fleet_of(2, momentum=0.9)
     for epochs in (2, 3, 3):

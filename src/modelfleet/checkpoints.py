@@ -12,7 +12,7 @@ from modelfleet.frameworks import files as numpy_files
 from modelfleet.history import History
 from modelfleet.planning.assembly import Part, Studied
 from modelfleet.planning.placement import packed
-from modelfleet.store import Saved, read_folder, read_manifest, write_folder
+from modelfleet.store import Saved, is_unused, read_folder, read_manifest, tidy, write_folder
 from modelfleet.store.fields import check
 
 KIND = "checkpoint"
@@ -151,7 +151,7 @@ def _check_lane(lane: Mapping[str, Any], devices: int) -> None:
 
 def exists(folder: Path) -> bool:
     """Whether there is something to go on from."""
-    return folder.is_dir() and any(folder.iterdir())
+    return folder.is_dir() and not is_unused(folder)
 
 
 def save(folder: Path, run: Any, callbacks: Sequence[Callback]) -> None:
@@ -202,7 +202,10 @@ def resume(
     """
     # All is read and checked before anything is taken up: a damaged file must change nothing.
     found = read_folder(folder, lambda saved: _read(saved, run, callbacks), kind=KIND, verify=verify)
-    return None if found is None else _take_up(folder, run, callbacks, *found)
+    if found is None:
+        return None
+    tidy(folder)  # a run that was over when it was killed saves no more
+    return _take_up(folder, run, callbacks, *found)
 
 
 def _read(saved: Saved, run: Any, callbacks: Sequence[Callback]) -> tuple[dict[str, Any], dict[str, Any]] | None:

@@ -94,6 +94,11 @@ def test_tensors_of_every_kind_come_back(tmp_path: Path) -> None:
     assert not loaded["parameter"].requires_grad
 
 
+def test_data_files_may_be_read_by_whom_the_manifest_may(tmp_path: Path) -> None:
+    save(tmp_path)
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
+
+
 def test_two_files_and_none(tmp_path: Path) -> None:
     both = {"group-0": OLD, "group-1": NEW}
     write_folder(tmp_path / "two", both, {}, kind="checkpoint", writer=files)

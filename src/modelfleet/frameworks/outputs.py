@@ -88,7 +88,7 @@ class Outputs:
             return None
         array = self._array(value, path)
         if isinstance(array, np.ndarray):
-            if not _has_rows(array, count) or self._is_by_row(array, path, other) is False:
+            if not _has_rows(array, count) or self._is_by_row(array, path, count, other) is False:
                 raise _refused(f"{array.shape}", path, count)
             return array
         if array is not None:
@@ -96,7 +96,7 @@ class Outputs:
         if _is_record(value):
             return _record(value, lambda key, part: self._read(part, (*path, key), count, other))
         if isinstance(value, list | tuple):
-            by_row = self._is_by_row(value, path, other)
+            by_row = self._is_by_row(value, path, count, other)
             if by_row is None:
                 rows = all(_has_rows(self._array(part, path), count) for part in value)
                 by_row = len(value) == count and not rows
@@ -106,11 +106,11 @@ class Outputs:
             return parts if isinstance(value, list) else tuple(parts)
         raise _refused(_described(value), path, count)
 
-    def _is_by_row(self, value: Any, path: Path, other: _Lengths | None) -> bool | None:
+    def _is_by_row(self, value: Any, path: Path, count: int, other: _Lengths | None) -> bool | None:
         """Whether an array or a list has one entry per row; None if nobody knows."""
         there = None if other is None else other.found.get((isinstance(value, list | tuple), path))
-        if other is not None and path not in self._by_row and there in (other.rows, len(value)):
-            self._by_row[path] = there != len(value)
+        if other is not None and path not in self._by_row and len(value) == count and there in (other.rows, count):
+            self._by_row[path] = there == other.rows
         return self._by_row.get(path)
 
     def _array(self, value: Any, path: Path) -> np.ndarray | list[Any] | None:

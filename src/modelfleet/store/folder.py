@@ -28,7 +28,8 @@ try:
 except ImportError:  # Windows: saves are not kept apart there
     fcntl = None
 
-_OURS = re.compile(rf"{DATA_FILE.pattern}|[0-9a-f]{{16}}\.partial")
+_PARTIAL = ".partial"
+_OURS = re.compile(rf"{DATA_FILE.pattern}|[0-9a-f]{{16}}{re.escape(_PARTIAL)}")
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -65,6 +66,19 @@ def write_folder(
             _sweep(folder)
     except OSError as error:
         raise StoreError(_refusal(folder, error)) from error
+
+
+def is_unused(folder: Path) -> bool:
+    """Whether a folder holds nothing yet, or only what its first save left when it was killed."""
+    names = [entry.name for entry in folder.iterdir()]
+    begun = {name.removesuffix(_PARTIAL) for name in names if name.endswith(_PARTIAL)}
+    return all(_OURS.fullmatch(name) and any(token in name for token in begun) for name in names)
+
+
+def tidy(folder: Path) -> None:
+    """Delete what killed saves left in a folder, unless a save is going on."""
+    with suppress(OSError, StoreError), _held(folder):
+        _sweep(folder)
 
 
 def _check_names(files: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
@@ -131,7 +145,7 @@ def _write(
     writer: Files | Mapping[str, Files],
     by_row: bool,
 ) -> None:
-    partial = folder / f"{token}.partial"
+    partial = folder / f"{token}{_PARTIAL}"
     partial.mkdir()
     listed: dict[str, dict[str, Any]] = {}
     for name, tensors in files.items():
@@ -145,7 +159,9 @@ def _write(
     manifest = partial / MANIFEST
     manifest.write_bytes(encode({"format": FORMAT, "version": VERSION, **content, "files": listed}))
     _sync(manifest)
+    mode = manifest.stat().st_mode  # whoever may read it may read the data files, which their writers keep private
     for entry in listed.values():
+        (partial / entry["file"]).chmod(mode)
         os.replace(partial / entry["file"], folder / entry["file"])
     _sync_folder(folder)
     os.replace(manifest, folder / MANIFEST)

@@ -32,6 +32,7 @@ class Host:
 
     def __init__(self, channel: Channel, signs: int) -> None:
         self._channel = channel
+        self._process = os.getpid()
         self._signs = Signs(signs)
         os.close(signs)
         self._inbox, self._outbox = shared.Inbox(), shared.Outbox()
@@ -52,6 +53,7 @@ class Host:
             try:
                 self._task(parcel, descriptors)
             except Exception as error:
+                self._end_if_forked()
                 self._tell(ERROR, (shared.portable(error), traceback.format_exc(), self._code.look()))
             else:
                 self._tell(END, self._code.look())
@@ -63,6 +65,7 @@ class Host:
         try:
             item = next(running)
             while True:
+                self._end_if_forked()
                 result, beside = self._outbox.pack(item, "a result")
                 self._tell(ITEM, tuple(result), beside)
                 del item
@@ -75,6 +78,11 @@ class Host:
             running.close()
             self._inbox.close()
             self._outbox.close()
+
+    def _end_if_forked(self) -> None:
+        """End a process that the task has forked and that came back from it: the memory is the worker's."""
+        if os.getpid() != self._process:
+            os._exit(0)
 
     def interrupted(self) -> bool:
         """Whether the task is to stop soon."""
