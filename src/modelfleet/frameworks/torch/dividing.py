@@ -39,7 +39,7 @@ def divide(steps: Steps, state: State, shared: dict[str, Tensor], data: Any, inp
     """
     data, inputs = (map_tree(_few, tree) for tree in (data, inputs))
     draws: Draws = ()
-    with borrowed(steps.model, train=True):
+    with borrowed(steps, train=True):
         for attempts in _trials(steps, state, shared, len(leaves(data)[0])):
             try:
                 found = _by_any(attempts, lambda trial: _divide(trial, trial.cast(data), trial.cast(inputs)))
@@ -106,7 +106,7 @@ def bears_padding(steps: Steps, state: State, shared: dict[str, Tensor], data: A
         alone = trial.step(_loss, batch, slice(real), trial.coins(), weights[:real])
         return _alike(padded, alone, trial.bound)
 
-    with borrowed(steps.model, train=True):
+    with borrowed(steps, train=True):
         try:
             return all(_by_any(attempts, alike) for attempts in _trials(steps, state, shared, size))
         except Exception:  # a model that needs whole batches feels padding

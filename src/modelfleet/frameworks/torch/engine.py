@@ -203,7 +203,7 @@ class Engine(TorchEngine):
                 if len(state["member"]["seed"]) > 1:
                     raise
             steps = self.programs.steps
-            with borrowed(steps.model, train=True):
+            with borrowed(steps, train=True):
                 steps.train(*lead, *rest, shared_data=shared, fused=False)
             self._ahead.stepped(None)
             return
@@ -236,7 +236,7 @@ class Engine(TorchEngine):
         for row in range(len(state["member"]["seed"])):
             one = states.select(state, torch.tensor([row], device=self.device))
             own = data if shared else map_tree(lambda leaf, row=row: leaf[row : row + 1], data)
-            with borrowed(steps.model, train=False):
+            with borrowed(steps, train=False):
                 rest = [weight[row : row + 1] for weight in weights]
                 found.append(getattr(steps, kind)(one, self.shared, own, *rest, shared_data=shared, fused=False))
             states.put(state["buffers"], torch.tensor([row], device=self.device), one["buffers"])

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from modelfleet.frameworks.protocol import CannotFuseError
 from modelfleet.frameworks.torch.outside import WRITE_UNSAID
 from modelfleet.frameworks.torch.places import Place
-from modelfleet.frameworks.torch.structure import difference, hooked, overlapping, signature
+from modelfleet.frameworks.torch.structure import difference, hooked, overlapping, signature, without_modes
 from modelfleet.frameworks.torch.walking import Walk
 
 # What changes whenever a model runs with other weights than its own: its mode, and notes of recurrent layers. And
@@ -234,7 +234,8 @@ class _Rollback(TorchDispatchMode):
 class Alike:
     """Watches that the members of a lane stay as like each other as they were when they were fused.
 
-    A step runs one member's Python for all of them.
+    A step runs one member's Python for all of them, in the modes that all had when the lane was made: what mode
+    somebody puts a model into meanwhile, to look at it, is not asked.
     """
 
     def __init__(self, models: Sequence[tuple[str, nn.Module]]) -> None:
@@ -247,9 +248,9 @@ class Alike:
         if same and self._versions == [tensor._version for tensor in self._tensors]:
             return
         (first, model), *others = self._models
-        expected = signature(model)
+        expected = without_modes(signature(model))
         for name, other in others:
-            unlike = difference(signature(other), expected)
+            unlike = difference(without_modes(signature(other)), expected)
             if unlike is not None:
                 raise StatefulError(f"{name!r} is no longer like {first!r}: {unlike}")
         self._look()

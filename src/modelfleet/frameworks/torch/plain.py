@@ -25,8 +25,8 @@ from modelfleet.frameworks.torch.dividing import divide
 from modelfleet.frameworks.torch.eager_draws import Ahead, DrawsIfAny, EagerDraws, Habit
 from modelfleet.frameworks.torch.guards import undone
 from modelfleet.frameworks.torch.may_draw import MayDraw
+from modelfleet.frameworks.torch.modes import mode, modes
 from modelfleet.frameworks.torch.parallel import Group
-from modelfleet.frameworks.torch.programs import mode
 from modelfleet.frameworks.torch.random import Draws
 from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.steps import GROWTH_STEPS, SMALLEST_SCALE, Steps
@@ -60,6 +60,7 @@ class PlainEngine(TorchEngine):
         self.model: nn.Module = member.model
         if any(tensor.device != device for tensor in (*self.model.parameters(), *self.model.buffers())):
             self.model = copy.deepcopy(self.model).to(device)
+        self._modes = modes(self.model)
         self._layout = states.transposed(self.model)
         self._hyper = {name: float(column[0]) for name, column in columns.items()}
         self._given: Any = None  # the tensors that `_hyper` was read from
@@ -326,8 +327,10 @@ class PlainEngine(TorchEngine):
         return map_tree(lambda leaf: (leaf[step] if shared else leaf[step, 0]).clone(), data)
 
     def _in_mode(self, *, train: bool) -> AbstractContextManager[None]:
-        # A model given in training mode is trained as it was given; nothing need be put back.
-        return nullcontext() if train and self.model.training else mode(self.model, train=train)
+        # A model that is in training mode is trained as it is; nothing need be put back.
+        if train and self.model.training:
+            return nullcontext()
+        return mode(self.model, train=train, given=self._modes)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = PRECISIONS[self.task.precision]

@@ -16,6 +16,7 @@ from modelfleet.frameworks.torch.asking import NeedsGradientError
 from modelfleet.frameworks.torch.compiling import SAVING, Compiler
 from modelfleet.frameworks.torch.compiling import mode as mode_of_compiling
 from modelfleet.frameworks.torch.guards import StatefulError, Watch, eagerly, refuse_unstackable, unchanged, undone
+from modelfleet.frameworks.torch.modes import mode
 from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.steps import Steps
 from modelfleet.frameworks.torch.task import Task
@@ -183,7 +184,11 @@ class Programs:
     @contextmanager
     def trial(self, *, train: bool) -> Iterator[None]:
         """Run the model's Python to see what it says, and leave nothing of it behind."""
-        with held(self.steps.model), undone(*self._roots()), mode(self.steps.model, train=train):
+        with (
+            held(self.steps.model),
+            undone(*self._roots()),
+            mode(self.steps.model, train=train, given=self.steps.modes),
+        ):
             yield
 
     def found(self, trial: Hashable, run: Callable[[], Any]) -> Any:
@@ -231,7 +236,7 @@ class Programs:
         stacked = (True, False, *data.get(kind, (not shared_data,)))
 
         def run(*args: Any) -> Any:
-            with borrowed(self.steps.model, train=kind in TRAINING):
+            with borrowed(self.steps, train=kind in TRAINING):
                 modes = {name: module.training for name, module in self.steps.model.named_modules()}
                 result = step(*args, shared_data=shared_data, fused=self.fused)
                 for name, module in self.steps.model.named_modules() if self.fused else ():
@@ -275,7 +280,7 @@ class Programs:
         with (
             unchanged(watch, harmless=harmless),
             eagerly(watch),
-            borrowed(self.steps.model, train=kind in TRAINING),
+            borrowed(self.steps, train=kind in TRAINING),
         ):
             try:
                 if kind in TRAINING:
@@ -354,37 +359,10 @@ def held(model: nn.Module) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def borrowed(model: nn.Module, *, train: bool) -> Iterator[None]:
+def borrowed(steps: Steps, *, train: bool) -> Iterator[None]:
     """Have a model to oneself, in training or evaluation mode, to run its Python with some member's weights."""
-    with held(model), mode(model, train=train):
+    with held(steps.model), mode(steps.model, train=train, given=steps.modes):
         yield
-
-
-@contextmanager
-def mode(model: nn.Module, *, train: bool) -> Iterator[None]:
-    """Put a model into training or evaluation mode for a while.
-
-    A model given in training mode is trained as it was given, with those of its parts that were set to evaluation
-    left so (a frozen BatchNorm, say); one given in evaluation mode is trained as after `model.train()`.
-    """
-    # A frozen program has no mode any more: it is in evaluation for good.
-    before = [(module, module.training) for module in model.modules() if hasattr(module, "training")]
-    if not train or not model.training:
-        model.train(train)
-    try:
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
-
-
-def enter_training(model: nn.Module) -> None:
-    """Let a model's own `train()` drop what it kept for evaluation, as it would before a plain loop."""
-    if not model.training and any(type(module).train is not nn.Module.train for module in model.modules()):
-        before = [(module, module.training) for module in model.modules()]
-        model.train()
-        for module, training in before:
-            module.training = training
 
 
 def readable(state: State) -> State:

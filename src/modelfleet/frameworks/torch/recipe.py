@@ -9,7 +9,7 @@ import torch
 from modelfleet.each import Each, spread
 from modelfleet.errors import InputError, unknown
 from modelfleet.frameworks.torch import hyperparameters, losses, metrics, schedules
-from modelfleet.frameworks.torch.programs import enter_training
+from modelfleet.frameworks.torch.modes import enter_training
 from modelfleet.frameworks.torch.task import PRECISIONS, Task
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe

@@ -13,7 +13,7 @@ from modelfleet.errors import InputError
 from modelfleet.frameworks.outputs import Outputs
 from modelfleet.frameworks.torch import arrays, pages
 from modelfleet.frameworks.torch.devices import out_of_memory
-from modelfleet.frameworks.torch.programs import mode
+from modelfleet.frameworks.torch.modes import mode
 from modelfleet.frameworks.torch.task import PRECISIONS, call
 from modelfleet.trees import map_tree
 

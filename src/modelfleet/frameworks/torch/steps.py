@@ -21,6 +21,7 @@ from modelfleet.frameworks.torch.counting import Coefficients
 from modelfleet.frameworks.torch.drawing import DrawFromStreams
 from modelfleet.frameworks.torch.eager_draws import EagerDraws
 from modelfleet.frameworks.torch.guards import undone
+from modelfleet.frameworks.torch.modes import modes
 from modelfleet.frameworks.torch.optimizers import STEP, computing, pairs
 from modelfleet.frameworks.torch.random import Draws, Part, Streams
 from modelfleet.frameworks.torch.rules import Rules
@@ -54,6 +55,7 @@ class Steps:
 
     def __init__(self, model: nn.Module, task: Task, layout: frozenset[str]) -> None:
         self.model = model
+        self.modes = modes(model)
         self.task = task
         self.layout = layout
         self.unused: frozenset[str] = frozenset()  # parameters that take no part in the loss

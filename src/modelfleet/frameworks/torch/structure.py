@@ -105,6 +105,13 @@ def signature(model: nn.Module) -> Signature:
     return Signature(tuple(entries))
 
 
+def without_modes(own: Signature) -> Signature:
+    """Return a structure as if all of its modules were in evaluation mode."""
+    return Signature(
+        tuple((path, e._replace(training=False) if isinstance(e, _Module) else e) for path, e in own.entries)
+    )
+
+
 def difference(a: Signature, b: Signature) -> str | None:
     """Say where `a` first differs from `b`, as in "features.3.stride is 2, not 1"; None if nowhere."""
     if a == b:
