@@ -23,6 +23,7 @@ _STOCK = frozenset(sys.stdlib_module_names) | {
     *("torch", "keras", "tensorflow", "scipy", "pandas", "polars", "pytest", "_pytest", "typing_extensions"),
 }
 _MOST = 20_000  # places: who reads more than this has a whole library in reach
+_LARGE = 4096  # bytes of an array
 
 
 class Place(NamedTuple):
@@ -35,6 +36,8 @@ class Place(NamedTuple):
     """Put what `now` gave there again."""
     draws: bool = False
     """Whether it is a generator, which somebody else may draw from as well."""
+    large: bool = False
+    """Whether comparing it takes long."""
 
 
 class Reads:
@@ -50,10 +53,14 @@ class Reads:
             name, value = waiting.popleft()
             waiting.extend(self._parts(name, value))
 
-    def changed(self, *, draws: bool = False) -> str | None:
+    def changed(self, *, draws: bool = False, thoroughly: bool = True) -> str | None:
         """The name of a place that holds something else now; None if there is none. With `draws`, a generator too
-        that has been drawn from."""
-        looked_at = ((place, before) for place, before in self._places if draws or not place.draws)
+        that has been drawn from. Not `thoroughly`: large arrays are left out."""
+        looked_at = (
+            (place, before)
+            for place, before in self._places
+            if (draws or not place.draws) and (thoroughly or not place.large)
+        )
         return next((place.name for place, before in looked_at if not _same(place.now(), before)), None)
 
     @contextmanager
@@ -104,7 +111,8 @@ class Reads:
                 return []
             case np.ndarray():
                 if not value.dtype.hasobject:
-                    self._add(Place(name, value.tobytes, functools.partial(_fill, value)))
+                    large = value.nbytes > _LARGE
+                    self._add(Place(name, value.tobytes, functools.partial(_fill, value), large=large))
                 return []
             case dict():
                 self._add(Place(name, lambda: tuple(value.items()), functools.partial(_refill, value)))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from modelfleet.errors import StrategyError
 from modelfleet.frameworks.functional import Definition, FunctionalEngine, Programs, State
 from modelfleet.frameworks.jax.backend import JaxBackend, shapes
 from modelfleet.frameworks.jax.losses import check_range, check_targets
@@ -27,9 +28,10 @@ _programs: dict[Any, Programs] = {}  # those used last are at the end
 class Engine(FunctionalEngine):
     """The engine of a lane of JAX models. There are no columns: each member's numbers are in its state.
 
-    What a program was traced under (globals, closures, attributes) is looked at before each epoch: if it has
-    changed, another is traced. Members whose calls change such values, or draw from Python's generators, run as
-    they are, each on its own, and nothing of them is traced.
+    What a program was traced under (globals, closures, attributes) is looked at before each call, and what takes
+    longer to compare (large arrays, members' attributes) before each epoch and verb: if it has changed, another is
+    traced. Members whose calls change such values, or draw from Python's generators, run as they are, each on its
+    own, and nothing of them is traced.
     """
 
     def __init__(
@@ -48,13 +50,15 @@ class Engine(FunctionalEngine):
         definition = JaxDefinition(members[0].model, task)
         found = _found(self._signature, definition, device, fused)
         super().__init__(members, definition, found.backend, fused=fused, programs=found)
-        self._looked = True
-        self._known_ready = False
+        self._begun = False  # whether a step was taken since the members were last looked at
+        self._ready: set[str] = set()  # kinds of steps that are known to be traceable
         self._unlike: str | None = None  # where members of the lane differ by now
 
     def ready(self, kind: str, hyper: Any, active: Any, data: Any, *, shared: bool) -> None:
         """Have the program for batches like this one; run Python where a call does more than compute."""
         self._look()
+        if self._unlike is not None:
+            raise CannotFuseError(self._unlike)
         reads = _reads(self._members[0].model, self.task)
         with reads.held():
             super().ready(kind, hyper, active, data, shared=shared)
@@ -63,9 +67,9 @@ class Engine(FunctionalEngine):
         if changed is not None and form.changes is None:
             form.changes = changed
         if form.changes is not None and self.untraced is None:
-            self.programs.refuse(kind, f"a call changes what Python holds ({form.changes})")
+            self.programs.refuse(kind, _changes(form))
         self._own_if_untraced()
-        self._known_ready |= kind == "train"
+        self._ready.add(kind)
 
     def train(
         self,
@@ -79,41 +83,94 @@ class Engine(FunctionalEngine):
         steps: int | None = None,
     ) -> None:
         """One step of the active members, or `steps` of them on data (and weights) with a step axis."""
-        if not self._looked:
-            self._look()
+        one = data if steps is None else map_tree(lambda leaf: leaf[0], data)
+        self._begin("train", hyper, one, shared=shared)
         if self._unlike is not None:
             raise CannotFuseError(self._unlike)
-        if not (self._known_ready or self.fused):  # in a worker, which has not been told whether it can be traced
-            one = data if steps is None else map_tree(lambda leaf: leaf[0], data)
-            self.ready("train", hyper, active, one, shared=shared)
         super().train(hyper, active, data, weights, shared=shared, pace=pace, steps=steps)
 
     def train_some(self, slots: np.ndarray, hyper: Any, data: Any, *, shared: bool, pace: Any = None) -> None:
         """One step of the members in some slots; one that has become unlike the others has its own program."""
+        self._begin("train", hyper, data if shared else _first(data), shared=True)
         if self._unlike is None:
             super().train_some(slots, hyper, data, shared=shared, pace=pace)
             return
-        usual = self.programs
         for place, slot in enumerate(slots):
-            member = self._members[slot if self._whole is None else self._whole[1][slot]]
-            structure = signature(member.model)
-            if structure != self._signature:
-                definition = JaxDefinition(member.model, self.task)
-                self.programs = _found(structure, definition, self.device, fused=False)
-                self._shared_definition.go_on(self._own_form)
-            try:
-                own = data if shared else map_tree(lambda leaf, place=place: leaf[place : place + 1], data)
+            own = data if shared else map_tree(lambda leaf, place=place: leaf[place : place + 1], data)
+            with self._serving(slot):
                 super().train_some(np.array([slot]), hyper, own, shared=shared, pace=pace)
-            finally:
-                self.programs = usual
+
+    def evaluate(
+        self, totals: Any, slots: Any, data: Any, weights: Any, counts: np.ndarray, size: int, *, shared: bool
+    ) -> Any:
+        """`totals` (None at first) with a batch added."""
+        self._begun &= totals is not None
+        few = data if slots is None or shared else _first(data)
+        self._begin("evaluate", None, few, shared=shared or slots is not None)
+        if self._unlike is None:
+            return super().evaluate(totals, slots, data, weights, counts, size, shared=shared)
+        for place, slot in enumerate((np.flatnonzero(counts) if slots is None else slots).tolist()):
+            rows = np.array([slot if slots is None else place])
+            own = self.cut(data, rows, int(counts[slot]), shared=shared)
+            with self._serving(slot):
+                totals = super().evaluate(totals, np.array([slot]), own, None, counts, size, shared=shared)
+        return totals
+
+    def predict(self, data: Any, *, shared: bool, counts: np.ndarray | None = None) -> Any:
+        """The outputs `(slot, row, …)` on a batch of inputs, on the host."""
+        self._begin("predict", None, data, shared=shared)
+        if self._unlike is not None:  # since the verb began
+            raise CannotFuseError(self._unlike)
+        return super().predict(data, shared=shared, counts=counts)
+
+    @contextmanager
+    def _serving(self, slot: int) -> Iterator[None]:
+        """Have the programs of the member in a slot, who may be unlike the first."""
+        member = self._members[slot if self._whole is None else self._whole[1][slot]]
+        structure, usual = signature(member.model), self.programs
+        if structure == self._signature:
+            yield
+            return
+        definition = JaxDefinition(member.model, self.task)
+        self.programs = _found(structure, definition, self.device, fused=False)
+        self._shared_definition.go_on(self._own_form)
+        try:
+            yield
+            if self._shared_definition.form.changes is not None:
+                raise self._too_late(member, _changes(self._shared_definition.form))
+        finally:
+            self.programs = usual
+
+    def _begin(self, kind: str, hyper: Any, data: Any, *, shared: bool) -> None:
+        """Before a call: have programs for what Python reads now, and know whether it can be traced."""
+        if not self._begun or (self.untraced is None and self._reads.changed(thoroughly=False) is not None):
+            self._look()
+        self._begun = True
+        if kind in self._ready or self.untraced is not None or self._unlike is not None:
+            return
+        try:
+            self.ready(kind, hyper, self._all(), data, shared=shared)
+        except CannotFuseError as error:
+            if self._shared_definition.form.changes is not None:
+                raise self._too_late(self._members[0], str(error)) from error
+            raise
+
+    @staticmethod
+    def _too_late(member: Member, reason: str) -> StrategyError:
+        return StrategyError(
+            f"member {member.name!r} and those like it can't go on as one: {reason}. "
+            f'Use strategy="interleaved", where each member runs its own model.'
+        )
 
     def epoch_values(self) -> dict[str, np.ndarray]:
         """The loss and the metrics `(slot,)` since the last call; the next epoch begins at nothing."""
-        self._looked = False
+        self._begun = False
         return super().epoch_values()
 
     def maskable(self, batch: Any) -> bool:
         """Whether padded rows can be weighted out without being felt."""
+        if not self._begun or self._reads.changed(thoroughly=False) is not None:
+            self._look()
         with self._trial():
             return self.untraced is None and super().maskable(batch)
 
@@ -146,17 +203,19 @@ class Engine(FunctionalEngine):
 
     def _look(self) -> None:
         """See whether what the programs were traced under is still so; have others if it is not."""
-        self._looked = True
         if self.untraced is not None:
+            self._own_form.form.take(self._members[0].model)
             return
         models = [member.model for member in self._members[:_MOST_LOOKED_AT]]
         signatures = [signature(model) for model in models] if is_module(models[0]) else [signature(models[0])]
         if self._reads.changed() is None and all(found == self._signature for found in signatures):
             return
+        self._unlike = None
         for member, found in zip(self._members, signatures, strict=False):
             what = difference(found, signatures[0])
             if what is not None:
                 self._unlike = f"{member.name!r} has become unlike {self._members[0].name!r}: {what}"
+        self._ready.clear()
         before = self._shared_definition
         self._reads, self._signature = _reads(models[0], self.task), signatures[0]
         self._definition = JaxDefinition(models[0], self.task)
@@ -178,6 +237,15 @@ class Engine(FunctionalEngine):
     def _own_form(self) -> "JaxDefinition":
         assert isinstance(self._definition, JaxDefinition)
         return self._definition
+
+
+def _changes(form: Any) -> str:
+    return f"a call changes what Python holds ({form.changes})"
+
+
+def _first(data: Any) -> Any:
+    """The rows of the first of several members."""
+    return map_tree(lambda leaf: leaf[0], data)
 
 
 def _reads(model: Any, task: Task) -> Reads:

@@ -117,9 +117,17 @@ class Module:
         self.keep = False
         """Whether to go on from what calls change so; who runs Python at every step does."""
         self._assigned: dict[str, Any] = {}
+        self._python = _frozen(model)  # what its owner's model held when it was last looked at
         params, others = nnx.split(own, nnx.Param, ...)[1:]
         self._params, self._others = Tree(params), Tree(others)
         self._trained = self._params.trained
+
+    def take(self, model: Any) -> None:
+        """Go on from attributes that its owner has changed since the model was last looked at or written to."""
+        now = _frozen(model)
+        values = dict(statics(model))
+        self._assigned |= {path: values[path] for path in now if now[path] != self._python.get(path)}
+        self._python = now
 
     def parts(self, model: Any) -> tuple[Parts, Parts]:
         """The params and the buffers of a model."""
@@ -171,6 +179,7 @@ class Module:
         self._nnx.update(model, *arrays)
         for path, value in self._assigned.items():
             _assign(model, path, value)
+        self._python = _frozen(model)
         return model
 
     @staticmethod
@@ -192,6 +201,9 @@ class Pair:
         self._trained = self._params.trained
         self._apply = model[1]
         self._takes = _keywords(model[1])
+
+    def take(self, model: Any) -> None:
+        """A function keeps nothing in its model."""
 
     def parts(self, model: Any) -> tuple[Parts, Parts]:
         """The params and the buffers of a model."""
@@ -227,6 +239,11 @@ class Pair:
         """Apply the function to the params and the input, of whatever shape."""
         params, apply = model
         return apply(params, x)
+
+
+def _frozen(model: Any) -> dict[str, Any]:
+    """The Python values that a module holds, for comparing."""
+    return {path: freeze(value) for path, value in statics(model)}
 
 
 def _assign(model: Any, path: str, value: Any) -> None:
