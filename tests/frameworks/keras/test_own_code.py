@@ -5,11 +5,13 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 from tests.frameworks.keras import models
 
 import __main__
 import modelfleet as mf
 from modelfleet.frameworks import keras as adapter
+from modelfleet.workers import CannotSendError
 from modelfleet.workers.shared import InMemory
 
 layers, ops = keras.layers, keras.ops
@@ -78,6 +80,40 @@ def soft(x: Any) -> Any:
     return ops.tanh(0.5 * x)
 
 
+class Terse(layers.Layer):
+    """A layer whose __init__ takes nothing that all layers take."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__(name="terse", trainable=False)
+        self.factor = factor
+
+    def build(self, shape: Any) -> None:
+        self.shift = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+    def call(self, x: Any) -> Any:
+        return self.factor * x + self.shift
+
+
+class Plain(keras.Model):
+    """A model as most people write theirs: without **kwargs, and without a get_config."""
+
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.first = layers.Dense(width, kernel_initializer=keras.initializers.GlorotUniform(seed=1))
+        self.terse = Terse(0.5)
+        self.last = layers.Dense(3, kernel_initializer=keras.initializers.GlorotUniform(seed=2))
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.last(self.terse(self.first(x)))
+
+
+def plain(width: int = 5) -> keras.Model:
+    made = Plain(width)
+    made.compile(keras.optimizers.SGD(0.1), "mse")
+    made(np.zeros((2, 4), np.float32))
+    return made
+
+
 def model(loss: Any, *own: Any, metrics: Any = (), optimizer: Any = None, **options: Any) -> keras.Model:
     kernel = keras.initializers.GlorotUniform(seed=1)
     last = layers.Dense(3, kernel_initializer=keras.initializers.GlorotUniform(seed=2), **options)
@@ -110,6 +146,8 @@ MAKES: dict[str, Callable[[], keras.Model]] = {
     "lambda layer": lambda: model("mse", layers.Lambda(lambda x: soft(x))),
     "namesakes": namesakes,
     "of a script": lambda: model(__main__.in_main, __main__.InMain()),  # type: ignore[attr-defined]
+    "terse": lambda: model("mse", Terse(2.0)),
+    "plain": plain,
     "spectral": lambda: seeded(model("mse", layers.SpectralNormalization(layers.Dense(5, name="own")))),
 }
 
@@ -150,6 +188,36 @@ def test_they_are_copied_and_sent_to_replicas() -> None:
         if callable(made.loss):
             assert type(copied.loss) is type(made.loss)
             assert getattr(copied.loss, "__name__", None) == getattr(made.loss, "__name__", None)
+
+
+def test_a_model_whose_arguments_keras_forgets_is_refused() -> None:
+    assert plain(7).get_config()["width"] == 5, "if Keras tells them now, so may we"
+    with pytest.raises(mf.InputError, match=r"does not tell what it was made with.*units is 5, not 7"):
+        adapter.copy_model(plain(7))
+    with pytest.raises(CannotSendError, match=r"does not tell what it was made with.*units is 5, not 7"):
+        InMemory.put(adapter.frozen(plain(7)), "the model")
+
+
+class Unsaid(layers.Layer):
+    """A layer of which nothing tells how it was made."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def call(self, x: Any) -> Any:
+        return self.factor * x
+
+    def get_config(self) -> dict[str, Any]:
+        return {}
+
+
+def test_a_model_that_its_config_can_not_make_is_refused_with_what_to_give_instead() -> None:
+    made = model("mse", Unsaid(2.0))
+    shared = InMemory.put(adapter.frozen(made), "the model")
+    with pytest.raises(mf.InputError, match="function without arguments that makes the model"):
+        shared.get()
+    shared.close()
 
 
 def direct(made: keras.Model, x: np.ndarray) -> np.ndarray:

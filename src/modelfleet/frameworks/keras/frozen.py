@@ -13,7 +13,14 @@ from keras.src.utils.dtype_utils import dtype_size
 
 from modelfleet.errors import InputError
 from modelfleet.frameworks.keras.building import check_model
-from modelfleet.frameworks.keras.own_code import mentioned, named_apart, put_together, taken_apart
+from modelfleet.frameworks.keras.own_code import (
+    check_told,
+    known,
+    mentioned,
+    named_apart,
+    put_together,
+    taken_apart,
+)
 from modelfleet.frameworks.keras.steps import structural_keys
 
 # Whose layers keep in files what is in their variables, and nothing else.
@@ -40,7 +47,9 @@ class Frozen:
             key: _backend().numbers(variable)
             for key, variable in zip(structural_keys(variables), variables, strict=True)
         }
-        return restored, (config, mentioned(own, config), weights)
+        own = mentioned(own, config)
+        check_told(self.model, own, config)
+        return restored, (config, own, weights)
 
 
 def frozen(model: keras.Model) -> Frozen:
@@ -64,8 +73,16 @@ def reduced(value: Any) -> Any:
 
 def restored(config: str, own_code: Mapping[str, Any], weights: Mapping[str, np.ndarray]) -> keras.Model:
     """The model that was taken apart. Where the backend can have it so, its weights are these very arrays."""
-    with ObjectSharingScope():
-        model: Any = keras.saving.deserialize_keras_object(json.loads(config), dict(own_code), safe_mode=False)
+    told = json.loads(config)
+    try:
+        with ObjectSharingScope(), known(own_code):
+            model: Any = keras.saving.deserialize_keras_object(told, safe_mode=False)
+    except Exception as error:  # whatever a class of one's own may not be able to tell about itself
+        raise InputError(
+            f"a {told['class_name']} can't be made from its config, as which Keras models are sent: {error}\n"
+            f"Give a function without arguments that makes the model, weights and all: it is called in every "
+            f"worker. Or give the class a get_config that tells all that its __init__ takes."
+        ) from error
     own = dict(zip(structural_keys(model.variables), model.variables, strict=True))
     shapes = {key: tuple(variable.shape) for key, variable in own.items()}
     sent = {key: array.shape for key, array in weights.items()}
@@ -74,7 +91,7 @@ def restored(config: str, own_code: Mapping[str, Any], weights: Mapping[str, np.
         raise InputError(
             f"a {type(model).__name__} made from its config has {shapes.get(key)} as {key!r}; expected "
             f"{sent.get(key)}, as the model that was sent. Have its get_config tell all that decides its weights, "
-            f"and its build make them."
+            f"and its build make them. Or give a function without arguments that makes the model."
         )
     for key, array in weights.items():
         _backend().lend(own[key], array)

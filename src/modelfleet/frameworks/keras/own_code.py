@@ -4,16 +4,23 @@ Keras finds what is registered with it by name, and its own; a function that hap
 taken for Keras's.
 """
 
+import inspect
 import json
 import threading
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
 import keras
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
+from keras.src.saving.serialization_lib import ObjectSharingScope
+from keras.src.utils.python_utils import is_default
+
+from modelfleet.errors import InputError
+from modelfleet.frameworks import randomness
+from modelfleet.frameworks.keras.structure import Signature, difference, signature
 
 _LAMBDA = "<lambda>"
 _naming = threading.RLock()  # names are changed for a while, for all threads
@@ -29,13 +36,22 @@ def taken_apart(model: keras.Model) -> tuple[dict[str, Any], Any, tuple[Any, ...
     with zipfile.ZipFile(arguments[0]) as file:
         config = file.read("config.json").decode()
     arguments[0].seek(0)
-    return mentioned(own, config), make, arguments
+    own = mentioned(own, config)
+    check_told(model, own, config)
+    return own, make, arguments
 
 
 def put_together(own: Mapping[str, Any], make: Any, arguments: tuple[Any, ...]) -> keras.Model:
     """Return the model that was taken apart."""
-    with keras.saving.custom_object_scope(dict(own)):
+    with known(own):
         return make(*arguments)
+
+
+@contextmanager
+def known(own: Mapping[str, Any]) -> Iterator[None]:
+    """Have Keras find classes and functions by these names, and make objects of them from their configs."""
+    with keras.saving.custom_object_scope({name: _made_by(value) for name, value in own.items()}):
+        yield
 
 
 @contextmanager
@@ -71,6 +87,82 @@ def named_apart(model: keras.Model) -> Iterator[dict[str, Any]]:
 def mentioned(own: Mapping[str, Any], config: str) -> dict[str, Any]:
     """Return those whose names are in a config: others need not go along, and may not be able to."""
     return {name: value for name, value in own.items() if json.dumps(name) in config}
+
+
+def check_told(model: keras.Model, own: Mapping[str, Any], config: str) -> None:
+    """Refuse a model whose config does not tell what it was made with.
+
+    Keras tells the defaults of a model's `__init__` where the class has no `get_config` of its own, whatever was
+    given: `keras.Model.__new__` passes nothing on to what notes the arguments.
+    """
+    if not any(map(_may_tell_defaults, model._flatten_layers())):
+        return
+    with randomness.kept(), known(own), ObjectSharingScope():
+        told = {**json.loads(config), "compile_config": None}
+        twin: Any = keras.saving.deserialize_keras_object(told, safe_mode=False)
+    unlike = difference(*(_without_weights(signature(one)) for one in (twin, model)))
+    if unlike is not None:
+        raise InputError(
+            f"the config of a {type(model).__name__} does not tell what it was made with: a model made from it "
+            f"differs ({unlike}). Give the class a get_config that tells all that its __init__ takes."
+        )
+
+
+def _may_tell_defaults(layer: Any) -> bool:
+    """Whether a config may hold the defaults of arguments instead of what was given."""
+    if not isinstance(layer, keras.Model) or not is_default(layer.get_config):
+        return False
+    return bool(getattr(layer._auto_config, "config", None))
+
+
+def _without_weights(own: Signature) -> Signature:
+    return Signature(tuple((path, value) for path, value in own.entries if not path.startswith("weight ")))
+
+
+class _Class:
+    """A class of layers or models as Keras is to see it: its objects are made of what its `__init__` takes.
+
+    Keras tells the settings that all layers have in every config, and gives them all to an `__init__` that may
+    know nothing of them: `def __init__(self)`. Those that it does not take are set afterwards.
+    """
+
+    def __init__(self, cls: Any, takes: Container[str]) -> None:
+        self._class, self._takes = cls, takes
+
+    def __repr__(self) -> str:
+        return repr(self._class)
+
+    def from_config(self, config: Mapping[str, Any]) -> Any:
+        """Make one of these."""
+        set_later = {name: config[name] for name in _OF_ALL if name in config and name not in self._takes}
+        made = self._class.from_config({name: value for name, value in config.items() if name not in set_later})
+        if "name" in set_later:
+            made.name = set_later["name"]
+        if not set_later.get("trainable", True):
+            made.trainable = False
+        if "dtype" in set_later:
+            policy = keras.dtype_policies.get(set_later["dtype"])
+            if policy != made.dtype_policy:
+                made.dtype_policy = policy
+        if "activity_regularizer" in set_later:
+            made.activity_regularizer = keras.regularizers.get(set_later["activity_regularizer"])
+        return made
+
+
+# What the config of every layer tells.
+_OF_ALL = ("name", "trainable", "dtype", "activity_regularizer")
+_FROM_CONFIG = tuple(cls.from_config.__func__ for cls in (keras.Operation, keras.Layer, keras.Model))
+
+
+def _made_by(value: Any) -> Any:
+    """Return what Keras is to take for a class or function."""
+    if not (isinstance(value, type) and issubclass(value, keras.Layer)):
+        return value
+    if value.from_config.__func__ not in _FROM_CONFIG:  # a way of one's own
+        return value
+    takes = inspect.signature(value.__init__).parameters
+    anything = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values())
+    return value if anything else _Class(value, takes)
 
 
 def _own(model: keras.Model) -> list[Any]:
