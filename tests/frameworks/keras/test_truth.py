@@ -4,6 +4,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 from tests.frameworks.keras import models
 
 import modelfleet as mf
@@ -111,3 +112,35 @@ def test_compiling_a_member_anew_is_noticed() -> None:
         told = models.fit(model, x, hot, **OPTIONS)
         np.testing.assert_allclose(history[name]["loss"], told["loss"], rtol=1e-4)
     agree(fleet, expected)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_an_optimizer_is_built_by_what_would_build_it_alone(plain: bool) -> None:
+    x, y = models.data()
+    own, alone = {name: mlp(name, plain) for name in "abc"}, mlp("a", plain)
+    fleet = mf.Fleet(own)
+    fleet.plan((x, y), batch_size=8)
+    fleet.predict(x, batch_size=8)
+    fleet.clone("a", as_="d")
+    assert not any(model.optimizer.built for model in [*own.values(), fleet["d"]])
+    assert fleet["d"].optimizer.learning_rate == own["a"].optimizer.learning_rate
+    own["a"].layers[0].trainable = alone.layers[0].trainable = False  # JAX minds if there are slots for it
+    fleet.evaluate((x, y), batch_size=8)
+    alone.evaluate(x, y, batch_size=8, verbose=0)
+    assert {model.optimizer.built for model in own.values()} == {alone.optimizer.built}
+    own["a"].optimizer.learning_rate = alone.optimizer.learning_rate = 0.02
+    history = fleet.fit((x, y), epochs=2, batch_size=8, shuffle=False, progress=False)
+    expected = models.fit(alone, x, y, epochs=2, batch_size=8, shuffle=False)
+    np.testing.assert_allclose(history["a"]["loss"], expected["loss"], rtol=1e-4)
+    models.same(own["a"], alone)
+
+
+def mlp(name: str, plain: bool) -> keras.Model:
+    model = models.mlp()
+    rate = {"a": 0.01, "b": 0.02, "c": 0.03}[name]
+    model.compile(
+        keras.optimizers.SGD(rate, momentum=0.9),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        run_eagerly=plain,
+    )
+    return model

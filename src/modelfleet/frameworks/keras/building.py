@@ -11,8 +11,9 @@ from keras import ops
 from keras.src.backend.common import global_state
 
 from modelfleet.errors import InputError
+from modelfleet.frameworks.keras.optimizers import twin
 from modelfleet.frameworks.keras.own_code import put_together, taken_apart
-from modelfleet.frameworks.keras.steps import built, structural_keys
+from modelfleet.frameworks.keras.steps import structural_keys
 
 _GENERATOR = "global_seed_generator"  # what keras.random draws from if it is given no seed
 
@@ -53,10 +54,8 @@ def check_model(model: keras.Model, name: str) -> None:
 
 def copy_model(model: keras.Model) -> keras.Model:
     """A model of its own with the same weights, compiled alike, and with its optimizer where that is."""
-    if model.compiled and model.optimizer is not None:
-        built(model)  # a copy, which goes through Keras's file format, has them anyway
     try:
-        copied = put_together(*taken_apart(model))
+        copied: Any = put_together(*taken_apart(model))
     except Exception as error:  # whatever a class of one's own may not be able to tell about itself
         raise InputError(
             f"a {type(model).__name__} can't be copied: {error}. Give its class a get_config, or build another "
@@ -65,7 +64,9 @@ def copy_model(model: keras.Model) -> keras.Model:
     for variable, own in zip(copied.variables, model.variables, strict=True):
         variable.assign(own.numpy())  # not its value: on JAX, a fit of one would take it from the other
     if model.compiled and model.optimizer is not None:
-        for variable, own in zip(copied.optimizer.variables, model.optimizer.variables, strict=True):
+        if not model.optimizer.built and type(model).compile is keras.Model.compile:  # loading has built it
+            copied.compile(**{**copied._compile_config.config, "optimizer": twin(copied.optimizer)})
+        for variable, own in zip(copied.optimizer.variables, model.optimizer.variables, strict=False):
             variable.assign(own.numpy())
     return copied
 

@@ -1,6 +1,7 @@
 """A Keras optimizer's update as a pure function: the values of variables in, their new values out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -55,6 +56,40 @@ class Update:
             [scope.get_current_value(variable) for variable in variables],
             [scope.get_current_value(variable) for variable in self.variables],
         )
+
+
+def built(model: keras.Model) -> None:
+    """Make the variables of a model's optimizer, as its first `fit` would."""
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+
+
+@contextmanager
+def left_unbuilt(model: Any) -> Iterator[None]:
+    """Keep Keras from making the variables of a model's optimizer while it makes those of the metrics."""
+    optimizer = model.optimizer if model.compiled else None
+    if optimizer is None or optimizer.built:
+        yield
+        return
+    optimizer.built = True
+    try:
+        yield
+    finally:
+        optimizer.built = False
+
+
+def twin(optimizer: Any) -> Any:
+    """Return an optimizer that is told the same as one that is not built yet, with variables of its own."""
+    config = optimizer.get_config()
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return type(optimizer)(**{**config, "inner_optimizer": twin(optimizer.inner_optimizer)})
+    if not isinstance(optimizer._learning_rate, keras.Variable):
+        config["learning_rate"] = optimizer._learning_rate  # a schedule, as it is
+    found = type(optimizer)(**config)
+    for name in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
+        if hasattr(optimizer, name):
+            setattr(found, name, getattr(optimizer, name))
+    return found
 
 
 def _plain(optimizer: Any) -> Any:

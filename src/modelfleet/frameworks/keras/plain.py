@@ -18,8 +18,9 @@ from keras import ops, tree
 from modelfleet.errors import InputError
 from modelfleet.frameworks import batches, protocol
 from modelfleet.frameworks.explaining import batch_error
+from modelfleet.frameworks.keras.optimizers import built, left_unbuilt
 from modelfleet.frameworks.keras.recipe import task_of
-from modelfleet.frameworks.keras.steps import built, slot_keys, structural_keys
+from modelfleet.frameworks.keras.steps import slot_keys, structural_keys
 from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS
 from modelfleet.joining import joined
 from modelfleet.members import Member
@@ -107,6 +108,8 @@ class PlainEngine(protocol.Engine):
         self.train(hyper, np.ones(1, dtype=bool), data, None, shared=shared)
 
     def _take_step(self, batch: Any) -> None:
+        if self.model.optimizer is not None:
+            built(self.model)
         before = self._copied(("params", "buffers", "slots", "metrics"))
         with self._drawing(self._member.seed):
             self._logs = self._called("train", batch)
@@ -255,8 +258,11 @@ class PlainEngine(protocol.Engine):
 
     def load(self, tensors: Mapping[str, Any]) -> None:
         """Take up the state that `tensors` gave, or NumPy arrays of it."""
+        slots = any(name.startswith("slots/") for name in tensors)  # there are none before the first step
+        if slots:
+            built(self.model)
         for part, some in self._variables().items():
-            for key, variable in some.items():
+            for key, variable in some.items() if slots or part != "slots" else ():
                 given = tensors[f"{part}/{key}"][0]
                 if isinstance(given, np.ndarray | np.generic) and str(variable.dtype) == "bfloat16":
                     given = import_module(f"modelfleet.frameworks.{BACKEND}.arrays").from_host(
@@ -280,11 +286,12 @@ class PlainEngine(protocol.Engine):
     # --- checks and costs ----------------------------------------------------------------------------------------
 
     def check(self, batch: Any, name: str) -> None:
-        """Make the variables of the metrics and the optimizer, as far as the model can be looked at for it."""
+        """Make the variables of the metrics, as far as the model can be looked at for it."""
         data = batch.data if batch.shared else map_tree(lambda leaf: leaf[0], batch.data)
-        if self.model.optimizer is not None:
-            built(self.model)
-        with suppress(Exception):  # an eager model may look at numbers; its first step will tell what is wrong
+        with (
+            left_unbuilt(self.model),
+            suppress(Exception),
+        ):  # an eager model may look at numbers; its first step will tell what is wrong
             self.model._symbolic_build(data_batch=_tuple(data))
 
     def output_shape(self, batch: Any, name: str) -> tuple[int, ...] | None:

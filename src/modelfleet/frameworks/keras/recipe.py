@@ -11,6 +11,7 @@ import numpy as np
 from modelfleet.each import spread
 from modelfleet.errors import InputError, unknown
 from modelfleet.fingerprints import fingerprint
+from modelfleet.frameworks.keras.optimizers import built
 from modelfleet.frameworks.keras.structure import owned_by
 from modelfleet.frameworks.keras.values import Opaque, Owned, freeze, show
 from modelfleet.members import Member
@@ -110,6 +111,8 @@ def prepare(recipe: Recipe | None, members: Sequence[Member], kind: str) -> Prep
             compile(recipe.only([member.name]), [member])
         if kind != "predict":
             _check_compiled(member, kind)
+        if kind == "evaluate" and member.model.optimizer is not None and keras.backend.backend() != "tensorflow":
+            built(member.model)  # as Keras's own does
         tasks.append(task_of(member.model))
     return Prepared(tasks, {}, [None] * len(tasks))
 
@@ -164,7 +167,7 @@ def task_of(model: keras.Model) -> Task:
     told = dict(model._compile_config.config)
     owned = owned_by(model)
     parts = {key: freeze(told[key], owned) for key in ("loss", "loss_weights", "metrics", "weighted_metrics")}
-    parts["optimizer"] = _optimizer_key(model, owned)
+    parts["optimizer"] = optimizer_key(model.optimizer, model.trainable_variables, owned)
 
     def summary() -> str:
         shown = [f"{key} {show(value)}" for key, value in parts.items() if value != freeze(None)]
@@ -194,12 +197,11 @@ def _losses(model: keras.Model) -> list[str]:
     return found
 
 
-def _optimizer_key(model: keras.Model, owned: Owned) -> Hashable:
+def optimizer_key(optimizer: Any, trained: Sequence[Any], owned: Owned | None = None) -> Hashable:
     """An optimizer without its learning rate, unless that is a schedule: then it goes by the optimizer's steps.
 
     By its attributes, not its config: a class of one's own need not tell all there.
     """
-    optimizer = model.optimizer
     if optimizer is None:
         return freeze(None)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
@@ -214,7 +216,7 @@ def _optimizer_key(model: keras.Model, owned: Owned) -> Hashable:
     if not isinstance(inner._learning_rate, keras.Variable):
         config["learning_rate"] = inner._learning_rate
     excluded = getattr(inner, "_exclude_from_weight_decay", None) or set()
-    spared = [index for index, v in enumerate(model.trainable_variables) if inner._var_key(v) in excluded]
+    spared = [index for index, v in enumerate(trained) if inner._var_key(v) in excluded]
     pattern = getattr(inner, "_exclude_from_weight_decay_pattern", None)
     config["spared from weight decay"] = [spared, pattern and pattern.pattern]
     if inner is not optimizer:

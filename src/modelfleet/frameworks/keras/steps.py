@@ -6,14 +6,16 @@ Keras's own `train_step` and `test_step`, and the metrics have the names of its 
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops, tree
 
 from modelfleet.errors import InputError
-from modelfleet.frameworks.keras.optimizers import Update
+from modelfleet.frameworks.keras.optimizers import Update, built, left_unbuilt, twin
+from modelfleet.frameworks.keras.recipe import optimizer_key
 from modelfleet.frameworks.keras.structure import signature
 
 Values = dict[str, Any]
@@ -33,11 +35,14 @@ class Steps:
         self.maskable = False
         self.apart: str | None = None
         """Why these are not the steps that Keras would take, as far as is known: see `_Scope`."""
-        self.optimizer = model.optimizer if model.compiled else None  # this one, if the model is compiled anew
+        # This one, if the model is compiled anew. One that is not built yet stays so until a step is taken.
+        self.optimizer = _built_or_twin(model) if model.compiled and model.optimizer is not None else None
         self.update: Update | None = None
+        self._first_slots: list[np.ndarray] = []  # what an optimizer begins with
         if self.optimizer is not None:
-            built(model)
             self.update = Update(self.optimizer)
+            if self.optimizer is not model.optimizer:
+                self._first_slots = [_host(variable) for variable in self.update.variables]
         self._made_of = _made_of(model)
         # By place among all variables: freezing a layer in the middle of a fit moves none of them.
         places = {id(variable): place for place, variable in enumerate(model.variables)}
@@ -75,10 +80,17 @@ class Steps:
             part: {key: variable.value for key, variable in found.items()}
             for part, found in self._variables(model).items()
         }
+        if self.update is not None and not model.optimizer.built:
+            slots = map(ops.convert_to_tensor, self._slots_before(model))
+            values["slots"] = dict(zip(self.keys["slots"], slots, strict=True))
         return {**values, "metrics": self.fresh_metrics()}
 
     def write_back(self, model: keras.Model, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Give a model the values of a state: its weights, its seeds and its optimizer's variables."""
+        if self.update is not None and not model.optimizer.built:
+            own = zip(self.keys["slots"], self._slots_before(model), strict=True)
+            if not all(np.array_equal(ops.convert_to_numpy(state["slots"][key]), value) for key, value in own):
+                built(model)
         for part, found in self._variables(model).items():
             for key, variable in found.items():
                 variable.assign(state[part][key])
@@ -87,7 +99,8 @@ class Steps:
         """Make the variables of the metrics, as a batch like this one asks for them."""
         if not self.model.compiled:
             return
-        self.model._symbolic_build(data_batch=tuple(batch) if isinstance(batch, list) else batch)
+        with left_unbuilt(self.model):
+            self.model._symbolic_build(data_batch=tuple(batch) if isinstance(batch, list) else batch)
         shapes = {name: tuple(value.shape) for name, value in self.results(self.fresh_metrics()).items()}
         for name, shape in shapes.items():
             if shape:
@@ -209,13 +222,26 @@ class Steps:
         return loss
 
     def _variables(self, model: keras.Model) -> dict[str, dict[str, Any]]:
-        """A model's variables by the structural keys of a state."""
-        if self.update is not None:
-            built(model)
+        """A model's variables by the structural keys of a state; no slots if the optimizer is not built yet."""
         variables = model.variables
         found = {part: [variables[place] for place in places] for part, places in self._places.items()}
-        found["slots"] = model.optimizer.variables if self.update is not None else []
+        if self.update is not None and model.optimizer.built:
+            found["slots"] = model.optimizer.variables
         return {part: dict(zip(self.keys[part], own, strict=True)) for part, own in found.items()}
+
+    def _slots_before(self, model: keras.Model) -> list[np.ndarray]:
+        """What the optimizer's variables of a model will be when they are made: its steps and its rate it has."""
+        if not self._first_slots:  # the lane's first optimizer was built already
+            first = _built_or_twin(model)
+            if first is model.optimizer:
+                return [_host(variable) for variable in first.variables]
+            self._first_slots = [_host(variable) for variable in first.variables]
+        own = list(model.optimizer.variables)
+        found = []
+        for variable, value in zip(self._slots, self._first_slots, strict=True):
+            known = own and own[0].name == variable.name  # what is there before keeps its order
+            found.append(_host(own.pop(0)) if known else value)
+        return found
 
     @property
     def _slots(self) -> list[Any]:
@@ -259,10 +285,22 @@ def outputs(model: keras.Model, mapping: Sequence[tuple[Any, Any]], x: Any) -> A
         return _called(model, x, training=False)
 
 
-def built(model: keras.Model) -> None:
-    """Make the variables of a model's optimizer, as its first `fit` would."""
-    if not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
+def _built_or_twin(model: keras.Model) -> Any:
+    """Return a model's optimizer, or if that is not built a built one like it; without such it is built itself."""
+    optimizer = model.optimizer
+    if optimizer.built:
+        return optimizer
+    with suppress(Exception):  # whatever a class of one's own may not be able to tell about itself
+        other, trained = twin(optimizer), model.trainable_variables
+        if optimizer_key(other, trained) == optimizer_key(optimizer, trained):
+            other.build(trained)
+            return other
+    built(model)
+    return optimizer
+
+
+def _host(variable: Any) -> np.ndarray:
+    return np.array(ops.convert_to_numpy(variable.value))
 
 
 def _made_of(model: keras.Model) -> tuple[Any, ...]:
