@@ -225,8 +225,8 @@ class Steps:
         """A model's variables by the structural keys of a state; no slots if the optimizer is not built yet."""
         variables = model.variables
         found = {part: [variables[place] for place in places] for part, places in self._places.items()}
-        if self.update is not None and model.optimizer.built:
-            found["slots"] = model.optimizer.variables
+        if self.update is None or model.optimizer.built:
+            found["slots"] = model.optimizer.variables if self.update is not None else []
         return {part: dict(zip(self.keys[part], own, strict=True)) for part, own in found.items()}
 
     def _slots_before(self, model: keras.Model) -> list[np.ndarray]:
