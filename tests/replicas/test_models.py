@@ -1,6 +1,7 @@
 """Which models can be asked: every dtype and kind of output, factories, functions, what torch can't pickle."""
 
 import dataclasses
+import random
 import threading
 import time
 from collections import namedtuple
@@ -402,6 +403,27 @@ def test_an_error_of_a_factory_is_told_at_once(monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(cause, OSError)
     assert "raise OSError" in "".join(cause.__notes__)
     assert sorted(starts) == ["cpu:0", "cpu:1"]
+
+
+def test_a_factory_that_does_not_return_is_waited_for_no_longer_than_told() -> None:
+    go_on = threading.Event()
+
+    def make() -> Any:
+        random.random()
+        go_on.wait(600)
+        return lambda x: x
+
+    before = random.getstate()
+    try:
+        with pytest.raises(mf.FleetError, match=r"make had not made its model after 0.5 s.*larger start_timeout"):
+            mf.map(make, {"ada": rows(3)}, start_timeout=0.5)
+        assert random.getstate() == before
+        with mf.Replicas(lambda x: 2 * x, start_timeout=0.5) as replicas:
+            with pytest.raises(mf.FleetError, match="had not made its model"):
+                replicas.update(make)
+            assert replicas.submit("ada", np.ones((1, 1))).result().tolist() == [[2]], "the old model stays"
+    finally:
+        go_on.set()
 
 
 def test_a_factory_may_make_what_can_be_asked_only() -> None:

@@ -1,7 +1,10 @@
 """What people give to be asked: a model, a function of rows, or a factory that makes either in every worker."""
 
+import contextvars
 import random
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +13,7 @@ import numpy as np
 
 from modelfleet import frameworks
 from modelfleet.devices import Device, parse_devices
-from modelfleet.errors import InputError, StrategyError
+from modelfleet.errors import FleetError, InputError, StrategyError
 from modelfleet.frameworks import randomness
 from modelfleet.frameworks.batches import inputs
 from modelfleet.planning import memory
@@ -68,9 +71,37 @@ class Source:
             )
         return Source(model, found)
 
-    def at(self, places: Sequence[Place]) -> "Source":
-        """The source for places: in this process the model itself, made here; for workers what was given."""
-        return self.made() if all(isinstance(place, InlinePlace) for place in places) else self
+    def at(self, places: Sequence[Place], seconds: float) -> "Source":
+        """The source for places: in this process the model itself, made here; for workers what was given.
+
+        seconds: how long a factory may take here.
+        """
+        here = all(isinstance(place, InlinePlace) for place in places)
+        return self._made_within(seconds) if self.unmade and here else self
+
+    def _made_within(self, seconds: float) -> "Source":
+        """As `made`; in a thread, as nothing else can be waited for no longer than so long."""
+        making: Future[Source] = Future()
+        before, settings = randomness.state(), frameworks.settings(None)
+
+        def make() -> None:
+            try:
+                with frameworks.using(settings):
+                    made = self.made()
+            except BaseException as error:  # the caller's to hear, whatever it is
+                making.set_exception(error)
+            else:
+                making.set_result(made)
+
+        context = contextvars.copy_context()
+        threading.Thread(target=context.run, args=(make,), name="modelfleet-factory", daemon=True).start()
+        if wait([making], min(seconds, threading.TIMEOUT_MAX)).not_done:
+            randomness.restore(before)  # which it had seeded
+            raise FleetError(
+                f"{_described(self.value)} had not made its model after {seconds:g} s, and is left behind in a "
+                f"thread, which nobody can end. Give a larger start_timeout if it takes that long."
+            )
+        return making.result()
 
     def check(self, precision: str, places: Sequence[Place]) -> None:
         """Refuse a precision that the model can't have, and devices whose memory is too small for its weights."""

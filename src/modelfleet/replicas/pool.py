@@ -84,7 +84,7 @@ class Replicas:
         _check_seconds("start_timeout", start_timeout, "a replica may take to start")
         source = Source.of(model)
         self._places = found = places.find(devices, source.framework)
-        source = source.at(found)
+        source = source.at(found, float(start_timeout))
         self._framework = source.framework
         self._precision, self._batch_size = precision, batch_size
         self._queue = Queue(
@@ -197,7 +197,7 @@ class Replicas:
         """
         self._refuse_inherited()
         with self._updating:
-            version = self._shared(self._fitting(Source.of(model).at(self._places)))
+            version = self._shared(self._fitting(Source.of(model).at(self._places, self._start_timeout)))
             try:
                 self._loaded(version)
             except BaseException:

@@ -1,5 +1,6 @@
 """Keras models as replicas: asked as they are, their weights in shared memory where the backend can have it so."""
 
+import pickle
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,6 +12,8 @@ from tests.replicas.memory import asked_by_two
 
 import modelfleet as mf
 from modelfleet.frameworks import keras as adapter
+from modelfleet.replicas.models import Source
+from modelfleet.workers.inline import InlinePlace
 from modelfleet.workers.shared import InMemory
 
 BACKEND = keras.backend.backend()
@@ -159,3 +162,20 @@ def sixty_four_bits() -> AbstractContextManager[Any]:
     import jax
 
     return jax.enable_x64(True)
+
+
+def test_what_a_factory_makes_has_this_programs_dtype_policy() -> None:
+    def make() -> keras.Model:
+        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        told = pickle.loads(pickle.dumps(adapter.settings()))
+        source = Source.of(make).at([InlinePlace("cpu", "cpu")], 60.0)
+    finally:
+        keras.config.set_dtype_policy(before)
+    assert source.value.layers[0].compute_dtype == "bfloat16"
+    with adapter.using(told):  # as in a worker
+        assert make().layers[0].compute_dtype == "bfloat16"
+    assert make().layers[0].compute_dtype == "float32"

@@ -16,13 +16,15 @@ def settings() -> dict[str, Any]:
     found: dict[str, Any] = _backend("settings", dict)()
     if keras.config.floatx() != "float32":
         found["floatx"] = keras.config.floatx()
+    if keras.config.dtype_policy().name != keras.config.floatx():
+        found["dtype_policy"] = keras.dtype_policies.serialize(keras.config.dtype_policy())
     return found
 
 
 @contextmanager
 def using(settings: Mapping[str, Any]) -> Iterator[None]:
     """Compute with what `settings` gave. In the process that gave it, nothing changes."""
-    own = {name: value for name, value in settings.items() if name != "floatx"}
+    own = {name: value for name, value in settings.items() if name not in ("floatx", "dtype_policy")}
     before = keras.config.floatx()
     with ExitStack() as stack:
         if own:
@@ -30,6 +32,9 @@ def using(settings: Mapping[str, Any]) -> Iterator[None]:
         if settings.get("floatx", before) != before:
             keras.config.set_floatx(settings["floatx"])
             stack.callback(keras.config.set_floatx, before)
+        if "dtype_policy" in settings:  # of this thread alone
+            stack.callback(keras.config.set_dtype_policy, keras.config.dtype_policy())
+            keras.config.set_dtype_policy(keras.dtype_policies.deserialize(settings["dtype_policy"]))
         yield
 
 
