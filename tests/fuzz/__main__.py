@@ -18,6 +18,13 @@ from typing import Any
 TARGETS = ("torch", "jax", "keras-tensorflow", "keras-jax")
 ROUND = 25  # examples that one seed gives
 LONGEST = 300  # seconds that an example may take
+# References run operation by operation, and XLA compiles each for every shape: nearly all the time goes there.
+QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+COMPILED = {
+    "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).parents[2] / ".fuzz"),  # for later runs, and worker processes
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
 
 
 def main() -> int:
@@ -58,7 +65,9 @@ def supervise(
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "MODELFLEET_COMPILE": "never",
         "MODELFLEET_CACHE": "",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {QUICK}".strip(),
     }
+    environment |= COMPILED if target.endswith("jax") and examples is None else {}
     while (left := until - time.monotonic()) > 1:
         command = [sys.executable, "-m", "tests.fuzz", "--worker", "--target", target, "--seed", str(seed)]
         command += ["--minutes", str(left / 60)] + (["--examples", str(examples)] if examples else [])

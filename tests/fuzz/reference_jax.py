@@ -78,27 +78,33 @@ class JaxReference(Reference):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.models: dict[str, Any] = {}
+        self.nets: dict[str, Net] = {}
         self.recipes: dict[str, tuple[Recipe, dict[str, Any], dict[str, Any]]] = {}
         self.slots: dict[str, Any] = {}
 
     def enlist(self, name: str, net: Net) -> None:
+        self.nets[name] = net
         self.models[name] = make(net, self.program.dtype)
 
     def observe(self, name: str) -> dict[str, Any]:
         return observe(self.models[name])
 
     def forget(self, name: str) -> None:
-        for kept in (self.models, self.recipes, self.slots):
+        for kept in (self.models, self.nets, self.recipes, self.slots):
             kept.pop(name, None)
 
     def clone(self, name: str, new: str) -> None:
         model = self.models[name]
         self.models[new] = model if isinstance(model, tuple) else nnx.clone(model)
-        self.recipes[new] = self.recipes[name]
+        self.nets[new], self.recipes[new] = self.nets[name], self.recipes[name]
         if name in self.slots:
             self.slots[new] = copy.deepcopy(self.slots[name])
 
     def reload(self) -> None:
+        for name, old in self.models.items():
+            if not isinstance(old, tuple):  # what is kept of a module are its variables, not its attributes
+                self.models[name] = make(self.nets[name], self.program.dtype)
+                nnx.update(self.models[name], nnx.state(old))
         self.recipes.clear()
         self.slots.clear()
 
