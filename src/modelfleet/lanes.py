@@ -219,12 +219,12 @@ class Lane:
         parts: list[list[Any]] = [[] for _ in self.members]
         for whole in feed.epoch(0):
             for batch in whole.pieces:
-                inputs = self.engine.inputs(batch.data)
-                with self._explained(inputs):
-                    outputs = self.engine.predict(inputs, shared=batch.shared, counts=batch.counts)
-                for slot, count in enumerate(batch.counts.tolist()):
-                    if count:
-                        parts[slot].append(self._rows(outputs, slot, count, batch.size))
+                for inputs, counts, size in self._asked(batch):
+                    with self._explained(inputs):
+                        outputs = self.engine.predict(inputs, shared=batch.shared, counts=counts)
+                    for slot, count in enumerate(counts.tolist()):
+                        if count:
+                            parts[slot].append(self._rows(outputs, slot, count, size))
             yield
         self.refuse_failures(feed)
         return [self._joined(name, part) for name, part in zip(self.names, parts, strict=True)]
@@ -392,6 +392,17 @@ class Lane:
             for count in np.unique(counts):
                 slots = np.flatnonzero(live & (batch.counts == count))
                 yield slots, self.engine.cut(batch.data, slots, int(count), shared=batch.shared), None
+
+    def _asked(self, batch: Batch) -> Iterator[tuple[Any, np.ndarray, int]]:
+        """What to predict together: (inputs, the rows of each slot, the rows of all)."""
+        inputs, counts = self.engine.inputs(batch.data), batch.counts[batch.counts > 0]
+        if batch.full or (counts == batch.size).all() or self.engine.rows_apart(batch):
+            yield inputs, batch.counts, batch.size
+            return
+        slots = np.arange(len(batch.counts))
+        for count in np.unique(counts).tolist():  # a padded row would be felt: those that have as many rows
+            own = np.where(batch.counts == count, count, 0)
+            yield self.engine.cut(inputs, slots, count, shared=batch.shared), own, count
 
     def _mask(self, live: np.ndarray) -> Any:
         key = live.tobytes()

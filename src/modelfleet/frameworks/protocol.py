@@ -407,6 +407,10 @@ class Engine(ABC):
         """Whether padded rows can be weighted out of a batch without being felt."""
 
     @abstractmethod
+    def rows_apart(self, batch: Any) -> bool:
+        """Whether a model's output for a row of a batch depends on that row alone."""
+
+    @abstractmethod
     def row_weights(self, counts: np.ndarray, size: int) -> Any:
         """`(slot, row)`: 1 for a real row, 0 for padding."""
 

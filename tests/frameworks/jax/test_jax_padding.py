@@ -74,3 +74,15 @@ def test_members_whose_weights_hide_a_norm_train_beside_padding_as_alone(kind: s
             expected = optax.apply_updates(expected, updates)
         for found, value in zip(jax.tree.leaves(fleet[name][0]), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(found, value, 2e-5, 2e-5)
+
+
+@pytest.mark.parametrize("apply", [branch, head])
+def test_outputs_of_unlike_row_counts_are_those_alone(apply: Any) -> None:
+    shapes = {"skip": (4, 2), "zero": (4, 2), "gate": (), "head": (6, 2)}
+    drawn = np.random.default_rng(0)
+    made = [{name: jnp.array(drawn.normal(size=shape)) for name, shape in shapes.items()} for _ in range(3)]
+    data = [np.random.default_rng(rows).normal(size=(rows, 4)).astype(np.float32) for rows in (5, 12, 7)]
+    found = mf.Fleet([(params, apply) for params in made]).predict(mf.each(data), batch_size=8)
+    for number, (params, x) in enumerate(zip(made, data, strict=True)):
+        alone = np.concatenate([apply(params, x[start : start + 8]) for start in range(0, len(x), 8)])
+        np.testing.assert_allclose(found[str(number)], alone, rtol=1e-5, atol=1e-5)

@@ -74,3 +74,12 @@ def test_embeddings_bear_padding() -> None:
     engine = adapter.Engine(own, task, {}, device, fused=True)
     engine.check(batch, "a")
     assert engine.maskable(batch)
+
+
+def test_outputs_of_unlike_row_counts_are_those_alone() -> None:
+    models = [keras.Sequential([keras.Input((4,)), layers.Dense(2), Centered()]) for _ in range(3)]
+    data = [np.random.default_rng(rows).normal(size=(rows, 4)).astype(np.float32) for rows in (5, 12, 7)]
+    found = mf.Fleet(models).predict(mf.each(data), batch_size=8)
+    for number, (made, x) in enumerate(zip(models, data, strict=True)):
+        alone = made.predict(x, batch_size=8, verbose=0)
+        np.testing.assert_allclose(found[str(number)], alone, rtol=1e-5, atol=1e-5)

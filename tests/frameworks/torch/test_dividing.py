@@ -204,3 +204,26 @@ def test_an_objective_that_shuffles_its_rows_is_refused() -> None:
 
     found = tried(nn.Linear(8, 3), task_of(objective=mixup), divide, BATCH, BATCH[0])
     assert "shuffles the rows of its batch" in found
+
+
+class Centered(nn.Module):
+    """Takes the mean over the rows away, or the number of rows in."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.head, self.how = nn.Linear(3, 2), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.head(x)
+        return found - found.mean(0) if self.how == "mean" else found / len(x)
+
+
+@pytest.mark.parametrize("how", ["mean", "count"])
+def test_outputs_of_unlike_row_counts_are_those_alone(how: str) -> None:
+    torch.manual_seed(0)
+    models = [Centered(how).double() for _ in range(4)]
+    data = [torch.randn(rows, 3, dtype=torch.float64) for rows in (5, 12, 7, 12)]
+    found = mf.Fleet(models).predict(mf.each(data), batch_size=8)
+    for number, (model, x) in enumerate(zip(models, data, strict=True)):
+        alone = torch.cat([model(part) for part in x.split(8)]).detach()
+        torch.testing.assert_close(torch.from_numpy(found[str(number)]), alone, rtol=0, atol=1e-12)

@@ -9,7 +9,7 @@ import numpy as np
 from modelfleet.errors import InputError
 from modelfleet.frameworks.explaining import batch_error
 from modelfleet.frameworks.functional.contract import WEIGHTS, Backend, Definition, State
-from modelfleet.frameworks.functional.padding import bears_padding
+from modelfleet.frameworks.functional.padding import bears_padding, rows_apart
 from modelfleet.frameworks.functional.programs import Programs
 from modelfleet.frameworks.protocol import Engine
 from modelfleet.joining import joined
@@ -233,6 +233,17 @@ class FunctionalEngine(Engine):
             definition = self.programs.definition
             known[key] = bears_padding(definition, self.backend, one, data, real, batch.size)
         return known[key]
+
+    def rows_apart(self, batch: Any) -> bool:
+        """Whether a model's output for a row of a batch depends on that row alone, as one member shows."""
+        known = self.programs.rows_apart
+        if batch.size not in known:
+            inputs = self.inputs(batch.data)
+            if not batch.shared:
+                inputs = map_tree(lambda leaf: leaf[int(batch.counts.argmax())], inputs)
+            one = map_tree(lambda t: t[0], self._readable(self.state))
+            known[batch.size] = rows_apart(self.programs.definition, self.backend, one, inputs)
+        return known[batch.size]
 
     def row_weights(self, counts: np.ndarray, size: int) -> Any:
         """`(slot, row)`: 1 for a real row, 0 for padding."""

@@ -39,6 +39,31 @@ def bears_padding(definition: Definition, backend: Backend, one: State, data: An
     return True
 
 
+def rows_apart(definition: Definition, backend: Backend, one: State, inputs: Any) -> bool:
+    """Return True if a member's output for a row of inputs `(row, …)` depends on that row alone."""
+    rows = len(leaves(inputs)[0])
+    few = map_tree(lambda leaf: leaf[: (rows + 1) // 2], inputs)
+    program = backend.compile(lambda state, x: definition.predict(state, x)[0])
+    own = {name: backend.exactly(tensor) for name, tensor in one["params"].items()}
+    try:
+        for number in (1, 2, None):
+            params = own if number is None else shaken(own, number)
+            state = {**one, "params": map_tree(backend.tensor, params)}
+            whole, part = (backend.host(program(state, x)) for x in (inputs, few))
+            if not rows_alike(whole, part, rows):
+                return False
+    except Exception:  # a model that needs whole batches feels padding
+        return False
+    return True
+
+
+def rows_alike(whole: Any, part: Any, rows: int) -> bool:
+    """Return True if the first half of so many rows has the outputs that it has without the other half."""
+    half = (rows + 1) // 2
+    by_row = [(w[:half], p) for w, p in zip(leaves(whole), leaves(part), strict=True) if w.ndim and len(w) == rows]
+    return alike([w for w, _ in by_row], [p for _, p in by_row], together=False)
+
+
 def shaken(params: Mapping[str, np.ndarray], number: int) -> dict[str, np.ndarray]:
     """Return random weights of the size that fresh ones have."""
     generator = np.random.default_rng(number)

@@ -25,6 +25,7 @@ class Programs:
         self.untraced: str | None = None
         self.names: list[str] = []  # of the loss and the metrics, in their order
         self.bears_padding: dict[Any, bool] = {}
+        self.rows_apart: dict[int, bool] = {}
         self.output_shapes: dict[Any, tuple[int, ...] | None] = {}
         self._known: dict[tuple[str, bool], tuple[Function, Function]] = {}
         self._plain: set[tuple[str, bool]] = set()

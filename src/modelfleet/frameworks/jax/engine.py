@@ -174,6 +174,11 @@ class Engine(FunctionalEngine):
         with self._trial():
             return self.untraced is None and super().maskable(batch)
 
+    def rows_apart(self, batch: Any) -> bool:
+        """Whether a model's output for a row of a batch depends on that row alone."""
+        with self._trial():
+            return self.untraced is None and super().rows_apart(batch)
+
     def working_bytes(self, batch: Any) -> int | None:
         """What a train step on a batch like this takes on the device beside the state; None if not known."""
         with self._trial():

@@ -188,6 +188,10 @@ class PlainEngine(protocol.Engine):
         """Padded rows are cut off: nothing is known of what a step of one's own does with weights."""
         return False
 
+    def rows_apart(self, batch: Any) -> bool:
+        """Return False: nobody knows, and one member has no need of padding."""
+        return False
+
     def row_weights(self, counts: np.ndarray, size: int) -> Any:
         """Return `(slot, row)`: 1 for a real row, 0 for padding."""
         return (np.arange(size) < np.asarray(counts)[:, None]).astype(np.float32)

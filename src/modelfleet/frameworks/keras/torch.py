@@ -182,6 +182,24 @@ class LaneSteps(steps.Steps):
             return False
         return True
 
+    def rows_apart(self, one: State, inputs: Any) -> bool:
+        """Whether a member's output for a row depends on that row alone; tried as in `bears_padding`."""
+        rows = len(leaves(inputs)[0])
+        few = map_tree(lambda t: t[: (rows + 1) // 2], inputs)
+        params = map_tree(lambda t: on_host(t[0]), one["params"])
+        buffers = map_tree(lambda t: t[0], one["buffers"])
+        try:
+            for number in (1, 2, None):
+                drawn = params if number is None else padding.shaken(params, number)
+                own = {name: torch.from_numpy(drawn[name]).to(tensor) for name, tensor in one["params"].items()}
+                with torch.no_grad(), self._keras(one, fused=False):
+                    whole, part = (map_tree(on_host, self.own.predict(own, buffers, x)[0]) for x in (inputs, few))
+                if not padding.rows_alike(whole, part, rows):
+                    return False
+        except Exception:  # a model that needs whole batches feels padding
+            return False
+        return True
+
     @contextmanager
     def _keras(self, state: State, fused: bool) -> Iterator[None]:
         device = state["member"]["seed"].device
@@ -312,6 +330,9 @@ class Engine(engine.Engine):
             one = states.select(self.state, self.tensor(np.array([slot])))
             self._bears_padding[key] = self._steps.bears_padding(one, data, real)
         return self._bears_padding[key]
+
+    def _are_apart(self, inputs: Any) -> bool:
+        return self._steps.rows_apart(states.select(self.state, self.tensor(np.array([0]))), inputs)
 
     # --- state ---------------------------------------------------------------------------------------------------
 

@@ -113,6 +113,19 @@ def bears_padding(steps: Steps, state: State, shared: dict[str, Tensor], data: A
             return False
 
 
+def rows_apart(steps: Steps, state: State, shared: dict[str, Tensor], inputs: Any) -> bool:
+    """Whether the outputs for a row of inputs `(row, …)` depend on that row alone, by the first member."""
+    rows = len(leaves(inputs)[0])
+    with borrowed(steps, train=False):
+        try:
+            return not any(
+                _by_any(attempts, lambda trial: trial.feels_other_rows(trial.cast(inputs)))
+                for attempts in _trials(steps, state, shared, rows)
+            )
+        except Exception:  # a model that needs whole batches feels padding
+            return False
+
+
 def _trials(steps: Steps, state: State, shared: dict[str, Tensor], rows: int) -> Iterator[Iterator["_Trial"]]:
     """The first member with random weights twice, and with its own: each in float64, and as it is."""
     exact = copy.copy(steps)

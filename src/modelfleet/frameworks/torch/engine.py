@@ -15,7 +15,7 @@ from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.base import TorchEngine, explained
 from modelfleet.frameworks.torch.compiling import mode as mode_of_compiling
 from modelfleet.frameworks.torch.counting import Ahead, Coefficients
-from modelfleet.frameworks.torch.dividing import bears_padding, divide
+from modelfleet.frameworks.torch.dividing import bears_padding, divide, rows_apart
 from modelfleet.frameworks.torch.guards import Alike, StatefulError
 from modelfleet.frameworks.torch.optimizers import PER_MEMBER
 from modelfleet.frameworks.torch.parallel import Group
@@ -75,6 +75,7 @@ class Engine(TorchEngine):
         self.several = 1
         self._begun = False  # whether a step was taken since the members were last looked at
         self._bears_padding: dict[tuple[int, int], bool] = {}
+        self._rows_apart: dict[int, bool] = {}  # by the size of a batch
         self._group: Group | None = None
         self._divided: dict[Any, Draws] = {}  # by the form of a batch: what its rows draw
         self._places: dict[tuple[int, int], dict[str, Tensor]] = {}
@@ -384,6 +385,18 @@ class Engine(TorchEngine):
                 data = map_tree(lambda leaf: leaf[int(np.flatnonzero(batch.counts == real)[0])], data)
             self._bears_padding[key] = bears_padding(self.programs.steps, self.state, self.shared, data, real)
         return self._bears_padding[key]
+
+    def rows_apart(self, batch: Any) -> bool:
+        """Whether a model's output for a row of a batch depends on that row alone, as one member shows."""
+        if batch.size not in self._rows_apart:
+            inputs = self.inputs(batch.data)
+            if not batch.shared:
+                inputs = map_tree(lambda leaf: leaf[int(batch.counts.argmax())], inputs)
+            self._rows_apart[batch.size] = self._are_apart(inputs)
+        return self._rows_apart[batch.size]
+
+    def _are_apart(self, inputs: Any) -> bool:
+        return rows_apart(self.programs.steps, self.state, self.shared, inputs)
 
     # --- state ---------------------------------------------------------------------------------------------------
 

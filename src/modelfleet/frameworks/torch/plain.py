@@ -306,6 +306,10 @@ class PlainEngine(TorchEngine):
         """Return False: one member has no need of padding."""
         return False
 
+    def rows_apart(self, batch: Any) -> bool:
+        """Return False: nobody knows, and one member has no need of padding."""
+        return False
+
     def _looked(self, run: Any) -> Any:
         """Run something on the model in evaluation mode, with gradients only where it needs them."""
         with self._in_mode(train=False), self._drawing("evaluate"), self._autocast():
