@@ -1,6 +1,7 @@
 """The fleet as its users meet it: who is in it, and what its verbs do."""
 
 import copy
+import threading
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -419,3 +420,24 @@ def test_names_are_looked_up_and_not_searched_for_when_members_are_built(monkeyp
     assert mf.Fleet.build(mlp, ["b", "a"]).names == ["b", "a"]
     with pytest.raises(mf.InputError, match="two members named 'a'"):
         mf.Fleet.build(mlp, ["a", "b", "a"])
+
+
+class Keeping(nn.Linear):
+    """Keeps what it gave last."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.last = [super().forward(input)]
+        return self.last[0]
+
+
+def test_a_clone_keeps_no_graph_of_a_forward_pass() -> None:
+    fleet = mf.Fleet({"a": Keeping(2, 1)})
+    x = torch.ones(3, 2)
+    kept = fleet["a"](x)
+    fleet.clone("a", as_="b")
+    assert torch.equal(fleet["b"].last[0], kept)
+    assert not fleet["b"].last[0].requires_grad
+    fleet["a"].lock = threading.Lock()
+    with pytest.raises(mf.InputError, match="a Keeping can't be copied"):
+        fleet.clone("a", as_="c")
+    assert list(fleet) == ["a", "b"]

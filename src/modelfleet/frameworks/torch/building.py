@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from modelfleet.errors import InputError
 from modelfleet.frameworks.torch.extra import difference, extra_states, is_extra, set_extra_states
+from modelfleet.trees import leaves
 
 
 @contextmanager
@@ -61,8 +62,16 @@ def check_model(model: nn.Module, name: str) -> None:
 
 
 def copy_model(model: nn.Module) -> nn.Module:
-    """A model of its own with the same weights."""
-    return copy.deepcopy(model)
+    """A model of its own with the same weights; what it keeps of a forward pass comes without its graph."""
+    kept = (t for module in model.modules() for value in vars(module).values() for t in leaves(value))
+    memo = {id(t): t.detach().clone() for t in kept if isinstance(t, Tensor) and not t.is_leaf}
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:  # a model may hold anything, a lock or an open file too
+        raise InputError(
+            f"a {type(model).__name__} can't be copied: {error}. Give its class a __deepcopy__, or build another "
+            f"model and add that."
+        ) from error
 
 
 def randomness() -> Tensor:
