@@ -12,6 +12,7 @@ from modelfleet.feeds import Batch, Feed
 from modelfleet.frameworks.protocol import Engine, StepError
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree, paths
+from modelfleet.words import unstopped
 
 T = TypeVar("T")
 Work = Generator[None, None, T]
@@ -241,7 +242,7 @@ class Lane:
             who = f"member {self.names[0]!r}" if self.width == 1 else f"one of {self.width} members"
             raise InputError(
                 f"{who} can't take a batch of {shapes}: "
-                f"{type(error).__name__}: {error}. Check its values against what the model expects."
+                f"{type(error).__name__}: {unstopped(error)}. Check its values against what the model expects."
             ) from error
 
     def _rows(self, outputs: Any, slot: int, count: int, size: int) -> Any:
@@ -277,8 +278,8 @@ class Lane:
             return self.engine.concatenate(parts)
         except (ValueError, TypeError) as error:
             raise InputError(
-                f"member {name!r}: its outputs for {len(parts)} batches can't be joined: {error}. Let the model "
-                f"give the same tree of arrays for every batch."
+                f"member {name!r}: its outputs for {len(parts)} batches can't be joined: {unstopped(error)}. "
+                f"Let the model give the same tree of arrays for every batch."
             ) from error
 
     def refuse_failures(self, feed: Feed) -> None:

@@ -11,6 +11,7 @@ from modelfleet.members import Member
 from modelfleet.store import Saved, read_folder, write_folder
 from modelfleet.store.fields import check
 from modelfleet.store.manifest import plain
+from modelfleet.words import unstopped
 
 KIND = "fleet"
 _MEMBER = {  # what is kept of a member
@@ -185,7 +186,7 @@ def _imported(folder: Path, entry: Mapping[str, Any], allow_import: bool) -> Cal
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise StoreError(
-            f"the factory {path!r} of {folder} can't be imported: {error}. Give load a factory."
+            f"the factory {path!r} of {folder} can't be imported: {unstopped(error)}. Give load a factory."
         ) from error
     return found
 

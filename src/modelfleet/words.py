@@ -30,3 +30,8 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def unstopped(error: object) -> str:
+    """What an error says, without the full stop at its end: to go on with a sentence of one's own."""
+    return str(error).rstrip().rstrip(".")

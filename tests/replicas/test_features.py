@@ -100,6 +100,23 @@ def test_a_batch_that_is_not_full_goes_when_its_time_has_come() -> None:
     assert model.batches[-3:] == [2, 2, 2]
 
 
+def test_a_list_of_batches_that_a_model_can_not_take_as_inputs_says_what_to_give() -> None:
+    batches = [rows(1, 4), rows(2, 4)]
+    answers = mf.map(lambda x: x.mean(1), {"ada": batches, "bob": iter(batches)}, progress=False)
+    assert answers["bob"].shape == (8,)
+    message = str(answers.failed["ada"])
+    assert "The model was given a list of 2 as that many inputs. If these are batches, give iter(them)" in message
+
+
+def test_what_a_stream_raised_ends_with_one_full_stop() -> None:
+    def raising() -> Iterator[Any]:
+        yield rows(1, 4)
+        raise ValueError("there are no more batches.")
+
+    answers = mf.map(lambda x: x, {"ada": raising}, progress=False)
+    assert "ValueError after 4 rows: there are no more batches. Fix what reads them" in str(answers.failed["ada"])
+
+
 # --- updates and checks ---------------------------------------------------------------------------------------
 
 
@@ -120,6 +137,30 @@ def test_an_update_changes_the_model_of_every_replica(devices: str) -> None:
         replicas.update(other)
         for user in range(4):
             assert_answers(other, rows(user, 3), replicas.submit(user, rows(user, 3)).result(LONG))
+
+
+def test_a_request_under_way_at_an_update_that_two_models_answer_unlike_says_so() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def narrow(x: Any) -> Any:
+        begun.set()
+        go_on.wait(LONG)
+        if replicas._drivers[0].spare is not None:  # so that the new model is used before all rows are answered
+            until(lambda: replicas._version is not old, "the new model is there")
+        return np.ones((len(x), 2))
+
+    with mf.Replicas(narrow, devices="cpu", batch_size=4) as replicas:
+        old = replicas._version
+        future = replicas.submit("ada", rows(1, 4000))
+        assert begun.wait(LONG)
+        updating = threading.Thread(target=replicas.update, args=(lambda x: np.ones((len(x), 3)),))
+        updating.start()
+        until(lambda: replicas._coming is not None, "the update is on its way")
+        go_on.set()
+        with pytest.raises(mf.InputError, match=r"a new model while the request was under way.*submit it again"):
+            future.result(LONG)
+        updating.join(LONG)
+        assert replicas.submit("ada", rows(1, 9)).result(LONG).shape == (9, 3)
 
 
 def test_no_batch_is_answered_by_two_models_while_one_takes_the_others_place() -> None:

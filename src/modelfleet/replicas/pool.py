@@ -192,8 +192,9 @@ class Replicas:
         """Give every replica a new model of the same framework: new weights, or another network.
 
         Returns when every replica that is up answers with it; rows that are submitted then are answered by the
-        new model, and no batch by both. Until then the old one goes on, so both have to fit into the memory. If
-        the new one can't be taken (another framework, or it can't be sent or loaded), the old one stays.
+        new model, and no batch by both; a request of several batches that is under way may have some by each.
+        Until then the old one goes on, so both have to fit into the memory. If the new one can't be taken (another
+        framework, or it can't be sent or loaded), the old one stays.
         """
         self._refuse_inherited()
         with self._updating:
@@ -208,11 +209,18 @@ class Replicas:
                 raise
             with self._lock:
                 old, self._version, self._coming = self._version, version, None
+                self._mark_updated()
                 self._news.notify_all()
                 self._news.wait_for(
                     lambda: self._closing or all(d.version is version for d in self._drivers if d.live)
                 )
+                self._mark_updated()  # what was begun meanwhile, too
             old.shared.close()
+
+    def _mark_updated(self) -> None:
+        """Note of requests that are under way that they may be answered by two models."""
+        for request in self._futures:
+            request.updated |= request.begun is not None
 
     def _fitting(self, source: Source) -> Source:
         """A new model, if it is of the framework that the replicas have; of a factory its worker will tell."""

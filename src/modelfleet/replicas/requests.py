@@ -7,7 +7,7 @@ from typing import Any, Literal
 from modelfleet.errors import FleetError, InputError, RowsError
 from modelfleet.joining import joined
 from modelfleet.trees import leaves
-from modelfleet.words import count
+from modelfleet.words import count, unstopped
 
 KNOWN = 1000  # different errors of a request that are compared with new ones
 Status = Literal["open", "answered", "failed", "cancelled"]
@@ -34,6 +34,8 @@ class Request:
     """What is wrong with a row, by row. Equal errors are one object."""
     error: Exception | None = None
     """Why it failed, when it failed."""
+    updated: bool = False
+    """Whether the replicas were given another model while it was under way: some rows may be by either."""
     form: Any = field(default=None, repr=False)
     """What its rows look like, as `rows.form` has found it."""
 
@@ -69,10 +71,16 @@ class Request:
         try:
             return joined(pieces, _is_plain_list)
         except (ValueError, TypeError) as error:
+            remedy = (
+                "The replicas were given a new model while the request was under way, and some rows were answered "
+                "by each: submit it again."
+                if self.updated
+                else "Let the model give one array (row, …), or one tree of them, with the same keys and the same "
+                "shape per row in every batch."
+            )
             raise InputError(
                 f"the answers for {count(self.rows, 'row')} of user {self.user!r} came in {len(pieces)} batches "
-                f"that can't be joined ({error}). Let the model give one array (row, …), or one tree of them, "
-                f"with the same keys and the same shape per row in every batch."
+                f"that can't be joined ({error}). {remedy}"
             ) from error
 
     def failure(self) -> FleetError:
@@ -84,12 +92,20 @@ class Request:
             f"{', '.join(shown)}{more}. Fix or remove these rows (all of them are in .rows) and submit them "
             f"again; the answers of the others are in .answers, their numbers in .kept."
         )
+        if isinstance(self.data, list | tuple) and len(self.errors) == self.rows:
+            message += (
+                f" The model was given a {type(self.data).__name__} of {len(self.data)} as that many inputs. If "
+                f"these are batches, give iter(them) to mf.map, or submit them one by one."
+            )
         try:
             answers = self.joined()
         except InputError as error:
             return error
         except Exception as error:  # memory, say: whoever waits is told, whatever it is
-            message, answers = f"{message} These could not be joined: {type(error).__name__}: {error}.", None
+            message, answers = (
+                f"{message} These could not be joined: {type(error).__name__}: {unstopped(error)}.",
+                None,
+            )
         failure = RowsError(message, dict(sorted(self.errors.items())), answers, self.kept)
         failure.__cause__ = failure.rows[min(self.errors)]
         return failure

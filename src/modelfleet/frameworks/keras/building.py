@@ -14,6 +14,7 @@ from modelfleet.errors import InputError
 from modelfleet.frameworks.keras.optimizers import twin
 from modelfleet.frameworks.keras.own_code import put_together, taken_apart
 from modelfleet.frameworks.keras.steps import structural_keys
+from modelfleet.words import unstopped
 
 _GENERATOR = "global_seed_generator"  # what keras.random draws from if it is given no seed
 
@@ -58,8 +59,8 @@ def copy_model(model: keras.Model) -> keras.Model:
         copied: Any = put_together(*taken_apart(model))
     except Exception as error:  # whatever a class of one's own may not be able to tell about itself
         raise InputError(
-            f"a {type(model).__name__} can't be copied: {error}. Give its class a get_config, or build another "
-            f"model and copy the weights."
+            f"a {type(model).__name__} can't be copied: {unstopped(error)}. "
+            f"Give its class a get_config, or build another model and copy the weights."
         ) from error
     for variable, own in zip(copied.variables, model.variables, strict=True):
         variable.assign(own.numpy())  # not its value: on JAX, a fit of one would take it from the other
