@@ -1,6 +1,5 @@
 """What the programs do to JAX models by Flax and Optax, untraced: a loop for each member."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -98,7 +97,7 @@ class JaxReference(Reference):
         self.models[new] = model if isinstance(model, tuple) else nnx.clone(model)
         self.nets[new], self.recipes[new] = self.nets[name], self.recipes[name]
         if name in self.slots:
-            self.slots[new] = copy.deepcopy(self.slots[name])
+            self.slots[new] = jax.tree.map(lambda leaf: leaf, self.slots[name])
 
     def reload(self) -> None:
         for name, old in self.models.items():
