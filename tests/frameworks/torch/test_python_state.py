@@ -83,6 +83,33 @@ def test_a_value_that_a_callback_anneals_is_read_anew_in_every_epoch(where: str)
     comparing.assert_equal(models, expected)
 
 
+class Curriculum:
+    """Has a value of its class, until it is given one of its own."""
+
+    scale = 1.0
+
+    def now(self) -> float:
+        return self.scale
+
+
+def test_a_value_of_a_class_that_an_object_is_given_in_a_callback_is_read() -> None:
+    curriculum = Curriculum()
+
+    def objective(model: nn.Module, batch: Any) -> Tensor:
+        return ordinary(model, batch) * curriculum.now()
+
+    def change() -> None:
+        curriculum.scale = 0.25
+
+    data, models = comparing.rows(), comparing.build(mlp, 2)
+    start = vars(curriculum).clear
+    expected = comparing.plainly(models, objective, data, epochs=3, after_epoch=change, before=start)
+    start()
+    fleet = comparing.compiled(models, objective=objective)
+    comparing.fit(fleet, data, epochs=3, callbacks=[After(change)])
+    comparing.assert_equal(models, expected)
+
+
 class Scaled(nn.Module):
     """Reads an attribute."""
 

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import inspect
 import random
 import sys
 import sysconfig
@@ -193,9 +194,10 @@ class Walk:
             for word in words - function.__globals__.keys():
                 self._library(sys.modules.get(word), words)  # imported within the function
 
-    def _names(self, name: str, owner: Any, words: set[str]) -> None:
+    def _names(self, name: str, owner: Any, words: set[str], absent: Iterable[str] = ()) -> None:
+        """Watch the words that an owner has, and those that it may be given."""
         space = owner if isinstance(owner, dict) else vars(owner)
-        found = sorted(word for word in words if word in space)
+        found = sorted({word for word in words if word in space} | set(absent))
         place = Names(name, owner, found)
         self._add(place, (tuple(found), self._tokens(place.values, [f"{name}{word}" for word in found])))
         for value in place.values:
@@ -248,7 +250,9 @@ class Walk:
             if _is_data(kind):
                 self._items(name, attributes, lambda key: f".{key}")
             else:
-                self._names(f"{name}.", attributes, self._words)
+                # What is read of its class may be given to the object itself.
+                given = (word for word in self._words - attributes.keys() if _is_value_of(kind, word))
+                self._names(f"{name}.", attributes, self._words, given)
         slots = [slot for base in kind.__mro__ for slot in _slots(base)]
         if slots:
             place = Slots(name, value, slots)
@@ -298,6 +302,12 @@ def _is_own_class(cls: type) -> bool:
     if cls.__module__ == "__main__":
         return True
     return _is_own(getattr(sys.modules.get(cls.__module__), "__file__", None) or "")
+
+
+def _is_value_of(kind: type, name: str) -> bool:
+    """Whether a class has a value of this name that is no method and no property."""
+    value = inspect.getattr_static(kind, name, MISSING)
+    return value is not MISSING and not callable(value) and not hasattr(type(value), "__get__")
 
 
 def _is_data(kind: type) -> bool:
