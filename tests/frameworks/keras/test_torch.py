@@ -202,3 +202,55 @@ def test_several_inputs_outputs_and_sample_weights() -> None:
 def test_labels_without_an_output_are_refused() -> None:
     with pytest.raises(mf.InputError, match="the target in row 0 is 7, but the model has 3 outputs"):
         fleet_of(words, adam).fit((TOKENS, np.full(12, 7)), progress=False)
+
+
+class Annealed(keras.losses.Loss):
+    """A loss with a factor that its owner changes."""
+
+    factor = 1.0
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return keras.ops.mean((y_true - y_pred) ** 2, axis=-1) * self.factor
+
+
+@pytest.mark.parametrize("form", ["closure", "object", "class"])
+@pytest.mark.parametrize("sizes", [(4,), (4, 4), (4, 3)])
+def test_what_a_callback_anneals_is_read_in_the_next_epoch(form: str, sizes: tuple[int, ...]) -> None:
+    """Keras on torch runs its Python at every step."""
+    x, y = GENERATOR.normal(size=(12, 4)).astype(np.float32), GENERATOR.normal(size=(12, 3)).astype(np.float32)
+
+    def loss_of() -> tuple[Any, Callable[[float], None]]:
+        settings = {"factor": 1.0}
+
+        def loss(y: Any, outputs: Any) -> Any:
+            return keras.ops.mean((y - outputs) ** 2, axis=-1) * settings["factor"]
+
+        if form == "closure":
+            return loss, lambda value: settings.update(factor=value)
+        made = Annealed()
+        return made, lambda value: setattr(made if form == "object" else Annealed, "factor", value)
+
+    def made(number: int, loss: Any) -> keras.Model:
+        keras.utils.set_random_seed(number)
+        model = chain((4,))()
+        model.compile(optimizers.SGD(0.1), loss)
+        return model
+
+    class Anneal(mf.Callback):
+        def on_epoch_end(self, run: Any) -> None:
+            turn(0.25)
+
+    loss, turn = loss_of()
+    fleet = mf.Fleet([made(number, loss) for number in range(len(sizes))])
+    batch = mf.each({str(number): size for number, size in enumerate(sizes)})
+    fleet.fit((x, y), epochs=2, batch_size=batch, shuffle=False, progress=False, callbacks=[Anneal()])
+    for number, size in enumerate(sizes):
+        turn(1.0)
+        loss, turn = loss_of()
+        model = made(number, loss)
+        model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+        turn(0.25)
+        model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
+        for own, expected in zip(fleet[str(number)].get_weights(), model.get_weights(), strict=True):
+            np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)
+    Annealed.factor = 1.0

@@ -165,9 +165,24 @@ def _made_by(value: Any) -> Any:
     return value if anything else _Class(value, takes)
 
 
-def _own(model: keras.Model) -> list[Any]:
-    """Return the classes and functions that are not Keras's, wherever the model holds them or objects of them."""
+def own_python(model: keras.Model) -> list[tuple[str, Any]]:
+    """Return by name what is the user's own in a model: classes, functions, and objects of such classes.
+
+    Not the layers themselves, in which Keras notes every call.
+    """
+    objects: list[Any] = []
+    own = _own(model, objects)
+    told = [value for value in objects if type(value) in own and not isinstance(value, keras.Layer)]
+    return [(value.__qualname__, value) for value in own] + [(type(value).__qualname__, value) for value in told]
+
+
+def _own(model: keras.Model, objects: list[Any] | None = None) -> list[Any]:
+    """Return the classes and functions that are not Keras's, wherever the model holds them or objects of them.
+
+    `objects` is filled with all that the model holds.
+    """
     found: dict[Any, None] = {}
+    objects = [] if objects is None else objects
     seen: set[int] = set()
     waiting: list[Any] = [model]
     while waiting:
@@ -183,6 +198,7 @@ def _own(model: keras.Model) -> list[Any]:
             waiting += value
         elif hasattr(type(value), "get_config"):
             found.setdefault(type(value))
+            objects.append(value)
             waiting += vars(value).values()
         elif type(value).__name__ == "SerializableDict":  # what compile was told
             waiting += value.config.values()

@@ -5,7 +5,7 @@ is compiled where that pays. What is Keras's comes from `Steps`: the loss, the m
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -21,6 +21,7 @@ from modelfleet.frameworks import batches
 from modelfleet.frameworks.functional import Replica, padding
 from modelfleet.frameworks.keras.frozen import is_double
 from modelfleet.frameworks.keras.labels import label_check
+from modelfleet.frameworks.keras.own_code import own_python
 from modelfleet.frameworks.keras.plain import become_plain, evaluation_offset
 from modelfleet.frameworks.keras.recipe import task_of
 from modelfleet.frameworks.keras.steps import Steps, outputs
@@ -269,6 +270,10 @@ class Engine(engine.Engine):
         if reason is not None and len(self._members) == 1:
             become_plain(self, self._members, reason)
 
+    def objects(self) -> Iterable[tuple[str, Any]]:
+        """The layers of the model that is traced for all members of a signature; none where no Python runs."""
+        return () if self.untraced is None else super().objects()
+
     def epoch_values(self) -> dict[str, np.ndarray]:
         """The loss and the metrics `(slot,)` since the last call; the next epoch begins at nothing."""
         found = self.values(self.state["metrics"])
@@ -457,10 +462,10 @@ class Engine(engine.Engine):
 
 
 class _Programs(programs.Programs):
-    """The programs of a lane of Keras models. What these read in Python is in their signatures and their tasks."""
+    """The programs of a lane of Keras models."""
 
     def _roots(self) -> list[tuple[str, Any]]:
-        return []
+        return own_python(self.steps.model)
 
     def _refuse_other_parameters(self, kind: str, args: tuple[Any, ...]) -> None:
         """Do nothing: a layer frozen in the middle of a fit counts from the next compile on, as in Keras."""
