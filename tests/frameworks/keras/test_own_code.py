@@ -192,10 +192,33 @@ def test_they_are_copied_and_sent_to_replicas() -> None:
 
 def test_a_model_whose_arguments_keras_forgets_is_refused() -> None:
     assert plain(7).get_config()["width"] == 5, "if Keras tells them now, so may we"
-    with pytest.raises(mf.InputError, match=r"does not tell what it was made with.*units is 5, not 7"):
+    with pytest.raises(mf.InputError, match=r"does not tell all of it.*units is 5, not 7"):
         adapter.copy_model(plain(7))
-    with pytest.raises(CannotSendError, match=r"does not tell what it was made with.*units is 5, not 7"):
+    with pytest.raises(CannotSendError, match=r"does not tell all of it.*units is 5, not 7"):
         InMemory.put(adapter.frozen(plain(7)), "the model")
+
+
+class Bare(keras.Model):
+    """A model without arguments, so that nothing of them can be forgotten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = layers.Dense(3)
+
+    def call(self, x: Any) -> Any:
+        return self.only(x)
+
+
+def test_a_model_with_a_part_that_was_frozen_later_on_is_asked_but_not_copied() -> None:
+    x, _ = models.data(4)
+    for made in (plain(), Bare()):
+        made(x)
+        made.layers[0].trainable = False
+        shared = InMemory.put(adapter.frozen(made), "the model")
+        np.testing.assert_allclose(direct(shared.get(), x), direct(made, x), rtol=1e-6, atol=1e-7)
+        shared.close()
+        with pytest.raises(mf.InputError, match="trainable is True, not False"):  # a copy would be trained whole
+            adapter.copy_model(made)
 
 
 class Unsaid(layers.Layer):

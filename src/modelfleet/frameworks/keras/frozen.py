@@ -48,7 +48,7 @@ class Frozen:
             for key, variable in zip(structural_keys(variables), variables, strict=True)
         }
         own = mentioned(own, config)
-        check_told(self.model, own, config)
+        check_told(self.model, own, config, trained=False)
         return restored, (config, own, weights)
 
 

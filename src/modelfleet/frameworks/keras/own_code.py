@@ -37,7 +37,7 @@ def taken_apart(model: keras.Model) -> tuple[dict[str, Any], Any, tuple[Any, ...
         config = file.read("config.json").decode()
     arguments[0].seek(0)
     own = mentioned(own, config)
-    check_told(model, own, config)
+    check_told(model, own, config, trained=True)
     return own, make, arguments
 
 
@@ -89,34 +89,38 @@ def mentioned(own: Mapping[str, Any], config: str) -> dict[str, Any]:
     return {name: value for name, value in own.items() if json.dumps(name) in config}
 
 
-def check_told(model: keras.Model, own: Mapping[str, Any], config: str) -> None:
-    """Refuse a model whose config does not tell what it was made with.
+def check_told(model: keras.Model, own: Mapping[str, Any], config: str, *, trained: bool) -> None:
+    """Refuse a model whose config does not tell all of it; of what is to be `trained`, what is frozen, too.
 
-    Keras tells the defaults of a model's `__init__` where the class has no `get_config` of its own, whatever was
-    given: `keras.Model.__new__` passes nothing on to what notes the arguments.
+    Where a class has no `get_config` of its own, Keras tells the defaults of a model's `__init__`, whatever was
+    given: `keras.Model.__new__` passes nothing on to what notes the arguments. And it tells nothing of what was
+    set in a model's parts later on.
     """
-    if not any(map(_may_tell_defaults, model._flatten_layers())):
+    untold = [
+        one for one in model._flatten_layers() if isinstance(one, keras.Model) and is_default(one.get_config)
+    ]
+    if not any(trained or getattr(one._auto_config, "config", None) for one in untold):
         return
     with randomness.kept(), known(own), ObjectSharingScope():
         told = {**json.loads(config), "compile_config": None}
         twin: Any = keras.saving.deserialize_keras_object(told, safe_mode=False)
-    unlike = difference(*(_without_weights(signature(one)) for one in (twin, model)))
+    unlike = difference(*(_compared(signature(one), trained) for one in (twin, model)))
     if unlike is not None:
         raise InputError(
-            f"the config of a {type(model).__name__} does not tell what it was made with: a model made from it "
-            f"differs ({unlike}). Give the class a get_config that tells all that its __init__ takes."
+            f"the config of a {type(model).__name__} does not tell all of it: a model made from it differs "
+            f"({unlike}). Give the class a get_config that tells what its __init__ takes, and set all else there."
         )
 
 
-def _may_tell_defaults(layer: Any) -> bool:
-    """Whether a config may hold the defaults of arguments instead of what was given."""
-    if not isinstance(layer, keras.Model) or not is_default(layer.get_config):
-        return False
-    return bool(getattr(layer._auto_config, "config", None))
-
-
-def _without_weights(own: Signature) -> Signature:
-    return Signature(tuple((path, value) for path, value in own.entries if not path.startswith("weight ")))
+def _compared(own: Signature, trained: bool) -> Signature:
+    """Return what a config has to tell of a structure; the weights go beside it."""
+    return Signature(
+        tuple(
+            (path, value)
+            for path, value in own.entries
+            if not path.startswith("weight ") and (trained or path.rpartition(".")[2] != "trainable")
+        )
+    )
 
 
 class _Class:
