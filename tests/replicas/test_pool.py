@@ -319,13 +319,16 @@ def test_rows_that_take_replicas_down_fail_by_name(model: models.Marked, words: 
 
 
 def test_a_row_that_hangs_in_this_process_fails_by_name() -> None:
+    before = set(threading.enumerate())
     with mf.Replicas(models.Hanging(), devices="cpu", batch_size=4, timeout=1.5) as replicas:
         guilty = replicas.submit("guilty", poisoned(1, 5, 2))
         other = replicas.submit("other", rows(2, 5))
         assert other.result().shape == (5, 2)
         with pytest.raises(mf.RowsError, match=re.escape("row 2 of user 'guilty'")) as caught:
             guilty.result()
-    models.Hanging.let_go.set()  # threads that were left behind
+    models.Hanging.let_go.set()
+    for thread in set(threading.enumerate()) - before:  # those that were left behind
+        thread.join(60)
     models.Hanging.let_go = threading.Event()
     assert list(caught.value.rows) == [2]
 

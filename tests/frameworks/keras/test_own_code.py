@@ -148,6 +148,7 @@ MAKES: dict[str, Callable[[], keras.Model]] = {
     "of a script": lambda: model(__main__.in_main, __main__.InMain()),  # type: ignore[attr-defined]
     "terse": lambda: model("mse", Terse(2.0)),
     "plain": plain,
+    "numbered slot": lambda: model("mse", optimizer=keras.optimizers.Nadam(0.01)),
     "spectral": lambda: seeded(model("mse", layers.SpectralNormalization(layers.Dense(5, name="own")))),
 }
 

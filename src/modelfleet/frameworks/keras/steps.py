@@ -360,5 +360,6 @@ def slot_keys(slots: Sequence[Any], trained: Sequence[Any]) -> list[str]:
     names = []
     for index, slot in enumerate(slots):
         prefix = max((p for p in prefixes if slot.name.startswith(p)), key=len, default="")
-        names.append(f"{index:03}.{prefixes.get(prefix, '')}{slot.name[len(prefix) :]}")
+        rest = re.sub(r"_[0-9]+$", "", slot.name[len(prefix) :])  # Nadam's product has a name that Keras numbers
+        names.append(f"{index:03}.{prefixes.get(prefix, '')}{rest}")
     return names
