@@ -230,6 +230,8 @@ class _Check:
             case Clone():
                 name, new = self._who(verb.member), self._new_name()
                 fleet.clone(name, as_=new)
+                if hasattr(fleet[name], "fuzzed"):  # a note of ours, which no copy takes along
+                    fleet[new].fuzzed = fleet[name].fuzzed
                 self.nets[new] = self.nets[name]
                 self.reference.names.append(new)
                 self.reference.numbers[new] = int(new[1:])
