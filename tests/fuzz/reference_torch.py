@@ -46,7 +46,10 @@ class TorchReference(Reference):
         self.optimizers.pop(name, None)
 
     def clone(self, name: str, new: str) -> None:
-        memo = {id(one): one for trunk in self.trunk.values() for one in trunk.parameters()}
+        memo: dict[int, Any] = {id(one): one for trunk in self.trunk.values() for one in trunk.parameters()}
+        for kept in (value for module in self.models[name].modules() for value in vars(module).values()):
+            if isinstance(kept, torch.Tensor) and not kept.is_leaf:  # which torch does not copy
+                memo[id(kept)] = kept.detach().clone()
         self.models[new] = copy.deepcopy(self.models[name], memo)
         self.nets[new], self.recipes[new] = self.nets[name], self.recipes[name]
         self.steps[new], self.epochs[new] = self.steps.get(name, 0), self.epochs.get(name, 0)
