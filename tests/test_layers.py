@@ -17,7 +17,7 @@ LAYERS: list[set[str]] = [
     {"planning", "sharing", "workers"},
     {"lanes", "feeds", "store", "history", "callbacks", "progress", "tasks"},
     {"frameworks", "members"},
-    {"each", "devices", "errors", "fingerprints", "trees", "joining", "streams", "recipe", "words"},
+    {"each", "devices", "errors", "fingerprints", "trees", "joining", "streams", "recipe", "types", "words"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
