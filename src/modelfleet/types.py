@@ -17,15 +17,15 @@ NativeDevice: TypeAlias = Any
 Tree: TypeAlias = Any
 """Dicts, lists and tuples, nested, with tensors or arrays at the leaves; or a single tensor or array."""
 Data: TypeAlias = Any
-"""What `fit` trains on: arrays `(x, y)`, a loader, a data set, a function that returns an iterator, or `each(...)`."""
+"""Training data: arrays `(x, y)`, a loader, a data set, a function that returns an iterator, or `each(...)`."""
 OptimizerLike: TypeAlias = Any
-"""What `compile` takes as an optimizer: a name, a class of `torch.optim`, a Keras or an Optax optimizer."""
+"""An optimizer for `compile`: a name, a class of `torch.optim`, a Keras or an Optax optimizer."""
 LossLike: TypeAlias = Any
-"""What `compile` takes as a loss: a name, a function `loss(output, target)`, or a Keras loss."""
+"""A loss for `compile`: a name, a function `loss(output, target)`, or a Keras loss."""
 MetricLike: TypeAlias = Any
-"""What `compile` takes as a metric: a name, a function `metric(output, target)`, or a Keras metric."""
+"""A metric for `compile`: a name, a function `metric(output, target)`, or a Keras metric."""
 ScheduleLike: TypeAlias = Any
-"""What `compile` takes as a schedule: a name, a `Schedule`, or a function that makes a scheduler."""
+"""A schedule for `compile`: a name, a `Schedule`, or a function that makes a scheduler."""
 Signature: TypeAlias = Any
 """A model's structure. Models with equal signatures can be fused."""
 Json: TypeAlias = Any
@@ -41,4 +41,4 @@ Strategy = Literal["auto", "fused", "interleaved", "threads", "processes", "data
 SharingName = Literal["interleaved", "threads", "processes", "data_parallel"]
 Precision = Literal["float32", "bf16", "fp16"]
 Kind = Literal["train", "evaluate", "predict"]
-"""What a verb asks of a lane."""
+"""A verb that a lane serves."""
