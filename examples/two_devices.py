@@ -9,6 +9,7 @@ from torch import nn
 
 import modelfleet as mf
 from modelfleet.testing import largest_difference
+from modelfleet.types import Strategy
 
 random = np.random.default_rng(0)
 X = random.standard_normal((512, 16), dtype=np.float32)
@@ -19,7 +20,7 @@ def dense(width: int = 32) -> nn.Module:
     return nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 4))
 
 
-def trained(devices: str, strategy: str = "auto", members: int = 8) -> mf.Fleet:
+def trained(devices: str, strategy: Strategy = "auto", members: int = 8) -> mf.Fleet:
     fleet = mf.Fleet.build(dense, members, seed=0, devices=devices, width=mf.each([32, 48] * (members // 2)))
     fleet.compile("adam", "cross_entropy", lr=0.01)
     fleet.fit((X, Y), epochs=3, batch_size=32, strategy=strategy, progress=False)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from modelfleet.planning import planner
+from modelfleet.planning import measurements
 
 # No test goes by what an earlier run has measured, and none leaves its own in the user's cache.
 os.environ["MODELFLEET_CACHE"] = ""
@@ -16,7 +16,7 @@ os.environ["MODELFLEET_CACHE"] = ""
 os.environ["MODELFLEET_COMPILE"] = "never"
 
 # "auto" measures what is faster, and on a busy machine that is now the one and now the other.
-planner.SHORT = sys.maxsize
+measurements.SHORT_RUN = sys.maxsize
 
 # `tests.helpers` can be imported however pytest is started.
 sys.path.insert(0, str(Path(__file__).parent.parent))

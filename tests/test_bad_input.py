@@ -14,6 +14,7 @@ from torch import nn
 
 import modelfleet as mf
 from modelfleet import testing
+from modelfleet.types import Strategy
 
 X, Y = toy(20)
 
@@ -415,7 +416,9 @@ class _Refusing(nn.Module):
     ids=["memory", "allocator", "system"],
 )
 @pytest.mark.parametrize("strategy", ["auto", "interleaved"])
-def test_what_the_machine_refuses_is_not_blamed_on_the_data(error: Exception, told: str, strategy: str) -> None:
+def test_what_the_machine_refuses_is_not_blamed_on_the_data(
+    error: Exception, told: str, strategy: Strategy
+) -> None:
     fleet = mf.Fleet({"a": _Refusing(error), "b": _Refusing(error)})
     fleet.compile("sgd", "cross_entropy", lr=0.1)
     with pytest.raises(mf.FleetError, match=told) as caught:

@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler
 
 import modelfleet as mf
 from modelfleet import testing
+from modelfleet.types import Strategy
 
 SEED = 9
 # Fused lanes of 1, 3 and 64 gave the very same bits when this was written, and taking turns was 1e-7 off.
@@ -301,7 +302,7 @@ class _Idle(nn.Module):
 
 
 @pytest.mark.parametrize("strategy", ["fused", "interleaved"])
-def test_parameters_without_a_gradient_are_left_alone_as_torch_leaves_them(strategy: str) -> None:
+def test_parameters_without_a_gradient_are_left_alone_as_torch_leaves_them(strategy: Strategy) -> None:
     fleet = mf.Fleet.build(_Idle, list("abc"), seed=SEED)
     how: dict[str, Any] = {"epochs": 2, "batch_size": 8}
     task: dict[str, Any] = {"optimizer": "adamw", "loss": "cross_entropy", "lr": 0.1, "weight_decay": 0.1}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import modelfleet as mf
 from modelfleet import testing
+from modelfleet.types import Strategy
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 with warnings.catch_warnings():
@@ -197,7 +198,7 @@ CASES: dict[str, Case] = {
 }
 
 
-def trained(case: Case, strategy: str, momentum: float = 0.9) -> tuple[mf.Fleet, nn.Module]:
+def trained(case: Case, strategy: Strategy, momentum: float = 0.9) -> tuple[mf.Fleet, nn.Module]:
     """A fleet of two after three steps, and its second member trained alone."""
     data = case.data(torch.Generator().manual_seed(1))
     fleet = mf.Fleet.build(case.model, 2, seed=3)

@@ -8,18 +8,34 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "modelfleet"
 
-# From the top down; a file imports from its own layer and those below. "modelfleet" is the package itself.
-LAYERS: list[set[str]] = [
-    {"cli", "demo", "doctor", "inspection", "__main__"},
-    {"testing"},
-    {"modelfleet"},
-    {"fleet", "gate", "lane_sets", "fitting", "checkpoints", "saving", "replicas"},
-    {"planning", "sharing", "workers"},
-    {"lanes", "feeds", "store", "history", "callbacks", "progress", "tasks"},
-    {"frameworks", "members"},
-    {"each", "devices", "errors", "fingerprints", "trees", "joining", "streams", "recipe", "types", "words"},
-]
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+# From the top down. A file imports from its own package and from those in lines below, never from its own line or
+# above: so no two packages import each other. "modelfleet" is the package itself.
+ORDER: list[str] = """
+    __main__
+    cli
+    demo doctor inspection
+    testing
+    modelfleet
+    fleet
+    fitting
+    checkpoints lane_sets saving
+    planning
+    sharing
+    remote
+    runs
+    lanes
+    replicas
+    workers
+    callbacks feeds progress store
+    gate history memory
+    frameworks
+    interrupts members
+    joining recipe
+    each devices
+    fingerprints streams trees words
+    errors types
+""".split("\n")[1:-1]
+LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.split()}
 
 # Where a package may be imported: in the files below these paths, and nowhere else.
 PLACES: dict[str, tuple[str, ...]] = {
@@ -37,9 +53,16 @@ PLACES: dict[str, tuple[str, ...]] = {
 
 
 def imported(path: Path, root: Path) -> Iterator[tuple[int, str]]:
-    """Every module that a file imports, wherever in it: the line and the full name."""
+    """Every module that a file imports, wherever in it: the line and the full name.
+
+    What is imported for type checkers alone does not count: it never runs.
+    """
     package = ["modelfleet", *path.relative_to(root).parent.parts]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -63,16 +86,17 @@ def problems(root: Path) -> list[str]:
             continue
         own = path.relative_to(root).parts[0].removesuffix(".py")
         if own not in LEVEL:
-            found.append(f"{file}: say in which layer it belongs (LAYERS in tests/test_layers.py)")
+            found.append(f"{file}: say where it belongs (ORDER in tests/test_layers.py)")
             continue
         for line, module in imported(path, root):
             top, *rest = module.split(".")
             if top == "modelfleet":
                 target = rest[0] if rest else "modelfleet"
                 if target not in LEVEL:
-                    found.append(f"{file}:{line}: say in which layer {target} belongs")
-                elif LEVEL[target] < LEVEL[own]:
-                    found.append(f"{file}:{line}: {own} imports {module}, which is above it")
+                    found.append(f"{file}:{line}: say where {target} belongs")
+                elif target != own and LEVEL[target] <= LEVEL[own]:
+                    where = "beside" if LEVEL[target] == LEVEL[own] else "above"
+                    found.append(f"{file}:{line}: {own} imports {module}, which is {where} it")
             elif top in PLACES and not any(is_below(file, place) for place in PLACES[top]):
                 found.append(f"{file}:{line}: imports {module} outside of its place")
     return found
@@ -131,13 +155,19 @@ def test_imports_point_down_and_frameworks_stay_in_their_place() -> None:
             "import safetensors",
             "frameworks/torch/a.py:1: imports safetensors outside of its place",
         ),
-        ("misc.py", "", "misc.py: say in which layer it belongs (LAYERS in tests/test_layers.py)"),
-        ("cli.py", "import modelfleet.misc", "cli.py:1: say in which layer misc belongs"),
+        ("misc.py", "", "misc.py: say where it belongs (ORDER in tests/test_layers.py)"),
+        ("cli.py", "import modelfleet.misc", "cli.py:1: say where misc belongs"),
         ("cli.py", "import modelfleet as mf\nfrom modelfleet.testing import x", None),
         ("testing/a.py", "from modelfleet import Fleet\nfrom modelfleet.fleet import x", None),
-        ("store/a.py", "from modelfleet.lanes import x\nfrom . import b\nfrom ..errors import y", None),
+        ("store/a.py", "from modelfleet.trees import x\nfrom . import b\nfrom ..errors import y", None),
+        (
+            "store/a.py",
+            "from modelfleet.feeds import x",
+            "store/a.py:1: store imports modelfleet.feeds, which is beside it",
+        ),
         ("frameworks/torch/files.py", "import torch\nimport safetensors.torch", None),
         ("__init__.py", "from modelfleet.fleet import x", None),
+        ("each.py", "if TYPE_CHECKING:\n  from modelfleet.fleet import x", None),
     ],
 )
 def test_the_walk_sees(tmp_path: Path, file: str, text: str, expected: str | None) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import modelfleet as mf
+from modelfleet.types import Strategy
 
 
 def _loader() -> DataLoader[tuple[torch.Tensor, ...]]:
@@ -97,7 +98,7 @@ def _apply(params: Any, x: Any) -> Any:
 
 
 @pytest.mark.parametrize("strategy", ["auto", "interleaved", "threads", "processes"])
-def test_members_of_all_lanes_see_the_batches_they_would_see_alone(strategy: str) -> None:
+def test_members_of_all_lanes_see_the_batches_they_would_see_alone(strategy: Strategy) -> None:
     widths = {"a": 6, "b": 9, "c": 6}
     fleet = mf.Fleet(_members(widths))
     fleet.compile("sgd", "cross_entropy", lr=0.1)
@@ -124,7 +125,9 @@ def test_members_of_several_frameworks_see_the_batches_they_would_see_alone() ->
 
 
 @pytest.mark.parametrize("strategy", ["auto", "threads"])
-def test_waves_see_the_batches_of_those_that_fit_at_once(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waves_see_the_batches_of_those_that_fit_at_once(
+    strategy: Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     model = mlp(6)
     names = [f"m{number}" for number in range(6)]
@@ -138,7 +141,7 @@ def test_waves_see_the_batches_of_those_that_fit_at_once(strategy: str, monkeypa
     history = fleet.fit(loader, validation=validation, epochs=3, strategy=strategy, progress=False)
     expected, losses = _plain(model, 3)
     if strategy == "auto":
-        assert max(lane.part.wave for lane in fleet._lanes or ()) > 0
+        assert max(lane.spec.wave for lane in fleet._lanes) > 0
     for name in names:
         assert close(weights(fleet[name]), expected), name
         assert history[name]["val_loss"] == pytest.approx(losses, rel=1e-4)

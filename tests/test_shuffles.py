@@ -9,6 +9,7 @@ from tests.helpers import Arrays, close, fit, mlp, toy, weights
 from torch import Tensor, nn
 
 import modelfleet as mf
+from modelfleet.types import Strategy
 
 FIRST, SECOND = toy(12, seed=1), toy(16, seed=2)
 RATE, SIZE = 0.5, 3
@@ -63,7 +64,7 @@ CHANGES: dict[str, Callable[[mf.Fleet], object]] = {
 @pytest.mark.parametrize("strategy", ["auto", "interleaved"])
 @pytest.mark.parametrize("devices", ["cpu", "cpu:0,cpu:1"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_shuffles_go_on_in_lanes_that_are_made_anew(change: str, devices: str, strategy: str) -> None:
+def test_shuffles_go_on_in_lanes_that_are_made_anew(change: str, devices: str, strategy: Strategy) -> None:
     torch.manual_seed(0)
     models: dict[str, nn.Module] = {"a": mlp(), "b": mlp(), "c": mlp(9)}
     alone = {name: mlp(9 if name == "c" else 6) for name in models}

@@ -16,6 +16,7 @@ from tests.helpers import all_weights, close, equal, fit, fleet_of, toy, weights
 import modelfleet as mf
 from modelfleet import testing
 from modelfleet.history import Failure
+from modelfleet.types import Strategy
 
 X, Y = toy(24)
 BROKEN, STEP = 13, 4  # a row that holds NaN, and the step that sees it: rows 0-3, 4-7, 8-11, 12-15
@@ -107,7 +108,7 @@ def test_a_failed_member_can_be_trained_again() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["auto", "interleaved", "threads"])
-def test_a_fit_in_which_all_go_nan_says_so_and_what_often_helps(strategy: str) -> None:
+def test_a_fit_in_which_all_go_nan_says_so_and_what_often_helps(strategy: Strategy) -> None:
     fleet = fleet_of(2)
     with pytest.raises(mf.AllFailedError) as caught:
         fit(fleet, with_nan(), epochs=3, batch_size=4, shuffle=False, strategy=strategy)
@@ -124,7 +125,7 @@ def test_a_fit_in_which_all_go_nan_says_so_and_what_often_helps(strategy: str) -
 
 
 @pytest.mark.parametrize("strategy", ["auto", "interleaved", "threads"])
-def test_a_fit_in_which_the_data_of_all_raise_says_that_and_nothing_of_learning_rates(strategy: str) -> None:
+def test_a_fit_in_which_the_data_of_all_raise_says_that_and_nothing_of_learning_rates(strategy: Strategy) -> None:
     error = OSError("the disk is gone")
     fleet = fleet_of(2)
     with pytest.raises(mf.AllFailedError, match="step 3: its data raised OSError: the disk is gone") as caught:

@@ -12,6 +12,7 @@ from tests.helpers import close, fit, weights
 from torch import Tensor, nn
 
 import modelfleet as mf
+from modelfleet.types import Strategy
 
 
 class Pooled(nn.Module):
@@ -106,7 +107,7 @@ def test_own_loaders_of_varying_lengths_train_as_they_would_alone() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["auto", "interleaved", "threads", "processes"])
-def test_a_member_whose_step_raises_is_set_aside_and_the_others_go_on(strategy: str) -> None:
+def test_a_member_whose_step_raises_is_set_aside_and_the_others_go_on(strategy: Strategy) -> None:
     # Of one row BatchNorm has no variance: alone this raises, too.
     data = {"a": sequences(4, 8), "b": sequences(4, 9, 1), "c": sequences(4, 8, 2)}
     norm = lambda: Pooled(norm=True)  # noqa: E731
@@ -139,7 +140,7 @@ class Picky(Pooled):
 
 
 @pytest.mark.parametrize("strategy", ["auto", "interleaved", "processes"])
-def test_a_fit_whose_steps_raise_for_all_says_so(strategy: str) -> None:
+def test_a_fit_whose_steps_raise_for_all_says_so(strategy: Strategy) -> None:
     fleet = compiled(models(["a", "b"], Picky))
     with pytest.raises(mf.AllFailedError, match="epoch 1, step 2: its step raised ValueError: 9 is too") as caught:
         fit(fleet, [sequences(4, 6), sequences(9, 6, 1)], epochs=2, strategy=strategy)

@@ -12,6 +12,7 @@ from tests.helpers import close, equal, fit, mlp, toy, weights
 from torch import Tensor, nn
 
 import modelfleet as mf
+from modelfleet.types import Strategy
 
 X, Y = toy(24)
 XV, YV = toy(15, seed=1)
@@ -88,7 +89,7 @@ class Looks(mf.Callback):
 
 @pytest.mark.parametrize("strategy", ["auto", "interleaved", "threads", "processes"])
 def test_verbs_in_a_callback_see_the_weights_of_now_and_leave_the_training_alone(
-    strategy: str, tmp_path: Path
+    strategy: Strategy, tmp_path: Path
 ) -> None:
     expected = plain(3)
     looks = Looks(expected, tmp_path, models())
@@ -112,7 +113,7 @@ def test_verbs_in_a_callback_see_the_weights_of_now_and_leave_the_training_alone
 
 
 @pytest.mark.parametrize("strategy", ["auto", "threads", "processes"])
-def test_verbs_after_a_step_see_the_weights_of_that_step(strategy: str) -> None:
+def test_verbs_after_a_step_see_the_weights_of_that_step(strategy: Strategy) -> None:
     class AfterSteps(mf.Callback):
         def __init__(self) -> None:
             self.seen: list[dict[str, Any]] = []
@@ -200,7 +201,7 @@ def test_verbs_that_change_the_fleet_are_refused_in_a_callback(verb: str, call: 
 
 
 @pytest.mark.parametrize("strategy", ["interleaved", "threads", "processes"])
-def test_after_a_callback_that_raises_the_models_hold_what_was_trained(strategy: str) -> None:
+def test_after_a_callback_that_raises_the_models_hold_what_was_trained(strategy: Strategy) -> None:
     class Raises(mf.Callback):
         history: Any
 

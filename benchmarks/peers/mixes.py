@@ -11,6 +11,7 @@ from torch import nn
 import modelfleet as mf
 from benchmarks.contests import ALONE
 from benchmarks.peers import Round, compete
+from modelfleet.types import Strategy
 
 BATCH, STEPS = 32, 40
 
@@ -74,7 +75,7 @@ def data_of(model: Any, name: str) -> Data:
     return x, random.integers(0, 10, BATCH * STEPS)
 
 
-def prepare(mix: str, strategy: str, quick: bool) -> Callable[[], Round]:
+def prepare(mix: str, strategy: Strategy, quick: bool) -> Callable[[], Round]:
     members = models(mix)
     data = {name: data_of(model, name) for name, model in members.items()}
     epochs = 1 if quick else 4

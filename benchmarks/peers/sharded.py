@@ -7,9 +7,10 @@ import torch
 import modelfleet as mf
 from benchmarks.peers import Round, compete
 from benchmarks.variants import BATCH, EPOCHS, MEMBERS, dataset, net, steps, width
+from modelfleet.types import Strategy
 
 
-def prepare(devices: str, strategy: str, quick: bool) -> Callable[[], Round]:
+def prepare(devices: str, strategy: Strategy, quick: bool) -> Callable[[], Round]:
     torch.set_num_threads(1)
     members, epochs = (4, 1) if quick else (MEMBERS, EPOCHS)
     data = dataset(quick)

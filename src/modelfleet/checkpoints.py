@@ -1,17 +1,18 @@
 """Checkpoints of a fit under way: weights, optimizer state, positions, random state, history and callbacks."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from modelfleet.callbacks import Callback
 from modelfleet.errors import StoreError
 from modelfleet.fingerprints import alike, fingerprint
 from modelfleet.frameworks import files as numpy_files
+from modelfleet.frameworks.protocol import Adapter
 from modelfleet.history import History
-from modelfleet.planning.assembly import Part, Studied
-from modelfleet.planning.placement import packed
+from modelfleet.planning.plan import Plan
+from modelfleet.planning.stored import StoredPlan
+from modelfleet.runs.lane_run import GeneratorState, LaneRun
 from modelfleet.store import Saved, is_unused, read_folder, read_manifest, tidy, write_folder
 from modelfleet.store.fields import check
 
@@ -59,44 +60,30 @@ _CHECKPOINT = {
 SHARINGS = ("interleaved", "threads", "processes", "data_parallel")
 
 
-@dataclass(frozen=True)
-class Arrangement:
-    """The lanes of a run that was kept, and how they shared their device."""
+class CheckpointedFit(Protocol):
+    """A fit as a checkpoint sees it."""
 
-    parts: list[tuple[tuple[str, ...], bool]]
-    """The members of every lane, and whether it was fused."""
-    sharing: str
-    places: list[int]
-    """By lane, which of the devices it was on."""
-    devices: int
-    """How many devices there were."""
+    plan: Plan
+    runs: list[LaneRun]
+    callbacks: list[Callback]
+    history: History
+    epoch: int
+    step: int
+    generators: GeneratorState
+    devices: list[str]
 
-    @property
-    def members(self) -> set[str]:
-        """Who is in it."""
-        return {name for names, _ in self.parts for name in names}
-
-    def placed(self, studied: Studied) -> list[Part]:
-        """The lanes again: each where it was, if there are as many devices, or placed anew."""
-        parts = [Part(names, fused, "as in the checkpoint") for names, fused in self.parts]
-        groups = [set(part.names) for part in studied.groups]
-        if not all(any(group.issuperset(part.names) for group in groups) for part in parts):
-            return studied.groups  # the models are others now: `resume` will tell
-        if not studied.scattered or any(len(studied.devices(part)) != self.devices for part in parts):
-            return packed(studied, parts)
-        return [
-            replace(part, device=studied.devices(part)[place])
-            for part, place in zip(parts, self.places, strict=True)
-        ]
+    def framework(self, name: str) -> Adapter:
+        """Return the adapter of a member's framework."""
+        ...
 
 
-def arrangement(folder: Path, *, verify: bool = True) -> Arrangement:
-    """How the run in a checkpoint was arranged: one that goes on from it must be arranged alike."""
+def stored_plan(folder: Path, *, verify: bool = True) -> StoredPlan:
+    """Return the plan of the run in a checkpoint. A run that continues it must have the same lanes."""
     manifest = read_manifest(folder, kind=KIND, verify=verify)
     check_manifest(folder, manifest)
-    parts = [(tuple(lane["members"]), lane["fused"]) for lane in manifest["lanes"]]
+    lanes = [(tuple(lane["members"]), lane["fused"]) for lane in manifest["lanes"]]
     places = [lane.get("place", 0) for lane in manifest["lanes"]]
-    return Arrangement(parts, manifest["sharing"], places, manifest.get("devices", 1))
+    return StoredPlan(lanes, manifest["sharing"], places, manifest.get("devices", 1))
 
 
 def check_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -154,65 +141,63 @@ def exists(folder: Path) -> bool:
     return folder.is_dir() and not is_unused(folder)
 
 
-def save(folder: Path, run: Any, callbacks: Sequence[Callback]) -> None:
+def save(folder: Path, fit: CheckpointedFit) -> None:
     """Keep the run as it is now; a checkpoint that was there before stays whole until this one is."""
     files: dict[str, dict[str, Any]] = {}
     writers: dict[str, Any] = {}
-    files["random"], writers["random"] = run.randomness, numpy_files
-    for number, shift in enumerate(run.shifts):
-        files[f"lane-{number}"] = shift.lane.engine.tensors()
-        writers[f"lane-{number}"] = shift.lane.members[0].framework.files
-    for number, callback in enumerate(callbacks):
-        for name, framework in _frameworks(run).items():
+    files["random"], writers["random"] = fit.generators, numpy_files
+    for number, run in enumerate(fit.runs):
+        files[f"lane-{number}"] = run.lane.engine.tensors()
+        writers[f"lane-{number}"] = run.lane.members[0].framework.files
+    for number, callback in enumerate(fit.callbacks):
+        for name, framework in _frameworks(fit).items():
             arrays = {
                 f"{path}/{member}": tensor
                 for member, snapshot in callback.arrays().items()
-                if run.framework(member) is framework
+                if fit.framework(member) is framework
                 for path, tensor in _named(snapshot).items()
             }
             if arrays:
                 files[f"callback-{number}-{name}"] = arrays
                 writers[f"callback-{number}-{name}"] = framework.files
     manifest = {
-        "run": _identity(run),
-        "epoch": run.epoch,
-        "step": run.step,
-        "epochs": [shift.epoch for shift in run.shifts],
-        "positions": [shift.position for shift in run.shifts],
-        "history": run.history.to_dict(),
+        "run": _identity(fit),
+        "epoch": fit.epoch,
+        "step": fit.step,
+        "epochs": [run.epoch for run in fit.runs],
+        "positions": [run.step_in_epoch for run in fit.runs],
+        "history": fit.history.to_dict(),
         "lanes": [
-            {**shift.lane.standing(), "fused": shift.lane.engine.fused, "place": run.place(shift)}
-            for shift in run.shifts
+            {**run.lane.standing(), "fused": run.lane.engine.fused, "place": _device_number(fit, run)}
+            for run in fit.runs
         ],
-        "devices": len(run.devices),
-        "sharing": run.sharing_name,
-        "schedules": [shift.schedules.state() for shift in run.shifts],
-        "callbacks": [callback.state() for callback in callbacks],
+        "devices": len(fit.devices),
+        "sharing": fit.plan.sharing,
+        "schedules": [run.schedules.state() for run in fit.runs],
+        "callbacks": [callback.state() for callback in fit.callbacks],
     }
     write_folder(folder, files, manifest, kind=KIND, writer=writers)
 
 
-def resume(
-    folder: Path, run: Any, callbacks: Sequence[Callback], *, verify: bool = True
-) -> tuple[Any, ...] | None:
+def resume(folder: Path, fit: CheckpointedFit, *, verify: bool = True) -> tuple[Any, ...] | None:
     """Bring a run to where a checkpoint was taken: (epoch, step, history, randomness).
 
     None if the checkpoint is of another fit of the same fleet: this one begins where that one ended. One of
     another fleet or with other settings raises `StoreError`, so that nothing of it is overwritten.
     """
     # All is read and checked before anything is taken up: a damaged file must change nothing.
-    found = read_folder(folder, lambda saved: _read(saved, run, callbacks), kind=KIND, verify=verify)
+    found = read_folder(folder, lambda saved: _read(saved, fit), kind=KIND, verify=verify)
     if found is None:
         return None
     tidy(folder)  # a run that was over when it was killed saves no more
-    return _take_up(folder, run, callbacks, *found)
+    return _restore(folder, fit, *found)
 
 
-def _read(saved: Saved, run: Any, callbacks: Sequence[Callback]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+def _read(saved: Saved, fit: CheckpointedFit) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """The manifest and the tensors of a checkpoint; None if it is of another fit of the same fleet."""
     folder, manifest = saved.folder, saved.manifest
     check_manifest(folder, manifest)
-    then, now = manifest["run"], _identity(run)
+    then, now = manifest["run"], _identity(fit)
     if then != now:
         same_fleet = all(_by_name(then, key) == _by_name(now, key) for key in ("members", "seeds"))
         if same_fleet and _by_name(then, "started") != _by_name(now, "started"):
@@ -224,25 +209,25 @@ def _read(saved: Saved, run: Any, callbacks: Sequence[Callback]) -> tuple[dict[s
                 f"{folder} holds a checkpoint of another run: its {what} are {there}, here they are {here}. "
                 f"Give another folder, or delete this one. To go on with that run, give what it was begun with."
             )
-    if len(manifest["callbacks"]) != len(callbacks):
+    if len(manifest["callbacks"]) != len(fit.callbacks):
         raise StoreError(
             f"{folder} holds a checkpoint of another run: it has {len(manifest['callbacks'])} callbacks, here are "
-            f"{len(callbacks)}. Give another folder, or delete this one."
+            f"{len(fit.callbacks)}. Give another folder, or delete this one."
         )
-    known = _frameworks(run)
+    known = _frameworks(fit)
     files: dict[str, Any] = {}
     for name in manifest["files"]:
         kind, _, rest = name.partition("-")
         if name == "random":
             files[name] = saved.tensors(name, numpy_files)
-        elif kind == "lane" and rest.isdecimal() and int(rest) < len(run.shifts):
-            files[name] = saved.tensors(name, run.shifts[int(rest)].lane.members[0].framework.files)
+        elif kind == "lane" and rest.isdecimal() and int(rest) < len(fit.runs):
+            files[name] = saved.tensors(name, fit.runs[int(rest)].lane.members[0].framework.files)
         elif kind in ("callback", "random") and rest.split("-")[-1] in known:
             files[name] = saved.tensors(name, known[rest.split("-")[-1]].files)
         else:
             raise StoreError(f"{folder} has a data file {name!r} that no lane here needs. Load another copy.")
-    for number, shift in enumerate(run.shifts):
-        _check_weights(folder, number, files[f"lane-{number}"], shift.lane.engine)
+    for number, run in enumerate(fit.runs):
+        _check_weights(folder, number, files[f"lane-{number}"], run.lane.engine)
     return manifest, files
 
 
@@ -258,15 +243,15 @@ def _check_weights(folder: Path, number: int, tensors: Mapping[str, Any], engine
             )
 
 
-def _take_up(
-    folder: Path, run: Any, callbacks: Sequence[Callback], manifest: dict[str, Any], files: dict[str, Any]
+def _restore(
+    folder: Path, fit: CheckpointedFit, manifest: dict[str, Any], files: dict[str, Any]
 ) -> tuple[Any, ...]:
     """Bring a run to where a checkpoint was taken."""
-    known = _frameworks(run)
+    known = _frameworks(fit)
     try:  # what is not the members' weights first: if it can't be used, these are as they were
-        for shift, state in zip(run.shifts, manifest["schedules"], strict=True):
-            shift.schedules.restore(state)
-        for number, (callback, state) in enumerate(zip(callbacks, manifest["callbacks"], strict=True)):
+        for run, state in zip(fit.runs, manifest["schedules"], strict=True):
+            run.schedules.restore(state)
+        for number, (callback, state) in enumerate(zip(fit.callbacks, manifest["callbacks"], strict=True)):
             callback.restore_state(state)
             arrays: dict[str, Any] = {}
             for name in known:
@@ -279,13 +264,9 @@ def _take_up(
             f"({type(error).__name__}: {error}). Load another copy."
         ) from error
     history = History.from_dict(manifest["history"])
-    for number, (shift, standing) in enumerate(zip(run.shifts, manifest["lanes"], strict=True)):
-        shift.lane.engine.load(files[f"lane-{number}"])
-        slots = shift.lane.take_up(standing)
-        shift.epoch, shift.position = manifest["epochs"][number], manifest["positions"][number]
-        if len(slots) < len(shift.lane.members):
-            shift.feed = shift.feed.select(slots)
-            shift.validation = shift.validation and shift.validation.select(slots)
+    for number, (run, standing) in enumerate(zip(fit.runs, manifest["lanes"], strict=True)):
+        run.lane.engine.load(files[f"lane-{number}"])
+        run.resume(standing, manifest["epochs"][number], manifest["positions"][number])
     randomness = files.get("random")
     if randomness is None:  # of an earlier version, which kept the frameworks' own only
         kept = {name: files[f"random-{name}"]["generator"] for name in known if f"random-{name}" in files}
@@ -293,33 +274,37 @@ def _take_up(
     return manifest["epoch"], manifest["step"], history, randomness
 
 
-def _frameworks(run: Any) -> dict[str, Any]:
+def _device_number(fit: CheckpointedFit, run: LaneRun) -> int:
+    return fit.devices.index(run.lane.device) if run.lane.device in fit.devices else 0
+
+
+def _frameworks(fit: CheckpointedFit) -> dict[str, Any]:
     """The frameworks of a run's members, by name."""
-    adapters = [shift.lane.members[0].framework for shift in run.shifts]
+    adapters = [run.lane.members[0].framework for run in fit.runs]
     return {adapter.NAME: adapter for adapter in adapters}
 
 
-def _identity(run: Any) -> dict[str, Any]:
+def _identity(fit: CheckpointedFit) -> dict[str, Any]:
     """What makes two fits the same one, lane by lane."""
     return {
-        "members": [shift.lane.names for shift in run.shifts],
-        "seeds": [[member.seed for member in shift.lane.members] for shift in run.shifts],
-        "weights": [_weights(shift.lane.engine) for shift in run.shifts],
-        "tasks": [shift.lane.engine.task.summary for shift in run.shifts],
-        "schedules": [[fingerprint(schedule) for schedule in shift.lane.schedules] for shift in run.shifts],
+        "members": [run.lane.names for run in fit.runs],
+        "seeds": [[member.seed for member in run.lane.members] for run in fit.runs],
+        "weights": [_weights(run.lane.engine) for run in fit.runs],
+        "tasks": [run.lane.engine.task.summary for run in fit.runs],
+        "schedules": [[fingerprint(schedule) for schedule in run.lane.schedules] for run in fit.runs],
         "hyperparameters": [
-            {name: column.tolist() for name, column in shift.lane.columns.items()} for shift in run.shifts
+            {name: column.tolist() for name, column in run.lane.columns.items()} for run in fit.runs
         ],
-        "epochs": [shift.epochs.tolist() for shift in run.shifts],
-        "batches": [shift.batches for shift in run.shifts],
-        "rows": [None if shift.rows is None else shift.rows.tolist() for shift in run.shifts],
-        "steps per epoch": [None if s.known_steps is None else s.known_steps.tolist() for s in run.shifts],
+        "epochs": [run.epochs.tolist() for run in fit.runs],
+        "batches": [run.batches for run in fit.runs],
+        "rows": [None if run.rows is None else run.rows.tolist() for run in fit.runs],
+        "steps per epoch": [None if s.known_steps is None else s.known_steps.tolist() for s in fit.runs],
         "callbacks": [
             kind
-            for callback in run.callbacks
+            for callback in fit.callbacks
             for kind in getattr(callback, "kinds", (type(callback).__name__,))  # of a framework's own, each
         ],
-        "started": [shift.started.tolist() for shift in run.shifts],
+        "started": [run.steps_before.tolist() for run in fit.runs],
     }
 
 

@@ -155,7 +155,7 @@ def train_one(
         train,
         validation,
         orders,
-        device=device,
+        device=device or "cpu",
         batch_size=BATCH_SIZE,
         lr=variant.lr,
         weight_decay=variant.weight_decay,

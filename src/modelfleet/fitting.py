@@ -1,216 +1,247 @@
-"""A fit under way: what its lanes report, the history, callbacks, checkpoints and the progress shown."""
+"""One fit: runs its lanes, and keeps the history, callbacks, checkpoints and progress."""
 
-import signal
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from modelfleet import checkpoints
 from modelfleet.callbacks import Callback, Checkpoint
 from modelfleet.errors import AllFailedError, BusyError, InputError
 from modelfleet.frameworks import randomness
+from modelfleet.frameworks.protocol import Adapter
 from modelfleet.history import History
-from modelfleet.planning.assembly import Part
+from modelfleet.interrupts import StopRequest
+from modelfleet.lanes import Lane, LaneSpec
+from modelfleet.planning.plan import Plan
 from modelfleet.progress import Reporter
-from modelfleet.sharing.shifts import Moment, Report, Sharing, Shift, Stepped, Way
+from modelfleet.runs.events import Event, Reports, RunOptions, Sharing, StepsTaken
+from modelfleet.runs.lane_run import LaneRun
+from modelfleet.types import Model, State
+
+
+class FleetOfFit(Protocol):
+    """A fleet as its fit sees it. Callbacks have the `Fleet` itself."""
+
+    @property
+    def names(self) -> list[str]:
+        """Return the members' names."""
+        ...
+
+    def __len__(self) -> int: ...
 
 
 class Fit:
-    """A fit under way. Callbacks see it as `run` (`callbacks.Run`)."""
+    """A fit that is running. Callbacks see it as `run` (`callbacks.Run`).
+
+    Args:
+        fleet: The fleet.
+        plan: The plan that is executed.
+        runs: The runs of its lanes.
+        sharing: Runs the lanes.
+        halve: Returns two runs in place of one that has run out of memory.
+        callbacks: The callbacks.
+        reporter: Shows the progress.
+        generators: State of the random generators before any loader has drawn from them.
+        in_step: True if the lanes read one loader.
+        devices: The names of the fleet's devices.
+    """
 
     def __init__(
         self,
-        fleet: Any,
-        shifts: Sequence[Shift],
+        fleet: FleetOfFit,
+        plan: Plan,
+        runs: Sequence[LaneRun],
         sharing: Sharing,
-        sharing_name: str,
+        halve: Callable[[LaneRun], list[LaneRun]],
         callbacks: Sequence[Callback],
         reporter: Reporter,
-        before: randomness.State,
+        generators: randomness.State,
         *,
-        side_by_side: bool,
-        devices: Sequence[str] = (),
+        in_step: bool,
+        devices: Sequence[str],
     ) -> None:
         self.fleet = fleet
-        self.shifts = list(shifts)
+        self.plan = plan
+        self.runs = list(runs)
         self.history = History(fleet.names)
         self.epoch = 0
         self.step = 0
-        self.epochs = max(int(shift.epochs.max()) for shift in shifts)
+        self.epochs = max(int(run.epochs.max()) for run in runs)
         self.active: tuple[str, ...] = ()
         self.callbacks = list(callbacks)
-        self.randomness = dict(before)
-        """The state of the generators when the epoch at hand began."""
-        self.sharing_name = sharing_name
+        self.generators = dict(generators)
+        """State of the random generators at the start of the current epoch."""
         self.devices = list(devices)
         self.epoch_seconds: float | None = None
-        """What an epoch of everything took, once the first was over."""
-        self._sharing = sharing
+        """Time of an epoch of all lanes, after the first one."""
+        self._sharing, self._split_run = sharing, halve
         self._reporter = reporter
-        self._places = {name: shift for shift in self.shifts for name in shift.names}
+        self._run_of = {name: run for run in self.runs for name in run.names}
         self._stopping: dict[str, str] = {}
-        self._saving: list[Path] = []
-        self._interrupted = False
-        self._told = 0, 0  # the epoch and position of the step that callbacks were told of last
+        self._to_save: list[Path] = []
+        self._ctrl_c = StopRequest()
+        self._over = False
+        self._last_step = 0, 0  # the epoch and step that callbacks have seen last
         self._shown = 0
         self._first_shown: tuple[int, float] | None = None
-        self._epoch_begun = time.monotonic()
-        watched = any(callback.wants_steps for callback in self.callbacks)
-        together = side_by_side or any(callback.together for callback in self.callbacks)
-        self._over = False
-        self._way = Way(together, watched, lambda: self._interrupted or self._over, side_by_side, self._halve)
+        self._epoch_start = time.monotonic()
+        self._options = RunOptions(
+            together=in_step or any(callback.together for callback in self.callbacks),
+            watched=any(callback.wants_steps for callback in self.callbacks),
+            stopped=lambda: self._ctrl_c.pressed or self._over,
+            in_step=in_step,
+            halve=self._halve,
+        )
 
-    # --- what callbacks call -------------------------------------------------------------------------------------
+    # --- for callbacks -------------------------------------------------------------------------------------------
 
     def stop(self, name: str, reason: str = "stopped by a callback") -> None:
         """Stop a member at the end of this epoch and free its slot."""
-        self._place(name)
+        self._run(name)
         self._stopping.setdefault(name, reason)
 
-    def snapshot(self, name: str) -> Any:
-        """A copy of the member's weights as they are now."""
-        shift = self._at_rest(name, "run.snapshot")
-        shift.pull()
-        return shift.lane.snapshot(shift.lane.places[name])
+    def snapshot(self, name: str) -> State:
+        """Return a copy of a member's current weights."""
+        run = self._idle_run(name, "run.snapshot")
+        run.pull()
+        return run.lane.snapshot(run.lane.positions[name])
 
-    def restore(self, name: str, snapshot: Any) -> None:
-        """Give a member, training or not, the weights of a snapshot."""
-        shift = self._at_rest(name, "run.restore")
-        shift.pull()
-        shift.lane.restore(shift.lane.places[name], snapshot)
-        shift.push()
+    def restore(self, name: str, snapshot: State) -> None:
+        """Give a member the weights of a snapshot, whether it is still training or not."""
+        run = self._idle_run(name, "run.restore")
+        run.pull()
+        run.lane.restore(run.lane.positions[name], snapshot)
+        run.push()
 
-    def sync(self, name: str) -> Any:
-        """The member's model, with its state as it is now."""
-        shift = self._at_rest(name, "run.sync")
-        shift.pull()
-        return shift.lane.sync(shift.lane.places[name])
+    def sync(self, name: str) -> Model:
+        """Write a member's current state into its model, and return the model."""
+        run = self._idle_run(name, "run.sync")
+        run.pull()
+        return run.lane.sync(run.lane.positions[name])
+
+    def take(self, name: str) -> None:
+        """Read a member's state from its model, and continue the training with it."""
+        run = self._idle_run(name, "run.take")
+        run.pull()
+        run.lane.take(run.lane.positions[name])
+        run.push()
+
+    def save(self, folder: str | Path) -> None:
+        """Save a checkpoint of the whole run when all callbacks of this event are done."""
+        self._to_save.append(Path(folder))
+
+    # --- for verbs within a callback, and for a framework's own callbacks ----------------------------------------
 
     def sync_all(self, verb: str) -> None:
-        """Bring all members' models to their state of now, for a verb that was called in a callback."""
-        for shift in self._placed():
-            self._refuse_busy(shift, f"fleet.{verb}")
-            shift.pull()
-            lane = shift.lane
-            own = [name for name in lane.names if self._places[name] is shift]
+        """Write the current state of all members into their models, for a verb that a callback has called."""
+        for run in self._current_runs():
+            self._refuse_busy(run, f"fleet.{verb}")
+            run.pull()
+            lane = run.lane
+            own = [name for name in lane.names if self._run_of[name] is run]
             if lane.width == len(lane.members) == len(own):
                 lane.engine.write_back(lane.members)
             else:
                 for name in own:
-                    lane.sync(lane.places[name])
+                    lane.sync(lane.positions[name])
 
-    def parts(self) -> list[Part]:
-        """The members in the lanes that they are in now."""
-        found = []
-        for shift in self._placed():
-            own = tuple(name for name in shift.names if self._places[name] is shift)
-            found.append(replace(shift.lane.part, names=own))
-        return found
-
-    def take(self, name: str) -> None:
-        """Take what the member's model holds now back into the training."""
-        shift = self._at_rest(name, "run.take")
-        shift.pull()
-        shift.lane.take(shift.lane.places[name])
-        shift.push()
+    def specs(self) -> list[LaneSpec]:
+        """Return the lanes that the members are in now."""
+        return [
+            replace(run.lane.spec, members=tuple(name for name in run.names if self._run_of[name] is run))
+            for run in self._current_runs()
+        ]
 
     def epochs_of(self, name: str) -> int:
-        """How many epochs a member is to train in this fit."""
-        shift = self._place(name)
-        return int(shift.epochs[shift.lane.places[name]])
+        """Return how many epochs a member trains in this fit."""
+        run = self._run(name)
+        return int(run.epochs[run.lane.positions[name]])
 
     def steps_of(self, name: str) -> int | None:
-        """How many steps a member's epoch has; None if only its loader knows."""
-        shift = self._place(name)
-        return None if shift.known_steps is None else int(shift.known_steps[shift.lane.places[name]])
+        """Return how many steps a member's epoch has. None if only its loader knows."""
+        run = self._run(name)
+        return None if run.known_steps is None else int(run.known_steps[run.lane.positions[name]])
 
-    def lane_here(self, name: str) -> Any:
-        """The member's lane, if its steps are taken in this process; else None."""
-        shift = self._at_rest(name, "run.lane_here")
-        return shift.lane if shift.away is None else None
+    def lane_here(self, name: str) -> Lane | None:
+        """Return a member's lane if its steps are taken in this process."""
+        run = self._idle_run(name, "run.lane_here")
+        return run.lane if run.remote is None else None
 
-    def framework(self, name: str) -> Any:
-        """The adapter of a member's framework."""
-        return self._place(name).lane.members[0].framework
-
-    def place(self, shift: Shift) -> int:
-        """The number of the device that a lane is on."""
-        device = shift.lane.device
-        return self.devices.index(device) if device in self.devices else 0
-
-    def save(self, folder: str | Path) -> None:
-        """Keep a checkpoint of the whole run, as it is when every callback of this moment has been called."""
-        self._saving.append(Path(folder))
+    def framework(self, name: str) -> Adapter:
+        """Return the adapter of a member's framework."""
+        return self._run(name).lane.members[0].framework
 
     # --- the loop ------------------------------------------------------------------------------------------------
 
     def run(self) -> History:
-        """Train until every member is done, or Ctrl-C."""
+        """Train until every member is done, or until Ctrl-C."""
         begun = time.monotonic()
         self._resume()
         self._announce()
-        shared = any(shift.share != 1 for shift in self.shifts)  # turns are counted: each is a step
-        for shift in self.shifts:
-            shift.divisible = not self._way.side_by_side
-            shift.take_several(one=self._way.watched or self._way.side_by_side or shared)
-            shift.begin()
+        has_shares = any(run.share != 1 for run in self.runs)  # shares count turns, so each must be one step
+        for run in self.runs:
+            run.may_halve = not self._options.in_step
+            run.choose_turn_length(single=self._options.watched or self._options.in_step or has_shares)
+            run.begin()
         self.active = self._training()
         stopped_by: str | None = "an error"
         try:
-            with self._listening():
+            with self._ctrl_c.listening():
                 self._call("on_fit_start")
-                with self._moments() as moments:
-                    for moment in moments:
-                        if isinstance(moment, Stepped):
-                            self._stepped(moment)
+                with self._events() as events:
+                    for event in events:
+                        if isinstance(event, StepsTaken):
+                            self._handle_step(event.run)
                         else:
-                            self._ended(moment.reports)
+                            self._handle_epoch(event.reports)
                         self._save()
-            if self._interrupted:
-                self._set_aside()
-            stopped_by = "Ctrl-C" if self._interrupted else None
+            if self._ctrl_c.pressed:
+                self._record_last_failures()
+            stopped_by = "Ctrl-C" if self._ctrl_c.pressed else None
             self.active = self._training()
             self._call("on_fit_end")
             self._refuse_all_failed()
         finally:
-            for shift in self.shifts:
-                shift.close()
-                shift.lane.expand()
-                shift.lane.engine.stop()
+            for run in self.runs:
+                run.close()
+                run.lane.expand()
+                run.lane.engine.stop()
             self._reporter.end(self.history, time.monotonic() - begun, stopped_by)
         return self.history
 
     @contextmanager
-    def _moments(self) -> Iterator[Iterator[Moment]]:
-        """What happens. When a callback raises, lanes that run beside it stop before anybody looks at them."""
-        moments = self._sharing(self.shifts, self._way)
+    def _events(self) -> Iterator[Iterator[Event]]:
+        """Run the lanes. If a callback raises, lanes in threads and workers stop before this returns."""
+        events = self._sharing(self.runs, self._options)
         try:
-            yield moments
+            yield events
         finally:
             self._over = True
-            if isinstance(moments, Generator):
-                moments.close()
+            if isinstance(events, Generator):
+                events.close()
 
-    def _stepped(self, moment: Stepped) -> None:
-        if self._way.watched and not self._all_stepped(moment.shift):
-            return
-        self._told = moment.shift.epoch, moment.shift.position
-        self.step = max(int((shift.lane.steps - shift.started).max()) for shift in self.shifts)
-        leader = self._leader()
-        self._reporter.step(leader.position, leader.epoch + 1, self._note())
+    def _handle_step(self, stepped: LaneRun) -> None:
+        now = stepped.epoch, stepped.step_in_epoch
+        if self._options.watched:
+            working = [run for run in self.runs if run.working]
+            if now <= self._last_step or any((run.epoch, run.step_in_epoch) < now for run in working):
+                return  # callbacks see a step when all lanes have taken it
+        self._last_step = now
+        self.step = max(int((run.lane.steps - run.steps_before).max()) for run in self.runs)
+        # Of the lanes that train, the one with the longest epochs stands for the fit.
+        leader = max(
+            [run for run in self.runs if run.working] or self.runs,
+            key=lambda run: 0 if run.known_steps is None else int(run.known_steps.max()),
+        )
+        compiling = any(run.lane.engine.compiling for run in self.runs)
+        note = "compiling in the background" if compiling else None
+        self._reporter.step(leader.step_in_epoch, leader.epoch + 1, note)
         self._call("on_step_end")
 
-    def _all_stepped(self, shift: Shift) -> bool:
-        """Whether a step was taken by all lanes now, and callbacks have not been told of it."""
-        working = [other for other in self.shifts if other.working]
-        now = shift.epoch, shift.position
-        return now > self._told and all((other.epoch, other.position) >= now for other in working)
-
-    def _ended(self, reports: Sequence[tuple[Shift, Report]]) -> None:
+    def _handle_epoch(self, reports: Reports) -> None:
         self.epoch = max(report.epoch for _, report in reports)
         took_part: set[str] = set()
         for _, report in reports:
@@ -221,155 +252,67 @@ class Fit:
             took_part |= report.values.keys()
         self.active = tuple(name for name in self.fleet.names if name in took_part)
         self._call("on_epoch_end")
-        for shift, _ in reports:
-            shift.leave(self._stopped(shift))
+        for run, _ in reports:
+            run.leave(self._take_stopped(run))
         self.active = self._training()
-        self.randomness = randomness.state()
-        for shift, _ in reports:  # loaders that a worker reads draw there
-            if shift.away is not None:
-                self.randomness.update(shift.randomness or {})
+        self.generators = randomness.state()
+        for run, _ in reports:  # a loader that a worker reads draws there
+            if run.remote is not None:
+                self.generators.update(run.generators or {})
         self._show()
 
-    def _stopped(self, shift: Shift) -> list[str]:
-        """The members of a lane that are to stop now."""
-        stopped = [name for name in shift.training() if name in self._stopping]
-        for name in shift.names:
+    def _take_stopped(self, run: LaneRun) -> list[str]:
+        """Return the members of a lane that callbacks have stopped."""
+        stopped = [name for name in run.training() if name in self._stopping]
+        for name in run.names:
             self._stopping.pop(name, None)
         for name in stopped:
-            self.history.stopped[name] = shift.epoch
+            self.history.stopped[name] = run.epoch
         return stopped
 
-    def _halve(self, shift: Shift) -> None:
-        """Two lanes for one whose memory has run out."""
-        halves = self.fleet._halved(shift)
-        shift.lane.rest([shift.lane.places[name] for name in shift.training()])
-        self.shifts += halves
-        self._places.update({name: half for half in halves for name in half.names})
+    def _halve(self, run: LaneRun) -> None:
+        """Replace a lane that has run out of memory by two."""
+        halves = self._split_run(run)
+        run.lane.rest([run.lane.positions[name] for name in run.training()])
+        self.runs += halves
+        self._run_of.update({name: half for half in halves for name in half.names})
 
-    def _set_aside(self) -> None:
-        """After a run that was cut short: tell whom its last steps have brought into trouble."""
-        for shift in self.shifts:
-            shift.pull()
-            for name, failure in shift.trouble(shift.epoch + 1).items():
+    def _record_last_failures(self) -> None:
+        """Record the members that have failed since the last epoch, in a run that was cut short."""
+        for run in self.runs:
+            run.pull()
+            for name, failure in run.find_failures(run.epoch + 1).items():
                 self.history.fail(name, failure)
 
     def _refuse_all_failed(self) -> None:
-        """Raise `AllFailedError` if nobody is left, whatever the reasons: a fit without a result is no success."""
+        """Raise AllFailedError if every member has failed: a fit without a result is no success."""
         failed = self.history.failed
         if len(failed) < len(self.fleet):
             return
-        # What raised, or a worker that died, tells more of what is wrong than numbers that went bad.
-        told = sorted(failed, key=lambda name: (failed[name].diverged, failed[name].epoch, failed[name].step))[0]
-        failure = failed[told]
+        # An exception, or a worker that died, tells more about the cause than numbers that became NaN.
+        name = min(failed, key=lambda name: (failed[name].diverged, failed[name].epoch, failed[name].step))
+        failure = failed[name]
         advice = "Often a lower lr helps, or clip_norm=1.0; look for NaN in the data. " if failure.diverged else ""
         everybody = f"All {len(failed):,} members failed" if len(failed) > 1 else "It was the only member"
         raise AllFailedError(
-            f"member {told!r} failed in epoch {failure.epoch}, step {failure.step:,}: {failure.reason}. {advice}"
+            f"member {name!r} failed in epoch {failure.epoch}, step {failure.step:,}: {failure.reason}. {advice}"
             f"{everybody}: the history of this error has every reason.",
             self.history,
         ) from (None if failure.diverged else self._cause())
 
     def _cause(self) -> BaseException | None:
-        """What a step or the data of a member raised, if it was here."""
-        for shift in self.shifts:
-            if shift.raised is not None:
-                return shift.raised
-        feeds = [feed for shift in self.shifts for feed in (shift.feed, shift.validation) if feed is not None]
+        """Return the exception of a member's step or data, if it was raised in this process."""
+        for run in self.runs:
+            if run.raised is not None:
+                return run.raised
+        feeds = [feed for run in self.runs for feed in (run.feed, run.validation) if feed is not None]
         return next((error for feed in feeds for error in feed.failures.values()), None)
 
-    def _show(self) -> None:
-        """Tell the reporter when the slowest lane has ended an epoch."""
-        working = [shift for shift in self.shifts if shift.working]
-        done = min((shift.epoch for shift in working), default=self.epochs)
-        if not working:
-            done = max(shift.epoch for shift in self.shifts)
-        if done > self._shown:
-            now = time.monotonic()
-            if self._first_shown is None:
-                self._first_shown = done, now
-                self.epoch_seconds = (now - self._epoch_begun) / (done - self._shown)
-            else:
-                first, then = self._first_shown
-                self.epoch_seconds = (now - then) / (done - first)
-            self._shown = done
-            self._reporter.epoch(done, self.history, self.active, now - self._epoch_begun)
-            self._epoch_begun = now
-
-    # --- keeping -------------------------------------------------------------------------------------------------
-
-    def _save(self) -> None:
-        for folder in dict.fromkeys(self._saving):
-            for shift in self.shifts:
-                shift.pull()
-            checkpoints.save(folder, self, self.callbacks)
-        self._saving.clear()
-
-    def _resume(self) -> None:
-        for callback in self.callbacks:
-            if isinstance(callback, Checkpoint) and callback.resume and checkpoints.exists(callback.folder):
-                found = checkpoints.resume(callback.folder, self, self.callbacks, verify=callback.verify)
-                if found is not None:
-                    self.epoch, self.step, self.history, self.randomness = found
-                    self._shown = self.epoch
-                    for shift in self.shifts:
-                        shift.randomness = self.randomness
-                    self._rewind()
-                    return
-
-    def _rewind(self) -> None:
-        """Have loaders draw their shuffles as they did when the epoch at hand began."""
-        randomness.restore(self.randomness)
-        feeds = [*(shift.feed for shift in self.shifts), *(shift.validation for shift in self.shifts)]
-        for feed in feeds:
-            if feed is not None:
-                feed.rewind()
-                if self.epoch == 0:  # the first epoch's loaders are all looked into before the fit
-                    feed.first()
-
-    # --- small parts ---------------------------------------------------------------------------------------------
-
-    def _leader(self) -> Shift:
-        """The lane whose position stands for the fit's: of those that train, the one with the longest epochs."""
-        working = [shift for shift in self.shifts if shift.working] or self.shifts
-        return max(working, key=lambda shift: 0 if shift.known_steps is None else int(shift.known_steps.max()))
-
-    def _training(self) -> tuple[str, ...]:
-        on = {name for shift in self.shifts for name in shift.training()}
-        return tuple(name for name in self.fleet.names if name in on)
-
-    def _place(self, name: str) -> Shift:
-        if name not in self._places:
-            raise InputError(f"there is no member {name!r} in this fit.")
-        return self._places[name]
-
-    def _at_rest(self, name: str, verb: str) -> Shift:
-        shift = self._place(name)
-        self._refuse_busy(shift, verb)
-        return shift
-
-    def _refuse_busy(self, shift: Shift, verb: str) -> None:
-        if shift.busy and shift.working:
-            raise BusyError(
-                f"{verb} in a callback: member {shift.names[0]!r} is in the middle of an epoch, in another thread "
-                f"or process. Use a modelfleet.Callback with together = True: then all members wait for it."
-            )
-
-    def _placed(self) -> list[Shift]:
-        """The lanes, without those that others have taken the place of."""
-        return list({id(shift): shift for shift in self._places.values()}.values())
-
-    def _call(self, moment: str) -> None:
-        for callback in self.callbacks:
-            if moment != "on_step_end" or callback.wants_steps:
-                getattr(callback, moment)(self)
-
-    def _note(self) -> str | None:
-        busy = any(shift.lane.engine.compiling for shift in self.shifts)
-        return "compiling in the background" if busy else None
+    # --- progress ------------------------------------------------------------------------------------------------
 
     def _announce(self) -> None:
-        steps = [shift.known_steps for shift in self.shifts]
-        rows = [shift.feed.rows for shift in self.shifts]
+        steps = [run.known_steps for run in self.runs]
+        rows = [run.feed.rows for run in self.runs]
         self._reporter.start(
             self.fleet.names,
             self.epochs,
@@ -377,49 +320,81 @@ class Fit:
             None if any(r is None for r in rows) else sum(int(r.sum()) for r in rows if r is not None),
         )
 
-    @contextmanager
-    def _listening(self) -> Iterator[None]:
-        """Ctrl-C stops after the step at hand; a second one stops at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
+    def _show(self) -> None:
+        """Report an epoch when the slowest lane has ended it."""
+        working = [run for run in self.runs if run.working]
+        done = min((run.epoch for run in working), default=max(run.epoch for run in self.runs))
+        if done <= self._shown:
             return
+        now = time.monotonic()
+        if self._first_shown is None:
+            self._first_shown = done, now
+            self.epoch_seconds = (now - self._epoch_start) / (done - self._shown)
+        else:
+            first, then = self._first_shown
+            self.epoch_seconds = (now - then) / (done - first)
+        self._shown = done
+        self._reporter.epoch(done, self.history, self.active, now - self._epoch_start)
+        self._epoch_start = now
 
-        def heard(number: int, frame: Any) -> None:
-            if self._interrupted:
-                raise KeyboardInterrupt
-            self._interrupted = True
+    # --- checkpoints ---------------------------------------------------------------------------------------------
 
-        before = signal.signal(signal.SIGINT, heard)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
+    def _save(self) -> None:
+        for folder in dict.fromkeys(self._to_save):
+            for run in self.runs:
+                run.pull()
+            checkpoints.save(folder, self)
+        self._to_save.clear()
 
+    def _resume(self) -> None:
+        for callback in self.callbacks:
+            if isinstance(callback, Checkpoint) and callback.resume and checkpoints.exists(callback.folder):
+                found = checkpoints.resume(callback.folder, self, verify=callback.verify)
+                if found is not None:
+                    self.epoch, self.step, self.history, self.generators = found
+                    self._shown = self.epoch
+                    for run in self.runs:
+                        run.generators = self.generators
+                    self._rewind()
+                    return
 
-@contextmanager
-def noticing() -> Iterator[Callable[[], None]]:
-    """Notice Ctrl-C while a fit is prepared; gives what raises `KeyboardInterrupt` if there was one.
+    def _rewind(self) -> None:
+        """Have loaders draw the shuffles that they drew in the epoch that is resumed."""
+        randomness.restore(self.generators)
+        for feed in [*(run.feed for run in self.runs), *(run.validation for run in self.runs)]:
+            if feed is not None:
+                feed.rewind()
+                if self.epoch == 0:  # all loaders are looked into before the first epoch
+                    feed.first()
 
-    What Ctrl-C raises may be lost on the way: Python drops what is raised within a weak reference's callback or a
-    `__del__`, as there are in every import.
-    """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield lambda: None
-        return
-    pressed = False
+    # --- small parts ---------------------------------------------------------------------------------------------
 
-    def heard(number: int, frame: Any) -> None:
-        nonlocal pressed
-        pressed = True
-        before(number, frame)
+    def _training(self) -> tuple[str, ...]:
+        on = {name for run in self.runs for name in run.training()}
+        return tuple(name for name in self.fleet.names if name in on)
 
-    def check() -> None:
-        if pressed and before is signal.default_int_handler:
-            raise KeyboardInterrupt
+    def _run(self, name: str) -> LaneRun:
+        if name not in self._run_of:
+            raise InputError(f"there is no member {name!r} in this fit.")
+        return self._run_of[name]
 
-    signal.signal(signal.SIGINT, heard)
-    try:
-        yield check
-    finally:
-        signal.signal(signal.SIGINT, before)
+    def _idle_run(self, name: str, verb: str) -> LaneRun:
+        run = self._run(name)
+        self._refuse_busy(run, verb)
+        return run
+
+    def _refuse_busy(self, run: LaneRun, verb: str) -> None:
+        if run.busy and run.working:
+            raise BusyError(
+                f"{verb} in a callback: member {run.names[0]!r} is in the middle of an epoch, in another thread "
+                f"or process. Use a modelfleet.Callback with together = True: then all members wait for it."
+            )
+
+    def _current_runs(self) -> list[LaneRun]:
+        """Return the runs, without those that were halved."""
+        return list({id(run): run for run in self._run_of.values()}.values())
+
+    def _call(self, method: str) -> None:
+        for callback in self.callbacks:
+            if method != "on_step_end" or callback.wants_steps:
+                getattr(callback, method)(self)

@@ -2,57 +2,74 @@
 
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 
 from modelfleet import checkpoints, frameworks, saving
 from modelfleet.callbacks import Callback, Checkpoint
-from modelfleet.checkpoints import Arrangement
 from modelfleet.devices import parse_devices
 from modelfleet.each import Each, spread
 from modelfleet.errors import InputError, StrategyError, unknown
-from modelfleet.feeds import Feed
-from modelfleet.fitting import Fit, noticing
+from modelfleet.fitting import Fit
 from modelfleet.frameworks import randomness
 from modelfleet.gate import Gate
 from modelfleet.history import History
+from modelfleet.interrupts import noticing
 from modelfleet.lane_sets import LaneSet
-from modelfleet.lanes import Lane
+from modelfleet.lanes import DevicePool, Lane, LaneBuilder
 from modelfleet.members import Member, check_name, member_seed
-from modelfleet.planning import supply
-from modelfleet.planning.assembly import Assembly
-from modelfleet.planning.plan import LanePlan, Plan
-from modelfleet.planning.planner import Choice, Planner, usual_sharing
-from modelfleet.planning.supply import Job
-from modelfleet.progress import Reporter, reporter
+from modelfleet.planning.describing import describe
+from modelfleet.planning.plan import Plan
+from modelfleet.planning.planner import Planner
+from modelfleet.planning.stored import StoredPlan
+from modelfleet.progress import reporter
 from modelfleet.recipe import Recipe
-from modelfleet.sharing import sharings
-from modelfleet.sharing.crew import Orders
-from modelfleet.sharing.shifts import Sharing, Shift
-from modelfleet.sharing.threads import everywhere
-from modelfleet.workers import CannotSendError, shared
+from modelfleet.remote.copies import copy_loaders
+from modelfleet.remote.messages import OrderWriter
+from modelfleet.runs.job import Job
+from modelfleet.runs.lane_run import LaneRun, make_runs
+from modelfleet.runs.opening import OpenLane
+from modelfleet.sharing import Sharings, sharings
+from modelfleet.sharing.each_lane import for_each_lane
+from modelfleet.types import (
+    Data,
+    Kind,
+    LossLike,
+    MetricLike,
+    Model,
+    OptimizerLike,
+    Precision,
+    ScheduleLike,
+    Strategy,
+    Tree,
+)
+from modelfleet.workers import CannotSendError
 
 STRATEGIES = ("auto", "fused", "interleaved", "threads", "processes", "data_parallel")
 
 
 class Fleet:
-    """Many models, trained, evaluated and kept together, each with the numbers it would have had alone.
+    """Many models that are trained, evaluated and saved together, each with the numbers it would have had alone.
 
-    models: a mapping from name to model, or a sequence of models (their names are then "0", "1", …).
-    seed: with a member's name it makes the member's own seed, for its shuffles and its dropout.
-    devices: "auto", or devices by name: "cpu", "cuda:0", "cpu:0,cpu:1"; "ray" for those of a Ray cluster.
+    Args:
+        models: A mapping from name to model, or a sequence of models, whose names are then "0", "1", …
+        seed: Together with a member's name it makes the member's own seed, for its shuffles and its dropout.
+        devices: "auto", or devices by name: "cpu", "cuda:0", "cpu:0,cpu:1"; "ray" for those of a Ray cluster.
 
-        fleet = mf.Fleet({"narrow": net(64), "wide": net(256)})
-        fleet.compile("adam", "cross_entropy", lr=1e-3)
-        history = fleet.fit((x, y), epochs=10)
+    Raises:
+        InputError: There are no models, a model is given twice, or a device does not exist.
+
+    Example:
+        >>> fleet = mf.Fleet({"narrow": net(64), "wide": net(256)})
+        >>> fleet.compile("adam", "cross_entropy", lr=1e-3)
+        >>> history = fleet.fit((x, y), epochs=10)
     """
 
     def __init__(
         self,
-        models: Mapping[str, Any] | Sequence[Any],
+        models: Mapping[str, Model] | Sequence[Model],
         *,
         seed: int = 0,
         devices: str | Sequence[str] = "auto",
@@ -62,37 +79,46 @@ class Fleet:
             raise InputError("a fleet needs at least one member; got none.")
         self.seed = int(seed)
         self._members: dict[str, Member] = {}
-        self._by_model: dict[int, str] = {}  # the member of a model object, which must be of one only
-        self._assembly = Assembly(parse_devices(devices))
-        self._planner = Planner()
-        self._gate = Gate()
-        self._fit: Fit | None = None  # the one under way
-        self._took: float | None = None  # an epoch of the last run
-        self._token = secrets.token_hex(8)  # by which worker processes know the fleet again
+        self._by_model: dict[int, str] = {}  # by the id of a model: one object must not be two members
         self._recipes: dict[str, Recipe | None] = {}
-        self._recipe: Recipe | None = None  # for members to come
-        self._set = LaneSet(self._members, self._recipes, self._assembly, self._planner)
-        self._aside: LaneSet | None = None  # the lanes of verbs that are called within others
-        self._handed: set[str] = set()  # members whose models somebody else may hold, and change
+        self._recipe: Recipe | None = None  # for members that join later
         self._origins: dict[str, dict[str, Any]] = {}  # how members were built, for `save`
+        self._exposed: set[str] = set()  # members whose models the user may hold, and change
+        self._pool = DevicePool(parse_devices(devices))
+        self._planner = Planner()
+        self._lane_set = LaneSet(self._members, self._recipes, self._pool, LaneBuilder(), self._planner)
+        self._nested_set: LaneSet | None = None  # the lanes of verbs that are called within others
+        self._gate = Gate()
+        self._fit: Fit | None = None  # the one that is running
+        self._epoch_seconds: float | None = None  # of the last fit
+        self._token = secrets.token_hex(8)  # identifies the fleet to worker processes
         for name, model in pairs:
-            self._handed.add(self._enlist(name, model))
+            self._exposed.add(self._enlist(name, model))
 
     @classmethod
     def build(
         cls,
-        factory: Callable[..., Any],
+        factory: Callable[..., Model],
         members: int | Iterable[str],
         *,
         seed: int = 0,
         devices: str | Sequence[str] = "auto",
         **kwargs: Any,
     ) -> Self:
-        """A fleet of models that `factory(**kwargs)` makes, each from its own seed.
+        """Build a fleet of models that a factory makes, each from its own seed.
 
-        members: how many, or their names. Any keyword may be `each(...)`: one value per member.
+        Args:
+            factory: A function that returns a new model.
+            members: How many, or their names.
+            seed: See `Fleet`.
+            devices: See `Fleet`.
+            **kwargs: Arguments of the factory. Each may be `each(...)`: one value per member.
 
-            fleet = mf.Fleet.build(make_net, 50, seed=0, width=mf.each(widths))
+        Returns:
+            The fleet.
+
+        Example:
+            >>> fleet = mf.Fleet.build(make_net, 50, seed=0, width=mf.each(widths))
         """
         if not callable(factory):
             raise InputError(f"the factory is {factory!r}; expected a function that returns a new model.")
@@ -100,31 +126,31 @@ class Fleet:
             members = [str(number) for number in range(int(members))]
         elif isinstance(members, str) or not isinstance(members, Iterable):
             raise InputError(f"members is {members!r}; give a number, or a sequence of names.")
-        known: dict[str, None] = {}  # in their order, and quick to look up
+        known: dict[str, None] = {}  # ordered, and quick to look up
         for name in members:
             known[check_name(name, known)] = None
         names = list(known)
         if not names:
             raise InputError("a fleet needs at least one member; members is below 1 or empty.")
-        spreads = {key: spread(value, names, key) for key, value in kwargs.items()}
-        arguments = [{key: values[row] for key, values in spreads.items()} for row in range(len(names))]
+        by_argument = {key: spread(value, names, key) for key, value in kwargs.items()}
+        arguments = [{key: values[row] for key, values in by_argument.items()} for row in range(len(names))]
         models = {
             name: frameworks.build(factory, own, member_seed(seed, name), name)
             for name, own in zip(names, arguments, strict=True)
         }
         fleet = cls(models, seed=seed, devices=devices)
-        fleet._handed.clear()
+        fleet._exposed.clear()
         fleet._origins = {
             name: {"factory": saving.import_path(factory), "arguments": own}
             for name, own in zip(names, arguments, strict=True)
         }
         return fleet
 
-    # --- who is in it --------------------------------------------------------------------------------------------
+    # --- members -------------------------------------------------------------------------------------------------
 
     @property
     def names(self) -> list[str]:
-        """The members' names, in their order."""
+        """Return the members' names, in their order."""
         return list(self._members)
 
     def __len__(self) -> int:
@@ -136,148 +162,201 @@ class Fleet:
     def __contains__(self, name: object) -> bool:
         return name in self._members
 
-    def __getitem__(self, name: str) -> Any:
-        """A member's model: the very object that was given or built, with its weights as they are now.
+    def __getitem__(self, name: str) -> Model:
+        """Return a member's model: the very object that was given or built, with its current weights.
 
-        In a callback, too. What is changed in it there is taken into the training by `run.take(name)`.
+        This works in a callback, too. `run.take(name)` then takes changes of the model into the training.
         """
         member = self._member(name)
         with self._gate.reading(f"[{name!r}]"):
             if self._fit is not None:
                 self._fit.sync(name)
-            self._handed.add(name)
+            self._exposed.add(name)
             return member.model
 
     def __repr__(self) -> str:
         kinds = {type(member.model).__name__ for member in self._members.values()}
-        devices = self._assembly.named(list(self._members.values()))
+        devices = self._pool.names(list(self._members.values()))
         return f"<Fleet of {len(self)}: {', '.join(sorted(kinds))} on {', '.join(devices)}>"
 
-    def add(self, name: str, model: Any) -> None:
-        """Let a model join. Hyperparameters given by `each` must be compiled anew to have a value for it."""
-        with self._gate.changing("add"):
-            self._handed.add(self._enlist(name, model))
-            self._set.regroup()
+    def add(self, name: str, model: Model) -> None:
+        """Add a member. Hyperparameters that were given by `each` must be compiled again to have a value for it.
 
-    def drop(self, name: str) -> Any:
-        """Let a member go; gives its model."""
+        Args:
+            name: The name of the new member.
+            model: Its model.
+
+        Raises:
+            InputError: The name is taken, or the model is a member already.
+        """
+        with self._gate.changing("add"):
+            self._exposed.add(self._enlist(name, model))
+            self._lane_set.regroup()
+
+    def drop(self, name: str) -> Model:
+        """Remove a member, and return its model.
+
+        Raises:
+            InputError: There is no such member, or it is the last one.
+        """
         with self._gate.changing("drop"):
             model = self._member(name).model
             if len(self) == 1:
                 raise InputError(f"{name!r} is the last member; a fleet needs at least one.")
-            self._set.forget([name])
+            self._lane_set.forget([name])
             del self._members[name], self._recipes[name]
             self._by_model.pop(id(model), None)
-            self._handed.discard(name)
+            self._exposed.discard(name)
             self._origins.pop(name, None)
             return model
 
     def clone(self, name: str, *, as_: str) -> None:
-        """A new member with another's weights and optimizer state, and shuffles and dropout of its own."""
+        """Add a member with another's weights and optimizer state. Its shuffles and dropout are its own.
+
+        Args:
+            name: The member to copy.
+            as_: The name of the new member.
+        """
         with self._gate.changing("clone"):
             member = self._member(name)
             clone = self._enlist(as_, member.framework.copy_model(member.model))
             self._recipes[clone] = self._recipes[name]
-            self._set.lend(name, clone)
+            self._lane_set.copy_state(name, clone)
             if name in self._origins:
                 self._origins[clone] = self._origins[name]
 
-    # --- the verbs -----------------------------------------------------------------------------------------------
+    # --- verbs ---------------------------------------------------------------------------------------------------
 
     def compile(
         self,
-        optimizer: Any,
-        loss: Any = None,
+        optimizer: OptimizerLike,
+        loss: LossLike = None,
         *,
-        objective: Callable[[Any, Any], Any] | None = None,
-        metrics: Sequence[Any] = (),
-        clip_norm: Any = None,
-        precision: str = "float32",
-        schedule: Any = None,
+        objective: Callable[[Model, Tree], Any] | None = None,
+        metrics: Sequence[MetricLike] = (),
+        clip_norm: float | Each | None = None,
+        precision: Precision = "float32",
+        schedule: ScheduleLike = None,
         members: Sequence[str] | None = None,
         **hyperparameters: Any,
     ) -> None:
         """Say how the members are trained. Every hyperparameter is one value for all, or `each(...)`.
 
-        optimizer: a name ("sgd", "adam", "adamw", …), a class of `torch.optim`, or what Keras or Optax take.
-        loss: a name ("cross_entropy", "mse", …) or `loss(output, target)`.
-        objective: `objective(model, batch)` for everything else; returns a loss, or a loss and a dict of metrics.
-            With neither, the output's own `.loss` is used.
-        metrics: names ("accuracy", "top_5", "mse", "mae", "r2"), or functions `metric(output, target)`.
-        clip_norm: the largest norm of a member's gradient.
-        precision: "float32", "bf16" or "fp16".
-        schedule: "cosine", "linear", "step", "onecycle", a `Schedule`, or what makes a scheduler of an optimizer.
-        members: only these; without it, all. Keras models that are compiled already need none of this.
+        Keras models that are already compiled need none of this.
+
+        Args:
+            optimizer: A name ("sgd", "adam", "adamw", …), a class of `torch.optim`, or a Keras or Optax optimizer.
+            loss: A name ("cross_entropy", "mse", …), or a function `loss(output, target)`.
+            objective: A function `objective(model, batch)` for everything else. It returns a loss, or a loss and a
+                dict of metrics. With neither loss nor objective, the output's own `.loss` is used.
+            metrics: Names ("accuracy", "top_5", "mse", "mae", "r2"), or functions `metric(output, target)`.
+            clip_norm: The largest norm of a member's gradient.
+            precision: "float32", "bf16" or "fp16".
+            schedule: "cosine", "linear", "step", "onecycle", a `Schedule`, or a function that makes a scheduler of
+                an optimizer.
+            members: Compile only these. Without it, all members.
+            **hyperparameters: Those of the optimizer, such as `lr` and `weight_decay`.
+
+        Raises:
+            InputError: Something is unknown, or does not fit a member.
         """
         with self._gate.changing("compile"):
             chosen = self.names if members is None else [self._member(name).name for name in members]
             given = Recipe(optimizer, loss, objective, metrics, clip_norm, precision, schedule, hyperparameters)
             recipe = given.by_name(chosen)
-            for framework in {
-                id(self._members[name].framework): self._members[name].framework for name in chosen
-            }.values():
-                own = [self._members[name] for name in chosen if self._members[name].framework is framework]
-                framework.compile(recipe.only([member.name for member in own]), own)  # every error of it now
+            own = [self._members[name] for name in chosen]
+            for framework in {id(member.framework): member.framework for member in own}.values():
+                alike = [member for member in own if member.framework is framework]
+                framework.compile(recipe.only([member.name for member in alike]), alike)  # every error of it now
             self._recipes.update(dict.fromkeys(chosen, recipe))
             if members is None:
                 self._recipe = recipe
-            self._set.forget(chosen)
+            self._lane_set.forget(chosen)
 
-    def plan(self, data: Any = None, *, epochs: Any = 1, batch_size: Any = None) -> Plan:
-        """What will run where, and why. With data it is known whether every group can be fused.
+    def plan(
+        self,
+        data: Data = None,
+        *,
+        epochs: int | Each = 1,
+        batch_size: int | Each | None = None,
+        strategy: Strategy = "auto",
+        steps_per_epoch: int | None = None,
+    ) -> Plan:
+        """Return what will run where, and why. Only with data is it known whether every group can be fused.
 
-        A loader is looked into; the generators that it draws from are then put back.
+        A loader is looked into. The generators that it draws from are restored afterwards.
+
+        Args:
+            data: As for `fit`. Without data, the plan is what is known before there are any.
+            epochs: As for `fit`.
+            batch_size: As for `fit`.
+            strategy: As for `fit`.
+            steps_per_epoch: As for `fit`.
+
+        Returns:
+            The plan. It can be printed, compared, and turned into a dict.
         """
+        _check_strategy(strategy)
         with self._gate.reading("plan"), randomness.kept(), frameworks.computing():
-            lanes = self._reading()
-            handed = self._changed()
+            lanes, changed = self._lanes_to_read(), self._changed()
             if data is None:
                 compiled = all(recipe is not None for recipe in self._recipes.values())
-                ready = lanes.ready("auto", "train" if compiled else "predict", handed)
-                if not lanes.choice.lanes:
-                    lanes.choice = Choice([], usual_sharing(lanes.studied))
-                return self._described(lanes.choice, ready, {}, None)
-            job = Job(tuple(self.names), data, epochs=epochs, batch_size=batch_size)
+                plan, built = lanes.plan_without_data("train" if compiled else "predict", changed)
+                return describe(plan, [(lane, None) for lane in built], None, self._epoch_seconds)
+            job = Job(
+                tuple(self.names), data, epochs=epochs, batch_size=batch_size, steps_per_epoch=steps_per_epoch
+            )
             job.check()
-            fed = lanes.settled("auto", job, "train", handed, self._ways)
-            by_lane = {id(lane): (lane, feed) for lane, feed in fed}
-            return self._described(lanes.choice, [lane for lane, _ in fed], by_lane, job)
+            plan, opened, _ = lanes.open(job, "train", strategy, changed, self._sharings)
+            return describe(plan, [(one.lane, one.feed) for one in opened], job, self._epoch_seconds)
 
     def fit(
         self,
-        data: Any,
+        data: Data,
         *,
-        validation: Any = None,
-        epochs: Any = 1,
-        batch_size: Any = None,
+        validation: Data = None,
+        epochs: int | Each = 1,
+        batch_size: int | Each | None = None,
         shuffle: bool = True,
         callbacks: Sequence[Any] = (),
-        strategy: str = "auto",
-        progress: str | bool = "auto",
-        exchange: Any = None,
-        share: Any = None,
+        strategy: Strategy = "auto",
+        progress: Literal["auto"] | bool = "auto",
+        exchange: None = None,
+        share: int | Each | None = None,
         steps_per_epoch: int | None = None,
-        class_weight: Any = None,
+        class_weight: dict[int, float] | None = None,
     ) -> History:
-        """Train every member; gives the history. A second `fit` goes on from where the members are.
+        """Train every member. A second `fit` continues from where the members are.
 
-        data: `(x, y)` arrays, a loader, or a function that returns an iterator; one for all, or `each(...)`.
-        epochs, batch_size: one value, or `each(...)`.
-        shuffle: every member's rows in an order of its own, anew at every epoch.
-        strategy: "auto" measures; "fused" insists on fusing; "interleaved" has the members take turns, "threads"
-            and "processes" run them side by side. On several devices "threads" and "processes" have one for each,
-            and "data_parallel" has every member on all of them.
-        callbacks: of modelfleet, and those of Keras, which then work for every Keras member on its own. The first
-            Keras member uses the objects given, the others use copies: `callback.members[name]` has each.
-        progress: a live table on a terminal and lines elsewhere; False for silence.
-        share: how many turns a member takes while another takes one; best `each(...)`.
-        steps_per_epoch: where an epoch ends, for data that go on and on.
-        class_weight: for Keras models, {label: weight}.
+        Args:
+            data: Arrays `(x, y)`, a loader, or a function that returns an iterator; one for all, or `each(...)`.
+            validation: Data of the same kinds, evaluated after every epoch.
+            epochs: Passes over the data; one value, or `each(...)`.
+            batch_size: Rows of a step; one value, or `each(...)`. A loader has its own.
+            shuffle: Each member shuffles its own rows, in a new order every epoch.
+            callbacks: Callbacks of modelfleet, and of Keras, which work for every Keras member on its own. The
+                first Keras member uses the objects given, the others use copies: `callback.members[name]` has
+                each.
+            strategy: "auto" measures. "fused" insists on fusing. "interleaved" has members take turns, "threads"
+                and "processes" run them side by side. On several devices "threads" and "processes" have one for
+                each, and "data_parallel" has every member on all of them.
+            progress: "auto" shows a live table on a terminal and lines elsewhere; False shows nothing.
+            exchange: Not built yet.
+            share: How many turns a member takes while another takes one; best `each(...)`.
+            steps_per_epoch: Steps after which an epoch ends, for data that never end.
+            class_weight: For Keras models, {label: weight}.
+
+        Returns:
+            The history: every member's metrics, epoch by epoch.
+
+        Raises:
+            InputError: The data do not fit the models, or an argument is out of range.
+            StrategyError: The strategy is not possible.
+            AllFailedError: Every member has failed.
         """
         if exchange is not None:
             raise InputError("exchange is not built yet: members train independently. Leave it out.")
-        if strategy not in STRATEGIES:
-            raise unknown("strategy", strategy, STRATEGIES)
+        _check_strategy(strategy)
         job = Job(
             tuple(self.names),
             data,
@@ -291,99 +370,86 @@ class Fleet:
         )
         job.check()
         shown = reporter(progress)
-        wrapped = self._wrapped(callbacks)
-        with self._gate.changing("fit"), frameworks.computing(), noticing() as refuse_interrupted:
-            return self._trained(job, strategy, wrapped, shown, refuse_interrupted)
+        wrapped = _wrap_callbacks(callbacks)
+        with self._gate.changing("fit"), frameworks.computing(), noticing() as raise_if_interrupted:
+            generators = randomness.state()  # before any loader draws from them
+            members = list(self._members.values())
+            try:
+                remote = strategy in ("processes", "data_parallel") or self._pool.clustered
+                sent = copy_loaders(job, self._members) if remote else job
+                plan, opened, feeding = self._lane_set.open(
+                    job, "train", strategy, self._exposed, self._sharings, _stored_plan(wrapped)
+                )
+                self._nested_set = None
+                self._fit = fit = Fit(
+                    self,
+                    plan,
+                    make_runs(opened, feeding),
+                    self._sharings(generators)[plan.sharing](sent),
+                    self._halve,
+                    wrapped,
+                    shown,
+                    generators,
+                    in_step=len(opened) > 1 and feeding.one_loader,
+                    devices=[str(device) for device in self._pool.of_all(members)],
+                )
+                record = self._planner.measurements.recorder(self._lane_set.groups, plan, opened)
+                try:
+                    raise_if_interrupted()
+                    history = fit.run()
+                    self._epoch_seconds = fit.epoch_seconds
+                    record(fit.epoch_seconds)
+                    return history
+                finally:
+                    self._fit = self._nested_set = None
+                    self._lane_set.write_back()
+                    self._by_model = {id(member.model): name for name, member in self._members.items()}
+            except CannotSendError as error:
+                instead = "" if self._pool.places else ' Or use "interleaved" or "threads".'
+                raise StrategyError(f'strategy="processes" is not possible: {error}{instead}') from error
 
-    def _sent(self, job: Job, strategy: str) -> Job:
-        """The job for worker processes: a loader with its own generator goes there before it is looked into."""
-        if strategy not in ("processes", "data_parallel") and not self._assembly.clustered:
-            return job
-        if not supply.has_loaders(list(self._members.values()), job):
-            return job
-        try:
-            if isinstance(job.data, Each):  # one by one first, to name whose can't be sent
-                for name, own in zip(job.names, spread(job.data, job.names, "data"), strict=True):
-                    shared.pickled(own, f"members {name!r} with their data")
-            data, validation = shared.copied((job.data, job.validation), "the data")
-        except CannotSendError as error:
-            raise self._unsent(error) from error
-        return replace(job, data=data, validation=validation)
+    def evaluate(self, data: Data, *, batch_size: int | Each | None = None) -> dict[str, dict[str, float]]:
+        """Return every member's loss and metrics on data: {name: {metric: value}}.
 
-    def _unsent(self, error: CannotSendError) -> StrategyError:
-        or_else = "" if self._assembly.places else ' Or use "interleaved" or "threads".'
-        return StrategyError(f'strategy="processes" can\'t be had: {error}{or_else}')
-
-    def _trained(
-        self,
-        job: Job,
-        strategy: str,
-        callbacks: Sequence[Callback],
-        shown: Reporter,
-        refuse_interrupted: Callable[[], None],
-    ) -> History:
-        """The history of a fit. `refuse_interrupted` is called when all is prepared."""
-        before = randomness.state()  # before any loader draws from the generators
-        sent = self._sent(job, strategy)
-        lanes = self._set.settled(strategy, job, "train", self._handed, self._ways, _kept(callbacks))
-        choice, studied = self._set.choice, self._set.studied
-        self._fit = run = Fit(
-            self,
-            supply.shifts(lanes, job),
-            self._sharings(before)[choice.sharing](sent),
-            choice.sharing,
-            callbacks,
-            shown,
-            before,
-            side_by_side=supply.side_by_side([lane for lane, _ in lanes], job),
-            devices=[str(device) for device in self._assembly.all_chosen(list(self._members.values()))],
-        )
-        learn = self._planner.watch(studied, choice)
-        self._aside = None
-        try:
-            refuse_interrupted()
-            history = run.run()
-            self._took = run.epoch_seconds
-            learn(run.epoch_seconds)
-            return history
-        except CannotSendError as error:
-            raise self._unsent(error) from error
-        finally:
-            self._fit = self._aside = None
-            self._set.write_back()
-            self._by_model = {id(member.model): name for name, member in self._members.items()}
-
-    def evaluate(self, data: Any, *, batch_size: Any = None) -> dict[str, dict[str, float]]:
-        """Every member's loss and metrics on data: {name: {metric: value}}."""
-        job = Job(tuple(self.names), data, batch_size=batch_size, shuffle=False)
+        Args:
+            data: As for `fit`.
+            batch_size: As for `fit`.
+        """
         found: dict[str, dict[str, float]] = {}
         with self._gate.reading("evaluate"), frameworks.computing():
-            fed = self._reading().settled("auto", job, "evaluate", self._changed(), self._ways)
-            one = supply.side_by_side([lane for lane, _ in fed], job)
-            for (lane, feed), values in zip(fed, everywhere(fed, Lane.evaluating, side_by_side=one), strict=True):
-                lane.refuse_failures(feed)
-                self._keep_changes(lane)
-                for row, name in enumerate(lane.names):
+            opened, in_step = self._open_to_read("evaluate", data, batch_size)
+            results = for_each_lane(opened, Lane.evaluating, in_step=in_step)
+            for one, values in zip(opened, results, strict=True):
+                one.lane.refuse_failures(one.feed)
+                self._keep_changes(one.lane)
+                for row, name in enumerate(one.lane.names):
                     found[name] = {metric: float(column[row]) for metric, column in values.items()}
-        return {name: found[name] for name in job.names}
+        return {name: found[name] for name in self.names}
 
-    def predict(self, data: Any, *, batch_size: Any = None) -> dict[str, Any]:
-        """Every member's outputs on data: {name: array}. `data` is x, or (x, y), whose y is left aside."""
-        job = Job(tuple(self.names), data, batch_size=batch_size, shuffle=False)
-        found: dict[str, Any] = {}
+    def predict(self, data: Data, *, batch_size: int | Each | None = None) -> dict[str, Tree]:
+        """Return every member's outputs on data: {name: array}.
+
+        Args:
+            data: x, or (x, y), whose y is ignored; one for all, or `each(...)`.
+            batch_size: As for `fit`.
+        """
+        found: dict[str, Tree] = {}
         with self._gate.reading("predict"), frameworks.computing():
-            fed = self._reading().settled("auto", job, "predict", self._changed(), self._ways)
-            one = supply.side_by_side([lane for lane, _ in fed], job)
-            for (lane, _), outputs in zip(fed, everywhere(fed, Lane.predicting, side_by_side=one), strict=True):
-                self._keep_changes(lane)
-                found.update(zip(lane.names, outputs, strict=True))
-        return {name: found[name] for name in job.names}
+            opened, in_step = self._open_to_read("predict", data, batch_size)
+            results = for_each_lane(opened, Lane.predicting, in_step=in_step)
+            for one, outputs in zip(opened, results, strict=True):
+                self._keep_changes(one.lane)
+                found.update(zip(one.lane.names, outputs, strict=True))
+        return {name: found[name] for name in self.names}
 
     def save(self, folder: str | Path) -> None:
-        """Keep all members' weights in a folder: safetensors and a JSON manifest. A copy that was there stays
-        whole until the new one is.
+        """Save all members' weights in a folder: safetensors files and a JSON manifest.
 
-        Attributes of Python, modes and what is frozen are not kept: `load` gives models as the factory makes them.
+        A fleet that was saved there before stays whole until the new one is. Python attributes, modes and
+        frozen parameters are not saved: `load` returns models as the factory makes them.
+
+        Args:
+            folder: The folder. It is made if it does not exist.
         """
         with self._gate.reading("save"):
             if self._fit is not None:
@@ -393,109 +459,58 @@ class Fleet:
     # --- lanes ---------------------------------------------------------------------------------------------------
 
     @property
-    def _lanes(self) -> list[Lane] | None:
-        return self._set.lanes
+    def _lanes(self) -> list[Lane]:
+        return self._lane_set.lanes
 
-    def _reading(self) -> LaneSet:
-        """The lanes for a verb that reads: within another verb they are others than that one's."""
+    def _open_to_read(self, kind: Kind, data: Data, batch_size: int | Each | None) -> tuple[list[OpenLane], bool]:
+        """Return the lanes for a verb that reads, and whether they read one loader."""
+        job = Job(tuple(self.names), data, batch_size=batch_size, shuffle=False)
+        lanes = self._lanes_to_read()
+        _, opened, feeding = lanes.open(job, kind, "auto", self._changed(), self._sharings)
+        return opened, len(opened) > 1 and feeding.one_loader
+
+    def _lanes_to_read(self) -> LaneSet:
+        """Return the lanes for a verb that reads. Within another verb, they are not that verb's lanes."""
         if not self._gate.nested:
-            return self._set
+            return self._lane_set
         if self._fit is not None:
             self._fit.sync_all(self._gate.verb)
-        if self._aside is None:
-            self._aside = self._set.aside([] if self._fit is None else self._fit.parts())
-        return self._aside
+        if self._nested_set is None:
+            self._nested_set = self._lane_set.aside([] if self._fit is None else self._fit.specs())
+        return self._nested_set
+
+    def _changed(self) -> Collection[str]:
+        """Return the members whose models may hold weights that the lanes of a verb that reads do not."""
+        return set(self._members) if self._gate.nested else self._exposed
 
     def _keep_changes(self, lane: Lane) -> None:
-        """Have the models hold what evaluating or predicting has changed; and the training, if one is going on."""
+        """Write what evaluating or predicting has changed into the models, and into a training that is running."""
         if lane.engine.write_changes(lane.members) and self._fit is not None:
             for name in lane.names:
                 self._fit.take(name)
 
-    def _changed(self) -> Collection[str]:
-        """The members whose models hold what the lanes of a verb that reads may not."""
-        return set(self._members) if self._gate.nested else self._handed
+    def _halve(self, run: LaneRun) -> list[LaneRun]:
+        self._nested_set = None
+        return self._lane_set.halve(run)
 
-    def _ways(self) -> dict[str, Callable[[Job], Sharing]]:
-        return self._sharings(randomness.state())
+    def _sharings(self, generators: randomness.State | None = None) -> Sharings:
+        """Return the ways to share the devices."""
+        devices = self._pool.of_all(list(self._members.values()))
+        generators = randomness.state() if generators is None else generators
 
-    def _sharings(self, before: randomness.State) -> dict[str, Callable[[Job], Sharing]]:
-        """The ways to share the devices, for a job."""
-        devices = self._assembly.all_chosen(list(self._members.values()))
+        def writer(job: Job) -> OrderWriter:
+            return OrderWriter(self._token, self._recipes, self._pool.devices, job, generators)
 
-        def orders(job: Job) -> Orders:
-            return Orders(self._token, self._recipes, self._assembly.devices, job, before)
+        return sharings(writer, devices, self._pool.places)
 
-        return sharings(orders, devices, self._assembly.places)
+    # --- small parts ---------------------------------------------------------------------------------------------
 
-    def _halved(self, shift: Shift) -> list[Shift]:
-        """Two lanes in the place of one that has run out of memory; the width that fits is remembered."""
-        studied = self._set.studied
-        halves = supply.halved(studied, shift)
-        self._planner.remember_width(studied, shift.lane.part, shift.feed, len(halves[0].names))
-        # The later ones hold what is newer.
-        self._set.lanes = [*(self._lanes or ()), *(half.lane for half in halves)]
-        self._set.asked = []  # the next fit is planned anew
-        self._aside = None
-        return halves
-
-    @staticmethod
-    def _wrapped(callbacks: Sequence[Any]) -> list[Callback]:
-        """The callbacks as modelfleet's own: those of a framework as one, in the place of the first of them."""
-        if not isinstance(callbacks, Iterable):
-            raise InputError(f"callbacks is {callbacks!r}; expected a list of callbacks: callbacks=[...].")
-        given = list(callbacks)
-        own = [callback for callback in given if isinstance(callback, Callback)]
-        others = [callback for callback in given if not isinstance(callback, Callback)]
-        if not others:
-            return own
-        place = next(index for index, callback in enumerate(given) if callback is others[0])
-        return [*own[:place], frameworks.wrapped(others), *own[place:]]
-
-    def _described(
-        self, choice: Choice, lanes: Sequence[Lane], fed: Mapping[int, tuple[Lane, Feed]], job: Job | None
-    ) -> Plan:
-        described, longest = [], 1
-        for lane in lanes:
-            feed = fed[id(lane)][1] if id(lane) in fed else None
-            steps = None
-            if job is not None:
-                epochs = dict(zip(job.names, spread(job.epochs, job.names, "epochs"), strict=True))
-                own = np.array([int(epochs[name]) for name in lane.names])
-                longest = max(longest, int(own.max()))
-                steps = None if feed is None or feed.steps is None else int((feed.steps * own).max())
-            described.append(
-                LanePlan(
-                    members=tuple(lane.names),
-                    device=lane.device,
-                    fused=lane.engine.fused,
-                    reason=_why(lane),
-                    parameters=lane.engine.parameters,
-                    state_bytes=lane.engine.bytes,
-                    working_bytes=None if feed is None else lane.engine.working_bytes(feed.first()),
-                    wave=lane.part.wave,
-                    steps=steps,
-                    predicted_seconds_per_step=choice.predicted.get(id(lane)),
-                    seconds_per_step=lane.seconds_per_step,
-                    program=lane.engine.program,
-                )
-            )
-        return Plan(
-            tuple(described),
-            choice.sharing,
-            predicted_seconds=None if job is None or choice.epoch is None else choice.epoch * longest,
-            seconds_per_epoch=self._took,
-            measuring_seconds=choice.measuring,
-        )
-
-    # --- members -------------------------------------------------------------------------------------------------
-
-    def _enlist(self, name: object, model: Any) -> str:
+    def _enlist(self, name: object, model: Model) -> str:
         text = check_name(name, self._members)
         framework = frameworks.adapter_of(model, text)
         framework.check_model(model, text)
-        if not self._assembly.clustered:
-            self._assembly.chosen(framework)  # which refuses devices that are not here
+        if not self._pool.clustered:
+            self._pool.of(framework)  # raises InputError if a device does not exist
         twin = self._by_model.get(id(model))
         if twin is not None:
             raise InputError(
@@ -513,25 +528,33 @@ class Fleet:
         return self._members[name]
 
 
-def _kept(callbacks: Sequence[Callback]) -> Arrangement | None:
-    """The arrangement of the run that a checkpoint would resume."""
+def _check_strategy(strategy: str) -> None:
+    if strategy not in STRATEGIES:
+        raise unknown("strategy", strategy, STRATEGIES)
+
+
+def _wrap_callbacks(callbacks: Sequence[Any]) -> list[Callback]:
+    """Return all callbacks as modelfleet's own: those of a framework as one, in place of the first of them."""
+    if not isinstance(callbacks, Iterable):
+        raise InputError(f"callbacks is {callbacks!r}; expected a list of callbacks: callbacks=[...].")
+    given = list(callbacks)
+    own = [callback for callback in given if isinstance(callback, Callback)]
+    others = [callback for callback in given if not isinstance(callback, Callback)]
+    if not others:
+        return own
+    place = next(index for index, callback in enumerate(given) if callback is others[0])
+    return [*own[:place], frameworks.wrapped(others), *own[place:]]
+
+
+def _stored_plan(callbacks: Sequence[Callback]) -> StoredPlan | None:
+    """Return the plan of the run that a checkpoint would resume."""
     for callback in callbacks:
         if isinstance(callback, Checkpoint) and callback.resume and checkpoints.exists(callback.folder):
-            return checkpoints.arrangement(callback.folder, verify=callback.verify)
+            return checkpoints.stored_plan(callback.folder, verify=callback.verify)
     return None
 
 
-def _why(lane: Lane) -> str:
-    engine = lane.engine
-    together = f"{len(lane.members)} of one structure, fused" if engine.fused and len(lane.members) > 1 else ""
-    if lane.part.split is not None:
-        group, devices = lane.part.split
-        together = f"{len(lane.members)} of {group} of one structure, split over {devices} devices"
-    parts = [together, lane.part.reason, engine.untraced and f"every step runs its Python: {engine.untraced}"]
-    return "; ".join(part for part in parts if part) or "on its own"
-
-
-def _listed(models: Any) -> list[Any]:
+def _listed(models: object) -> list[Model]:
     if isinstance(models, str | bytes) or not isinstance(models, Iterable):
         raise InputError(
             f"models is a {type(models).__name__}; give a mapping from name to model, or a sequence of models."
@@ -541,23 +564,32 @@ def _listed(models: Any) -> list[Any]:
 
 def load(
     folder: str | Path,
-    factory: Callable[..., Any] | None = None,
+    factory: Callable[..., Model] | None = None,
     *,
     members: Sequence[str] | None = None,
     allow_import: bool = False,
     devices: str | Sequence[str] = "auto",
     verify: bool = True,
 ) -> Fleet:
-    """A fleet that `Fleet.save` kept.
+    """Load a fleet that `Fleet.save` has saved.
 
-    factory: makes a model to be filled with weights; it gets the keywords that the member was built with.
-    members: only these, without reading the others.
-    allow_import: import the factory from where the folder says it was, if none is given. Code of the folder's
-        choice then runs: only for folders you trust.
-    verify: compare the checksums of what is read, and raise `StoreError` where the folder was damaged.
+    Args:
+        folder: The folder.
+        factory: Makes a model to fill with weights. It gets the keywords that the member was built with.
+        members: Load only these, without reading the others.
+        allow_import: Import the factory from where the folder says it was, if none is given. This runs code of the
+            folder's choice: only for folders you trust.
+        devices: See `Fleet`.
+        verify: Compare the checksums of what is read.
+
+    Returns:
+        The fleet.
+
+    Raises:
+        StoreError: The folder is damaged, or holds no fleet.
     """
     models, seed, origins = saving.read(Path(folder), factory, allow_import, members, verify=verify)
     fleet = Fleet(models, seed=seed, devices=devices)
-    fleet._handed.clear()
+    fleet._exposed.clear()
     fleet._origins = origins
     return fleet

@@ -1,211 +1,227 @@
-"""A set of lanes for all members of a fleet, kept from verb to verb."""
+"""The live lanes of a fleet, kept from verb to verb for the optimizer's state and the programs."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from modelfleet.checkpoints import Arrangement
-from modelfleet.feeds import Feed
-from modelfleet.lanes import Lane
+from modelfleet.lanes import DevicePool, Groups, Lane, LaneBuilder, LaneSpec
 from modelfleet.members import Member
-from modelfleet.planning import supply
-from modelfleet.planning.assembly import (
-    Assembly,
-    Part,
-    Studied,
-    refuse_here,
-    refuse_undivided,
-    refuse_unfused,
-    settle,
-)
-from modelfleet.planning.placement import spread_out
-from modelfleet.planning.planner import Choice, Planner
-from modelfleet.planning.supply import Job
+from modelfleet.planning.fusing import refuse_data_parallel, refuse_on_cluster, refuse_unfused
+from modelfleet.planning.placement import place_by_size
+from modelfleet.planning.plan import Plan
+from modelfleet.planning.planner import Planner, usual_sharing
+from modelfleet.planning.stored import StoredPlan
 from modelfleet.recipe import Recipe
-from modelfleet.sharing.shifts import Sharing
+from modelfleet.runs.feeding import Feeding
+from modelfleet.runs.halving import halve
+from modelfleet.runs.job import Job
+from modelfleet.runs.lane_run import LaneRun
+from modelfleet.runs.opening import LaneOpener, OpenLane
+from modelfleet.sharing import Sharings
+from modelfleet.types import Kind, SharingName, Strategy
 
 
 class LaneSet:
     """Lanes for all members of a fleet.
 
-    A fleet keeps one set from verb to verb, for the optimizer's state and the programs. A verb within a `fit` has
-    a set of its own: the lanes that train may be narrowed, or have their state in a worker.
+    A fleet keeps one set from verb to verb. A verb that a callback calls within a `fit` has a set of its own,
+    because the lanes that train may be narrowed, or have their state in a worker.
+
+    Args:
+        members: The members of the fleet, by name. The set sees members that join or leave later.
+        recipes: The recipe of each member.
+        pool: The devices of the fleet.
+        builder: Builds the lanes.
+        planner: Plans the runs.
+        fixed: The lanes to use, if they are given. They come with the groups that they were made for.
     """
 
     def __init__(
         self,
         members: Mapping[str, Member],
         recipes: Mapping[str, Recipe | None],
-        assembly: Assembly,
+        pool: DevicePool,
+        builder: LaneBuilder,
         planner: Planner,
+        fixed: tuple[Groups, Sequence[LaneSpec]] | None = None,
     ) -> None:
-        self.lanes: list[Lane] | None = None
-        self.choice = Choice([])
-        """How the lanes run."""
-        self.asked: list[Part] = []
-        """What the lanes were made for."""
+        self.lanes: list[Lane] = []
+        """The current lanes: every member is in one of them. Empty if they have to be made again."""
         self._members, self._recipes = members, recipes
-        self._assembly, self._planner = assembly, planner
-        self._studied: Studied | None = None
-        self._fixed = False  # whether the lanes stay in the parts they were made for
-        self._parallel = False  # whether each lane is over all devices
-        self._parted = False  # whether lanes were cut for the data of the last verb
-        self._kind = ""  # what the lanes can do: "predict" only, or all
-        self._trainable = False  # whether it is known that no two members train one parameter
-        self._carried: dict[str, tuple[Lane, int]] = {}  # where a member's optimizer state is, between two sets
+        self._pool, self._builder, self._planner = pool, builder, planner
+        self._groups, self._fixed = fixed or (None, None)
+        self._asked: tuple[list[tuple[str, ...]], bool] | None = None
+        """The members of the lanes that were asked for last, and whether each is over all devices."""
+        self._sharing: SharingName | None = None
+        """The sharing of the last fit."""
+        self._holders: dict[str, tuple[Lane, int]] = {}
+        """The lane that has a member's current optimizer state, and the member's position there."""
 
     @property
-    def studied(self) -> Studied:
-        """The members as they were when the lanes were made."""
-        assert self._studied is not None
-        return self._studied
+    def groups(self) -> Groups:
+        """Return the members in groups, as they were when the lanes were made."""
+        assert self._groups is not None
+        return self._groups
 
-    def aside(self, parts: Sequence[Part]) -> "LaneSet":
-        """A set for the same members in these parts, or in others if `parts` is empty."""
-        other = LaneSet(self._members, self._recipes, self._assembly, self._planner)
-        if parts and self._studied is not None:
-            other._studied, other._kind, other.asked = self._studied, self._kind, list(parts)
-            other.lanes = [self._assembly.lane(self._studied, part) for part in parts]
-            other._fixed = True
-        return other
+    def aside(self, specs: Sequence[LaneSpec]) -> "LaneSet":
+        """Return another set for the same members, in these lanes, or in others if there are none."""
+        fixed = (self._groups, specs) if specs and self._groups is not None else None
+        return LaneSet(self._members, self._recipes, self._pool, self._builder, self._planner, fixed)
 
-    def settled(
+    # --- for a verb ----------------------------------------------------------------------------------------------
+
+    def open(
         self,
-        strategy: str,
         job: Job,
-        kind: str,
-        handed: Collection[str],
-        ways: Callable[[], dict[str, Callable[[Job], Sharing]]],
-        kept: Arrangement | None = None,
-    ) -> list[tuple[Lane, Feed]]:
-        """The lanes with their feeds, checked against each other and ready for their steps.
+        kind: Kind,
+        strategy: Strategy,
+        changed: Collection[str],
+        sharings: Callable[[], Sharings],
+        stored: StoredPlan | None = None,
+    ) -> tuple[Plan, list[OpenLane], Feeding]:
+        """Plan a verb, and open the lanes of the plan.
 
-        `handed` are the members whose models hold what their lanes may not. `kept` is the arrangement of a run
-        that is to be resumed, if there is one.
+        Args:
+            job: What the verb was asked to do.
+            kind: The verb.
+            strategy: What the user asked for.
+            changed: Members whose models may hold weights that their lanes do not.
+            sharings: Returns the ways to share the devices.
+            stored: The plan of a run that is to be resumed.
+
+        Returns:
+            The plan, its lanes with their feeds, and the feeding that made them.
         """
-        lanes = self.ready(strategy, kind, handed, kept)
-        own = self._alike(lanes, job, strategy)
-        fed = supply.feeds(own, job)
-        for lane, feed in fed:
-            if kind == "predict":
-                lane.engine.output_shape(feed.first(), lane.names[0])
-            else:
-                supply.check(lane, feed, job)
-        settled = settle(self.studied, fed, kind, strategy)
-        if kind == "train":
-            sharing = None if kept is None else kept.sharing
-            self.choice = self._planner.decide(self.studied, settled, job, strategy, ways(), sharing)
-            settled = self.choice.lanes
-        made = [lane for lane, _ in settled]
-        if made != lanes:
-            self.regroup()
-            self._take(made)
-        self._parted = own != lanes
-        return settled
-
-    def ready(
-        self, strategy: str, kind: str, handed: Collection[str], kept: Arrangement | None = None
-    ) -> list[Lane]:
-        """The lanes of the fleet as it is now, their weights as the members' models have them."""
-        lanes = self.lanes
-        members = list(self._members.values())
-        if self._assembly.clustered:
-            refuse_here(strategy)
-        if self._assembly.look():
-            self.regroup()  # even if something is refused below: the next look finds nothing new
-            lanes = None
-        if lanes is None or self._restructured(lanes, handed) or (self._kind == "predict" and kind != "predict"):
-            self._studied = self._assembly.study(members, self._recipes, kind)
-            self._kind = kind
-            lanes, self._fixed, self._trainable = None, False, False
-            self.regroup()  # what is refused below must not leave lanes of another study
-        if kind == "train" and not self._trainable:
-            self.studied.refuse_shared_parameters()
-            self._trainable = True
-        if strategy == "fused":
-            refuse_unfused(self.studied.groups)
-        parallel = strategy == "data_parallel" or (kept is not None and kept.sharing == "data_parallel")
-        if parallel:
-            refuse_undivided(members, self._assembly.all_chosen(members))
-        # On several devices there is a thread or a process for each, and groups need not be taken apart for them.
-        whole = ("auto", "fused", "threads", "processes") if self.studied.scattered else ("auto", "fused")
-        alone = strategy not in (*whole, "data_parallel")
-        asked = self.studied.apart(f'strategy="{strategy}"') if alone else self.studied.groups
-        if kept is not None and kept.members == set(self._members):
-            asked = kept.placed(self.studied)
-        asked = self.asked if self._fixed else asked
-        parted = strategy == "fused" and any(not lane.part.fused for lane in lanes or ())
-        parted |= self._parted or parallel != self._parallel
-        self._parallel = parallel
-        if lanes is None or parted or [part.names for part in asked] != [part.names for part in self.asked]:
-            self.regroup()
-            parts = asked if kept is not None or parallel else spread_out(self.studied, asked)
-            lanes = [self._assembly.lane(self.studied, part) for part in parts]
-            self._take(lanes)
-            self.asked = list(asked)
-        else:
-            for lane in lanes:
-                lane.refresh(handed)
-        # The lanes that are cut or placed anew from these begin their feeds before they take over any state.
-        self.studied.epochs = {
-            name: int(done) for lane in lanes for name, done in zip(lane.names, lane.epochs, strict=True)
-        }
-        return lanes
-
-    def write_back(self) -> None:
-        """Have every member's model hold its state: that of the last lane it is in, if a lane was cut in two."""
-        lanes = self.lanes or ()
-        last = {name: lane for lane in lanes for name in lane.names}
-        for lane in lanes:
-            if all(last[name] is lane for name in lane.names):
-                lane.engine.write_back(lane.members)
-                continue
-            for position, name in enumerate(lane.names):
-                if last[name] is lane:
-                    lane.sync(position)
-
-    def _alike(self, lanes: list[Lane], job: Job, strategy: str) -> list[Lane]:
-        """The lanes, cut where members' own data have rows of unlike forms."""
-        found: list[Lane] = []
-        for lane, parts in zip(lanes, supply.alike(lanes, job), strict=True):
-            if len(parts) == 1:
-                found.append(lane)
-                continue
+        specs = self._specs(kind, strategy, changed, stored)
+        opener = LaneOpener(self._builder, self.groups, job, kind, existing=self.lanes, changed=changed)
+        split = opener.feeding.split_by_form(specs)
+        if split != specs:
             if strategy == "fused":
-                refuse_unfused(parts)
-            found += [self._assembly.lane(self.studied, part) for part in parts]
-        return found
+                refuse_unfused(split)
+            self._asked = None  # the next verb's data may have other forms
+        resumed = None if stored is None else stored.sharing
+        plan = self._planner.plan(opener, split, strategy, sharings, resumed)
+        opened = opener.open_all(plan.lanes)
+        self._keep([one.lane for one in opened])
+        if kind == "train":
+            self._sharing = plan.sharing
+        return plan, opened, opener.feeding
+
+    def plan_without_data(self, kind: Kind, changed: Collection[str]) -> tuple[Plan, list[Lane]]:
+        """Return a plan as far as it is known without data, and its lanes."""
+        specs = self._specs(kind, "auto", changed)
+        existing = {lane.spec.key: lane for lane in self.lanes}
+        lanes = []
+        for spec in specs:
+            lane = existing.get(spec.key)
+            if lane is None:
+                lane = self._builder.build(self.groups, spec)
+            else:
+                lane.refresh(changed)
+            lanes.append(lane)
+        self._keep(lanes)
+        return Plan(tuple(specs), self._sharing or usual_sharing(self.groups)), lanes
+
+    def _specs(
+        self, kind: Kind, strategy: Strategy, changed: Collection[str], stored: StoredPlan | None = None
+    ) -> list[LaneSpec]:
+        """Return the lanes to start planning with: the current ones if they are what is asked for."""
+        members = list(self._members.values())
+        if self._pool.clustered:
+            refuse_on_cluster(strategy)
+        if self._pool.refresh():
+            self.lanes, self._groups = [], None
+        if self._is_outdated(kind, changed):
+            self.lanes, self._fixed, self._asked = [], None, None
+            self._groups = None  # an error below must not leave the lanes of other groups
+            self._groups = Groups(self._pool, members, self._recipes, kind)
+        groups = self.groups
+        groups.epochs.update({name: int(lane.epochs[row]) for name, (lane, row) in self._holders.items()})
+        if kind == "train":
+            groups.refuse_shared_parameters()
+        if strategy == "fused":
+            refuse_unfused(groups.specs)
+        parallel = "data_parallel" in (strategy, None if stored is None else stored.sharing)
+        if parallel:
+            refuse_data_parallel(members, self._pool.of_all(members))
+        asked = self._asked_for(strategy, parallel, stored)
+        before, self._asked = self._asked, ([spec.members for spec in asked], parallel)
+        usable = self.lanes and not (strategy == "fused" and any(not lane.spec.fused for lane in self.lanes))
+        if usable and before == self._asked and stored is None:
+            return [lane.spec for lane in self.lanes]
+        if stored is not None or parallel or self._fixed is not None:
+            return groups.on_first_device(asked)
+        return place_by_size(groups, asked)
+
+    def _asked_for(self, strategy: Strategy, parallel: bool, stored: StoredPlan | None) -> list[LaneSpec]:
+        if self._fixed is not None:
+            return list(self._fixed)
+        if stored is not None and stored.members == set(self._members):
+            return stored.specs(self.groups)
+        # With several devices each has a thread or a process, and groups need not be taken apart for them.
+        whole = {"auto", "fused", "data_parallel"}
+        if self.groups.several_devices:
+            whole |= {"threads", "processes"}
+        return self.groups.specs if strategy in whole or parallel else self.groups.apart(f'strategy="{strategy}"')
+
+    def _is_outdated(self, kind: Kind, changed: Collection[str]) -> bool:
+        """Return True if the members have to be grouped again."""
+        if self._groups is None or self._groups.tasks.keys() != self._members.keys():
+            return True
+        if self._groups.kind == "predict" and kind != "predict":
+            return True
+        # A user who holds a model may have changed its structure, for example frozen a layer.
+        for name in changed:
+            member = self._members[name]
+            if member.framework.signature(member.model) != self._groups.tasks[name].signature:
+                return True
+        return not all(lane.engine.still_shared(lane.members) for lane in self.lanes)
+
+    # --- upkeep --------------------------------------------------------------------------------------------------
+
+    def _keep(self, lanes: list[Lane]) -> None:
+        """Make these the current lanes. They take over the members' optimizer state."""
+        for lane in lanes:
+            for position, name in enumerate(lane.names):
+                holder, source = self._holders.get(name, (lane, position))
+                if holder is not lane:
+                    lane.adopt(position, holder, source)
+        # Only now: after Ctrl-C on the way here the next verb starts from where the state is.
+        self.lanes = lanes
+        self._holders = {name: (lane, row) for lane in lanes for row, name in enumerate(lane.names)}
 
     def regroup(self) -> None:
-        """Give up the lanes, and remember where each member's optimizer state is."""
-        for lane in self.lanes or ():
-            self._carried.update({name: (lane, row) for row, name in enumerate(lane.names)})
-        self.lanes = None
+        """Group the members again at the next verb. Their optimizer state is kept."""
+        self._groups = None
 
     def forget(self, names: Collection[str]) -> None:
-        """Give up the lanes, and with them the optimizer state of some members."""
+        """Group the members again at the next verb. The optimizer state of some is dropped."""
         self.regroup()
         for name in names:
-            self._carried.pop(name, None)
+            self._holders.pop(name, None)
 
-    def lend(self, name: str, clone: str) -> None:
-        """Have a member begin with another's optimizer state."""
+    def copy_state(self, name: str, clone: str) -> None:
+        """Have a member start with another's optimizer state."""
         self.regroup()
-        if name in self._carried:
-            self._carried[clone] = self._carried[name]
+        if name in self._holders:
+            self._holders[clone] = self._holders[name]
 
-    def _take(self, lanes: list[Lane]) -> None:
-        """Make these the lanes; they take over the members' optimizer state."""
-        for lane in lanes:
-            for row, name in enumerate(lane.names):
-                if name in self._carried:
-                    lane.adopt(row, *self._carried[name])
-        # Only now: after Ctrl-C in the midst of it the next verb begins from where the state is.
-        self.lanes, self._carried = lanes, {}
+    def halve(self, run: LaneRun) -> list[LaneRun]:
+        """Return two runs in place of one whose lane has run out of memory. The width that fits is remembered."""
+        halves = halve(self._builder, self.groups, run)
+        self._planner.measurements.remember_width(self.groups, run.lane.spec, run.feed, len(halves[0].names))
+        for half in halves:
+            self._holders.update({name: (half.lane, row) for row, name in enumerate(half.names)})
+        # The next fit is planned from the start, and never uses the lane that was halved again.
+        self.lanes, self._asked = [lane for lane in self.lanes if lane is not run.lane], None
+        return halves
 
-    def _restructured(self, lanes: Sequence[Lane], handed: Collection[str]) -> bool:
-        """Whether somebody who holds a model has changed its structure: frozen a layer, say."""
-        return any(
-            member.framework.signature(member.model) != lane.signature
-            for lane in lanes
-            for member in lane.members
-            if member.name in handed
-        ) or not all(lane.engine.still_shared(lane.members) for lane in lanes)
+    def write_back(self) -> None:
+        """Write the current state of every member into its model."""
+        held: dict[int, tuple[Lane, list[int]]] = {}
+        for lane, position in self._holders.values():
+            held.setdefault(id(lane), (lane, []))[1].append(position)
+        for lane, positions in held.values():
+            if len(positions) == len(lane.members):
+                lane.engine.write_back(lane.members)
+            else:
+                for position in positions:
+                    lane.sync(position)

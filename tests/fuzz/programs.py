@@ -7,6 +7,8 @@ to member is a tuple, which is taken in turns.
 from dataclasses import dataclass, fields
 from typing import Any
 
+from modelfleet.types import Precision, Strategy
+
 Each = Any
 """One value for all, or a tuple of values that the members take in turns."""
 
@@ -36,7 +38,7 @@ class Recipe:
     metrics: tuple[str, ...] = ()
     clip: Each = None
     schedule: str | None = None
-    precision: str = "float32"
+    precision: Precision = "float32"
     form: str = "name"
 
 
@@ -66,7 +68,7 @@ class Fit(Verb):
     epochs: Each = 1
     batch: Each = 4
     shuffle: bool = False
-    strategy: str = "auto"
+    strategy: Strategy = "auto"
     validation: Data | None = None
     during: tuple[tuple[int, Verb], ...] = ()
     broken: int | None = None

@@ -2,10 +2,10 @@
 
 import pytest
 
-from modelfleet.planning import planner
+from modelfleet.planning import measurements
 
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of so many steps is long enough for it."""
-    monkeypatch.setattr(planner, "SHORT", 300)
+    monkeypatch.setattr(measurements, "SHORT_RUN", 300)

@@ -6,7 +6,7 @@ from tests.helpers import fit, fleet_of, mlp, toy
 import modelfleet as mf
 from modelfleet import testing
 from modelfleet.devices import Device
-from modelfleet.planning.assembly import Part
+from modelfleet.lanes import LaneSpec
 from modelfleet.planning.memory import pieces
 from modelfleet.planning.placement import Load, place
 
@@ -16,11 +16,11 @@ ZERO, ONE, TWO = (Device("cpu", number) for number in range(3))
 
 def load(name: str, width: int, cost: float, devices: int = 2, *, fused: bool = True) -> Load:
     names = tuple(f"{name}{number}" for number in range(width))
-    return Load(Part(names, fused), cost, (ZERO, ONE, TWO)[:devices])
+    return Load(LaneSpec(names, fused), cost, (ZERO, ONE, TWO)[:devices])
 
 
 def placed(*loads: Load) -> list[tuple[int, str]]:
-    return [(len(part.names), str(part.device)) for part in place(loads)]
+    return [(len(part.members), str(part.device)) for part in place(loads)]
 
 
 def test_a_group_is_cut_into_its_share_of_the_devices() -> None:
@@ -40,9 +40,9 @@ def test_a_group_that_is_little_of_the_work_stays_whole() -> None:
 def test_unlike_lanes_are_packed_the_longest_first() -> None:
     costs = {"a": 2.0, "b": 3.0, "c": 4.0, "d": 3.0, "e": 2.0}
     parts = place([load(name, 1, cost) for name, cost in costs.items()])
-    where = {part.names[0][0]: str(part.device) for part in parts}
+    where = {part.members[0][0]: str(part.device) for part in parts}
     assert where == {"c": "cpu:0", "b": "cpu:1", "d": "cpu:1", "a": "cpu:0", "e": "cpu:0"}
-    assert [part.names[0][0] for part in parts] == list(costs), "the lanes keep their order"
+    assert [part.members[0][0] for part in parts] == list(costs), "the lanes keep their order"
 
 
 def test_members_that_run_apart_are_not_cut_together() -> None:
@@ -51,7 +51,7 @@ def test_members_that_run_apart_are_not_cut_together() -> None:
 
 def test_every_load_goes_where_it_may_be() -> None:
     cuda = Device("cuda", 0)
-    parts = place([Load(Part(("a", "b"), True), 5.0, (cuda,)), load("c", 2, 5.0)])
+    parts = place([Load(LaneSpec(("a", "b"), True), 5.0, (cuda,)), load("c", 2, 5.0)])
     assert [str(part.device) for part in parts] == ["cuda:0", "cpu:0", "cpu:1"]
 
 
@@ -91,8 +91,7 @@ def test_one_device_is_planned_as_ever() -> None:
     assert [[(lane.members, lane.reason) for lane in own] for own in lanes] == [
         [(("0", "1", "2", "3"), "4 of one structure, fused")]
     ] * 2
-    assert fleet._lanes is not None
-    assert fleet._lanes[0].part.device is None
+    assert fleet._lanes[0].device == "cpu:0"
 
 
 def test_what_does_not_fit_goes_in_waves_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ from tests.helpers import fit, fleet_of, mlp, toy
 from torch import Tensor, nn
 
 import modelfleet as mf
-from modelfleet import testing
-from modelfleet.planning.assembly import Assembly, Studied
+from modelfleet import lane_sets, testing
+from modelfleet.lanes import DevicePool, Groups
 
 X, Y = toy(24)
 
@@ -180,20 +180,19 @@ def test_lanes_of_other_devices_are_given_up_though_making_new_ones_is_broken_of
 ) -> None:
     fleet = fleet_of(2)
     fit(fleet, toy(8))
-    (before,) = fleet._lanes or [None]
-    study, looks, interrupts = Assembly.study, iter([True]), iter([KeyboardInterrupt])
+    (before,) = fleet._lanes
+    looks, interrupts = iter([True]), iter([KeyboardInterrupt])
 
-    def interrupted(*args: Any) -> Studied:
+    def interrupted(*args: Any) -> Groups:
         for interrupt in interrupts:
             raise interrupt
-        return study(*args)
+        return Groups(*args)
 
-    monkeypatch.setattr(Assembly, "look", lambda self: next(looks, False))  # a cluster whose nodes are others now
-    monkeypatch.setattr(Assembly, "study", interrupted)
+    monkeypatch.setattr(DevicePool, "refresh", lambda self: next(looks, False))  # a cluster with other nodes now
+    monkeypatch.setattr(lane_sets, "Groups", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fit(fleet, toy(8))
     fit(fleet, toy(8))
-    (after,) = fleet._lanes or [None]
-    assert after is not None
+    (after,) = fleet._lanes
     assert after is not before
     assert after.epochs.tolist() == [2, 2]

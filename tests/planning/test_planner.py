@@ -1,6 +1,7 @@
 """The planner: it takes what measures best, within its budget, and remembers."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 import modelfleet as mf
 from modelfleet import testing
-from modelfleet.planning import paces, planner, trials
+from modelfleet.planning import measurements, planner, timings, trials
 
 X, Y = toy(64)
 LONG = {"epochs": 100, "batch_size": 8}  # 800 steps: worth measuring
@@ -20,7 +21,7 @@ LONG = {"epochs": 100, "batch_size": 8}  # 800 steps: worth measuring
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("MODELFLEET_CACHE", str(tmp_path))
-    return tmp_path / "paces.json"
+    return tmp_path / "timings.json"
 
 
 class Stopwatch:
@@ -30,9 +31,9 @@ class Stopwatch:
         self.asked: list[tuple[int, bool]] = []
         self.sharings = 0
 
-        def step_seconds(studied: Any, part: Any, batch: Any, most: float) -> float:
-            self.asked.append((len(part.names), part.fused))
-            return fused * len(part.names) if part.fused else single
+        def step_seconds(builder: Any, groups: Any, part: Any, batch: Any, most: float) -> float:
+            self.asked.append((len(part.members), part.fused))
+            return fused * len(part.members) if part.fused else single
 
         def epoch_seconds(*args: Any) -> float:
             self.sharings += 1
@@ -65,7 +66,7 @@ def test_a_short_run_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_measuring_stays_within_its_part_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Stopwatch(monkeypatch, 1e-6, 1e-9)  # the run would take milliseconds: one look, and on
-    monkeypatch.setattr(planner._Budget, "spend", lambda self, seconds: setattr(self, "_spent", 5.0))
+    monkeypatch.setattr(measurements.Budget, "spend", lambda self, seconds: setattr(self, "_spent", 5.0))
     fleet_of(8).plan((X, Y), **LONG)
     assert watch.asked == [(8, True)]
 
@@ -120,38 +121,39 @@ def test_a_plan_tells_what_a_run_took() -> None:
 
 
 def test_keys_go_by_what_a_measurement_depends_on() -> None:
-    assert paces.key("a", (1, 2)) == paces.key("a", (1, 2))
-    assert paces.key("a", (1, 2)) != paces.key("a", (1, 3))
+    assert timings.key("a", (1, 2)) == timings.key("a", (1, 2))
+    assert timings.key("a", (1, 2)) != timings.key("a", (1, 3))
 
     def local() -> None: ...
 
     assert " at 0x" in repr(local)
-    first = paces.key(local)
+    first = timings.key(local)
 
     def local() -> None: ...
 
-    assert paces.key(local) == first
+    assert timings.key(local) == first
 
 
 def test_nothing_is_kept_where_nothing_is_to_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MODELFLEET_CACHE", "")
-    known = paces.Paces()
+    known = timings.Timings()
     known.put("a", 1.0)
     known.save()
     assert list(tmp_path.iterdir()) == []
-    assert paces.Paces().get("a") is None
+    assert timings.Timings().get("a") is None
     monkeypatch.setenv("MODELFLEET_CACHE", str(tmp_path / "new"))
-    known = paces.Paces()
+    known = timings.Timings()
     known.put("a", float(np.float32(0.5)))
     known.save()
-    assert paces.Paces().get("a") == 0.5
+    assert timings.Timings().get("a") == 0.5
 
 
 def test_long_runs_on_several_cpus_take_processes_and_what_can_not_be_sent_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(planner, "WORKER_START", 0.0)  # as if the run were long
-    monkeypatch.setattr(planner.Planner, "_share", lambda self, studied, choice, *_: setattr(choice, "epoch", 1.0))
+    monkeypatch.setattr(planner, "WORKER_START_SECONDS", 0.0)  # as if the run were long
+    long = lambda self, opener, plan, *_: replace(plan, predicted_seconds=1.0)  # noqa: E731
+    monkeypatch.setattr(planner.Planner, "_share", long)
     x, y = toy(64)
 
     def sharing(fleet: mf.Fleet) -> str:

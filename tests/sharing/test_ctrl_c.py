@@ -13,6 +13,7 @@ import torch
 from tests.helpers import fit, mlp, toy
 
 import modelfleet as mf
+from modelfleet.types import Strategy
 
 X, Y = toy(40)
 TWO = "cpu:0,cpu:1"
@@ -58,7 +59,7 @@ class Watching(Pressing):
         ("threads", "cpu", Pressing),
     ],
 )
-def test_ctrl_c_is_heard_while_callbacks_wait_for_all(strategy: str, devices: str, callback: Any) -> None:
+def test_ctrl_c_is_heard_while_callbacks_wait_for_all(strategy: Strategy, devices: str, callback: Any) -> None:
     fleet = fleet_of(devices)
     history = fit(fleet, (X, Y), epochs=10**6, batch_size=8, strategy=strategy, callbacks=[callback()])
     assert not history.failed

@@ -16,7 +16,8 @@ from tests.sharing.test_sharing import Batches, Dropping, Locked, Stop, same
 from torch.utils.data import DataLoader, TensorDataset
 
 import modelfleet as mf
-from modelfleet.sharing import processes
+from modelfleet.sharing import dispatcher, processes
+from modelfleet.types import Strategy
 
 X, Y = toy(40)
 BOTH = "cpu:0,cpu:1"
@@ -99,7 +100,7 @@ def of_mixed() -> tuple[mf.Fleet, mf.History]:
 
 
 @pytest.mark.parametrize("strategy", [*WAYS, "auto", "interleaved"])
-def test_a_mixed_fleet_has_the_numbers_of_one_device(strategy: str) -> None:
+def test_a_mixed_fleet_has_the_numbers_of_one_device(strategy: Strategy) -> None:
     (one, told), two = of_mixed(), mixed(BOTH)
     before = torch.get_num_threads()
     told_the_same(told, fit(two, (X, Y), strategy=strategy, **GIVEN))
@@ -125,7 +126,7 @@ class Together(mf.Callback):
         self.seen.append((run.epoch, run.active))
 
 
-def stopped(devices: str, strategy: str, *callbacks: mf.Callback) -> tuple[mf.Fleet, mf.History]:
+def stopped(devices: str, strategy: Strategy, *callbacks: mf.Callback) -> tuple[mf.Fleet, mf.History]:
     fleet = split(devices)
     stopping = mf.EarlyStopping("val_loss", patience=1, min_delta=0.05, restore_best=True)
     given: dict[str, Any] = {"validation": (X, Y), "epochs": 5, "batch_size": 8}
@@ -139,7 +140,7 @@ def stopped_on_one() -> tuple[mf.Fleet, mf.History]:
 
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("strategy", WAYS)
-def test_callbacks_work_on_every_device(strategy: str, together: bool) -> None:
+def test_callbacks_work_on_every_device(strategy: Strategy, together: bool) -> None:
     own = [Together()] if together else []
     (one, told), (two, history) = stopped_on_one(), stopped(BOTH, strategy, *own)
     assert told.stopped
@@ -151,7 +152,7 @@ def test_callbacks_work_on_every_device(strategy: str, together: bool) -> None:
         assert callback.seen[0] == (1, tuple(two.names)), "all lanes are at one epoch"
 
 
-def fed(devices: str, strategy: str) -> tuple[mf.Fleet, mf.History]:
+def fed(devices: str, strategy: Strategy) -> tuple[mf.Fleet, mf.History]:
     fleet = split(devices)
     data = mf.each([toy(rows, rows) for rows in (16, 20, 24, 18, 20)])
     return fleet, fit(fleet, data, epochs=2, batch_size=8, strategy=strategy)
@@ -163,13 +164,13 @@ def fed_on_one() -> tuple[mf.Fleet, mf.History]:
 
 
 @pytest.mark.parametrize("strategy", WAYS)
-def test_every_member_has_its_own_data_wherever_it_is(strategy: str) -> None:
+def test_every_member_has_its_own_data_wherever_it_is(strategy: Strategy) -> None:
     (one, told), (two, history) = fed_on_one(), fed(BOTH, strategy)
     told_the_same(told, history)
     same(one, two)
 
 
-def loaded(devices: str, strategy: str) -> tuple[mf.Fleet, mf.History]:
+def loaded(devices: str, strategy: Strategy) -> tuple[mf.Fleet, mf.History]:
     fleet = split(devices)
     rows = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
     torch.manual_seed(3)
@@ -182,7 +183,7 @@ def loaded_on_one() -> tuple[mf.Fleet, mf.History]:
 
 
 @pytest.mark.parametrize("strategy", WAYS)
-def test_one_loader_is_read_alike_for_all_devices(strategy: str) -> None:
+def test_one_loader_is_read_alike_for_all_devices(strategy: Strategy) -> None:
     (one, told), (two, history) = loaded_on_one(), loaded(BOTH, strategy)
     told_the_same(told, history)
     same(one, two)
@@ -199,7 +200,7 @@ class Ends(mf.Callback):
 
 
 @pytest.mark.parametrize("strategy", WAYS)
-def test_lanes_wait_for_a_device_and_all_are_heard(strategy: str) -> None:
+def test_lanes_wait_for_a_device_and_all_are_heard(strategy: Strategy) -> None:
     two, ends = unlike(BOTH), Ends()
     fit(two, (X, Y), epochs=3, batch_size=8, strategy=strategy, callbacks=[ends])
     same(on_arrays(), two)
@@ -214,19 +215,19 @@ def test_lanes_wait_for_a_device_and_all_are_heard(strategy: str) -> None:
 def test_a_device_that_is_done_takes_over_what_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     homes: list[int] = []
     taken: list[tuple[int, int]] = []
-    give = processes._Foreman._give
+    give = dispatcher.Dispatcher._give
 
     def noted(self: Any, hand: Any, own: Any) -> None:
-        taken.append((own.home, self._hands.index(hand)))
+        taken.append((own.home, self._slots.index(hand)))
         give(self, hand, own)
 
     def all_on_the_first(self: Any, shifts: Any, home: int) -> None:
         homes.append(home)
         made(self, shifts, 0)
 
-    made = processes.Crew.__init__
-    monkeypatch.setattr(processes._Foreman, "_give", noted)
-    monkeypatch.setattr(processes.Crew, "__init__", all_on_the_first)
+    made = processes.RemoteLanes.__init__
+    monkeypatch.setattr(dispatcher.Dispatcher, "_give", noted)
+    monkeypatch.setattr(processes.RemoteLanes, "__init__", all_on_the_first)
     two = unlike(BOTH)
     fit(two, (X, Y), epochs=3, batch_size=8, strategy="processes")
     same(on_arrays(), two)
@@ -287,7 +288,7 @@ def test_a_lane_on_which_workers_die_again_and_again_fails_alone(tmp_path: Path)
 
 
 @pytest.mark.parametrize("strategy", WAYS)
-def test_ctrl_c_stops_all_devices_and_keeps_what_was_done(strategy: str) -> None:
+def test_ctrl_c_stops_all_devices_and_keeps_what_was_done(strategy: Strategy) -> None:
     class Press(mf.Callback):
         together = False
         pressed = False
@@ -317,7 +318,7 @@ def test_what_cannot_be_sent_is_told_before_anything_is_trained() -> None:
         assert all(torch.equal(a, b) for a, b in zip(parameters, fleet[name].parameters(), strict=True))
 
 
-def resumable(fleet: mf.Fleet, strategy: str, folder: Path, after: int) -> mf.History:
+def resumable(fleet: mf.Fleet, strategy: Strategy, folder: Path, after: int) -> mf.History:
     given: dict[str, Any] = {"epochs": 3, "batch_size": 8, "strategy": strategy}
     return fit(fleet, (X, Y), **given, callbacks=[mf.Checkpoint(folder), Stop(after)])
 
@@ -343,7 +344,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> tuple[mf.Fleet, Path]:
     [("threads", BOTH), ("threads", "cpu"), ("threads", "cpu:0,cpu:1,cpu:2"), ("processes", BOTH)],
 )
 def test_a_resumed_run_ends_as_the_unbroken_one(
-    strategy: str, then: str, broken: tuple[mf.Fleet, Path], tmp_path: Path
+    strategy: Strategy, then: str, broken: tuple[mf.Fleet, Path], tmp_path: Path
 ) -> None:
     shutil.copytree(broken[1], tmp_path, dirs_exist_ok=True)
     resumed = mixed(then)
@@ -358,7 +359,7 @@ def test_a_resumed_run_ends_as_the_unbroken_one(
         assert after == before
 
 
-def narrowed(devices: str, strategy: str, *callbacks: mf.Callback) -> tuple[mf.Fleet, mf.History]:
+def narrowed(devices: str, strategy: Strategy, *callbacks: mf.Callback) -> tuple[mf.Fleet, mf.History]:
     fleet = narrowing(devices)
     given: dict[str, Any] = {"epochs": ENDING, "batch_size": 8, "validation": (X, Y), "strategy": strategy}
     return fleet, fit(fleet, (X, Y), **given, callbacks=callbacks)
@@ -370,7 +371,9 @@ def narrowed_on_one() -> mf.Fleet:
 
 
 @pytest.mark.parametrize(("first", "then"), [WAYS, WAYS[::-1]])
-def test_a_narrowed_lane_of_a_resumed_run_may_go_on_in_another_way(first: str, then: str, tmp_path: Path) -> None:
+def test_a_narrowed_lane_of_a_resumed_run_may_go_on_in_another_way(
+    first: Strategy, then: Strategy, tmp_path: Path
+) -> None:
     with pytest.raises(KeyboardInterrupt):
         narrowed(BOTH, first, mf.Checkpoint(tmp_path), Stop(2))
     resumed, history = narrowed(BOTH, then, mf.Checkpoint(tmp_path), Stop(9))

@@ -17,6 +17,7 @@ from torch import nn
 
 import modelfleet as mf
 from modelfleet import testing
+from modelfleet.types import Strategy
 
 X, Y = toy(40)
 SHARINGS = ("interleaved", "threads", "processes")
@@ -56,7 +57,7 @@ def plain() -> mf.Fleet:
     return fleet
 
 
-def trained(strategy: str) -> tuple[mf.Fleet, mf.History]:
+def trained(strategy: Strategy) -> tuple[mf.Fleet, mf.History]:
     fleet = mixed()
     epochs = mf.each([2, 1, 3, 2])
     return fleet, fit(fleet, (X, Y), strategy=strategy, epochs=epochs, batch_size=8, validation=(X, Y))
@@ -91,7 +92,7 @@ def on_batches(epochs: int) -> mf.Fleet:
 
 
 @pytest.mark.parametrize("strategy", SHARINGS)
-def test_every_sharing_gives_the_numbers_of_auto(strategy: str) -> None:
+def test_every_sharing_gives_the_numbers_of_auto(strategy: Strategy) -> None:
     expected, told = of_auto()
     fleet, history = trained(strategy)
     same(fleet, expected)
@@ -102,7 +103,7 @@ def test_every_sharing_gives_the_numbers_of_auto(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", SHARINGS)
-def test_a_second_fit_goes_on_in_another_sharing(strategy: str) -> None:
+def test_a_second_fit_goes_on_in_another_sharing(strategy: Strategy) -> None:
     fleet = stateful()
     for way in (strategy, "auto", strategy):
         fit(fleet, (X, Y), epochs=1, batch_size=8, strategy=way)
@@ -167,7 +168,7 @@ class Locked(Batches):
 
 
 @pytest.mark.parametrize("strategy", SHARINGS)
-def test_data_that_raise_half_way_fail_their_member_only(strategy: str) -> None:
+def test_data_that_raise_half_way_fail_their_member_only(strategy: Strategy) -> None:
     fleet = plain()
     data = mf.each({"a": Batches(), "b": Poisoned(), "wide": Batches()})
     history = fit(fleet, data, epochs=2, strategy=strategy)
@@ -206,7 +207,7 @@ def test_a_killed_worker_fails_its_members_and_keeps_what_they_had(tmp_path: Pat
         assert testing.largest_difference(fleet[name], on_batches(2)[name])[0] < 1e-5
 
 
-def stopped(strategy: str) -> tuple[mf.Fleet, mf.History]:
+def stopped(strategy: Strategy) -> tuple[mf.Fleet, mf.History]:
     fleet = plain()
     stopping = mf.EarlyStopping("val_loss", patience=1, min_delta=0.05, restore_best=True)
     given: dict[str, Any] = {"validation": (X, Y), "epochs": 6, "batch_size": 8, "callbacks": [stopping]}
@@ -219,7 +220,7 @@ def stopped_in_auto() -> tuple[mf.Fleet, mf.History]:
 
 
 @pytest.mark.parametrize("strategy", SHARINGS)
-def test_callbacks_work_wherever_the_steps_are_taken(strategy: str) -> None:
+def test_callbacks_work_wherever_the_steps_are_taken(strategy: Strategy) -> None:
     expected, told = stopped_in_auto()
     fleet, history = stopped(strategy)
     assert told.stopped
@@ -242,7 +243,7 @@ class Watching(mf.Callback):
 
 
 @pytest.mark.parametrize("strategy", SHARINGS)
-def test_a_callback_that_looks_at_the_fleet_sees_all_lanes_at_one_epoch(strategy: str) -> None:
+def test_a_callback_that_looks_at_the_fleet_sees_all_lanes_at_one_epoch(strategy: Strategy) -> None:
     watching = Watching()
     fleet = plain()
     fit(fleet, (X, Y), epochs=2, batch_size=20, callbacks=[watching], strategy=strategy)
@@ -262,7 +263,7 @@ class Stop(mf.Callback):
 
 
 @pytest.mark.parametrize("strategy", ["interleaved", "processes"])
-def test_checkpoints_resume_in_every_sharing(strategy: str, tmp_path: Path) -> None:
+def test_checkpoints_resume_in_every_sharing(strategy: Strategy, tmp_path: Path) -> None:
     # Breaking off in processes is in `test_devices.py`: it ends the workers, and new ones take seconds to start.
     broken, resumed = stateful(), stateful()
     given: dict[str, Any] = {"epochs": 3, "batch_size": 8}

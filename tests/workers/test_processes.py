@@ -25,6 +25,7 @@ from tests.workers import tasks
 import modelfleet as mf
 from modelfleet.devices import Memory
 from modelfleet.sharing import processes
+from modelfleet.types import Strategy
 from modelfleet.workers import CannotSendError, WorkerDiedError, pieces, process, shared, starting
 from modelfleet.workers.process import ProcessPlace, ProcessWorker
 
@@ -152,7 +153,7 @@ class Freezer(mf.Callback):
 
 
 @pytest.mark.parametrize("strategy", ["processes", "data_parallel"])
-def test_a_fit_goes_on_when_a_worker_is_frozen(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fit_goes_on_when_a_worker_is_frozen(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the last whole epoch, in another worker: the weights are those of a run without trouble."""
     monkeypatch.setattr(process, "QUIET", 2.0)
     monkeypatch.setattr(process, "HARD_AT_WORK", 4.0)

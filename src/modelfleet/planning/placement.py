@@ -1,6 +1,6 @@
 """Placement: which lane is on which device.
 
-A group whose work is more than its share of a device is cut into even pieces of its members; then all lanes are
+A group whose work is more than its part of a device is cut into even pieces of its members. Then all lanes are
 packed, the longest first, each onto the device that has least to do.
 """
 
@@ -8,73 +8,69 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from modelfleet.devices import Device
-from modelfleet.planning.assembly import Part, Studied
+from modelfleet.lanes import Groups, LaneSpec
 from modelfleet.planning.memory import pieces
 
 
 @dataclass(frozen=True)
 class Load:
-    """Members that make a lane, or several, and what they cost; in any unit that all loads have."""
+    """Members of one lane, or of several, and their cost in any unit that all loads have in common."""
 
-    part: Part
+    spec: LaneSpec
     cost: float
     devices: tuple[Device, ...]
-    """Where they may be."""
+    """The devices that the members may run on."""
 
 
-def place(loads: Sequence[Load]) -> list[Part]:
-    """A part, or several, for every load, each with its device. The same loads are always placed the same."""
+def place(loads: Sequence[Load]) -> list[LaneSpec]:
+    """Return one or more placed lanes for every load. Equal loads are always placed alike."""
     devices = list(dict.fromkeys(device for load in loads for device in load.devices))
     total = sum(load.cost for load in loads)
-    cut: list[tuple[Load, Part, float]] = []
+    cut: list[tuple[Load, LaneSpec, float]] = []
     for load in loads:
         wanted = int(load.cost * len(devices) / total + 0.5) if total > 0 else 1
-        width = len(load.part.names)
-        count = max(1, min(wanted, len(load.devices), width if load.part.fused else 1))
+        width = load.spec.width
+        count = max(1, min(wanted, len(load.devices), width if load.spec.fused else 1))
         split = (width, count) if count > 1 else None
-        for names in pieces(count, load.part.names):
-            part = replace(load.part, names=names, split=split)
-            cut.append((load, part, load.cost * len(names) / width))
+        for names in pieces(count, load.spec.members):
+            cut.append((load, replace(load.spec, members=names, split=split), load.cost * len(names) / width))
     busy = dict.fromkeys(devices, 0.0)
-    found: list[Part | None] = [None] * len(cut)
+    placed: dict[int, LaneSpec] = {}
     for number in sorted(range(len(cut)), key=lambda number: -cut[number][2]):
-        load, part, cost = cut[number]
+        load, spec, cost = cut[number]
         least = min(load.devices, key=lambda device: busy[device])  # of equals the first
         busy[least] += cost
-        found[number] = replace(part, device=least)
-    return [part for part in found if part is not None]
+        placed[number] = replace(spec, device=str(least))
+    return [placed[number] for number in range(len(cut))]
 
 
-def spread_out(studied: Studied, parts: Sequence[Part]) -> list[Part]:
-    """Parts placed by nothing but their numbers of members: before anything is known of their steps.
-
-    On one device they stay as they are.
-    """
-    if not studied.scattered:
-        return list(parts)
-    return place([Load(part, len(part.names), studied.devices(part)) for part in parts])
+def place_by_size(groups: Groups, specs: Sequence[LaneSpec]) -> list[LaneSpec]:
+    """Place lanes by their numbers of members, before anything is known about their steps."""
+    if not groups.several_devices:
+        return groups.on_first_device(specs)
+    return place([Load(spec, spec.width, groups.devices(spec)) for spec in specs])
 
 
-def packed(studied: Studied, parts: Sequence[Part]) -> list[Part]:
-    """Parts placed without being cut."""
-    if not studied.scattered:
-        return list(parts)
-    loads = [Load(replace(part, fused=False), len(part.names), studied.devices(part)) for part in parts]
-    return [replace(placed, fused=part.fused) for placed, part in zip(place(loads), parts, strict=True)]
+def place_whole(groups: Groups, specs: Sequence[LaneSpec]) -> list[LaneSpec]:
+    """Place lanes without cutting any."""
+    if not groups.several_devices:
+        return groups.on_first_device(specs)
+    loads = [Load(replace(spec, fused=False), spec.width, groups.devices(spec)) for spec in specs]
+    return [replace(placed, fused=spec.fused) for placed, spec in zip(place(loads), specs, strict=True)]
 
 
-def whole(studied: Studied, parts: Sequence[Part]) -> list[tuple[Part, list[int]]]:
-    """Parts as they were before they were placed: every group again whole, with the numbers of its pieces."""
-    group_of = {name: number for number, group in enumerate(studied.groups) for name in group.names}
+def undo_cuts(groups: Groups, specs: Sequence[LaneSpec]) -> list[tuple[LaneSpec, list[int]]]:
+    """Return lanes as they were before they were placed: whole groups, each with the numbers of its pieces."""
+    group_of = {name: number for number, group in enumerate(groups.specs) for name in group.members}
     found: dict[tuple[int, str], list[int]] = {}
-    for number, part in enumerate(parts):
-        group = group_of[part.names[0]]
-        found.setdefault((group, "" if part.fused else part.names[0]), []).append(number)
+    for number, spec in enumerate(specs):
+        group = group_of[spec.members[0]]
+        found.setdefault((group, "" if spec.fused else spec.members[0]), []).append(number)
     merged = []
     for (group, _), numbers in found.items():
-        first = parts[numbers[0]]
-        names = {name for number in numbers for name in parts[number].names}
-        kept = tuple(name for name in studied.groups[group].names if name in names)
-        reason = studied.groups[group].reason if first.fused else first.reason
-        merged.append((Part(kept, first.fused, reason), numbers))
+        first = specs[numbers[0]]
+        names = {name for number in numbers for name in specs[number].members}
+        kept = tuple(name for name in groups.specs[group].members if name in names)
+        reason = groups.specs[group].apart_because if first.fused else first.apart_because
+        merged.append((LaneSpec(kept, first.fused, reason), numbers))
     return merged

@@ -1,99 +1,94 @@
-"""Trials: a few steps on copies of the members, to see how long they take. Nothing of the run is touched."""
+"""Trials: a few steps on copies of the members, to see how long they take. The members do not change."""
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from modelfleet.each import Each
-from modelfleet.feeds import Batch, Feed
+from modelfleet.feeds import Batch
 from modelfleet.feeds._base import grouped
-from modelfleet.lanes import Lane
-from modelfleet.planning import supply
-from modelfleet.planning.assembly import Part, Studied
-from modelfleet.sharing.shifts import Ended, Sharing, Shift, Way
+from modelfleet.lanes import Groups, Lane, LaneBuilder, LaneSpec
+from modelfleet.runs.events import EpochsEnded, RunOptions, Sharing
+from modelfleet.runs.job import Job
+from modelfleet.runs.lane_run import make_runs
+from modelfleet.runs.opening import LaneOpener, OpenLane
 from modelfleet.trees import map_tree
+from modelfleet.types import Tensor
 
-LEAST = 0.05  # seconds of steps that a trial times at once
+MIN_SECONDS = 0.05  # of steps that a trial times together
 ROUNDS = 3
 
 
-def step_seconds(studied: Studied, part: Part, batch: Batch, most: float) -> float:
-    """How long a step of a part takes as a lane of its own, in at most so many seconds beside making it ready."""
-    lane = studied.assembly.lane(studied, part, scratch=True)
+def step_seconds(builder: LaneBuilder, groups: Groups, spec: LaneSpec, batch: Batch, max_seconds: float) -> float:
+    """Return the time of a step of a lane, measured within `max_seconds` beside making the lane ready."""
+    lane = builder.build(groups, spec, scratch=True)
     lane.engine.check(batch, lane.names[0])
     lane.ready(batch, "train")
     several = lane.engine.several
-    framework = lane.members[0].framework
-    one = next(grouped(iter([batch] * several), several, framework.arrays)) if batch.full else batch
-    steps = one.steps or 1
+    arrays = lane.members[0].framework.arrays
+    one = next(grouped(iter([batch] * several), several, arrays)) if batch.full else batch
 
-    def took(calls: int) -> float:
+    def timed(calls: int) -> float:
         begun = time.perf_counter()
         for _ in range(calls):
             lane.train(one, lane.columns, 0)
-        lane.epoch_values()  # here at the latest the device has done them all
+        lane.epoch_values()  # at the latest here the device has done all steps
         return time.perf_counter() - begun
 
     begun = time.perf_counter()
-    took(1)
-    best = took(1)
-    calls = max(1, min(50, int(LEAST / max(best, 1e-6))))
+    timed(1)
+    best = timed(1)
+    calls = max(1, min(50, int(MIN_SECONDS / max(best, 1e-6))))
     for _ in range(ROUNDS):
-        if time.perf_counter() - begun + calls * best > most:
+        if time.perf_counter() - begun + calls * best > max_seconds:
             break
-        best = min(best, took(calls) / calls)
-    return best / steps
+        best = min(best, timed(calls) / calls)
+    return best / (one.steps or 1)
 
 
 def epoch_seconds(
-    studied: Studied,
-    lanes: Sequence[tuple[Lane, Feed]],
-    job: supply.Job,
-    sharing_of: Callable[[supply.Job], Sharing],
+    builder: LaneBuilder,
+    groups: Groups,
+    opened: Sequence[OpenLane],
+    job: Job,
+    sharing_of: Callable[[Job], Sharing],
     steps: Sequence[int],
 ) -> float:
-    """How long so many steps of every lane take when they share the device in a way; a warm epoch's."""
-    scratch = _scratch(lanes, job, steps)
-    copies = [studied.assembly.lane(studied, lane.part, scratch=True) for lane, _ in lanes]
-    fed = supply.feeds(copies, scratch)
-    for lane, feed in fed:
-        supply.check(lane, feed, scratch)
-        lane.ready(feed.first(), "train")
-    shifts = supply.shifts(fed, scratch)
-    for shift in shifts:
-        shift.take_several()
+    """Return the time of so many `steps` of every lane when the lanes share their device in a given way."""
+    trial = _trial_job(opened, job, steps)
+    opener = LaneOpener(builder, groups, trial, "train", scratch=True)
+    runs = make_runs(opener.open_all([one.spec for one in opened]), opener.feeding)
+    for run in runs:
+        run.choose_turn_length()
     ends = [time.perf_counter()]
-    way = Way(True, watched=False, stopped=lambda: False, side_by_side=False, halve=lambda shift: None)
-    for moment in sharing_of(scratch)(shifts, way):
-        if isinstance(moment, Ended):
+    options = RunOptions(
+        together=True, watched=False, stopped=lambda: False, in_step=False, halve=lambda run: None
+    )
+    for event in sharing_of(trial)(runs, options):
+        if isinstance(event, EpochsEnded):
             ends.append(time.perf_counter())
-            for shift, _ in moment.reports:
-                shift.leave([])
-    _finish(shifts)
-    return min(np.diff(ends[1:]).tolist() or [ends[-1] - ends[0]])
+            for run, _ in event.reports:
+                run.leave([])
+    for run in runs:
+        run.close()
+        run.lane.engine.stop()
+    return min(np.diff(ends[1:]).tolist() or [ends[-1] - ends[0]])  # of the epochs after the first, if any
 
 
-def _finish(shifts: Sequence[Shift]) -> None:
-    for shift in shifts:
-        shift.close()
-        shift.lane.engine.stop()
-
-
-def _scratch(lanes: Sequence[tuple[Lane, Feed]], job: supply.Job, steps: Sequence[int]) -> supply.Job:
-    """A job of a few epochs of so many steps, on the first batch of every member again and again."""
-    data: dict[str, Any] = {}
+def _trial_job(opened: Sequence[OpenLane], job: Job, steps: Sequence[int]) -> Job:
+    """Return a job of a few epochs, in which every member has its first batch again and again."""
+    data: dict[str, object] = {}
     sizes: dict[str, int] = {}
-    for (lane, feed), count in zip(lanes, steps, strict=True):
-        batch = feed.first()
-        host = lane.members[0].framework.arrays.host
-        for slot, name in enumerate(lane.names):
-            own = batch.data if batch.shared else map_tree(lambda leaf, slot=slot: leaf[slot], batch.data)
-            data[name] = map_tree(_repeated(host, count), own)
+    for one, count in zip(opened, steps, strict=True):
+        batch = one.feed.first()
+        for position, name in enumerate(one.lane.names):
+            own = batch.data if batch.shared else map_tree(lambda leaf, row=position: leaf[row], batch.data)
+            data[name] = map_tree(_repeat(one.lane, count), own)
             sizes[name] = batch.size
-    return supply.Job(job.names, Each(data), epochs=ROUNDS, batch_size=Each(sizes), shuffle=False, share=job.share)
+    return Job(job.names, Each(data), epochs=ROUNDS, batch_size=Each(sizes), shuffle=False, share=job.share)
 
 
-def _repeated(host: Callable[[Any], np.ndarray], count: int) -> Callable[[Any], np.ndarray]:
+def _repeat(lane: Lane, count: int) -> Callable[[Tensor], np.ndarray]:
+    host = lane.members[0].framework.arrays.host
     return lambda leaf: np.concatenate([host(leaf)] * count)

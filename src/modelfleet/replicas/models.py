@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from modelfleet import frameworks
+from modelfleet import frameworks, memory
 from modelfleet.devices import Device, parse_devices
 from modelfleet.errors import FleetError, InputError, StrategyError
 from modelfleet.frameworks import randomness
 from modelfleet.frameworks.batches import inputs
-from modelfleet.planning import memory
 from modelfleet.words import size
 from modelfleet.workers import CannotSendError, Place, Shared
 from modelfleet.workers.inline import InlinePlace

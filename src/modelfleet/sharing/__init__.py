@@ -1,35 +1,49 @@
-"""Taking turns: how lanes share their devices."""
+"""Sharing: how the lanes of a fit share their devices.
+
+A sharing is a function of runs and options that runs the lanes to their end and yields what happens
+(`modelfleet.runs.events.Sharing`). To add one, write such a function and add it to `sharings`.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from modelfleet.devices import Device
-from modelfleet.sharing.interleaved import interleaved
-from modelfleet.sharing.shifts import Sharing
+from modelfleet.remote.messages import OrderWriter
+from modelfleet.runs.events import Sharing
+from modelfleet.runs.job import Job
+from modelfleet.runs.turns import interleaved
+from modelfleet.sharing.data_parallel import RankedPlace
+from modelfleet.sharing.processes import on_one_device, on_places
 from modelfleet.sharing.threads import threads
+from modelfleet.types import SharingName
 from modelfleet.workers import Place
 from modelfleet.workers.places import of_machine
 
+Sharings = dict[SharingName, Callable[[Job], Sharing]]
+
 
 def sharings(
-    orders: Callable[[Any], Any], devices: Sequence[Device], cluster: Sequence[Place]
-) -> dict[str, Callable[[Any], Sharing]]:
-    """The ways to share devices, for a job: of this machine, or the places of a cluster."""
-    from modelfleet.sharing.processes import everywhere, processes
-    from modelfleet.sharing.team import TeamPlace
+    writer: Callable[[Job], OrderWriter], devices: Sequence[Device], cluster: Sequence[Place]
+) -> Sharings:
+    """Return all ways to share devices, as functions of the job.
 
-    def in_workers(job: Any) -> Sharing:
+    Args:
+        writer: Makes the writer of the orders for workers.
+        devices: The devices of this machine.
+        cluster: The places of a Ray cluster, if the fleet is on one.
+    """
+
+    def in_workers(job: Job) -> Sharing:
         if not cluster and len(devices) == 1:
-            return partial(processes, orders(job))
-        return partial(everywhere, orders(job), cluster or of_machine(devices))
+            return partial(on_one_device, writer(job))
+        return partial(on_places, writer(job), cluster or of_machine(devices))
 
-    def in_a_team(job: Any) -> Sharing:
-        return partial(everywhere, orders(job), [TeamPlace(tuple(cluster or of_machine(devices)))])
+    def on_all_devices(job: Job) -> Sharing:
+        return partial(on_places, writer(job), [RankedPlace(tuple(cluster or of_machine(devices)))])
 
     return {
-        "interleaved": lambda _: interleaved,
-        "threads": lambda _: threads,
+        "interleaved": lambda job: interleaved,
+        "threads": lambda job: threads,
         "processes": in_workers,
-        "data_parallel": in_a_team,
+        "data_parallel": on_all_devices,
     }

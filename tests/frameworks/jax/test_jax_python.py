@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import modelfleet as mf
+from modelfleet.types import Strategy
 
 X = np.random.default_rng(0).normal(size=(24, 4)).astype(np.float32)
 Y = np.random.default_rng(1).normal(size=(24, 2)).astype(np.float32)
@@ -204,7 +205,7 @@ def branching(own: Any, x: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize("strategy", ["auto", "threads", "processes"])
-def test_a_model_that_branches_on_values_trains_as_alone(strategy: str) -> None:
+def test_a_model_that_branches_on_values_trains_as_alone(strategy: Strategy) -> None:
     fleet = fleet_of(branching)
     history = fit(fleet, strategy=strategy)
     assert not history.failed
@@ -357,7 +358,7 @@ def test_a_module_that_runs_as_it_is_reads_an_attribute_changed_in_a_callback() 
 
 
 @pytest.mark.parametrize("strategy", ["auto", "interleaved"])
-def test_an_objective_that_begins_to_count_in_a_fit_is_refused_or_runs_as_it_is(strategy: str) -> None:
+def test_an_objective_that_begins_to_count_in_a_fit_is_refused_or_runs_as_it_is(strategy: Strategy) -> None:
     def make() -> Any:
         settings = {"counting": 0, "calls": 0}
 

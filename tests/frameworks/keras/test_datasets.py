@@ -9,7 +9,8 @@ from tests.frameworks.keras import models
 
 import modelfleet as mf
 from modelfleet.errors import InputError
-from modelfleet.planning import supply
+from modelfleet.runs.feeding import Feeding
+from modelfleet.runs.job import Job
 
 RATES = {"a": 0.01, "b": 0.03}
 
@@ -75,10 +76,9 @@ def test_every_pass_is_shuffled_as_a_whole() -> None:
     x, y = models.data(40)
     seen: dict[str, list[int]] = {}
     fleet, _ = models.fresh(**RATES)
-    job = supply.Job(tuple(fleet.names), (x, y), batch_size=8, steps_per_epoch=2)
+    job = Job(tuple(fleet.names), (x, y), batch_size=8, steps_per_epoch=2)
     fleet.fit((x, y), epochs=1, batch_size=8, progress=False)
-    assert fleet._lanes is not None
-    (_, feed), *_ = supply.feeds(fleet._lanes, job)
+    feed = Feeding(job, fleet._lane_set.groups).feed(fleet._lanes[0])
     order = {tuple(row): index for index, row in enumerate(np.round(x, 4))}
     for epoch in range(3):  # 2, 2 and 1 steps
         for _, batch in zip(range(2), feed.epoch(epoch), strict=False):

@@ -13,6 +13,7 @@ from tests.frameworks.keras import models
 import modelfleet as mf
 from modelfleet.errors import InputError
 from modelfleet.frameworks.keras import copy_model
+from modelfleet.types import Strategy
 
 BACKEND = keras.backend.backend()
 RATES = {"a": 0.001, "b": 0.03}
@@ -52,7 +53,7 @@ def fitted() -> tuple[dict[str, keras.Model], dict[str, dict[str, list[float]]]]
 
 
 @pytest.mark.parametrize("strategy", ["fused", "interleaved"])
-def test_a_fleet_fits_as_keras_does(strategy: str) -> None:
+def test_a_fleet_fits_as_keras_does(strategy: Strategy) -> None:
     own = compiled(normed)
     expected, told = fitted()
     fleet = mf.Fleet(own)

@@ -7,6 +7,7 @@ from tests.frameworks.torch import comparing
 from torch import Tensor, nn
 
 import modelfleet as mf
+from modelfleet.types import Strategy
 
 
 class Net(nn.Module):
@@ -38,7 +39,7 @@ class Looking(mf.Callback):
 @pytest.mark.parametrize("names", ["0", "1", "01"])
 @pytest.mark.parametrize("how", ["fleet", "sync"])
 def test_a_model_that_a_callback_puts_into_evaluation_mode_is_trained_as_before(
-    strategy: str, names: str, how: str
+    strategy: Strategy, names: str, how: str
 ) -> None:
     data, expected = comparing.rows(), comparing.build(Net, 2)
     fit(expected, data, strategy)
@@ -51,6 +52,6 @@ def test_a_model_that_a_callback_puts_into_evaluation_mode_is_trained_as_before(
         assert not buffers["norm.running_mean"].any(), "the norm stays frozen"
 
 
-def fit(models: list[Any], data: Any, strategy: str, *callbacks: mf.Callback) -> None:
+def fit(models: list[Any], data: Any, strategy: Strategy, *callbacks: mf.Callback) -> None:
     fleet = comparing.compiled(models, loss="cross_entropy")
     comparing.fit(fleet, data, callbacks=[*callbacks], strategy=strategy)

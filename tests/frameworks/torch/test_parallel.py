@@ -19,12 +19,13 @@ from torch import Tensor, nn
 import modelfleet as mf
 from modelfleet.frameworks import torch as adapter
 from modelfleet.frameworks.torch.parallel import Group, GroupError
+from modelfleet.types import Strategy
 
 RANKS = 2
 Result = dict[str, Any]
 
 
-def outcome(fleet: mf.Fleet, data: Any, strategy: str = "fused", **options: Any) -> Result:
+def outcome(fleet: mf.Fleet, data: Any, strategy: Strategy = "fused", **options: Any) -> Result:
     """Two epochs of a fleet: its weights, its history, and who failed."""
     history = fit(fleet, data, epochs=2, strategy=strategy, **options)
     return {

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import modelfleet as mf
 from modelfleet.frameworks.torch.tracing import trace
+from modelfleet.types import Strategy
 
 RANDOM = np.random.default_rng(0)
 X, Y = torch.from_numpy(RANDOM.standard_normal((24, 6))), torch.from_numpy(RANDOM.standard_normal((24, 2)))
@@ -62,7 +63,7 @@ def trained(
     objective: Any = None,
     *,
     optimizer: str = "adam",
-    strategy: str = "auto",
+    strategy: Strategy = "auto",
     **hyper: Any,
 ) -> tuple[mf.Fleet, mf.History]:
     fleet = mf.Fleet(models)
@@ -125,7 +126,7 @@ def test_optimizer_state_goes_from_plain_to_fused_and_back(name: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["interleaved", "fused"])
-def test_a_parameter_that_rests_for_a_fit_keeps_its_optimizer_state(strategy: str) -> None:
+def test_a_parameter_that_rests_for_a_fit_keeps_its_optimizer_state(strategy: Strategy) -> None:
     models = [mlp(), mlp()]
     expected = [copy.deepcopy(model) for model in models]
     fleet = mf.Fleet(models)
@@ -216,7 +217,7 @@ class Remembering(nn.Module):
 
 
 @pytest.mark.parametrize("strategy", ["auto", "interleaved", "threads"])
-def test_what_a_model_remembers_is_its_own_and_moves_on_as_in_a_loop(strategy: str) -> None:
+def test_what_a_model_remembers_is_its_own_and_moves_on_as_in_a_loop(strategy: Strategy) -> None:
     models = [Remembering() for _ in range(3)]
     expected = [copy.deepcopy(model) for model in models]
     _, history = trained(models, strategy=strategy)
@@ -437,7 +438,7 @@ def test_buffers_that_evaluating_changes_are_changed() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["interleaved", "fused"])
-def test_a_layer_that_is_put_in_another_s_place_begins_with_fresh_optimizer_state(strategy: str) -> None:
+def test_a_layer_that_is_put_in_another_s_place_begins_with_fresh_optimizer_state(strategy: Strategy) -> None:
     models = [mlp(), mlp()]
     heads = [nn.Linear(5, 2).double() for _ in models]
     expected = [copy.deepcopy(model) for model in models]
@@ -539,7 +540,7 @@ def test_an_objective_need_not_call_the_model_on_x() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["fused", "interleaved", "threads"])
-def test_on_step_end_comes_once_for_every_step_of_all_members(strategy: str) -> None:
+def test_on_step_end_comes_once_for_every_step_of_all_members(strategy: Strategy) -> None:
     class Steps(mf.Callback):
         def __init__(self) -> None:
             self.seen: list[int] = []
@@ -608,7 +609,7 @@ def test_a_member_that_raises_keeps_the_steps_before_and_says_which_it_was(error
     [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)],
     ids=["no_grad", "inference", "autocast"],
 )
-def test_contexts_around_a_verb_change_nothing(context: Callable[[], Any], strategy: str) -> None:
+def test_contexts_around_a_verb_change_nothing(context: Callable[[], Any], strategy: Strategy) -> None:
     models = [mlp(), mlp()]
     expected = [copy.deepcopy(model) for model in models]
     fleet = mf.Fleet(models)
@@ -708,7 +709,7 @@ class Slope(nn.Module):
 
 
 @pytest.mark.parametrize("strategy", ["auto", "interleaved"])
-def test_a_forward_may_differentiate_by_its_input(strategy: str) -> None:
+def test_a_forward_may_differentiate_by_its_input(strategy: Strategy) -> None:
     models = [Slope(), Slope()]
     expected = [copy.deepcopy(model) for model in models]
     fleet, _ = trained(models, strategy=strategy)

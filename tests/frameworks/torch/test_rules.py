@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import modelfleet as mf
+from modelfleet.types import Precision
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -42,7 +43,7 @@ NORMS: dict[str, Callable[[], list[nn.Module]]] = {
 
 @pytest.mark.parametrize("precision", HALVES)
 @pytest.mark.parametrize("norm", NORMS)
-def test_norms_in_half_precision_are_those_of_plain_autocast(norm: str, precision: str) -> None:
+def test_norms_in_half_precision_are_those_of_plain_autocast(norm: str, precision: Precision) -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 8), *map(Noted, NORMS[norm]()), nn.SiLU(), nn.Linear(8, 3))
 

@@ -27,7 +27,7 @@ def key(*parts: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-class Paces:
+class Timings:
     """The measurements on disk, read once."""
 
     def __init__(self) -> None:
@@ -70,9 +70,9 @@ class Paces:
 def _path() -> Path | None:
     named = os.environ.get("MODELFLEET_CACHE")
     if named is not None:
-        return Path(named) / "paces.json" if named else None
+        return Path(named) / "timings.json" if named else None
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "modelfleet" / "paces.json"
+    return (Path(base) if base else Path.home() / ".cache") / "modelfleet" / "timings.json"
 
 
 @cache

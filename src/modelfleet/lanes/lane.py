@@ -10,6 +10,7 @@ import numpy as np
 from modelfleet.errors import FleetError, GroupError, InputError, StrategyError
 from modelfleet.feeds import Batch, Feed
 from modelfleet.frameworks.protocol import Engine, StepError
+from modelfleet.lanes.spec import LaneSpec
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree, paths
 from modelfleet.words import unstopped
@@ -42,22 +43,22 @@ class Lane:
         signature: Any,
         columns: Mapping[str, np.ndarray],
         schedules: Sequence[Any],
-        part: Any,
-        device: str,
+        spec: LaneSpec,
     ) -> None:
         self.members = list(members)
         self.engine = engine
         self.signature = signature
         self.columns = dict(columns)  # the hyperparameters as compiled, (member,) each
         self.schedules = list(schedules)
-        self.part = part  # what was asked for: a `planning.assembly.Part`
-        self.device = device
+        self.spec = spec
+        assert spec.device is not None
+        self.device: str = spec.device
         self.steps = np.zeros(len(members), dtype=np.int64)  # steps taken, by member
         self.epochs = np.zeros(len(members), dtype=np.int64)  # epochs finished, by member
         self._slots = np.arange(len(members))  # the member in each slot
         self._on = np.ones(len(members), dtype=bool)  # by slot: who takes part
         self._failed = np.zeros(len(members), dtype=bool)  # by slot: who was set aside
-        self._places = {member.name: position for position, member in enumerate(members)}
+        self._positions = {member.name: position for position, member in enumerate(members)}
         self._seconds: float | None = None
         self._steady: float | None = None
         self._steady_steps = 0
@@ -71,9 +72,9 @@ class Lane:
         return [member.name for member in self.members]
 
     @property
-    def places(self) -> dict[str, int]:
+    def positions(self) -> dict[str, int]:
         """Every member's position, by name."""
-        return self._places
+        return self._positions
 
     @property
     def width(self) -> int:
@@ -85,7 +86,7 @@ class Lane:
         """The recent time of a step, once a few have been taken."""
         return self._seconds
 
-    def paced(self, steps: int, seconds: float, *, first: bool) -> None:
+    def record_time(self, steps: int, seconds: float, *, first: bool) -> None:
         """Note how long the steps of an epoch took, with all that belongs to them.
 
         The first epoch of a fit, in which things are traced, compiled and warmed up, says nothing of the next run.
@@ -121,7 +122,7 @@ class Lane:
             self._failed |= gone & self._on
         self._on &= ~gone
 
-    def train(self, batch: Batch, columns: dict[str, np.ndarray], steps_left: int) -> None:
+    def train(self, batch: Batch, columns: Mapping[str, np.ndarray], steps_left: int) -> None:
         """One step, or as many as the batch has, of every member that takes part and has rows in it.
 
         `columns` are the hyperparameters of this step, `(member,)` each. Raises `StepError` if the steps of some
@@ -203,7 +204,7 @@ class Lane:
         return self._slots
 
     def evaluating(self, feed: Feed) -> "Work[dict[str, np.ndarray]]":
-        """The loss and the metrics `(slot,)` over a whole feed; batch by batch, for `in_step`."""
+        """The loss and the metrics `(slot,)` over a whole feed; batch by batch, for `finish_in_step`."""
         totals = None
         for whole in feed.epoch(0):
             for batch in whole.pieces:
@@ -334,10 +335,14 @@ class Lane:
         row, working = self._where(position)
         self.engine.restack(np.array([row]), [self.members[position]], working=working)
 
-    def tensors(self) -> dict[str, np.ndarray]:
-        """All of the state of all members, on the host; it may be the very memory of the engine's."""
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return all of the state of all members, on the host. It may be the very memory of the engine's."""
         host = self.members[0].framework.arrays.host
         return {name: host(tensor) for name, tensor in self.engine.tensors().items()}
+
+    def load_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Take up the state that `arrays` returned."""
+        self.engine.load(arrays)
 
     def standing(self) -> dict[str, Any]:
         """Where the lane is, in JSON's terms; its tensors are the engine's."""
@@ -411,7 +416,7 @@ class Lane:
             self._active = key, self.engine.tensor(live)
         return self._active[1]
 
-    def _hyper_tensors(self, columns: dict[str, np.ndarray]) -> Any:
+    def _hyper_tensors(self, columns: Mapping[str, np.ndarray]) -> Any:
         if self._hyper is None or self._hyper[0] is not columns:
             tensors = {name: self.engine.tensor(column[self._slots]) for name, column in columns.items()}
             self._hyper = columns, tensors
@@ -424,7 +429,7 @@ class Lane:
             self._seconds = seconds if self._seconds is None else 0.9 * self._seconds + 0.1 * seconds
 
 
-def in_step(works: Sequence[Work[T]]) -> list[T]:
+def finish_in_step(works: Sequence[Work[T]]) -> list[T]:
     """Do several works, a batch of each after the other: so lanes that read one loader read it once."""
     found: dict[int, T] = {}
     while len(found) < len(works):

@@ -14,7 +14,7 @@ from modelfleet.workers.meeting import Meeting
 LOOK = 0.5  # seconds between two looks at whether all of a team are there
 
 
-class TeamWorker:
+class RankedWorkers:
     """Several workers as one. All do the same; only what the first of them says is heard."""
 
     ahead = 0
@@ -59,7 +59,7 @@ class TeamWorker:
         address = self._address()
         size = len(self.workers)
         for rank, (place, worker) in enumerate(zip(self._places, self.workers, strict=True)):
-            own = replace(order, devices=order.on(place.device), parallel=(address, rank, size))
+            own = replace(order.on(place.device), ranks=(address, rank, size))
             worker.start(task, own, what)
 
     def receive(self) -> tuple[bool, Any]:
@@ -126,7 +126,7 @@ class TeamWorker:
 
 
 @dataclass(frozen=True)
-class TeamPlace:
+class RankedPlace:
     """Several devices as one place."""
 
     places: tuple[Place, ...]
@@ -141,11 +141,11 @@ class TeamPlace:
         """That of the first."""
         return self.places[0].device
 
-    def hire(self, last: object = None) -> TeamWorker:
+    def hire(self, last: object = None) -> RankedWorkers:
         """A worker at each."""
-        return TeamWorker(self.places, [place.hire(last) for place in self.places])
+        return RankedWorkers(self.places, [place.hire(last) for place in self.places])
 
-    def release(self, worker: TeamWorker) -> None:
+    def release(self, worker: RankedWorkers) -> None:
         """Have them back."""
         for place, one in zip(self.places, worker.workers, strict=True):
             place.release(one)

@@ -5,7 +5,13 @@ from torch import nn
 
 import modelfleet as mf
 from modelfleet.frameworks.torch import difference, signature
-from modelfleet.planning.groups import Group, group
+from modelfleet.lanes.groups import Group, group
+
+
+class Some:
+    """A task of its own."""
+
+    summary = "some"
 
 
 def compare(left: str, right: str) -> str | None:
@@ -13,12 +19,12 @@ def compare(left: str, right: str) -> str | None:
 
 
 def test_members_of_one_structure_and_one_task_are_one_group() -> None:
-    task = object()
+    task = Some()
     assert group(["a", "b"], ["net", "net"], [task, task], compare) == [Group((0, 1), None)]
 
 
 def test_groups_are_in_the_order_of_their_first_members() -> None:
-    task = object()
+    task = Some()
     assert group(["a", "b", "c", "d"], ["net", "wide", "net", "deep"], [task] * 4, compare) == [
         Group((0, 2), None),
         Group((1,), "'b' is unlike 'a': wide is not net"),
@@ -27,7 +33,7 @@ def test_groups_are_in_the_order_of_their_first_members() -> None:
 
 
 def test_equal_structures_with_another_task_are_apart() -> None:
-    found = group(["a", "b"], ["net", "net"], [object(), object()], compare)
+    found = group(["a", "b"], ["net", "net"], [Some(), Some()], compare)
     assert found[1] == Group((1,), "'b' is unlike 'a': its optimizer has other options")
 
 
@@ -36,10 +42,11 @@ def test_the_first_difference_of_two_models_is_named() -> None:
         features = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.MaxPool2d(2, stride))
         return nn.ModuleDict({"features": features})
 
+    task = Some()
     signatures = [signature(net(stride)) for stride in (1, 1, 2)]
-    found = group(["m00", "m01", "m07"], signatures, [None] * 3, difference)
+    found = group(["m00", "m01", "m07"], signatures, [task] * 3, difference)
     assert [g.positions for g in found] == [(0, 1), (2,)]
-    assert found[1].reason == "'m07' is unlike 'm00': features.3.stride is 2, not 1"
+    assert found[1].apart_because == "'m07' is unlike 'm00': features.3.stride is 2, not 1"
 
 
 def test_a_flag_of_the_optimizer_parts_members_and_a_number_does_not() -> None:

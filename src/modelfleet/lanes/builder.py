@@ -1,0 +1,65 @@
+"""Building lanes: from a specification and the members to a live lane on its device."""
+
+from collections.abc import Hashable
+from dataclasses import replace
+
+import numpy as np
+
+from modelfleet.devices import Device, parse_devices
+from modelfleet.frameworks.protocol import CannotFuseError
+from modelfleet.lanes.groups import Groups
+from modelfleet.lanes.lane import Lane
+from modelfleet.lanes.spec import LaneSpec
+from modelfleet.members import Member
+
+HOST = Device("cpu")
+
+
+class LaneBuilder:
+    """Builds lanes, and remembers the programs of every structure and task that it has met.
+
+    So another lane of the same structure traces and compiles nothing again.
+    """
+
+    def __init__(self) -> None:
+        self._programs: list[tuple[tuple[Hashable, ...], object]] = []
+
+    def build(self, groups: Groups, spec: LaneSpec, *, scratch: bool = False) -> Lane:
+        """Return a new lane.
+
+        Args:
+            groups: The members of the fleet.
+            spec: The lane. If it is not placed yet, it goes to the first device that it may run on.
+            scratch: For a trial: a lane of one member steps a copy of the member's model.
+        """
+        own = [groups.tasks[name] for name in spec.members]
+        framework = own[0].member.framework
+        (spec,) = groups.on_first_device([spec])
+        assert spec.device is not None
+        # A lane that is trained on a cluster has a stand-in here: it holds the last state, evaluates and predicts.
+        (device,) = parse_devices(spec.device) or (HOST,)
+        native = framework.native(HOST if device.kind == "ray" else device)
+        hyperparameters = {
+            key: np.array([task.hyperparameters[key] for task in own]) for key in own[0].hyperparameters
+        }
+        members = [task.member for task in own]
+        if scratch and len(members) == 1:
+            members = [_copy(member) for member in members]
+        # Tasks compare by identity, and a signature may be costly to hash: so a list, not a dict.
+        known = own[0].signature, own[0].task, spec.fused, native
+        programs = next((programs for key, programs in self._programs if key == known), None)
+        engine = framework.Engine(
+            members, own[0].task, hyperparameters, native, fused=spec.fused, programs=programs
+        )
+        if programs is None and engine.programs is not None:
+            self._programs.append((known, engine.programs))
+        lane = Lane(members, engine, own[0].signature, hyperparameters, [task.schedule for task in own], spec)
+        lane.epochs[:] = [groups.epochs.get(name, 0) for name in spec.members]  # shuffles depend on them
+        return lane
+
+
+def _copy(member: Member) -> Member:
+    try:
+        return replace(member, model=member.framework.copy_model(member.model))
+    except Exception as error:  # whatever a model's attributes may hold
+        raise CannotFuseError(f"member {member.name!r} can't be copied for a trial: {error}") from error

@@ -1,0 +1,157 @@
+"""Groups: which members have one structure and one task, and what keeps the others apart."""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from modelfleet.devices import Device
+from modelfleet.errors import InputError
+from modelfleet.frameworks.protocol import Adapter, Task
+from modelfleet.lanes.device_pool import DevicePool
+from modelfleet.lanes.spec import LaneSpec
+from modelfleet.members import Member
+from modelfleet.recipe import Recipe
+from modelfleet.types import Kind, ScheduleLike, Signature
+
+
+@dataclass(frozen=True)
+class MemberTask:
+    """One member with everything that its lane needs to know about it."""
+
+    member: Member
+    signature: Signature
+    task: Task
+    hyperparameters: dict[str, float]
+    schedule: ScheduleLike
+
+
+@dataclass(frozen=True)
+class Group:
+    """Members, by position, that may be fused, and what keeps them apart from the first group."""
+
+    positions: tuple[int, ...]
+    apart_because: str | None
+
+
+def group(
+    names: Sequence[str],
+    signatures: Sequence[Hashable],
+    tasks: Sequence[Task],
+    difference: Callable[[Signature, Signature], str | None],
+) -> list[Group]:
+    """Put members of equal signature and the same task together, in the order of their first members."""
+    found: dict[tuple[Hashable, int], list[int]] = {}
+    for position, (signature, task) in enumerate(zip(signatures, tasks, strict=True)):
+        found.setdefault((signature, id(task)), []).append(position)
+    groups = []
+    for positions in found.values():
+        first = positions[0]
+        reason = None
+        if groups:
+            what = difference(signatures[first], signatures[0])
+            reason = f"{names[first]!r} is unlike {names[0]!r}: {what or 'its optimizer has other options'}"
+        plain = getattr(tasks[first], "plain", None)
+        if plain is not None:
+            reason = f"{names[first]!r} runs on its own: {plain}"
+        groups.append(Group(tuple(positions), reason))
+    return groups
+
+
+class Groups:
+    """A fleet's members with their tasks, in groups that may be fused.
+
+    Raises:
+        InputError: A recipe does not fit a member, or training is asked for and there is no recipe.
+    """
+
+    def __init__(
+        self, pool: DevicePool, members: Sequence[Member], recipes: Mapping[str, Recipe | None], kind: Kind
+    ) -> None:
+        self.pool = pool
+        self.kind = kind
+        self.tasks: dict[str, MemberTask] = {}
+        self.specs: list[LaneSpec] = []
+        """One fused lane for each group, not placed yet."""
+        self.epochs: dict[str, int] = {}
+        """Epochs that each member has finished, as far as its lanes have reported them."""
+        self._trainable = False
+        for framework, recipe, own in _by_recipe(members, recipes):
+            self._add(framework, recipe, own)
+
+    def _add(self, framework: Adapter, recipe: Recipe | None, members: Sequence[Member]) -> None:
+        names = [member.name for member in members]
+        prepared = framework.prepare(recipe and recipe.only(names), members, self.kind)
+        for position, member in enumerate(members):
+            self.tasks[member.name] = MemberTask(
+                member,
+                framework.signature(member.model),
+                prepared.tasks[position],
+                {key: column[position] for key, column in prepared.columns.items()},
+                prepared.schedules[position],
+            )
+        signatures = [self.tasks[name].signature for name in names]
+        first = next(iter(self.tasks))
+        for found in group(names, signatures, prepared.tasks, framework.difference):
+            reason = found.apart_because
+            if reason is None and self.specs:
+                reason = self._difference(names[found.positions[0]], first)
+            self.specs.append(LaneSpec(tuple(names[position] for position in found.positions), True, reason))
+
+    def _difference(self, name: str, first: str) -> str:
+        own, other = self.tasks[name], self.tasks[first]
+        framework = own.member.framework
+        if framework is not other.member.framework:
+            return f"{name!r} is a {framework.NAME} model, {first!r} a {other.member.framework.NAME} model"
+        what = framework.difference(own.signature, other.signature)
+        return f"{name!r} is unlike {first!r}: {what or 'it was compiled with other settings'}"
+
+    def refuse_shared_parameters(self) -> None:
+        """Raise InputError if two members train the same parameter. Members that only read it may share it."""
+        if self._trainable:
+            return
+        members = [task.member for task in self.tasks.values()]
+        for framework in {id(member.framework): member.framework for member in members}.values():
+            own = [member for member in members if member.framework is framework]
+            twice = framework.trained_twice([member.model for member in own])
+            if twice is not None:
+                first, second, parameter = twice
+                raise InputError(
+                    f"members {own[first].name!r} and {own[second].name!r} share the trained parameter "
+                    f"{parameter!r}: one would undo the other's steps. Freeze it (requires_grad=False), or give "
+                    f"each its own copy."
+                )
+        self._trainable = True
+
+    def framework(self, spec: LaneSpec) -> Adapter:
+        """Return the framework of a lane's members."""
+        return self.tasks[spec.members[0]].member.framework
+
+    def devices(self, spec: LaneSpec) -> tuple[Device, ...]:
+        """Return the devices that a lane may run on."""
+        return self.pool.of(self.framework(spec))
+
+    @property
+    def several_devices(self) -> bool:
+        """Return True if the lanes have to be placed: on several devices, or on a cluster."""
+        return bool(self.pool.places) or len({d for spec in self.specs for d in self.devices(spec)}) > 1
+
+    def apart(self, reason: str) -> list[LaneSpec]:
+        """Return a lane for every member on its own, with the reason for it."""
+        return [
+            LaneSpec((name,), False, spec.apart_because or reason) for spec in self.specs for name in spec.members
+        ]
+
+    def on_first_device(self, specs: Sequence[LaneSpec]) -> list[LaneSpec]:
+        """Return the specs, those that are not placed yet on the first device that they may run on."""
+        return [replace(s, device=str(self.devices(s)[0])) if s.device is None else s for s in specs]
+
+
+def _by_recipe(
+    members: Sequence[Member], recipes: Mapping[str, Recipe | None]
+) -> Iterator[tuple[Adapter, Recipe | None, list[Member]]]:
+    """Yield the members of each framework and recipe together, in the order of their first members."""
+    found: dict[tuple[int, int], tuple[Adapter, Recipe | None, list[Member]]] = {}
+    for member in members:
+        recipe = recipes.get(member.name)
+        key = id(member.framework), id(recipe)
+        found.setdefault(key, (member.framework, recipe, []))[2].append(member)
+    yield from found.values()

@@ -1,0 +1,89 @@
+"""Fusing: which groups can be fused with their data, and what is refused to those who insist."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+
+from modelfleet.devices import Device
+from modelfleet.errors import FleetWarning, StrategyError
+from modelfleet.frameworks.protocol import CannotFuseError
+from modelfleet.lanes import LaneSpec
+from modelfleet.members import Member
+from modelfleet.runs.opening import LaneOpener, OpenLane
+from modelfleet.types import Strategy
+from modelfleet.words import unstopped
+
+
+def split_unfusable(opener: LaneOpener, specs: Sequence[LaneSpec], strategy: Strategy) -> list[LaneSpec]:
+    """Return specs whose lanes can take their steps: members that can't be fused are apart.
+
+    Raises:
+        StrategyError: The strategy is "fused", and some members can't be.
+    """
+    found: list[LaneSpec] = []
+    for spec in specs:
+        try:
+            found.append(opener.open(spec).spec)
+        except CannotFuseError as error:
+            first = spec.members[0]
+            if strategy == "fused":
+                raise StrategyError(
+                    f"member {first!r} and those like it can't be fused: {unstopped(error)}. "
+                    f'Drop strategy="fused" and let them take turns.'
+                ) from error
+            if error.shared and opener.kind == "train":
+                warnings.warn(
+                    f"members {first!r} and {spec.members[1]!r} take turns and share state that they change: "
+                    f"{unstopped(error)}. "
+                    f"Their numbers depend on each other. Give each its own loss or objective, by "
+                    f"compile(..., members=[name]), or its own copy of what is shared.",
+                    FleetWarning,
+                    stacklevel=2,
+                )
+            single = replace(spec, fused=False, apart_because=f"not fused: {error}", split=None)
+            found += [opener.open(replace(single, members=(name,))).spec for name in spec.members]
+    return found
+
+
+def refuse_unfused(specs: Sequence[LaneSpec]) -> None:
+    """Raise StrategyError if the specs are not one group: for `strategy="fused"`."""
+    for spec in specs:
+        if spec.apart_because is not None:
+            raise StrategyError(
+                f"not all members can be fused: {spec.apart_because}. "
+                f'Make them alike, or drop strategy="fused" and let them take turns.'
+            )
+
+
+def refuse_on_cluster(strategy: Strategy) -> None:
+    """Raise StrategyError for a strategy of this machine: on a cluster, actors take all steps."""
+    if strategy not in ("auto", "processes", "data_parallel"):
+        raise StrategyError(
+            f'strategy="{strategy}" is for the devices of this machine, and the fleet is on a Ray cluster. '
+            f'Use "auto" or "processes" there.'
+        )
+
+
+def refuse_data_parallel(members: Sequence[Member], devices: Sequence[Device]) -> None:
+    """Raise StrategyError if `strategy="data_parallel"` is impossible, whatever the models are."""
+    if len(devices) < 2:
+        raise StrategyError(
+            f'strategy="data_parallel" spreads each member over several devices, and there is only '
+            f'{", ".join(map(str, devices))}. Name more, as in devices="cuda:0,cuda:1".'
+        )
+    for member in members:
+        if not hasattr(member.framework, "Group"):
+            raise StrategyError(
+                f'strategy="data_parallel" is for torch models, and member {member.name!r} is a '
+                f"{member.framework.NAME} model. Let whole members share the devices: leave the strategy out."
+            )
+
+
+def refuse_indivisible(opened: Sequence[OpenLane]) -> None:
+    """Raise StrategyError for a lane whose members need all rows of a batch at once."""
+    for one in opened:
+        batch = one.feed.first()
+        reason = one.lane.engine.indivisible(batch.data, shared=batch.shared)
+        if reason is not None:
+            name = one.lane.names[0]
+            raise StrategyError(f'strategy="data_parallel" is not possible for member {name!r}: {reason}.')

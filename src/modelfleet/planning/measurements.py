@@ -1,0 +1,186 @@
+"""Measurements: the times of lanes, known from earlier runs or measured now, within a budget."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from modelfleet.devices import threads_of
+from modelfleet.errors import FleetError
+from modelfleet.feeds import Feed
+from modelfleet.feeds._base import spec as form_of
+from modelfleet.frameworks.protocol import CannotFuseError
+from modelfleet.lanes import Groups, LaneSpec
+from modelfleet.planning import timings, trials
+from modelfleet.planning.plan import Plan
+from modelfleet.runs.events import Sharing
+from modelfleet.runs.job import Job
+from modelfleet.runs.opening import LaneOpener, OpenLane
+
+PART_OF_RUN = 0.05  # that measuring may take
+SHORT_RUN: int = 300  # steps: a shorter run is over before measuring has paid off
+UNKNOWN_STEPS = 1000  # taken for an epoch whose length the data do not tell
+
+
+class Budget:
+    """Seconds that measuring may take: none for a short run, or else a part of the predicted time of the run."""
+
+    def __init__(self, steps: int) -> None:
+        self._seconds = 0.0 if steps < SHORT_RUN else 1.0  # enough to time a single step
+        self._spent = 0.0
+        self.longest = 0.2
+        """Time of the longest trial so far. Most of it may be compiling."""
+
+    def predict(self, seconds: float) -> None:
+        """Extend the budget for a run, or a part of one, that is now predicted to take so many seconds."""
+        self._seconds = max(self._seconds, PART_OF_RUN * seconds)
+
+    def left(self) -> float:
+        """Return the seconds that are left."""
+        return max(0.0, self._seconds - self._spent)
+
+    def allows(self, seconds: float) -> bool:
+        """Return True if a trial of so many seconds is within the budget."""
+        return self.left() >= seconds
+
+    def spend(self, seconds: float) -> None:
+        """Note that a trial took so long."""
+        self._spent += seconds
+        self.longest = max(self.longest, seconds)
+
+
+class Measurements:
+    """Times of steps and epochs, by what they depend on."""
+
+    def __init__(self) -> None:
+        self.timings = timings.Timings()
+
+    def step_seconds(self, opener: LaneOpener, spec: LaneSpec, feed: Feed, budget: Budget) -> float | None:
+        """Return the time of a lane's step. It is measured if it is not known and the budget allows it."""
+        key = self._lane_key(opener.groups, spec, feed)
+        seconds = self.timings.get(key)
+        if seconds is None and budget.allows(budget.longest):
+            begun = time.perf_counter()
+            try:
+                seconds = trials.step_seconds(opener.builder, opener.groups, spec, feed.first(), budget.left())
+                self.timings.put(key, seconds)
+            except CannotFuseError:
+                seconds = None
+            budget.spend(time.perf_counter() - begun)
+        return seconds
+
+    def known_step_seconds(self, groups: Groups, opened: OpenLane) -> float | None:
+        """Return the time of a lane's step if it is known."""
+        return self.timings.get(self._lane_key(groups, opened.spec, opened.feed))
+
+    def known_epoch_seconds(self, groups: Groups, opened: Sequence[OpenLane], sharing: str) -> float | None:
+        """Return the time of an epoch of lanes that share their device in a given way, if it is known."""
+        return self.timings.get(self._mix_key(groups, opened, sharing))
+
+    def epoch_seconds(
+        self,
+        opener: LaneOpener,
+        opened: Sequence[OpenLane],
+        sharing: str,
+        sharing_of: Callable[[Job], Sharing],
+        steps: Sequence[int],
+        scale: float,
+        budget: Budget,
+    ) -> float | None:
+        """Measure an epoch of lanes that share their device in a given way.
+
+        Args:
+            opener: Opened the lanes.
+            opened: The lanes.
+            sharing: The name of the sharing.
+            sharing_of: Makes the sharing for a job.
+            steps: The steps of each lane that the trial takes.
+            scale: How many times as long as the trial the epoch is.
+            budget: Is charged for the trial.
+        """
+        begun = time.perf_counter()
+        try:
+            took = trials.epoch_seconds(opener.builder, opener.groups, opened, opener.job, sharing_of, steps)
+            seconds = took * scale
+            self.timings.put(self._mix_key(opener.groups, opened, sharing), seconds)
+        except FleetError:  # for example members that can't be sent to a worker
+            seconds = None
+        budget.spend(time.perf_counter() - begun)
+        return seconds
+
+    def known_width(self, groups: Groups, opened: OpenLane) -> int | None:
+        """Return how many members of a lane's group fit into memory, if it has run out before."""
+        width = self.timings.get(self._key(groups, opened.spec, opened.feed, "widest"))
+        return None if width is None else int(width)
+
+    def remember_width(self, groups: Groups, spec: LaneSpec, feed: Feed, width: int) -> None:
+        """Note how many members of a lane's group fit into memory, after it has run out."""
+        self.timings.put(self._key(groups, spec, feed, "widest"), width)
+        self.timings.save()
+
+    def recorder(self, groups: Groups, plan: Plan, opened: Sequence[OpenLane]) -> Callable[[float | None], None]:
+        """Return a function that records, after a run, how long its steps and an epoch took."""
+        if groups.pool.places:
+            return lambda epoch: None
+        # The keys are made before the run: they need a look at the data.
+        keys = [(one.lane, self._lane_key(groups, one.spec, one.feed)) for one in opened]
+        mix = self._mix_key(groups, opened, plan.sharing)
+        # Lanes that take turns on their device have it to themselves, so that their time is their own.
+        alone = plan.sharing == "interleaved" or groups.several_devices
+
+        def record(epoch: float | None) -> None:
+            for lane, key in keys:
+                if alone and lane.steady_seconds_per_step is not None:
+                    self.timings.put(key, lane.steady_seconds_per_step)
+            if len(keys) > 1 and epoch is not None and all(lane.steady_seconds_per_step for lane, _ in keys):
+                self.timings.put(mix, epoch)
+            self.timings.save()
+
+        return record
+
+    # --- keys ----------------------------------------------------------------------------------------------------
+
+    def _lane_key(self, groups: Groups, spec: LaneSpec, feed: Feed) -> str:
+        where = ()
+        if groups.several_devices and spec.device is not None:
+            where = spec.device.partition(":")[0], threads_of(groups.devices(spec))
+        return self._key(groups, spec, feed, "pace", spec.width, spec.fused, *where)
+
+    def _mix_key(self, groups: Groups, opened: Sequence[OpenLane], sharing: str) -> str:
+        own = [
+            (
+                self._lane_key(groups, one.spec, one.feed),
+                () if one.feed.steps is None else tuple(one.feed.steps.tolist()),
+            )
+            for one in opened
+        ]
+        where = sorted({one.lane.device for one in opened}) if groups.several_devices else []
+        return timings.key("mix", sorted(own), sharing, *where)
+
+    @staticmethod
+    def _key(groups: Groups, spec: LaneSpec, feed: Feed, *what: object) -> str:
+        task = groups.tasks[spec.members[0]]
+        batch = feed.first()
+        shape = form_of(batch.data), batch.size, batch.shared
+        return timings.key(task.member.framework.NAME, task.signature, task.task.summary, shape, *what)
+
+
+def steps_per_epoch(feed: Feed, job: Job) -> int:
+    """Return the steps of a lane's epoch, or a guess if the data do not tell."""
+    steps = UNKNOWN_STEPS if feed.steps is None else int(feed.steps.max())
+    return steps if job.steps_per_epoch is None else min(steps, job.steps_per_epoch)
+
+
+def total_steps(opened: OpenLane, job: Job) -> int:
+    """Return the steps of a lane's member that trains longest."""
+    epochs = job.by_name("epochs")
+    return steps_per_epoch(opened.feed, job) * max(int(epochs[name]) for name in opened.lane.names)
+
+
+def work(opened: OpenLane, job: Job) -> float:
+    """Return a lane's work by its size, where the time of a step is not known."""
+    lane, feed = opened.lane, opened.feed
+    epochs = job.by_name("epochs")
+    steps = np.full(len(lane.names), UNKNOWN_STEPS) if feed.steps is None else feed.steps
+    taken = sum(int(own) * int(epochs[name]) for own, name in zip(steps, lane.names, strict=True))
+    return float(lane.engine.parameters) * feed.first().size * taken

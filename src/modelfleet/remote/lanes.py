@@ -1,0 +1,139 @@
+"""Remote lanes: lanes whose steps a worker takes, as their owner sees them.
+
+The lanes of this process stand for those in the workers. At the end of every epoch a worker reports its lanes'
+state; so when it dies, everything up to then is here, and another worker can continue.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from modelfleet.history import Failure
+from modelfleet.remote.messages import OwnerReply, WorkerUpdate
+from modelfleet.runs.events import Reports, next_wave
+from modelfleet.runs.lane_run import EpochReport, LaneRun, RemoteState
+
+
+class RemoteLanes:
+    """Lanes that one worker steps.
+
+    Args:
+        runs: The runs of the lanes.
+        home: The number of the place that the lanes were placed on.
+    """
+
+    def __init__(self, runs: Sequence[LaneRun], home: int) -> None:
+        self.runs = list(runs)
+        self.home = home
+        self.failed_starts = 0
+        for run in runs:
+            run.remote = run.remote or RemoteState()
+
+    @property
+    def work(self) -> float:
+        """Return how much work is left. The longest lanes are started first."""
+        return sum(work_of(run) for run in self.runs)
+
+    @property
+    def working(self) -> bool:
+        """Return True while any member is training."""
+        return any(run.working for run in self.runs)
+
+    @property
+    def description(self) -> str:
+        """Return the members' names for an error message."""
+        names = ", ".join(repr(name) for run in self.runs for name in run.names)
+        return f"members {names} with their data"
+
+    def mark_sent(self) -> None:
+        """Note that a worker has just been given everything there is to know."""
+        for run in self.runs:
+            remote = _remote(run)
+            remote.stopped, remote.changed = [], False
+        self._mark_busy()
+
+    def receive(self, update: WorkerUpdate, *, watched: bool) -> tuple[Reports, LaneRun | None]:
+        """Take in a worker's update. Return the reports in it, and the lane that took a turn.
+
+        Args:
+            update: The update.
+            watched: True if every turn is reported.
+        """
+        reports, stepped = [], None
+        # Copied: the arrays of an update are gone with the next reply.
+        generators = {name: np.array(state) for name, state in update.generators.items()}
+        for lane in update.lanes:
+            run, progress, report = self.runs[lane.number], lane.progress, lane.report
+            remote = _remote(run)
+            remote.arrays = {name: np.array(array) for name, array in lane.state.items()}
+            remote.loaded = False
+            run.busy = False
+            run.lane.steps[:] = progress.lane["steps"]
+            run.lane.epochs[:] = progress.lane["epochs"]
+            run.schedules.restore(progress.schedules)
+            moved = progress.step != run.step_in_epoch
+            run.epoch, run.step_in_epoch = progress.epoch, progress.step
+            if report is None:
+                stepped = run if moved else stepped
+                continue
+            remote.deaths = 0
+            run.generators = generators
+            run.lane.record_time(report.steps, report.seconds, first=report.epoch == 1)
+            run.lane.rest([run.lane.positions[name] for name in report.failures], failed=True)
+            reports.append((run, report))
+        if watched and update.lanes:  # the other lanes are as they were reported last
+            for run in self.runs:
+                run.busy = False
+        return reports, stepped
+
+    def reply(self) -> OwnerReply:
+        """Return what was decided here since the last update."""
+        reply = OwnerReply()
+        for number, run in enumerate(self.runs):
+            remote = _remote(run)
+            reply.stopped[number], remote.stopped = remote.stopped, []
+            if remote.changed:
+                reply.changed[number] = run.lane.arrays()
+                remote.changed = False
+        self._mark_busy()
+        return reply
+
+    def _mark_busy(self) -> None:
+        for run in next_wave(self.runs):
+            run.busy = True
+
+    def after_death(self, reason: str, max_deaths: int) -> tuple[Reports, list["RemoteLanes"]]:
+        """Return the reports of lanes that too many workers have died on, and the other lanes, each on its own."""
+        for run in self.runs:
+            _remote(run).deaths += 1
+            run.busy = False
+        lost = [run for run in self.runs if _remote(run).deaths >= max_deaths]
+        left = [run for run in self.runs if run.working and run not in lost]
+        return fail_runs(lost, reason), [RemoteLanes([run], self.home) for run in left]
+
+
+def fail_runs(runs: Sequence[LaneRun], reason: str) -> Reports:
+    """Set aside all members of lanes that no worker will continue. Return their reports."""
+    reports = []
+    for run in runs:
+        run.busy = False
+        failures = {
+            name: Failure(run.epoch + 1, int(run.lane.steps[position] - run.steps_before[position]) + 1, reason)
+            for name, position in run.lane.positions.items()
+            if run.lane.on()[position]
+        }
+        run.lane.rest([run.lane.positions[name] for name in failures], failed=True)
+        if failures:
+            reports.append((run, EpochReport(run.epoch + 1, {}, failures, 0, 0.0)))
+    return reports
+
+
+def work_of(run: LaneRun) -> float:
+    """Return the seconds that a lane's run will take if the time of a step is known, or else its steps."""
+    steps = 1.0 if run.known_steps is None else float((run.known_steps * run.epochs).max())
+    return steps * (run.lane.seconds_per_step or 1.0)
+
+
+def _remote(run: LaneRun) -> RemoteState:
+    assert run.remote is not None
+    return run.remote

@@ -1,0 +1,291 @@
+"""Feeding: from a job's data to a checked feed for every lane."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from modelfleet.each import Each
+from modelfleet.errors import InputError
+from modelfleet.feeds import Arrays, Feed, LoaderFeed, SharedLoader, is_loader, make_feed
+from modelfleet.feeds._base import difference, settle, spec
+from modelfleet.frameworks.protocol import Adapter
+from modelfleet.lanes import Groups, Lane, LaneSpec
+from modelfleet.members import Member
+from modelfleet.runs.job import Job
+from modelfleet.trees import map_tree
+from modelfleet.types import Data, NativeDevice
+
+Field = Literal["data", "validation"]
+"""The fields of a job that feeds are made of."""
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A feed, for the members at these positions."""
+
+    positions: dict[str, int]
+    device: NativeDevice
+    feed: Feed
+
+
+class Feeding:
+    """Makes the feeds of one job.
+
+    Data are settled and uploaded once: a lane whose members another lane was fed with gets a part of that feed. A
+    single loader for all members is read once, whatever lanes, frameworks and devices there are.
+    """
+
+    def __init__(self, job: Job, groups: Groups) -> None:
+        self.job = job
+        self._groups = groups
+        self._made: dict[Field, list[_Made]] = {"data": [], "validation": []}
+        self._from_loader: dict[tuple[Field, int], tuple[Feed, dict[str, int]]] = {}
+        self._shared_loaders: dict[Field, SharedLoader | None] = {}
+        self._transforms: dict[tuple[Field, int], Callable[[Data], Data]] = {}
+        self._checked: set[tuple[int, tuple[int, ...] | None, int]] = set()
+
+    # --- what the data are ---------------------------------------------------------------------------------------
+
+    def _arrays(self, name: str) -> Arrays:
+        return self._groups.tasks[name].member.framework.arrays
+
+    def uses_loaders(self, *fields: Field) -> bool:
+        """Return True if any member's data come from a loader."""
+        return has_loaders(self.job, {name: task.member for name, task in self._groups.tasks.items()}, *fields)
+
+    @property
+    def one_loader(self) -> bool:
+        """Return True if all members read one loader. Their lanes must then be fed in step."""
+        return any(self._is_one_loader(field) for field in ("data", "validation"))
+
+    def _is_one_loader(self, field: Field) -> bool:
+        data = getattr(self.job, field)
+        if data is None or isinstance(data, Each):
+            return False
+        return is_loader(data, self._arrays(self.job.names[0]), field)
+
+    def split_by_form(self, specs: Sequence[LaneSpec]) -> list[LaneSpec]:
+        """Return the specs, split where the rows of the members' own arrays have different forms."""
+        forms: dict[str, list[tuple[object, ...]]] = {name: [] for name in self.job.names}
+        for field in ("data", "validation"):
+            if not isinstance(getattr(self.job, field), Each):
+                continue
+            known: dict[tuple[int, int], tuple[object, ...]] = {}
+            for name, value in self.job.by_name(field).items():
+                arrays = self._arrays(name)
+                key = id(value), id(arrays)
+                if key not in known:
+                    known[key] = _form(value, arrays, f"{field} of member {name!r}")
+                forms[name].append(known[key])
+        return [piece for spec in specs for piece in _split(spec, forms)]
+
+    # --- feeds ---------------------------------------------------------------------------------------------------
+
+    def feed(self, lane: Lane, field: Field = "data") -> Feed:
+        """Return the feed of a lane for the job's data or validation data, not checked yet."""
+        one = self._shared_loader(field)
+        if one is not None:
+            feed, positions = self._whole_feed(one, field, lane)
+            own = feed.select([positions[name] for name in lane.names])
+            if isinstance(own, LoaderFeed):
+                own.device = lane.engine.device  # one reading for all, and batches on each lane's own device
+            return own
+        known = self.part(lane.names, lane.engine.device, field)
+        if known is not None:
+            return known
+        feed = self._make(lane.names, lane.engine.device, field, getattr(self.job, field))
+        positions = {name: position for position, name in enumerate(lane.names)}
+        self._made[field].append(_Made(positions, lane.engine.device, feed))
+        return feed
+
+    def part(self, names: Sequence[str], device: NativeDevice, field: Field = "data") -> Feed | None:
+        """Return a part of a feed that was made already. None if no feed has all of these members."""
+        for made in self._made[field]:
+            if made.device == device and all(name in made.positions for name in names):
+                return made.feed.select([made.positions[name] for name in names])
+        return None
+
+    def _shared_loader(self, field: Field) -> SharedLoader | None:
+        if field not in self._shared_loaders:
+            one = None
+            if self._is_one_loader(field):
+                frameworks = [task.member.framework for task in self._groups.tasks.values()]
+                # A framework that knows loaders of its own, such as tf.data, says what its epochs are.
+                owner = next((f for f in frameworks if hasattr(f, "as_loader")), frameworks[0])
+                one = SharedLoader(self._transform(owner, field)(getattr(self.job, field)), field)
+            self._shared_loaders[field] = one
+        return self._shared_loaders[field]
+
+    def _whole_feed(self, loader: SharedLoader, field: Field, lane: Lane) -> tuple[Feed, dict[str, int]]:
+        """Return one feed for all members whose framework has the same arrays, and their positions in it."""
+        arrays = self._arrays(lane.names[0])
+        key = field, id(arrays)
+        if key not in self._from_loader:
+            names = [name for name in self.job.names if self._arrays(name) is arrays]
+            feed = self._make(names, lane.engine.device, field, loader)
+            self._from_loader[key] = feed, {name: position for position, name in enumerate(names)}
+        return self._from_loader[key]
+
+    def _make(self, names: Sequence[str], device: NativeDevice, field: Field, data: Data) -> Feed:
+        job = self.job
+        members = [self._groups.tasks[name].member for name in names]
+        framework = members[0].framework
+        transform = self._transform(framework, field)
+        if isinstance(data, Each):
+            values = job.by_name(field)
+            own = [transform(values[name]) for name in names]
+            data, is_read = Each(own), is_loader(own[0], framework.arrays, field)
+        else:
+            data = transform(data)
+            is_read = is_loader(data, framework.arrays, field)
+        batch_size = job.batch_size
+        if field == "validation" and is_read:
+            batch_size = None  # a loader has batches of its own size, whatever the size of the training batches
+        elif isinstance(batch_size, Each):
+            sizes = job.by_name("batch_size")
+            batch_size = Each([sizes[name] for name in names])
+        continues = field == "data" and getattr(framework, "GOES_ON", False)
+        return make_feed(
+            data,
+            names=names,
+            seeds=[member.seed for member in members],
+            batch_size=batch_size,
+            shuffle=job.shuffle and field == "data",
+            device=device,
+            arrays=framework.arrays,
+            epochs_done=np.array([self._groups.epochs.get(name, 0) for name in names], dtype=np.int64),
+            what=field,
+            going_on=job.steps_per_epoch if continues else None,
+        )
+
+    def _transform(self, framework: Adapter, field: Field) -> Callable[[Data], Data]:
+        """Return a function that applies class weights and the length of an epoch to a data set."""
+        key = field, id(framework)
+        if key not in self._transforms:
+            self._transforms[key] = _transform(framework, self.job, field)
+        return self._transforms[key]
+
+    # --- checks --------------------------------------------------------------------------------------------------
+
+    def check(self, lane: Lane, feed: Feed, field: Field = "data") -> None:
+        """Find everything that can be wrong with data before the first step, and make room for the metrics.
+
+        Raises:
+            InputError: The model, its loss or its metrics can't take the data.
+        """
+        first = feed.first()
+        positions = lane.positions
+        pairs = {
+            id(value): (name, value)
+            for name, value in self.job.by_name(field).items()
+            if name in positions and isinstance(value, tuple) and len(value) == 2
+        }
+        engine = lane.engine
+        if engine.checks_targets and (pairs or isinstance(feed, LoaderFeed)):
+            shape = engine.output_shape(first, lane.names[0])
+            own = isinstance(getattr(self.job, field), Each)
+            for key, (name, (_, target)) in pairs.items():
+                done = key, shape, id(engine.task)
+                if done not in self._checked:
+                    engine.check_targets(shape, target, name if own else None)
+                    self._checked.add(done)
+            if isinstance(feed, LoaderFeed):
+                feed.check = engine.label_check(shape)
+                first = feed.first()  # again, now that it is checked
+        engine.check(first, lane.names[0])
+
+
+def has_loaders(job: Job, members: Mapping[str, Member], *fields: Field) -> bool:
+    """Return True if any member's data come from a loader."""
+    known: dict[int, bool] = {}
+    for field in fields:
+        for name, value in job.by_name(field).items():
+            if value is not None and id(value) not in known:
+                known[id(value)] = is_loader(value, members[name].framework.arrays, field)
+    return any(known.values())
+
+
+def _form(data: Data, arrays: Arrays, where: str) -> tuple[object, ...]:
+    """Return the form of the rows of arrays. A loader's batches may have any, so it has none."""
+    if data is None or is_loader(data, arrays, where):
+        return ()
+    tree, _ = settle(data, arrays, where)
+    return spec(map_tree(lambda leaf: arrays.place(leaf[:0], None), tree))
+
+
+def _split(lane: LaneSpec, forms: dict[str, list[tuple[object, ...]]]) -> list[LaneSpec]:
+    by_form: dict[tuple[tuple[object, ...], ...], list[str]] = {}
+    for name in lane.members:
+        by_form.setdefault(tuple(forms[name]), []).append(name)
+    if len(by_form) == 1:
+        return [lane]
+    (first, (like, *_)), *_ = by_form.items()
+    pieces = []
+    for own, names in by_form.items():
+        reason = lane.apart_because
+        if own != first:
+            what = next(difference(a, b) for a, b in zip(own, first, strict=True) if a != b)
+            reason = f"its rows are unlike those of {like!r}: {what}"
+        pieces.append(replace(lane, members=tuple(names), apart_because=reason, split=None))
+    return pieces
+
+
+def _transform(framework: Adapter, job: Job, field: Field) -> Callable[[Data], Data]:
+    weigh = None
+    if job.class_weight is not None and field == "data":
+        weigh = getattr(framework, "weighted", None)
+        if weigh is None:
+            raise InputError(
+                f"class_weight is for Keras models, and some members are {framework.NAME} models. "
+                f"Give these a loss that weighs the classes."
+            )
+    arrays = framework.arrays
+    as_loader = getattr(framework, "as_loader", None)
+    known: dict[int, Data] = {}  # the same object for the same data: arrays are stored once
+
+    def transform(data: Data) -> Data:
+        if isinstance(data, SharedLoader):
+            return data
+        if id(data) not in known:
+            changed = data if as_loader is None else as_loader(data, again=field == "validation")
+            if weigh is not None:
+                changed = weigh(changed, job.class_weight, is_loader(changed, arrays, field))
+            if job.steps_per_epoch is not None and field == "data" and is_loader(changed, arrays, field):
+                changed = ContinuedLoader(changed, job.steps_per_epoch)
+            known[id(data)] = changed
+        return known[id(data)]
+
+    return transform
+
+
+class ContinuedLoader:
+    """A loader in epochs of a fixed number of steps.
+
+    Each epoch continues where the last one stopped. At its end the loader starts again.
+    """
+
+    def __init__(self, loader: Data, steps: int) -> None:
+        self._loader = loader
+        self._steps = steps
+        self._batches: Iterator[object] | None = None
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __iter__(self) -> Iterator[object]:
+        taken = 0
+        while taken < self._steps:
+            fresh = self._batches is None
+            if self._batches is None:
+                called = callable(self._loader) and not hasattr(self._loader, "__iter__")
+                self._batches = iter(self._loader() if called else self._loader)
+            batch = next(self._batches, None)
+            if batch is None:
+                self._batches = None
+                if fresh:
+                    return
+                continue
+            yield batch
+            taken += 1
