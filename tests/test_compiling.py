@@ -171,7 +171,7 @@ class Wait(mf.Callback):
 
     def on_epoch_end(self, run: Any) -> None:
         # How the compiler ended is looked up every tenth of a second, not at every step.
-        if self.waited_at is not None and not run.shifts[0].lane.engine.programs.compiling:
+        if self.waited_at is not None and not run.runs[0].lane.engine.programs.compiling:
             for name in run.active:
                 run.stop(name)
 
@@ -243,7 +243,7 @@ def test_a_fit_that_ends_first_takes_its_compiler_with_it(eager: Processes) -> N
 def test_an_error_in_the_fit_takes_its_compiler_with_it(eager: Processes) -> None:
     class Faulty(mf.Callback):
         def on_step_end(self, run: Any) -> None:
-            if run.shifts[0].lane.engine.programs.compiling:
+            if run.runs[0].lane.engine.programs.compiling:
                 raise RuntimeError("my own mistake")
 
     with pytest.raises(RuntimeError, match="my own mistake"):

@@ -61,7 +61,7 @@ def test_the_others_are_bit_for_bit_what_they_would_have_been(rows: dict[str, in
 
     class Watch(mf.Callback):
         def on_step_end(self, run: Any) -> None:
-            widths.append(run.shifts[0].lane.width)
+            widths.append(run.runs[0].lane.width)
 
     well = [name for name in rows if name not in sick]
     results = []
@@ -306,7 +306,7 @@ def test_early_stopping_frees_slots_and_leaves_the_rest_as_they_were() -> None:
 
     class Watch(mf.Callback):
         def on_step_end(self, run: Any) -> None:
-            widths.append(run.shifts[0].lane.width)
+            widths.append(run.runs[0].lane.width)
 
     rates = [0.1, 0.0, 0.0, 0.0]  # who does not learn does not get better
     stopped, whole = (fleet_of(4, lr=mf.each(rates), momentum=0.9, dropout=0.5) for _ in range(2))

@@ -18,6 +18,9 @@ from modelfleet.runs.opening import LaneOpener, OpenLane
 from modelfleet.sharing import Sharings
 from modelfleet.types import Kind, SharingName, Strategy
 
+Asked = tuple[list[tuple[str, ...]], bool]
+"""The members of the lanes that were asked for, and whether each lane is over all devices."""
+
 
 class LaneSet:
     """Lanes for all members of a fleet.
@@ -48,8 +51,8 @@ class LaneSet:
         self._members, self._recipes = members, recipes
         self._pool, self._builder, self._planner = pool, builder, planner
         self._groups, self._fixed = fixed or (None, None)
-        self._asked: tuple[list[tuple[str, ...]], bool] | None = None
-        """The members of the lanes that were asked for last, and whether each is over all devices."""
+        self._asked: Asked | None = None
+        """What was asked for when the current lanes were made."""
         self._sharing: SharingName | None = None
         """The sharing of the last fit."""
         self._holders: dict[str, tuple[Lane, int]] = {}
@@ -90,24 +93,24 @@ class LaneSet:
         Returns:
             The plan, its lanes with their feeds, and the feeding that made them.
         """
-        specs = self._specs(kind, strategy, changed, stored)
+        specs, asked = self._specs(kind, strategy, changed, stored)
         opener = LaneOpener(self._builder, self.groups, job, kind, existing=self.lanes, changed=changed)
         split = opener.feeding.split_by_form(specs)
         if split != specs:
             if strategy == "fused":
                 refuse_unfused(split)
-            self._asked = None  # the next verb's data may have other forms
+            asked = None  # the next verb's data may have other forms
         resumed = None if stored is None else stored.sharing
         plan = self._planner.plan(opener, split, strategy, sharings, resumed)
         opened = opener.open_all(plan.lanes)
-        self._keep([one.lane for one in opened])
+        self._keep([one.lane for one in opened], asked)
         if kind == "train":
             self._sharing = plan.sharing
         return plan, opened, opener.feeding
 
     def plan_without_data(self, kind: Kind, changed: Collection[str]) -> tuple[Plan, list[Lane]]:
         """Return a plan as far as it is known without data, and its lanes."""
-        specs = self._specs(kind, "auto", changed)
+        specs, asked = self._specs(kind, "auto", changed)
         existing = {lane.spec.key: lane for lane in self.lanes}
         lanes = []
         for spec in specs:
@@ -117,13 +120,16 @@ class LaneSet:
             else:
                 lane.refresh(changed)
             lanes.append(lane)
-        self._keep(lanes)
+        self._keep(lanes, asked)
         return Plan(tuple(specs), self._sharing or usual_sharing(self.groups)), lanes
 
     def _specs(
         self, kind: Kind, strategy: Strategy, changed: Collection[str], stored: StoredPlan | None = None
-    ) -> list[LaneSpec]:
-        """Return the lanes to start planning with: the current ones if they are what is asked for."""
+    ) -> tuple[list[LaneSpec], Asked]:
+        """Return the lanes to start planning with, and what was asked for.
+
+        If the same was asked for the last time, these are the current lanes.
+        """
         members = list(self._members.values())
         if self._pool.clustered:
             refuse_on_cluster(strategy)
@@ -143,13 +149,13 @@ class LaneSet:
         if parallel:
             refuse_data_parallel(members, self._pool.of_all(members))
         asked = self._asked_for(strategy, parallel, stored)
-        before, self._asked = self._asked, ([spec.members for spec in asked], parallel)
+        key = [spec.members for spec in asked], parallel
         usable = self.lanes and not (strategy == "fused" and any(not lane.spec.fused for lane in self.lanes))
-        if usable and before == self._asked and stored is None:
-            return [lane.spec for lane in self.lanes]
+        if usable and key == self._asked and stored is None:
+            return [lane.spec for lane in self.lanes], key
         if stored is not None or parallel or self._fixed is not None:
-            return groups.on_first_device(asked)
-        return place_by_size(groups, asked)
+            return groups.on_first_device(asked), key
+        return place_by_size(groups, asked), key
 
     def _asked_for(self, strategy: Strategy, parallel: bool, stored: StoredPlan | None) -> list[LaneSpec]:
         if self._fixed is not None:
@@ -177,15 +183,20 @@ class LaneSet:
 
     # --- upkeep --------------------------------------------------------------------------------------------------
 
-    def _keep(self, lanes: list[Lane]) -> None:
-        """Make these the current lanes. They take over the members' optimizer state."""
+    def _keep(self, lanes: list[Lane], asked: Asked | None) -> None:
+        """Make these the current lanes. They take over the members' optimizer state.
+
+        Args:
+            lanes: The lanes.
+            asked: What was asked for. None: the next verb does not start with these lanes.
+        """
         for lane in lanes:
             for position, name in enumerate(lane.names):
                 holder, source = self._holders.get(name, (lane, position))
                 if holder is not lane:
                     lane.adopt(position, holder, source)
         # Only now: after Ctrl-C on the way here the next verb starts from where the state is.
-        self.lanes = lanes
+        self.lanes, self._asked = lanes, asked
         self._holders = {name: (lane, row) for lane in lanes for row, name in enumerate(lane.names)}
 
     def regroup(self) -> None:

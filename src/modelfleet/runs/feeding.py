@@ -133,19 +133,19 @@ class Feeding:
         members = [self._groups.tasks[name].member for name in names]
         framework = members[0].framework
         transform = self._transform(framework, field)
-        if isinstance(data, Each):
-            values = job.by_name(field)
-            own = [transform(values[name]) for name in names]
-            data, is_read = Each(own), is_loader(own[0], framework.arrays, field)
-        else:
-            data = transform(data)
-            is_read = is_loader(data, framework.arrays, field)
         batch_size = job.batch_size
-        if field == "validation" and is_read:
-            batch_size = None  # a loader has batches of its own size, whatever the size of the training batches
-        elif isinstance(batch_size, Each):
+        if isinstance(batch_size, Each):
             sizes = job.by_name("batch_size")
             batch_size = Each([sizes[name] for name in names])
+        one = data
+        if isinstance(data, Each):
+            values = job.by_name(field)
+            one = values[names[0]]
+            data = Each([transform(values[name]) for name in names])
+        else:
+            data = transform(data)
+        if field == "validation" and is_loader(one, framework.arrays, field):
+            batch_size = None  # a loader has batches of its own size, whatever the size of the training batches
         continues = field == "data" and getattr(framework, "GOES_ON", False)
         return make_feed(
             data,
