@@ -10,33 +10,31 @@ SOURCE = Path(__file__).parent.parent / "src" / "modelfleet"
 
 # From the top down. A file imports from its own package and from those in lines below, never from its own line or
 # above: so no two packages import each other. "modelfleet" is the package itself.
-ORDER: list[str] = [
-    "",
-    "    __main__",
-    "    cli",
-    "    demo doctor inspection",
-    "    testing",
-    "    modelfleet",
-    "    fleet",
-    "    fitting",
-    "    checkpoints lane_sets saving",
-    "    planning",
-    "    sharing",
-    "    remote",
-    "    runs",
-    "    lanes",
-    "    replicas",
-    "    workers",
-    "    callbacks feeds progress store",
-    "    gate history memory",
-    "    frameworks",
-    "    interrupts members",
-    "    joining recipe",
-    "    each devices",
-    "    fingerprints streams trees words",
-    "    errors types",
-    "",
-][1:-1]
+ORDER = (
+    "__main__",
+    "cli",
+    "demo doctor inspection",
+    "testing",
+    "modelfleet",
+    "fleet",
+    "fitting",
+    "checkpoints lane_sets saving",
+    "planning",
+    "sharing",
+    "remote",
+    "runs",
+    "lanes",
+    "replicas",
+    "workers",
+    "callbacks feeds progress store",
+    "gate history memory",
+    "frameworks",
+    "interrupts members",
+    "joining recipe",
+    "each devices",
+    "fingerprints streams trees words",
+    "errors types",
+)
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.split()}
 
 # Where a package may be imported: in the files below these paths, and nowhere else.
