@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import nn
 
 
-def modes(model: nn.Module) -> dict[str, bool]:
+def training_modes(model: nn.Module) -> dict[str, bool]:
     """Return the modes that a model was given in, by module: it is trained in them, whatever is set meanwhile.
 
     A model given in training mode is trained as it was given, with those of its parts that were set to evaluation
@@ -19,7 +19,7 @@ def modes(model: nn.Module) -> dict[str, bool]:
 
 
 @contextmanager
-def mode(model: nn.Module, *, train: bool, given: Mapping[str, bool] | None = None) -> Iterator[None]:
+def in_mode(model: nn.Module, *, train: bool, given: Mapping[str, bool] | None = None) -> Iterator[None]:
     """Put a model into training or evaluation mode for a while; `given` are its modes for training (`modes`)."""
     # A frozen program has no mode any more: it is in evaluation for good.
     before = [(module, module.training) for module in model.modules() if hasattr(module, "training")]

@@ -1,0 +1,1 @@
+"""Traced graphs compiled beside the training."""

@@ -1,0 +1,1 @@
+"""From a step in Python to a graph of tensor operations."""
