@@ -133,7 +133,7 @@ def test_an_objective_that_writes_to_an_outside_tensor_is_not_fused() -> None:
 
     data, models = comparing.rows(), comparing.build(mlp)
     fleet = comparing.compiled(models, objective=objective)
-    assert "writes to a tensor that is no part of the model" in str(comparing.reason(fleet, data))
+    assert "writes to a tensor that is not part of the model" in str(comparing.reason(fleet, data))
 
 
 def test_reading_the_values_of_an_outside_tensor_is_not_fused() -> None:

@@ -133,7 +133,7 @@ def by_a_switch(model: nn.Module, batch: Any) -> Tensor:
 
 
 REFUSED = {
-    by_its_own_points: "differentiates by a tensor that comes neither from the batch nor the model",
+    by_its_own_points: "differentiates with respect to a tensor that comes from neither the batch nor the model",
     by_backward: "calls backward() itself",
     by_a_switch: "switches requires_grad of its parameter first.weight",
 }

@@ -18,7 +18,7 @@ from modelfleet.frameworks.torch.counting import Ahead, Coefficients
 from modelfleet.frameworks.torch.optimizers import PER_MEMBER
 from modelfleet.frameworks.torch.process_group import ProcessGroup
 from modelfleet.frameworks.torch.programs import Programs, borrowed, held, readable
-from modelfleet.frameworks.torch.python_state.snapshot import DivergenceCheck, StatefulError
+from modelfleet.frameworks.torch.python_state.checks import DivergenceCheck, StatefulError
 from modelfleet.frameworks.torch.random.streams import DrawShapes
 from modelfleet.frameworks.torch.row_independence import divide_by_rows, ignores_padding, rows_are_independent
 from modelfleet.frameworks.torch.state import State

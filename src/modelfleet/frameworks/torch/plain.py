@@ -23,7 +23,7 @@ from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.base import TorchEngine, explained, on_host
 from modelfleet.frameworks.torch.modes import in_mode, training_modes
 from modelfleet.frameworks.torch.process_group import ProcessGroup
-from modelfleet.frameworks.torch.python_state.snapshot import undoing_side_effects
+from modelfleet.frameworks.torch.python_state.undo import undoing_side_effects
 from modelfleet.frameworks.torch.random.detection import DrawDetector
 from modelfleet.frameworks.torch.random.eager import DrawRecord, DrawsIfNeeded, EagerDraws, WordCache
 from modelfleet.frameworks.torch.random.streams import DrawShapes

@@ -14,14 +14,9 @@ from modelfleet.frameworks.protocol import CannotFuseError
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.compiling.compiler import SAVED_FRACTION, Compiler, compile_mode
 from modelfleet.frameworks.torch.modes import in_mode
-from modelfleet.frameworks.torch.python_state.snapshot import (
-    PythonSnapshot,
-    StatefulError,
-    refuse_unstackable,
-    restoring_python,
-    restoring_tensors,
-    undoing_side_effects,
-)
+from modelfleet.frameworks.torch.python_state.checks import StatefulError, refuse_unstackable
+from modelfleet.frameworks.torch.python_state.snapshot import PythonSnapshot
+from modelfleet.frameworks.torch.python_state.undo import restoring_python, restoring_tensors, undoing_side_effects
 from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.steps import Steps
 from modelfleet.frameworks.torch.task import Task

@@ -19,7 +19,7 @@ from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, SCALE, CannotFu
 from modelfleet.frameworks.torch.counting import Coefficients
 from modelfleet.frameworks.torch.modes import training_modes
 from modelfleet.frameworks.torch.optimizers import STEP, computing, pairs
-from modelfleet.frameworks.torch.python_state.snapshot import undoing_side_effects
+from modelfleet.frameworks.torch.python_state.undo import undoing_side_effects
 from modelfleet.frameworks.torch.random.eager import EagerDraws
 from modelfleet.frameworks.torch.random.operations import DrawFromStreams
 from modelfleet.frameworks.torch.random.streams import BatchRows, DrawShapes, Streams

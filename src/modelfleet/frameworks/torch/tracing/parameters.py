@@ -1,7 +1,7 @@
-"""What a model's Python asks torch while it runs for a member in place of its own weights.
+"""Make the tensors that stand for a model's parameters behave as parameters while a fused step runs.
 
-A fused step gives a model tensors that are no `nn.Parameter`s, below `vmap` and `grad`. Here they answer as the
-parameters do that they stand for; and what would be answered wrongly is refused.
+A fused step gives a model tensors that are no `nn.Parameter`s, below `vmap` and `grad`. Questions about them, such
+as `requires_grad`, are answered as the parameter would answer. Whatever would get a wrong result is refused.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -18,33 +18,34 @@ _functorch: Any = torch._C._functorch
 
 _REQUIRES_GRAD: Any = vars(torch._C.TensorBase)["requires_grad"]
 _IS_LEAF: Any = vars(torch._C.TensorBase)["is_leaf"]
-_READING = (Tensor.tolist, Tensor.numpy, Tensor.item, Tensor.__array__)
+_READS_VALUES = (Tensor.tolist, Tensor.numpy, Tensor.item, Tensor.__array__)
 
 
 class NeedsGradientError(CannotFuseError):
-    """A forward or an objective takes gradients itself, and runs where none are kept."""
+    """A forward or an objective computes gradients itself, but runs where none are recorded."""
 
 
-class Reads(Protocol):
-    """What `ParameterMode` has to know of the step."""
-
+class _Step(Protocol):
     differentiates: bool
+    """True if the step records gradients for the model's own use."""
 
 
 class ParameterMode(TorchFunctionMode):
-    """Answers for the tensors that stand for parameters, and refuses what a fused step would get wrong.
+    """Context in which tensors answer for the parameters that they stand for.
 
-    `parameters` maps the name of each to the tensor and whether it is trained.
+    Args:
+        parameters: For each name, the tensor and whether the parameter is trained.
+        step: The step that runs.
     """
 
-    def __init__(self, parameters: Mapping[str, tuple[Tensor, bool]], step: Reads) -> None:
+    def __init__(self, parameters: Mapping[str, tuple[Tensor, bool]], step: _Step) -> None:
         super().__init__()
         self._step = step
         self._trained = {id(tensor): trained for tensor, trained in parameters.values()}
         self._names = {id(tensor): name for name, (tensor, _) in parameters.items()}
-        self._tensors = [tensor for tensor, _ in parameters.values()]  # so that no id is used twice
+        self._tensors = [tensor for tensor, _ in parameters.values()]  # kept alive, so that no id is used twice
         for tensor in self._tensors:
-            tensor._is_param = True  # what `isinstance(tensor, nn.Parameter)` asks
+            tensor._is_param = True  # `isinstance(tensor, nn.Parameter)` looks at this
 
     def __torch_function__(
         self,
@@ -54,31 +55,31 @@ class ParameterMode(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        about = getattr(func, "__self__", None)
-        if about is _REQUIRES_GRAD or about is _IS_LEAF:
+        attribute = getattr(func, "__self__", None)
+        if attribute is _REQUIRES_GRAD or attribute is _IS_LEAF:
             if func.__name__ == "__set__":
                 self._refuse_switching(args[0])
             elif id(args[0]) in self._trained:
-                return about is _IS_LEAF or self._trained[id(args[0])]
+                return attribute is _IS_LEAF or self._trained[id(args[0])]
         elif func is Tensor.requires_grad_:
             self._refuse_switching(args[0])
         elif func is torch.autograd.grad:
-            self._ask_for_gradients()
+            self._require_gradients()
             inputs = args[1] if len(args) > 1 else kwargs["inputs"]
             self._refuse_untracked([inputs] if isinstance(inputs, Tensor) else inputs)
         elif func is Tensor.backward or func is torch.autograd.backward:
-            if _mapped():
+            if _below_vmap():
                 raise CannotFuseError("it calls backward() itself")
-            self._ask_for_gradients()
-        elif func in _READING and torch.compiler.is_compiling() and _is_real(args[0]):
-            raise CannotFuseError("it reads the values of a tensor that is no part of the model")
+            self._require_gradients()
+        elif func in _READS_VALUES and torch.compiler.is_compiling() and _is_real(args[0]):
+            raise CannotFuseError("it reads the values of a tensor that is not part of the model")
         elif kwargs.get("generator") is not None and torch.compiler.is_compiling():
             raise CannotFuseError("it draws random numbers with a generator of its own")
         return func(*args, **kwargs)
 
-    def _ask_for_gradients(self) -> None:
+    def _require_gradients(self) -> None:
         if not torch.is_grad_enabled() and not self._step.differentiates:
-            raise NeedsGradientError("it takes gradients itself")
+            raise NeedsGradientError("it computes gradients itself")
 
     def _refuse_switching(self, tensor: Tensor) -> None:
         if id(tensor) in self._names and torch.compiler.is_compiling():
@@ -86,15 +87,17 @@ class ParameterMode(TorchFunctionMode):
         self._refuse_untracked([tensor])
 
     def _refuse_untracked(self, tensors: Iterable[Tensor]) -> None:
-        # What was not made of the step's arguments is not seen by `grad`: its gradient would be missing.
-        if _mapped() and not all(_functorch.is_gradtrackingtensor(tensor) for tensor in tensors):
+        # `grad` does not see tensors that were not computed from the step's arguments: their gradient would be
+        # missing.
+        if _below_vmap() and not all(_functorch.is_gradtrackingtensor(tensor) for tensor in tensors):
             if not self._step.differentiates:
-                raise NeedsGradientError("it takes gradients itself")
-            raise CannotFuseError("it differentiates by a tensor that comes neither from the batch nor the model")
+                raise NeedsGradientError("it computes gradients itself")
+            raise CannotFuseError(
+                "it differentiates with respect to a tensor that comes from neither the batch nor the model"
+            )
 
 
-def _mapped() -> bool:
-    """Whether this runs below `vmap`."""
+def _below_vmap() -> bool:
     return _functorch.peek_interpreter_stack() is not None
 
 
