@@ -362,7 +362,7 @@ def test_models_that_couple_rows_are_refused_with_what_to_do(ranks: Run) -> None
 
 def test_models_whose_draws_are_no_rows_own_are_refused(ranks: Run) -> None:
     for flattened, pairs, often in ranks(undrawn):
-        assert "random numbers for a row are not where the row is. Draw numbers" in flattened
+        assert "random numbers for a row are not at the row's position. Draw the same" in flattened
         assert "(8, 8) for 8 rows, and (4, 4) for 4" in pairs
         assert "8 times for 8 rows, and 4 times for 4" in often
 

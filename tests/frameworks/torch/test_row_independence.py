@@ -115,7 +115,7 @@ def test_padding_is_felt_though_the_first_weights_hide_it(where: str) -> None:
 def test_rows_that_feel_each_other_are_not_divided_though_the_first_weights_hide_it(where: str) -> None:
     found = tried(Hiding(where), task_of("cross_entropy"), divide_by_rows, BATCH, BATCH[0])
     assert isinstance(found, str)
-    assert "train it on one device" in found
+    assert "train the model on one device" in found
 
 
 def test_rows_that_feel_nothing_bear_padding_and_are_divided() -> None:

@@ -1,9 +1,9 @@
 """What each random operation of torch draws from a member's own stream.
 
-The replacement happens below autograd and vmap, at the level of ATen operations, so that it reaches every way a
-model can draw: `nn.Dropout`, attention's dropout, `torch.rand_like` in a forward, and so on. There stacked members
-are the first axis of every tensor. Poisson, binomial, gamma and Dirichlet numbers are drawn by rejection, with no
-fixed number of draws: they have no rule, and models that draw them are not fused (see `eager_draws.py`).
+Operations are replaced below autograd and vmap, at the level of ATen. So every way in which a model can draw is
+covered: `nn.Dropout`, attention's dropout, `torch.rand_like` in a forward, and so on. At that level, stacked
+members are the first axis of every tensor. Poisson, binomial, gamma and Dirichlet numbers are drawn by rejection,
+with no fixed number of draws. They have no rule, and models that draw them are not fused (see `eager.py`).
 """
 
 import math
@@ -18,9 +18,10 @@ from modelfleet.frameworks.torch.random.streams import Streams
 
 aten = torch.ops.aten
 Rule = Callable[..., Any]
+"""Takes the streams and the arguments of an operation, and returns what the operation returns."""
 
 
-def _native_dropout(streams: Streams, like: Tensor, p: float, train: bool | None = True) -> Any:
+def _native_dropout(streams: Streams, like: Tensor, p: float, train: bool | None = True) -> tuple[Tensor, Tensor]:
     if not train:
         return like, torch.ones_like(like, dtype=torch.bool)
     mask = streams.below(like.shape, 1.0 - p)
@@ -49,19 +50,19 @@ def _randint_like(
 
 
 def _randperm(streams: Streams, count: int, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    if streams.members is not None:  # vmap asks for one at a time: rules.py asks for all at once
+    if streams.members is not None:  # vmap draws one at a time; batching_rules.py draws all at once
         raise NotImplementedError("randperm draws random numbers in a way that has no stream per member")
     return streams.permutation([count]).to(dtype or torch.int64)
 
 
-def _normal(streams: Streams, mean: Any, std: Any, **_: Any) -> Tensor:
-    """Of the shape of the mean and the deviation, of which one at least is a tensor."""
+def _normal(streams: Streams, mean: float | Tensor, std: float | Tensor, **_: Any) -> Tensor:
+    """Draw in the shape of the mean and the deviation, of which at least one is a tensor."""
     tensors = [value for value in (mean, std) if isinstance(value, Tensor)]
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
     return mean + std * streams.normal(shape, tensors[0].dtype)
 
 
-def _bernoulli(streams: Streams, like: Tensor, p: Any = 0.5) -> Tensor:
+def _bernoulli(streams: Streams, like: Tensor, p: float | Tensor = 0.5) -> Tensor:
     return streams.below(like.shape, p)
 
 
@@ -87,14 +88,13 @@ def _geometric(streams: Streams, like: Tensor, p: float) -> Tensor:
 
 
 def _random(streams: Streams, like: Tensor, *bounds: int | None) -> Tensor:
-    """Integers: all that the dtype has from 0 on; below a bound; or from a bound up to another or to the last."""
+    """Draw integers below a bound, or between two; by default, from 0 to the largest that the dtype has."""
     low, high = (0, None) if not bounds else (0, bounds[0]) if len(bounds) == 1 else bounds
     if high is None and like.dtype == torch.bool:
         high = 2
     elif high is None and like.is_floating_point():
-        high = (
-            2 ** (1 - round(math.log2(torch.finfo(like.dtype).eps))) + 1
-        )  # the last that has a next one, as torch
+        # As in torch, the largest integer whose successor the dtype can represent.
+        high = 2 ** (1 - round(math.log2(torch.finfo(like.dtype).eps))) + 1
     elif high is None:
         high = torch.iinfo(like.dtype).max + 1
     assert low is not None
@@ -106,7 +106,7 @@ def _exact(like: Tensor) -> torch.dtype:
 
 
 def _multinomial(streams: Streams, weights: Tensor, count: int, replacement: bool = False, **_: Any) -> Tensor:
-    """Indices `(…, count)` by weights `(…, category)`, as torch finds them on a GPU."""
+    """Draw indices `(…, count)` by weights `(…, category)`, as torch does on a GPU."""
     shape = list(weights.shape)
     if streams.members is not None:  # vmap has merged the members with the rows
         weights = weights.reshape(streams.members, -1, shape[-1])
@@ -141,7 +141,7 @@ def _rrelu_in_place(streams: Streams, x: Tensor, *args: Any, **kwargs: Any) -> T
 
 
 def _into(rule: Callable[..., Tensor]) -> Rule:
-    """A rule of a tensor's shape and dtype for the operation that fills the tensor."""
+    """Turn a rule that draws like a tensor into the rule of the operation that fills the tensor."""
 
     def fill(streams: Streams, self: Tensor, *args: Any, generator: None = None, **kwargs: Any) -> Tensor:
         return self.copy_(rule(streams, self, *args, **kwargs))
@@ -150,7 +150,7 @@ def _into(rule: Callable[..., Tensor]) -> Rule:
 
 
 def _like(rule: Callable[..., Tensor]) -> Rule:
-    """A rule of a shape and a dtype for the operation that takes both from a tensor."""
+    """Turn a rule that takes a shape and a dtype into the rule of the operation that takes both from a tensor."""
 
     def same(streams: Streams, self: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
         return rule(streams, self.shape, dtype=dtype or self.dtype)
@@ -158,8 +158,7 @@ def _like(rule: Callable[..., Tensor]) -> Rule:
     return same
 
 
-# Every random ATen operation that has a rule.
-RULES: Mapping[Any, Rule] = {
+DRAW_RULES: Mapping[Callable[..., Any], Rule] = {
     aten.bernoulli.default: lambda streams, p, **_: streams.below(p.shape, p).to(p.dtype),
     aten.bernoulli.p: lambda streams, like, p, **_: streams.below(like.shape, p).to(like.dtype),
     aten.bernoulli.Tensor: lambda streams, like, p, **_: streams.below(like.shape, p).to(like.dtype),
@@ -204,56 +203,56 @@ RULES: Mapping[Any, Rule] = {
     getattr(aten.random_, "from"): _into(_random),
 }
 
-# Tagged as random by torch, but without dropout on the CPU: torch takes another kernel if there is any.
+# Tagged as random by torch, but it never is: with dropout, torch takes another kernel on the CPU.
 _NOT_RANDOM = frozenset({aten._scaled_dot_product_flash_attention_for_cpu.default})
 
 
-def is_random(operation: Any) -> bool:
-    """Whether an ATen operation draws random numbers."""
+def is_random(operation: object) -> bool:
+    """Return True if an ATen operation draws random numbers."""
     tags = getattr(operation, "tags", ())
     return torch.Tag.nondeterministic_seeded in tags and operation not in _NOT_RANDOM
 
 
-def own_generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation is to draw from a generator that a model has brought along."""
+def has_own_generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return True if an operation draws from a generator that the model has passed."""
     return any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
 
 
 class DrawFromStreams(TorchDispatchMode):
-    """Within this context every random operation draws from `streams`."""
+    """Context in which every random operation draws from `streams`."""
 
     def __init__(self, streams: Streams) -> None:
         super().__init__()
         self._streams = streams
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not is_random(func) or on_meta(args, kwargs):
+        if not is_random(func) or is_on_meta(args, kwargs):
             return func(*args, **kwargs)
-        if self._streams.by_torch and (func not in RULES or own_generator(args, kwargs)):
-            return (
-                func(*args, **kwargs) if own_generator(args, kwargs) else seeded(self._streams, func, args, kwargs)
-            )
-        if own_generator(args, kwargs):
+        if has_own_generator(args, kwargs):
+            if self._streams.may_use_torch:
+                return func(*args, **kwargs)
             raise NotImplementedError(
                 f"{func} draws random numbers from a generator of its own, one for all members"
             )
-        if func not in RULES:
-            raise NotImplementedError(f"{func} draws random numbers in a way that has no stream per member")
-        return RULES[func](self._streams, *args, **kwargs)
+        if func in DRAW_RULES:
+            return DRAW_RULES[func](self._streams, *args, **kwargs)
+        if self._streams.may_use_torch:
+            return draw_by_torch(self._streams, func, args, kwargs)
+        raise NotImplementedError(f"{func} draws random numbers in a way that has no stream per member")
 
 
 def device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
-    """The device on which an operation draws."""
+    """Return the device on which an operation draws."""
     first = next((value for value in args if isinstance(value, Tensor)), None)
     return first.device if first is not None else torch.device(kwargs.get("device") or "cpu")
 
 
-def seeded(streams: Streams, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What torch itself draws after a seed from a member's stream: for operations without a rule."""
-    device, seed = device_of(args, kwargs), int(streams.wide([1])) % 2**63
+def draw_by_torch(streams: Streams, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run a random operation that has no rule with torch's generator, seeded from the member's stream."""
+    device, seed = device_of(args, kwargs), int(streams.words64([1])) % 2**63
     if any(argument.name == "generator" for argument in func._schema.arguments):
         return func(*args, **{**kwargs, "generator": torch.Generator(device).manual_seed(seed)})
     generator = (
@@ -267,8 +266,8 @@ def seeded(streams: Streams, func: Any, args: Sequence[Any], kwargs: Mapping[str
         generator.set_state(before)
 
 
-def on_meta(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether only shapes are asked for, as Keras does before a model's first step: nothing is drawn."""
+def is_on_meta(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return True if only shapes are computed, as in Keras before a first step. Nothing is drawn then."""
     first = args[0] if args and isinstance(args[0], Tensor) else None
     device = kwargs.get("device") if first is None else first.device
     return device is not None and torch.device(device).type == "meta"

@@ -1,7 +1,7 @@
 """Threefry-2x32-20 on tensors: the published generator behind every draw of a member.
 
-`modelfleet.streams.threefry` is the same in NumPy. Here words are int32 tensors, since torch shifts no unsigned
-ones; the arithmetic wraps, so the bits are the same.
+`modelfleet.streams.threefry` is the same in NumPy. Here words are int32 tensors, because torch can't shift
+unsigned ones. The arithmetic wraps, so the bits are the same.
 """
 
 import torch
@@ -26,13 +26,13 @@ def threefry(first: Tensor, second: Tensor, left: Tensor, right: Tensor) -> tupl
     return x, y
 
 
-def wide(left: Tensor, right: Tensor) -> Tensor:
-    """Return 64-bit words of two 32-bit words each, the left one in front."""
+def join_words(left: Tensor, right: Tensor) -> Tensor:
+    """Return 64-bit words made of two 32-bit words each, the left one in the upper half."""
     return (left.to(torch.int64) << 32).bitwise_or_(right.to(torch.int64).bitwise_and_(0xFFFFFFFF))
 
 
-# In place where the shape allows it: uncompiled, a step's time is that of its memory traffic. All these tensors
-# were made here, so nobody sees it.
+# In place where the shape allows it: uncompiled, memory traffic takes most of a step's time. All of these tensors
+# were created here, so no other code sees the writes.
 
 
 def _add(x: Tensor, y: Tensor) -> Tensor:
@@ -40,8 +40,8 @@ def _add(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _rotated(y: Tensor, turn: int, x: Tensor) -> Tensor:
-    """Return y, rotated to the left, xor x."""
-    # torch's shift keeps the sign, so what it shifts in is masked. The other part is added as a multiple of y: one
-    # operation for a shift and an or.
+    """Return y, rotated to the left, XOR x."""
+    # torch's shift keeps the sign, so the bits that it shifts in are masked. The other part is added as a multiple
+    # of y: one operation for a shift and an OR.
     found = (y >> (32 - turn)).bitwise_and_((1 << turn) - 1).add_(y, alpha=1 << turn)
     return found.bitwise_xor_(x) if found.shape == x.shape else found ^ x
