@@ -553,7 +553,7 @@ def trims(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many verbs and replicas were at work whenever free pages were given back."""
     if malloc._libc() is None:
         pytest.skip("malloc is not glibc's here, or has the user's settings")
-    monkeypatch.setattr(malloc, "LINGER", 0.0)
+    monkeypatch.setattr(malloc, "IDLE_SECONDS", 0.0)
     wait_until(lambda: not malloc._keeping)  # of earlier tests
     found: list[int] = []
     trim = malloc._trim
@@ -597,11 +597,11 @@ def test_freed_pages_are_given_back_after_a_verb(trims: list[int], monkeypatch: 
         wait_until(lambda: not malloc._keeping)
         assert trims == [0] * number
     assert seen == [True, True]
-    monkeypatch.setattr(malloc, "LINGER", 3600.0)
+    monkeypatch.setattr(malloc, "IDLE_SECONDS", 3600.0)
     for _ in range(3):  # one soon after the other: the pages of one are those of the next
         fleet.predict(x)
         assert malloc._keeping
     assert trims == [0, 0]
-    monkeypatch.setattr(malloc, "LINGER", 0.0)
+    monkeypatch.setattr(malloc, "IDLE_SECONDS", 0.0)
     wait_until(lambda: not malloc._keeping)
     assert trims == [0, 0, 0]

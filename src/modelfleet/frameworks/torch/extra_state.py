@@ -1,7 +1,7 @@
-"""What modules keep beside their tensors (`get_extra_state`), as tensors in a file: JSON, and no pickle.
+"""Save what modules keep besides their tensors (`get_extra_state`) as tensors in a file: as JSON, without pickle.
 
 The state of the module at `path` is one tensor, `path._extra_state`: the bytes of a JSON text. Tensors and arrays
-within it are tensors of their own, `path._extra_state.0` and so on.
+in it are tensors of their own, `path._extra_state.0` and so on.
 """
 
 import json
@@ -13,18 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.errors import StoreError
+from modelfleet.types import Json
 
 KEY = "_extra_state"  # as in a `state_dict`
-BLOCK = 256  # bytes: texts of about the same length have the same shape, and share a file
+BLOCK = 256  # bytes to which texts are padded, so that similar ones have one shape and share a file
 
 
 def extra_states(model: nn.Module) -> dict[str, Tensor]:
-    """The extra states of a model's modules, by name; StoreError for one that can't be kept."""
+    """Return the extra states of a model's modules, by name.
+
+    Raises:
+        StoreError: A state can't be saved without pickle.
+    """
     found: dict[str, Tensor] = {}
-    for path, module in _keepers(model):
+    for path, module in _stateful_modules(model):
         name, tensors = _name(path), []
         text = json.dumps(
-            _encoded(module.get_extra_state(), tensors, f"{path!r} ({type(module).__name__})")
+            _encode(module.get_extra_state(), tensors, f"{path!r} ({type(module).__name__})")
         ).encode()
         padded = text.ljust(-(-len(text) // BLOCK) * BLOCK)
         found[name] = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
@@ -33,13 +38,13 @@ def extra_states(model: nn.Module) -> dict[str, Tensor]:
 
 
 def is_extra(name: str) -> bool:
-    """Whether a tensor of a file is (a part of) an extra state."""
+    """Return True if a tensor of a file belongs to an extra state."""
     return KEY in name.split(".")
 
 
 def difference(model: nn.Module, tensors: Mapping[str, Tensor]) -> str | None:
-    """Why extra states of a file can't be given to a model; None if they can."""
-    own = {_name(path): module for path, module in _keepers(model)}
+    """Return why a model can't take the extra states of a file; None if it can."""
+    own = {_name(path): module for path, module in _stateful_modules(model)}
     kept = {name for name in tensors if name.rpartition(".")[2] == KEY}
     for name in sorted(own.keys() ^ kept):
         return f"it has no {name!r}" if name in kept else f"it has a {name!r} that the folder does not"
@@ -50,18 +55,22 @@ def difference(model: nn.Module, tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def set_extra_states(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Give the modules the extra states of a file."""
-    for path, module in _keepers(model):
+    """Give the modules of a model the extra states of a file.
+
+    Raises:
+        StoreError: A state is damaged.
+    """
+    for path, module in _stateful_modules(model):
         name = _name(path)
         try:
             kept = json.loads(tensors[name].numpy().tobytes())
-            state = _decoded(kept, lambda number, name=name: tensors[f"{name}.{number}"])
+            state = _decode(kept, lambda number, name=name: tensors[f"{name}.{number}"])
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise StoreError(f"its {name!r} is damaged ({error}). Load another copy.") from error
         module.set_extra_state(state)
 
 
-def _keepers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _stateful_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield path, module
@@ -71,8 +80,8 @@ def _name(path: str) -> str:
     return f"{path}.{KEY}" if path else KEY
 
 
-def _encoded(value: Any, tensors: list[Tensor], where: str) -> Any:
-    """A value as JSON can hold it; what JSON has no word for is tagged, and tensors are put aside."""
+def _encode(value: object, tensors: list[Tensor], where: str) -> Json:
+    """Return a value in JSON's types. Other types are tagged, and tensors are moved to `tensors`."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Tensor):
@@ -81,17 +90,17 @@ def _encoded(value: Any, tensors: list[Tensor], where: str) -> Any:
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
         tensors.append(torch.from_numpy(np.array(value)))
         return {"array": len(tensors) - 1}
-    if type(value) in (list, tuple):
-        return {type(value).__name__: [_encoded(item, tensors, where) for item in value]}
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return {type(value).__name__: [_encode(item, tensors, where) for item in value]}
     if isinstance(value, dict):
-        return {"dict": [[_encoded(part, tensors, where) for part in pair] for pair in value.items()]}
+        return {"dict": [[_encode(part, tensors, where) for part in pair] for pair in value.items()]}
     raise StoreError(
-        f"the get_extra_state of {where} gives a {type(value).__name__}, which can't be saved without pickle. "
-        f"Let it give tensors, arrays, numbers, strings, lists, tuples and dicts."
+        f"the get_extra_state of {where} returns a {type(value).__name__}, which can't be saved without pickle. "
+        f"Return tensors, arrays, numbers, strings, lists, tuples and dicts only."
     )
 
 
-def _decoded(value: Any, tensor: Callable[[int], Tensor]) -> Any:
+def _decode(value: Json, tensor: Callable[[int], Tensor]) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, own),) = value.items()
@@ -100,6 +109,6 @@ def _decoded(value: Any, tensor: Callable[[int], Tensor]) -> Any:
     if kind == "array":
         return tensor(own).numpy()
     if kind == "dict":
-        return {_decoded(key, tensor): _decoded(item, tensor) for key, item in own}
-    items = [_decoded(item, tensor) for item in own]
+        return {_decode(key, tensor): _decode(item, tensor) for key, item in own}
+    items = [_decode(item, tensor) for item in own]
     return tuple(items) if kind == "tuple" else items

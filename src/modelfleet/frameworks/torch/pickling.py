@@ -1,6 +1,6 @@
-"""Modules that can't be pickled, on their way to another process: scripted, quantized and parametrized ones.
+"""Pickle modules that can't be pickled: scripted, quantized and parametrized ones.
 
-Torch itself writes all of these to files. Here its own writers write to memory.
+torch can write all of these to files. Here its own writers write to memory.
 """
 
 import io
@@ -15,24 +15,30 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 
-def reduce(value: Any) -> Any:
-    """How to pickle a module or an object of torch's; NotImplemented for what can be pickled anyway."""
+def reduce(value: object) -> Any:  # a tuple as `object.__reduce__` returns it, or NotImplemented
+    """Return how to pickle a module or an object of torch; NotImplemented if pickle needs no help."""
     if isinstance(value, torch.jit.ScriptModule | torch.jit.ScriptFunction):
-        return _scripted, (_written(value),)
+        return _load_script, (_save_script(value),)
     if type(value) is torch.ScriptObject:
-        return _held, (_written(_Holder(value)),)
-    # A class that torch has made, whose only purpose is to have the weights computed when they are read.
-    if type(value).__module__ == parametrize.__name__ and parametrize.is_parametrized(value):
+        return _load_script_object, (_save_script(_Holder(value)),)
+    # `register_parametrization` has given the module a class of its own, which computes the weights when they are
+    # read.
+    if (
+        isinstance(value, nn.Module)
+        and type(value).__module__ == parametrize.__name__
+        and parametrize.is_parametrized(value)
+    ):
         own: Any = type(value).__bases__[0]
-        names = tuple(value.parametrizations)
-        return _parametrized, (own, names), own.__getstate__(value), None, None, own.__setstate__
+        parametrizations: Any = value.parametrizations
+        names = tuple(parametrizations)
+        return _new_parametrized, (own, names), own.__getstate__(value), None, None, own.__setstate__
     return NotImplemented
 
 
 class _Holder(nn.Module):
-    """Holds an object of C++, such as packed weights, which torch writes as part of a module only."""
+    """Holds a C++ object, such as packed weights. torch writes such an object only as part of a module."""
 
-    def __init__(self, held: Any) -> None:
+    def __init__(self, held: torch.ScriptObject) -> None:
         super().__init__()
         self.held = held
 
@@ -40,32 +46,32 @@ class _Holder(nn.Module):
         return 0
 
 
-def _written(value: Any) -> np.ndarray:
+def _save_script(value: torch.jit.ScriptModule | torch.jit.ScriptFunction | _Holder) -> np.ndarray:
     stream = io.BytesIO()
-    with _no_warnings():
+    with _no_deprecation_warnings():
         torch.jit.save(torch.jit.script(value) if isinstance(value, _Holder) else value, stream)
     return np.frombuffer(stream.getvalue(), np.uint8)
 
 
-def _scripted(written: np.ndarray) -> Any:
-    with _no_warnings():
+def _load_script(written: np.ndarray) -> Any:
+    with _no_deprecation_warnings():
         return torch.jit.load(io.BytesIO(written.tobytes()), map_location="cpu")
 
 
+def _load_script_object(written: np.ndarray) -> torch.ScriptObject:
+    return _load_script(written).held
+
+
 @contextmanager
-def _no_warnings() -> Iterator[None]:
-    """Torch says that scripting is deprecated; whoever has scripted a model has been told."""
+def _no_deprecation_warnings() -> Iterator[None]:
+    # torch warns that scripting is deprecated. The user was warned when the model was scripted.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
 
 
-def _held(written: np.ndarray) -> Any:
-    return _scripted(written).held
-
-
-def _parametrized(own: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
-    """A module without its state, of the class that `register_parametrization` had made for it."""
+def _new_parametrized(own: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    """Return a module without its state, of a class as `register_parametrization` makes it."""
     module = own.__new__(own)
     parametrize._inject_new_class(module)
     for name in names:

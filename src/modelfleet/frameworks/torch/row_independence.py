@@ -81,7 +81,7 @@ def _divide(trial: "_Trial", data: Tree, inputs: Tree) -> DrawShapes | str:
     changed = [name for name, buffer in after.items() if not _equal(buffer, trial.state["buffers"][name][0])]
     if changed:
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        return f"a train step changes the buffer {changed[0]!r}{more} based on all rows of the batch. {USE_OTHER_NORMS}"
+        return f"a train step changes the buffer {changed[0]!r}{more} based on all rows. {USE_OTHER_NORMS}"
     try:
         trial.step(_loss, data, slice(trial.half), few := trial.constant_streams())
     except Exception as error:
