@@ -43,7 +43,7 @@ Named = tuple[str, Any]
 
 
 class PythonSnapshot:
-    """The values that the Python behind some objects reads, as they are now.
+    """Values that the Python behind some objects reads, as they are now.
 
     Args:
         roots: The objects to start from, by name.

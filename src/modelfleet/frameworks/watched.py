@@ -16,7 +16,7 @@ _LARGE_ARRAY = 4096  # bytes; larger arrays are compared once an epoch, not at e
 
 
 class Missing:
-    """The type of `MISSING`, which stands for no value at all."""
+    """Type of `MISSING`, which stands for no value at all."""
 
 
 MISSING: Any = Missing()
@@ -240,7 +240,7 @@ class WatchedArray(Watched):
 
 
 class WatchedGenerator(Watched):
-    """State that only a method tells, such as that of a random generator.
+    """State that only a method returns, such as that of a random generator.
 
     It is not part of the token: what was traced without using it does not depend on it.
     """

@@ -25,7 +25,7 @@ SECONDS_TO_REPORT = 2.0  # that the other ranks have, after a failure, to report
 
 
 class ProcessGroup:
-    """The processes that compute the rows of a lane's batches together. Create one with `join`.
+    """Processes that compute the rows of a lane's batches together. Create one with `join`.
 
     A process is in one group at a time. All ranks must take the same steps in the same order.
 

@@ -202,7 +202,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class _Trial:
-    """The first member, to be tried on a whole batch of `rows` rows and on parts of it."""
+    """First member of a lane, to be tried on a whole batch of `rows` rows and on parts of it."""
 
     steps: Steps
     state: State

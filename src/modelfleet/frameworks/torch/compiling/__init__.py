@@ -1,1 +1,1 @@
-"""Traced graphs compiled beside the training."""
+"""Traced graphs, compiled in a second process while the training goes on."""

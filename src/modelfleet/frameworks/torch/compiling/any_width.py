@@ -1,8 +1,8 @@
-"""One graph for lanes of any width.
+"""Merge two graphs of different widths into one graph for lanes of any width.
 
-A traced graph has the lane's width written into it, as the numbers in its views and sizes. Traced at two widths,
-the two graphs differ in just these numbers, and each is a multiple of the width. So the two are merged into one
-that works the numbers out from its first input; compiled once, it serves a lane that shrinks and grows.
+A traced graph has the lane's width built in, as numbers in its views and sizes. Two graphs of one step, traced at
+two widths, differ in these numbers only, and each number is a multiple of the width. So the two can be merged into
+a graph that computes the numbers from its first input. Compiled once, it serves a lane that shrinks and grows.
 """
 
 import operator
@@ -12,11 +12,15 @@ from torch import fx, ops
 
 
 class FixedWidthError(Exception):
-    """A graph can't be had for any width."""
+    """A graph works for one width only."""
 
 
 def merge_widths(graph: fx.GraphModule, width: int, other: fx.GraphModule, other_width: int) -> fx.GraphModule:
-    """The graph of a step for any width above 1, from those at two widths. The first input has the member axis."""
+    """Return the graph of a step for any width above 1. The first input must have the member axis.
+
+    Raises:
+        FixedWidthError: The graphs differ in more than multiples of the width.
+    """
     merged = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     multiples: dict[int, fx.Node] = {}
@@ -31,7 +35,7 @@ def merge_widths(graph: fx.GraphModule, width: int, other: fx.GraphModule, other
             return values[mine]
         if isinstance(mine, list | tuple):
             if len(mine) != len(theirs):
-                raise FixedWidthError(f"{mine} and {theirs} have unlike lengths")
+                raise FixedWidthError(f"{mine} and {theirs} have different lengths")
             return type(mine)(general(a, b) for a, b in zip(mine, theirs, strict=True))
         if isinstance(mine, dict):
             return {key: general(value, theirs[key]) for key, value in mine.items()}
@@ -42,7 +46,7 @@ def merge_widths(graph: fx.GraphModule, width: int, other: fx.GraphModule, other
             if times not in multiples:
                 multiples[times] = merged.call_function(operator.mul, (multiples[1], times))
             return multiples[times]
-        if not isinstance(mine, slice) and mine != theirs and mine == mine:  # NaN is unlike itself
+        if not isinstance(mine, slice) and mine != theirs and mine == mine:  # NaN differs from itself
             raise FixedWidthError(f"{mine} and {theirs}")
         return mine
 

@@ -1,4 +1,4 @@
-"""The compile processes of this program: few at a time, the most valuable first, and none left behind."""
+"""Queue of compile processes: few at a time, the most valuable program first, and none left behind."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,21 +19,25 @@ from modelfleet.frameworks.torch.compiling.graph_source import GraphSource
 from modelfleet.frameworks.torch.compiling.worker import DONE, FAILED, remove
 from modelfleet.frameworks.torch.diagnosis import cache_folder
 
-MANY_CORES = 8  # from here on two programs are compiled at once
-SETTLING = 0.5  # seconds that the first to ask waits: others, worth more, may be about to
+MANY_CORES = 8  # from this number on, two programs are compiled at once
+SETTLING_SECONDS = 0.5  # that a first request waits, because more valuable ones may follow
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How compiling ended."""
+    """How compiling ended.
+
+    Attributes:
+        form: The form that was compiled; None if compiling failed.
+        reason: Why it failed.
+    """
 
     form: str | None
-    """The form that was compiled; None if it failed."""
     reason: str = ""
 
 
 class CompileProcess:
-    """A process that compiles one program into torch's cache. Its folder goes with it, however it ends."""
+    """A process that compiles one program into torch's cache. Its folder is removed however it ends."""
 
     def __init__(self, forms: Sequence[GraphSource]) -> None:
         self.forms = list(forms)
@@ -57,36 +61,36 @@ class CompileProcess:
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             "TORCHINDUCTOR_CACHE_DIR": str(cache_folder()),
             "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no helper processes
-            "TMPDIR": str(scratch),  # a C++ compiler that is killed leaves its files there
+            "TMPDIR": str(scratch),  # a C++ compiler that is killed leaves files there
         }
         worker = Path(__file__).with_name("worker.py")
         return subprocess.Popen(
-            # -P: the folder of the script is not to be imported from.
+            # -P: imports do not look into the folder of the script.
             [sys.executable, "-P", str(worker), str(self._folder), str(self._owner)],
-            stdin=subprocess.PIPE,  # by its end the process learns of ours
+            stdin=subprocess.PIPE,  # closes when this process ends, which the compile process notices
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a group of its own, which Ctrl-C does not reach, and which is killed as one
+            start_new_session=True,  # a group of its own: Ctrl-C does not reach it, and it is killed as one
             env=environment,
         )
 
     @property
     def outcome(self) -> Outcome | None:
-        """How it ended, and then nothing of it is left; None while it compiles."""
+        """How compiling ended; None while it goes on. Once it has ended, process and folder are removed."""
         if self._outcome is None and os.getpid() == self._owner:
-            found = self._look()
+            found = self._poll()
             if found is not None:
                 self.stop()
                 self._outcome = found
         return self._outcome
 
-    def _look(self) -> Outcome | None:
-        # First whether it lives: what it says, it says before it ends. Not reaped here: until it is, no other
-        # process or group can have its number.
+    def _poll(self) -> Outcome | None:
+        # First check if the process is alive: it writes its outcome before it ends. It is not reaped here, because
+        # until then no other process or group can get its number.
         try:
             ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             status = None if ended is None else str(ended.si_status)
-        except ChildProcessError:  # somebody else's wait() was told of it
+        except ChildProcessError:  # other code has already waited for it
             status = "unknown"
         with suppress(FileNotFoundError):
             return Outcome((self._folder / DONE).read_text())
@@ -97,7 +101,7 @@ class CompileProcess:
         return Outcome(None, f"the compile process ended by itself, with status {status}")
 
     def stop(self) -> None:
-        """End it, whatever it is at, with the compilers that it has started, and remove its folder."""
+        """Kill the process and the compilers that it has started, and remove its folder."""
         if self._outcome is not None or os.getpid() != self._owner:
             return
         self._outcome = Outcome(None, "it was stopped")
@@ -113,63 +117,78 @@ class CompileProcess:
             self._process.stdin.close()
 
     def forget(self) -> None:
-        """Leave it to the process that started it: this one was forked from that, and has its end of the pipe."""
+        """Leave the process to its owner, from which this process was forked with the owner's end of the pipe."""
         self._close()
-        self._process.returncode = 0  # it is no child of ours: nobody waits for it here
+        self._process.returncode = 0  # not a child of this process, so it is never waited for
 
 
 class CompileQueue:
-    """Who compiles next. Lanes ask at their steps, with what compiling is worth to them by now."""
+    """Decides which program is compiled next.
+
+    At their steps, programs request to be compiled, with the seconds that compiling would save by then.
+    """
 
     def __init__(self) -> None:
-        self.places = 2 if _cores() >= MANY_CORES else 1
+        self.max_running = 2 if _cores() >= MANY_CORES else 1
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, with nobody waiting."""
+        """Drop all requests and processes."""
         self._lock = threading.Lock()
         self._running: list[CompileProcess] = []
-        self._first: WeakKeyDictionary[Any, float] = WeakKeyDictionary()  # when each asked first
-        self._asking: WeakKeyDictionary[Any, tuple[float, float]] = WeakKeyDictionary()  # what, and until when
+        self._first: WeakKeyDictionary[Any, float] = WeakKeyDictionary()  # time of each one's first request
+        self._requests: WeakKeyDictionary[Any, tuple[float, float]] = (
+            WeakKeyDictionary()
+        )  # value, and until when it counts
 
     def abandon(self) -> None:
-        """Forget everything in a process that was forked from the one whose queue it is."""
+        """Drop everything in a process that was forked from the owner of the queue."""
         for process in self._running:
             process.forget()
         self.forget()
 
-    def ask(self, who: Any, value: float, seconds_per_step: float, forms: Any) -> CompileProcess | None:
-        """Compile, if there is a place and nobody is known for whom it is worth more; None: ask again later.
+    def request(
+        self, requester: object, value: float, seconds_per_step: float, forms: Callable[[], Sequence[GraphSource]]
+    ) -> CompileProcess | None:
+        """Start to compile, unless too many processes run or another request is worth more.
 
-        forms: gives the sources to compile. One that does not ask again for many of its steps has ended, or has
-        too few steps left: it does not hold up others.
+        A request that is not repeated for many steps has ended, or has too few steps left. It holds up no other.
+
+        Args:
+            requester: Stands for the program in later requests.
+            value: The seconds that compiling would save.
+            seconds_per_step: How long a step takes, and so how often the request can be repeated.
+            forms: Returns the graphs to compile.
+
+        Returns:
+            The process; None if the request must be repeated later.
         """
         now = time.monotonic()
         with self._lock:
-            first = self._first.setdefault(who, now)
-            self._asking[who] = value, now + 10 * (SETTLING + seconds_per_step)
+            first = self._first.setdefault(requester, now)
+            self._requests[requester] = value, now + 10 * (SETTLING_SECONDS + seconds_per_step)
             self._running = [process for process in self._running if process.outcome is None]
-            if len(self._running) >= self.places or now - first < SETTLING:
+            if len(self._running) >= self.max_running or now - first < SETTLING_SECONDS:
                 return None
-            if value < max(worth for worth, until in list(self._asking.values()) if until >= now):
+            if value < max(worth for worth, until in list(self._requests.values()) if until >= now):
                 return None
-            self._drop(who)
+            self._drop(requester)
             process = CompileProcess(forms())
             self._running.append(process)
             return process
 
-    def withdraw(self, who: Any) -> None:
-        """Compile nothing for one that asked: it has ended, or has too few steps left."""
+    def withdraw(self, requester: object) -> None:
+        """Drop a request: its program has ended, or has too few steps left."""
         with self._lock:
-            self._drop(who)
+            self._drop(requester)
 
-    def _drop(self, who: Any) -> None:
-        self._first.pop(who, None)
-        self._asking.pop(who, None)
+    def _drop(self, requester: object) -> None:
+        self._first.pop(requester, None)
+        self._requests.pop(requester, None)
 
 
 def _cores() -> int:
-    """How many cores this program may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -217,7 +217,7 @@ class Reachable:
                 self._token(base, base.__name__)
 
     def _follow_generator(self, value: Any, name: str) -> None:
-        """Follow an object whose state only a method tells; or any other object."""
+        """Follow an object whose state only a method returns, or any other object."""
         match value:
             case random.Random():
                 self._add(WatchedGenerator(name, value.getstate, value.setstate))

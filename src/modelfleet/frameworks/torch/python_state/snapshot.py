@@ -20,7 +20,7 @@ _HARMLESS = (".training", "._flat_weights", "._flat_weight_refs", ".config.probl
 
 
 class PythonSnapshot:
-    """The Python values that some models and functions can read, as they are now.
+    """Python values that some models and functions can read, as they are now.
 
     Args:
         roots: Models and functions with their names, such as `("self", model)` and `("the objective", objective)`.

@@ -49,7 +49,7 @@ DrawKey = tuple[int, torch.device, int, int]
 
 
 class WordCache:
-    """The words of a member's draws, computed for several steps ahead."""
+    """Words of a member's draws, computed for several steps ahead."""
 
     def __init__(self) -> None:
         self._kept: dict[DrawKey, tuple[int, Words]] = {}

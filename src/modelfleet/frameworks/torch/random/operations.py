@@ -1,4 +1,4 @@
-"""What each random operation of torch draws from a member's own stream.
+"""Rules for torch's random operations: how each draws from a member's own stream.
 
 Operations are replaced below autograd and vmap, at the level of ATen. So every way in which a model can draw is
 covered: `nn.Dropout`, attention's dropout, `torch.rand_like` in a forward, and so on. At that level, stacked

@@ -68,7 +68,7 @@ class BatchRows:
 
 
 class Streams:
-    """The random numbers of one step. Every method draws once.
+    """Random numbers of one step. Every method draws once.
 
     Args:
         seed: `(member,)` for stacked members, `()` for one member. With stacked members, the first axis of every
@@ -149,7 +149,7 @@ class Streams:
 
     @property
     def members(self) -> int | None:
-        """The number of stacked members; None for a single member."""
+        """Number of stacked members; None for a single member."""
         return len(self._seed) if self._stacked else None
 
     @property

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 States = tuple[Tensor, ...]
-"""The states of a layer: hidden and cell for an LSTM, hidden alone for the others."""
+"""States of a layer: hidden and cell for an LSTM, hidden alone for the others."""
 Layer = Callable[[Tensor, States, Sequence[Tensor]], tuple[Tensor, ...]]
 """A layer in one direction: inputs `(time, row, feature)`, first states and weights to outputs and last states."""
 
 
 class _LSTMScan(torch.autograd.Function):
-    """The recurrence of an LSTM.
+    """Recurrence of an LSTM.
 
     Takes the projected inputs `(time, row, 4·hidden)`, the first states and the recurrent weight. Returns the
     hidden states, the cell states and the gates of all time steps.

@@ -75,12 +75,12 @@ class Program:
 
     @property
     def width(self) -> int:
-        """The number of members that the step was traced with."""
+        """Number of members that the step was traced with."""
         return self.inputs[0].shape[0]
 
     @cached_property
     def working_bytes(self) -> int | None:
-        """The peak memory of the intermediate results, without the inputs; None if the step was not traced."""
+        """Peak memory of the intermediate results, without the inputs; None if the step was not traced."""
         return None if self.graph is None else _peak_bytes(self.graph.graph)
 
     def __call__(self, inputs: Sequence[Tensor]) -> Tree:
