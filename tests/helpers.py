@@ -73,5 +73,5 @@ def close(left: Mapping[str, Tensor], right: Mapping[str, Tensor], tolerance: fl
 
 def threads() -> int:
     """How many threads there are, but for those that tidy up after the last work and end by themselves."""
-    tidying = ("modelfleet-idle", "modelfleet-pages")
+    tidying = ("modelfleet-idle", "modelfleet-malloc")
     return sum(thread.name not in tidying for thread in threading.enumerate())

@@ -21,8 +21,8 @@ from torch._dynamo.utils import counters
 from torch._inductor import config
 
 import modelfleet as mf
-from modelfleet.frameworks.torch import compile_queue, compiling
-from modelfleet.frameworks.torch.compile_queue import CompileQueue, Outcome
+from modelfleet.frameworks.torch.compiling import compile_queue, compiler
+from modelfleet.frameworks.torch.compiling.compile_queue import CompileQueue, Outcome
 from modelfleet.frameworks.torch.programs import Programs
 
 X, Y = toy(20)
@@ -110,7 +110,7 @@ class Processes:
 
         def watched(command: list[str], **options: Any) -> subprocess.Popen[Any]:
             process = start(command, **options)
-            if any(str(part).endswith("compile_worker.py") for part in command):
+            if any(str(part).endswith("compiling/worker.py") for part in command):
                 self.started.append(process)
             return process
 
@@ -150,9 +150,9 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 def eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Processes:
     """Compiling pays at once, whatever the work that is left."""
     for constant in ("SECONDS_PER_NODE", "SECONDS_AT_LEAST", "SECONDS_TO_LOAD"):
-        monkeypatch.setattr(compiling, constant, 0.0)
-    monkeypatch.setattr(compiling, "SAVING", 1e9)
-    monkeypatch.setattr(compile_queue, "SETTLING", 0.0)
+        monkeypatch.setattr(compiler, constant, 0.0)
+    monkeypatch.setattr(compiler, "SAVED_FRACTION", 1e9)
+    monkeypatch.setattr(compile_queue, "SETTLING_SECONDS", 0.0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return Processes(tmp_path, monkeypatch)
 
@@ -255,14 +255,14 @@ def test_an_error_in_the_fit_takes_its_compiler_with_it(eager: Processes) -> Non
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]]:
     """What is logged, from the first time that compiling fails on."""
-    monkeypatch.setattr(compiling, "_told", [])
-    monkeypatch.setattr(compiling.logger, "level", logging.DEBUG)
+    monkeypatch.setattr(compiler, "_failures", [])
+    monkeypatch.setattr(compiler.logger, "level", logging.DEBUG)
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     monkeypatch.setattr(handler, "emit", records.append)
-    compiling.logger.addHandler(handler)
+    compiler.logger.addHandler(handler)
     yield records
-    compiling.logger.removeHandler(handler)
+    compiler.logger.removeHandler(handler)
 
 
 def test_a_compiler_that_fails_leaves_the_training_as_it_is(
@@ -292,10 +292,10 @@ def test_what_cannot_be_loaded_leaves_the_training_as_it_is(
         called.append(forms)
         raise RuntimeError("no C++ compiler here")
 
-    monkeypatch.setattr(compiling, "compile_first", broken)
+    monkeypatch.setattr(compiler, "compile_first", broken)
     marker = tmp_path / "marker"
     marker.write_text("")
-    monkeypatch.setattr(compiling, "_marker", lambda program: marker)
+    monkeypatch.setattr(compiler, "_marker", lambda program: marker)
     fleet, other = fleet_of(2), fleet_of(2)
     fit(fleet, (X, Y), epochs=8, batch_size=20)
     assert called
@@ -322,7 +322,7 @@ def test_a_compiler_that_is_killed_leaves_nothing_behind(eager: Processes, told:
 
 def test_that_compiling_fails_is_told_aloud_once(told: list[logging.LogRecord]) -> None:
     for reason in ("no C++ compiler", "no C++ compiler", "out of memory"):
-        compiling._tell(reason)
+        compiler._report_failure(reason)
     assert [record.levelno for record in told] == [logging.WARNING, logging.DEBUG, logging.DEBUG]
 
 
@@ -369,17 +369,17 @@ class Lane:
         self.queue, self.name = queue, name
 
     def ask(self, value: float) -> Any:
-        return self.queue.ask(self, value, 0.01, lambda: self.name)
+        return self.queue.request(self, value, 0.01, lambda: self.name)  # pyrefly: ignore
 
 
 def test_the_most_valuable_is_compiled_first_and_one_at_a_time(clock: Clock) -> None:
     queue = CompileQueue()
-    queue.places = 1
+    queue.max_running = 1
     small, large, medium = (Lane(queue, name) for name in ("small", "large", "medium"))
     assert small.ask(10) is None  # it may be that others are about to ask
     assert large.ask(1000) is None
     assert medium.ask(100) is None
-    clock.now += compile_queue.SETTLING
+    clock.now += compile_queue.SETTLING_SECONDS
     assert small.ask(9) is None
     assert medium.ask(90) is None
     first = large.ask(900)
@@ -401,12 +401,12 @@ def test_the_most_valuable_is_compiled_first_and_one_at_a_time(clock: Clock) -> 
 
 def test_a_lane_that_has_ended_holds_up_nobody(clock: Clock) -> None:
     queue = CompileQueue()
-    queue.places = 1
+    queue.max_running = 1
     small, silent, done = (Lane(queue, name) for name in ("small", "silent", "done"))
     for lane, value in ((small, 10), (silent, 1000), (done, 2000)):
         assert lane.ask(value) is None
     queue.withdraw(done)  # too few steps are left, or it was stopped
-    clock.now += compile_queue.SETTLING
+    clock.now += compile_queue.SETTLING_SECONDS
     assert small.ask(10) is None  # the silent one would be next
     clock.now += 60
     assert small.ask(9) is not None
@@ -419,7 +419,7 @@ def test_two_at_a_time_from_eight_cores_on(clock: Clock, monkeypatch: pytest.Mon
         lanes = [Lane(queue, str(number)) for number in range(33)]
         for lane in lanes:
             lane.ask(1)
-        clock.now += compile_queue.SETTLING
+        clock.now += compile_queue.SETTLING_SECONDS
         assert sum(lane.ask(1) is not None for lane in lanes) == expected
 
 
@@ -442,8 +442,8 @@ def test_a_sweep_of_many_lanes_compiles_one_after_the_other(
 
     monkeypatch.setattr(Fake, "all", [])
     monkeypatch.setattr(compile_queue, "CompileProcess", Counted)
-    monkeypatch.setattr(compile_queue.QUEUE, "places", 1)
-    monkeypatch.setattr(compiling, "LOOK", 0.0)
+    monkeypatch.setattr(compile_queue.QUEUE, "max_running", 1)
+    monkeypatch.setattr(compiler, "CHECK_SECONDS", 0.0)
     widths = np.repeat(np.arange(2, 14), 2)
     fleet = mf.Fleet.build(helpers.mlp, len(widths), width=mf.each(widths.tolist()))
     fleet.compile("sgd", "cross_entropy", lr=0.1)
@@ -459,14 +459,14 @@ def test_a_sweep_of_many_lanes_compiles_one_after_the_other(
 OWNER = """
 import sys
 import modelfleet as mf
-from modelfleet.frameworks.torch import compile_queue, compiling
+from modelfleet.frameworks.torch.compiling import compile_queue, compiler
 from tests import helpers
-compiling.SECONDS_PER_NODE = compiling.SECONDS_AT_LEAST = compiling.SECONDS_TO_LOAD = 0.0
-compiling.SAVING, compile_queue.SETTLING = 1e9, 0.0
+compiler.SECONDS_PER_NODE = compiler.SECONDS_AT_LEAST = compiler.SECONDS_TO_LOAD = 0.0
+compiler.SAVED_FRACTION, compile_queue.SETTLING_SECONDS = 1e9, 0.0
 start = compile_queue.subprocess.Popen
 def told(command, **options):
     process = start(command, **options)
-    if "compile_worker" in str(command):
+    if "compiling/worker" in str(command):
         print(process.pid, flush=True)
     return process
 compile_queue.subprocess.Popen = told

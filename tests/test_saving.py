@@ -160,7 +160,7 @@ def test_extra_state_comes_back(tmp_path: Path) -> None:
 
 def test_extra_state_that_only_pickle_could_hold_is_refused(tmp_path: Path) -> None:
     fleet = mf.Fleet({"a": Counting(), "b": Counting({"x": [object()]})})
-    told = r"member 'b': the get_extra_state of 'inner' \(Keeping\) gives a object, .*without pickle. Let it give"
+    told = r"member 'b': the get_extra_state of 'inner' \(Keeping\) returns a object, .*without pickle. Return"
     with pytest.raises(mf.StoreError, match=told):
         fleet.save(tmp_path / "fleet")
     assert not (tmp_path / "fleet").exists()

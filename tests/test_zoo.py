@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import modelfleet as mf
-from modelfleet.frameworks.torch.eager_draws import EagerDraws
+from modelfleet.frameworks.torch.random.eager import EagerDraws
 from modelfleet.members import member_seed
 
 

@@ -14,7 +14,7 @@ from tests.replicas import models
 from torch import Tensor, nn
 
 import modelfleet as mf
-from modelfleet.frameworks.torch import pages
+from modelfleet.frameworks.torch import malloc
 from modelfleet.replicas import driver
 
 TWO = "cpu:0,cpu:1"
@@ -551,13 +551,13 @@ def test_functions_are_refused_where_they_can_not_be() -> None:
 @pytest.fixture
 def trims(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many verbs and replicas were at work whenever free pages were given back."""
-    if pages._libc() is None:
+    if malloc._libc() is None:
         pytest.skip("malloc is not glibc's here, or has the user's settings")
-    monkeypatch.setattr(pages, "LINGER", 0.0)
-    wait_until(lambda: not pages._keeping)  # of earlier tests
+    monkeypatch.setattr(malloc, "IDLE_SECONDS", 0.0)
+    wait_until(lambda: not malloc._keeping)  # of earlier tests
     found: list[int] = []
-    trim = pages._trim
-    monkeypatch.setattr(pages, "_trim", lambda: (trim(), found.append(pages._scopes)))
+    trim = malloc._trim
+    monkeypatch.setattr(malloc, "_trim", lambda: (trim(), found.append(malloc._scopes)))
     return found
 
 
@@ -573,9 +573,9 @@ def test_freed_pages_are_given_back_when_the_last_replica_is_done(trims: list[in
     with mf.Replicas(model, devices="cpu") as outer:
         outer.submit("ada", x).result()
         asked(model, x)
-        assert pages._keeping
+        assert malloc._keeping
         assert trims == []
-    wait_until(lambda: not pages._keeping)
+    wait_until(lambda: not malloc._keeping)
     assert trims == [0]
 
 
@@ -590,18 +590,18 @@ def test_freed_pages_are_given_back_after_a_verb(trims: list[int], monkeypatch: 
 
         def on_epoch_end(self, run: Any, *rest: Any) -> None:
             run.fleet.predict(x)  # a verb within: the pages are still kept
-            seen.append(pages._keeping)
+            seen.append(malloc._keeping)
 
     for number in (1, 2):
         fleet.fit((x, x[:, :1]), epochs=1, callbacks=[Looking()], progress=False)
-        wait_until(lambda: not pages._keeping)
+        wait_until(lambda: not malloc._keeping)
         assert trims == [0] * number
     assert seen == [True, True]
-    monkeypatch.setattr(pages, "LINGER", 3600.0)
+    monkeypatch.setattr(malloc, "IDLE_SECONDS", 3600.0)
     for _ in range(3):  # one soon after the other: the pages of one are those of the next
         fleet.predict(x)
-        assert pages._keeping
+        assert malloc._keeping
     assert trims == [0, 0]
-    monkeypatch.setattr(pages, "LINGER", 0.0)
-    wait_until(lambda: not pages._keeping)
+    monkeypatch.setattr(malloc, "IDLE_SECONDS", 0.0)
+    wait_until(lambda: not malloc._keeping)
     assert trims == [0, 0, 0]

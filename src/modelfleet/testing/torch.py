@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from modelfleet.frameworks.torch.arrays import place
-from modelfleet.frameworks.torch.drawing import DrawFromStreams
-from modelfleet.frameworks.torch.random import Streams
+from modelfleet.frameworks.torch.random.operations import DrawFromStreams
+from modelfleet.frameworks.torch.random.streams import Streams
 from modelfleet.members import member_seed
 from modelfleet.streams import permutations
 from modelfleet.trees import leaves, map_tree

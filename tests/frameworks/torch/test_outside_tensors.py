@@ -101,8 +101,8 @@ def test_a_change_in_place_between_epochs_is_seen_without_another_trace() -> Non
 
 
 def test_an_outside_tensor_is_an_input_of_the_compiled_program() -> None:
-    from modelfleet.frameworks.torch.sources import ONE_WIDTH, Source
-    from modelfleet.frameworks.torch.tracing import trace
+    from modelfleet.frameworks.torch.compiling.graph_source import ONE_WIDTH, GraphSource
+    from modelfleet.frameworks.torch.tracing.trace import trace
 
     weight, constant = torch.tensor([1.0, 2.0]), [3.0, 4.0]
     program = trace(
@@ -113,7 +113,7 @@ def test_an_outside_tensor_is_an_input_of_the_compiled_program() -> None:
     assert len(program.outside) == 1
     assert program.outside[0] is weight
     assert program.graph is not None
-    source = Source.of(program.graph, program.inputs, ONE_WIDTH)
+    source = GraphSource.of(program.graph, program.inputs, ONE_WIDTH)
     assert [tensor.tolist() for tensor in source.constants.values()] == [constant]
     assert len(source.inputs) == 3
     weight.mul_(10)
@@ -133,7 +133,7 @@ def test_an_objective_that_writes_to_an_outside_tensor_is_not_fused() -> None:
 
     data, models = comparing.rows(), comparing.build(mlp)
     fleet = comparing.compiled(models, objective=objective)
-    assert "writes to a tensor that is no part of the model" in str(comparing.reason(fleet, data))
+    assert "writes to a tensor that is not part of the model" in str(comparing.reason(fleet, data))
 
 
 def test_reading_the_values_of_an_outside_tensor_is_not_fused() -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import modelfleet as mf
-from modelfleet.frameworks.torch.tracing import trace
+from modelfleet.frameworks.torch.tracing.trace import trace
 from modelfleet.types import Strategy
 
 RANDOM = np.random.default_rng(0)

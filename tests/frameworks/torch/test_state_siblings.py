@@ -91,7 +91,7 @@ def test_members_that_change_apart_in_a_fit_are_refused() -> None:
             vars(models[1])["scale"] = 2.0
 
     fleet = comparing.compiled(models, loss="cross_entropy")
-    with pytest.raises(mf.StrategyError, match=r"'1' is no longer like '0': scale is 2\.0, not 1\.0"):
+    with pytest.raises(mf.StrategyError, match=r"'1' no longer has the structure of '0': scale is 2\.0, not 1\.0"):
         comparing.fit(fleet, data, callbacks=[Change()])
 
 

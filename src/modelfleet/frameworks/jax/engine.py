@@ -16,7 +16,7 @@ from modelfleet.frameworks.jax.models import Parts, Tree, as_numpy, form_of, key
 from modelfleet.frameworks.jax.structure import difference, is_module, signature, statics
 from modelfleet.frameworks.jax.task import PRECISIONS, Task, widened
 from modelfleet.frameworks.protocol import CannotFuseError
-from modelfleet.frameworks.reads import Reads
+from modelfleet.frameworks.python_snapshot import PythonSnapshot
 from modelfleet.members import Member
 from modelfleet.trees import map_tree
 
@@ -60,7 +60,7 @@ class Engine(FunctionalEngine):
         if self._unlike is not None:
             raise CannotFuseError(self._unlike)
         reads = _reads(self._members[0].model, self.task)
-        with reads.held():
+        with reads.restoring():
             super().ready(kind, hyper, active, data, shared=shared)
             changed = reads.changed(draws=True)
         form = self._shared_definition.form
@@ -195,7 +195,7 @@ class Engine(FunctionalEngine):
         form = self._shared_definition.form
         kept, form.keep = form.keep, False
         try:
-            with _reads(self._members[0].model, self.task).held():
+            with _reads(self._members[0].model, self.task).restoring():
                 yield
         finally:
             form.keep = kept
@@ -253,7 +253,7 @@ def _first(data: Any) -> Any:
     return map_tree(lambda leaf: leaf[0], data)
 
 
-def _reads(model: Any, task: Task) -> Reads:
+def _reads(model: Any, task: Task) -> PythonSnapshot:
     """The Python values that a model's code and its task's may read."""
     optimizer = task.optimizer
     roots: dict[str, Any] = {
@@ -263,8 +263,8 @@ def _reads(model: Any, task: Task) -> Reads:
         "the optimizer": None if optimizer is None else (optimizer.make, optimizer.fixed),
     }
     if is_module(model):
-        return Reads({**roots, **dict(statics(model))})
-    return Reads({**roots, "apply": model[1]})
+        return PythonSnapshot({**roots, **dict(statics(model))})
+    return PythonSnapshot({**roots, "apply": model[1]})
 
 
 def _found(structure: Any, definition: "JaxDefinition", device: jax.Device, fused: bool) -> Programs:

@@ -31,10 +31,10 @@ from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.base import on_host
 from modelfleet.frameworks.torch.counting import Coefficients
 from modelfleet.frameworks.torch.devices import out_of_memory
-from modelfleet.frameworks.torch.drawing import DrawFromStreams
-from modelfleet.frameworks.torch.random import Streams
+from modelfleet.frameworks.torch.random.operations import DrawFromStreams
+from modelfleet.frameworks.torch.random.streams import Streams
 from modelfleet.frameworks.torch.state import State
-from modelfleet.frameworks.torch.tracing import TRACING, Program, plain, trace
+from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, Program, trace, untraced
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree
 
@@ -568,7 +568,7 @@ class _Traced:
         def run(*args: Any) -> Any:
             form = str(map_tree(lambda t: (tuple(t.shape), t.dtype), args[1:]))
             if form not in programs:
-                with TRACING:
+                with TRACE_LOCK:
                     programs[form] = _program(function, args)
             with torch.inference_mode():
                 return programs[form](leaves(args))
@@ -589,7 +589,7 @@ def _program(function: Callable[..., Any], args: tuple[Any, ...]) -> Program:
     try:
         return trace(function, args, unstacked)
     except CannotFuseError:
-        return plain(function, args, unstacked)
+        return untraced(function, args, unstacked)
 
 
 def numbers(variable: Any) -> np.ndarray:

@@ -16,8 +16,8 @@ from modelfleet.frameworks.torch.building import (
 )
 from modelfleet.frameworks.torch.devices import accelerators, choose, memory, native, threads, use_threads
 from modelfleet.frameworks.torch.engines import engine as Engine
-from modelfleet.frameworks.torch.pages import kept as keeping_pages
-from modelfleet.frameworks.torch.parallel import Group
+from modelfleet.frameworks.torch.malloc import keeping_pages
+from modelfleet.frameworks.torch.process_group import ProcessGroup as Group
 from modelfleet.frameworks.torch.recipe import compile, prepare
 from modelfleet.frameworks.torch.replica import Replica, weight_bytes
 from modelfleet.frameworks.torch.schedules import of_task as Schedules

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from modelfleet.frameworks.torch import sending
+from modelfleet.frameworks.torch import pickling
 
 
 def is_array(value: Any) -> bool:
@@ -93,7 +93,7 @@ def reduced(value: Any) -> Any:
         hooks = (value._backward_hooks, value._post_accumulate_grad_hooks)
         return _hooked, (value.detach(), value.requires_grad, *(tuple((own or {}).values()) for own in hooks))
     if not isinstance(value, Tensor):
-        return sending.reduced(value)
+        return pickling.reduce(value)
     plain = (
         type(value) is Tensor
         and not value.is_quantized

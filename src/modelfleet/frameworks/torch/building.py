@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from modelfleet.errors import InputError
-from modelfleet.frameworks.torch.extra import difference, extra_states, is_extra, set_extra_states
+from modelfleet.frameworks.torch.extra_state import difference, extra_states, is_extra, set_extra_states
 from modelfleet.trees import leaves
 
 

@@ -10,17 +10,17 @@ from torch import Tensor, nn
 
 from modelfleet.errors import InputError, StrategyError
 from modelfleet.frameworks.protocol import CannotFuseError
-from modelfleet.frameworks.torch import arrays, pages
+from modelfleet.frameworks.torch import arrays, malloc
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.base import TorchEngine, explained
-from modelfleet.frameworks.torch.compiling import mode as mode_of_compiling
+from modelfleet.frameworks.torch.compiling.compiler import compile_mode
 from modelfleet.frameworks.torch.counting import Ahead, Coefficients
-from modelfleet.frameworks.torch.dividing import bears_padding, divide, rows_apart
-from modelfleet.frameworks.torch.guards import Alike, StatefulError
 from modelfleet.frameworks.torch.optimizers import PER_MEMBER
-from modelfleet.frameworks.torch.parallel import Group
+from modelfleet.frameworks.torch.process_group import ProcessGroup
 from modelfleet.frameworks.torch.programs import Programs, borrowed, held, readable
-from modelfleet.frameworks.torch.random import Draws
+from modelfleet.frameworks.torch.python_state.checks import DivergenceCheck, StatefulError
+from modelfleet.frameworks.torch.random.streams import DrawShapes
+from modelfleet.frameworks.torch.row_independence import divide_by_rows, ignores_padding, rows_are_independent
 from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.structure import shared_parameters
 from modelfleet.frameworks.torch.task import Task
@@ -49,7 +49,7 @@ class Engine(TorchEngine):
         programs.serve(models[0])
         self._begin(members[0].name, programs, device)
         named = [(member.name, member.model) for member in members]
-        self._alike = Alike(named) if len(named) > 1 else None
+        self._alike = DivergenceCheck(named) if len(named) > 1 else None
         shared = shared_parameters(models) if len(models) > 1 else set()
         first = {**dict(models[0].named_parameters()), **dict(models[0].named_buffers())}
         self.shared = {
@@ -62,7 +62,7 @@ class Engine(TorchEngine):
 
     def _begin(self, first: str, programs: Programs, device: torch.device) -> None:
         """Everything but the members' numbers, which `state` and `shared` will hold."""
-        pages.want(device)
+        malloc.keep_pages_for(device)
         self.device = device
         self.programs = programs
         self.layout = programs.steps.layout
@@ -76,8 +76,8 @@ class Engine(TorchEngine):
         self._begun = False  # whether a step was taken since the members were last looked at
         self._bears_padding: dict[tuple[int, int], bool] = {}
         self._rows_apart: dict[int, bool] = {}  # by the size of a batch
-        self._group: Group | None = None
-        self._divided: dict[Any, Draws] = {}  # by the form of a batch: what its rows draw
+        self._group: ProcessGroup | None = None
+        self._divided: dict[Any, DrawShapes] = {}  # by the form of a batch: what its rows draw
         self._places: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._unfusable: dict[Any, CannotFuseError] = {}  # by kind and form of a batch
 
@@ -160,7 +160,7 @@ class Engine(TorchEngine):
         self._step(part, rest, shared=shared, pace=pace)
         states.put(self.state, rows, part)
 
-    def spread(self, group: Group | None) -> None:
+    def spread(self, group: ProcessGroup | None) -> None:
         """Compute only this rank's rows of every train batch from now on, together with the group's other ranks.
 
         Each rank is given the whole batch and takes the same steps. Evaluating and predicting stay whole on every
@@ -176,7 +176,7 @@ class Engine(TorchEngine):
         rows = data if shared else map_tree(lambda leaf: leaf[0], data)
         form = len(leaves(rows)[0]) == 1, *(leaf.shape[1:] for leaf in leaves(rows))  # a single row tells little
         if form not in self._divided:
-            found = divide(self.programs.steps, self.state, self.shared, rows, self.inputs(rows))
+            found = divide_by_rows(self.programs.steps, self.state, self.shared, rows, self.inputs(rows))
             if isinstance(found, str):
                 return found
             self._divided[form] = found
@@ -273,7 +273,7 @@ class Engine(TorchEngine):
         """Trace a step for batches like this one, if that has not been done."""
         self._look_at_members()
         if kind == "train":
-            mode_of_compiling()  # a misspelt one is told before the first step
+            compile_mode()  # a misspelt one is told before the first step
             if not self.state["params"]:
                 raise InputError(
                     f"member {self._first!r} has no parameter that takes a gradient. "
@@ -383,7 +383,7 @@ class Engine(TorchEngine):
             data = batch.data
             if not batch.shared:
                 data = map_tree(lambda leaf: leaf[int(np.flatnonzero(batch.counts == real)[0])], data)
-            self._bears_padding[key] = bears_padding(self.programs.steps, self.state, self.shared, data, real)
+            self._bears_padding[key] = ignores_padding(self.programs.steps, self.state, self.shared, data, real)
         return self._bears_padding[key]
 
     def rows_apart(self, batch: Any) -> bool:
@@ -396,7 +396,7 @@ class Engine(TorchEngine):
         return self._rows_apart[batch.size]
 
     def _are_apart(self, inputs: Any) -> bool:
-        return rows_apart(self.programs.steps, self.state, self.shared, inputs)
+        return rows_are_independent(self.programs.steps, self.state, self.shared, inputs)
 
     # --- state ---------------------------------------------------------------------------------------------------
 

@@ -21,13 +21,13 @@ from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, SCALE
 from modelfleet.frameworks.torch import arrays, plain_optimizer, plain_parallel
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.base import TorchEngine, explained, on_host
-from modelfleet.frameworks.torch.dividing import divide
-from modelfleet.frameworks.torch.eager_draws import Ahead, DrawsIfAny, EagerDraws, Habit
-from modelfleet.frameworks.torch.guards import undone
-from modelfleet.frameworks.torch.may_draw import MayDraw
-from modelfleet.frameworks.torch.modes import mode, modes
-from modelfleet.frameworks.torch.parallel import Group
-from modelfleet.frameworks.torch.random import Draws
+from modelfleet.frameworks.torch.modes import in_mode, training_modes
+from modelfleet.frameworks.torch.process_group import ProcessGroup
+from modelfleet.frameworks.torch.python_state.undo import undoing_side_effects
+from modelfleet.frameworks.torch.random.detection import DrawDetector
+from modelfleet.frameworks.torch.random.eager import DrawRecord, DrawsIfNeeded, EagerDraws, WordCache
+from modelfleet.frameworks.torch.random.streams import DrawShapes
+from modelfleet.frameworks.torch.row_independence import divide_by_rows
 from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.steps import GROWTH_STEPS, SMALLEST_SCALE, Steps
 from modelfleet.frameworks.torch.task import PRECISIONS, Task, call, logits
@@ -60,7 +60,7 @@ class PlainEngine(TorchEngine):
         self.model: nn.Module = member.model
         if any(tensor.device != device for tensor in (*self.model.parameters(), *self.model.buffers())):
             self.model = copy.deepcopy(self.model).to(device)
-        self._modes = modes(self.model)
+        self._modes = training_modes(self.model)
         self._layout = states.transposed(self.model)
         self._hyper = {name: float(column[0]) for name, column in columns.items()}
         self._given: Any = None  # the tensors that `_hyper` was read from
@@ -69,14 +69,14 @@ class PlainEngine(TorchEngine):
         self._trouble = FINE
         self._scale, self._good = FIRST_SCALE, 0
         self._sums: dict[str, Any] = {}
-        self._habits: dict[str, Habit] = {}  # by what is done: whether it has drawn random numbers after all
-        self._may_draw: MayDraw | None = None  # not looked at yet
-        self._ahead = Ahead()
+        self._habits: dict[str, DrawRecord] = {}  # by what is done: whether it has drawn random numbers after all
+        self._may_draw: DrawDetector | None = None  # not looked at yet
+        self._ahead = WordCache()
         self._needs_grad = (
             False  # whether evaluating takes gradients, as an objective with a gradient penalty does
         )
-        self._group: Group | None = None
-        self._divided: dict[Any, Draws | str] = {}  # by the form of a batch
+        self._group: ProcessGroup | None = None
+        self._divided: dict[Any, DrawShapes | str] = {}  # by the form of a batch
         self._skipped = False  # whether the last step was not taken
         self._bind()
 
@@ -227,7 +227,7 @@ class PlainEngine(TorchEngine):
                 self._scale, self._good = scale * 2.0, 0
         return FINE
 
-    def spread(self, group: Group | None) -> None:
+    def spread(self, group: ProcessGroup | None) -> None:
         """Compute only this rank's rows of every train batch from now on; None: whole batches again."""
         self._group = group
 
@@ -236,7 +236,7 @@ class PlainEngine(TorchEngine):
         found = self._divide(data if shared else map_tree(lambda leaf: leaf[0], data))
         return found if isinstance(found, str) else None
 
-    def _divide(self, rows: Any) -> Draws | str:
+    def _divide(self, rows: Any) -> DrawShapes | str:
         """Return what the rows of a batch draw, or why they can't be computed apart. A copy is tried."""
         form = len(leaves(rows)[0]) == 1, *(leaf.shape[1:] for leaf in leaves(rows))  # a single row tells little
         if form not in self._divided:
@@ -244,10 +244,10 @@ class PlainEngine(TorchEngine):
             if model is None:
                 return "the model can't be copied to be tried. Train it on one device"
             steps = Steps(model, self.task, self._layout)
-            self._divided[form] = divide(steps, self.state, {}, rows, self.inputs(rows))
+            self._divided[form] = divide_by_rows(steps, self.state, {}, rows, self.inputs(rows))
         return self._divided[form]
 
-    def _row_draws(self, batch: Any) -> Draws:
+    def _row_draws(self, batch: Any) -> DrawShapes:
         found = self._divide(batch)
         if isinstance(found, str):
             name = self._member.name
@@ -334,7 +334,7 @@ class PlainEngine(TorchEngine):
         # A model that is in training mode is trained as it is; nothing need be put back.
         if train and self.model.training:
             return nullcontext()
-        return mode(self.model, train=train, given=self._modes)
+        return in_mode(self.model, train=train, given=self._modes)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = PRECISIONS[self.task.precision]
@@ -347,10 +347,12 @@ class PlainEngine(TorchEngine):
         """Return the context in which random operations draw from the member's stream, if the model draws any."""
         if self._may_draw is None:
             loss = None if self.task.loss is None else self.task.loss.plain
-            self._may_draw = MayDraw(self.model, (self.task.objective, loss))
-        if self._may_draw.now():
+            self._may_draw = DrawDetector(self.model, (self.task.objective, loss))
+        if self._may_draw.may_draw():
             return EagerDraws(self._member.seed, self._step, self._ahead)
-        return DrawsIfAny(self._habits.setdefault(kind, Habit()), self._member.seed, self._step, self._ahead)
+        return DrawsIfNeeded(
+            self._habits.setdefault(kind, DrawRecord()), self._member.seed, self._step, self._ahead
+        )
 
     # --- buffers -------------------------------------------------------------------------------------------------
 
@@ -556,9 +558,9 @@ class PlainEngine(TorchEngine):
                 return None
             with (
                 explained(name, self.model, data),
-                undone(("self", model), ("the loss", self.task.loss and self.task.loss.plain)),
+                undoing_side_effects(("self", model), ("the loss", self.task.loss and self.task.loss.plain)),
                 torch.random.fork_rng(devices=[]),
-                mode(model, train=False),
+                in_mode(model, train=False),
                 self._autocast(),
                 graded(),
             ):

@@ -6,21 +6,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelfleet.frameworks.torch.drawing import DrawFromStreams
-from modelfleet.frameworks.torch.parallel import Group
-from modelfleet.frameworks.torch.random import Draws, Part, Streams
+from modelfleet.frameworks.torch.process_group import ProcessGroup
+from modelfleet.frameworks.torch.random.operations import DrawFromStreams
+from modelfleet.frameworks.torch.random.streams import BatchRows, DrawShapes, Streams
 from modelfleet.frameworks.torch.state import exact
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.trees import leaves, map_tree
 
 
 def backward(
-    group: Group,
+    group: ProcessGroup,
     task: Task,
     model: nn.Module,
     params: Mapping[str, nn.Parameter],
     key: tuple[int, int],
-    draws: Draws,
+    draws: DrawShapes,
     batch: Any,
     weights: Tensor | None,
     scale: float | None,
@@ -37,7 +37,7 @@ def backward(
     own = map_tree(lambda leaf: leaf[start:end], batch)
     weights = None if weights is None else weights[start:end]
     device = next(iter(params.values())).device
-    part = Part(torch.tensor(start, device=device), torch.tensor(count, device=device), end - start, draws)
+    part = BatchRows(torch.tensor(start, device=device), torch.tensor(count, device=device), end - start, draws)
     seed, step = (torch.tensor(number, device=device) for number in key)
     with DrawFromStreams(Streams(seed, step, part)):
         total, counted, sums = task.share(model, own, weights, torch.tensor((end - start) / count, device=device))

@@ -12,15 +12,16 @@ from torch import Tensor, nn
 
 from modelfleet.frameworks.protocol import CannotFuseError
 from modelfleet.frameworks.torch import state as states
-from modelfleet.frameworks.torch.asking import NeedsGradientError
-from modelfleet.frameworks.torch.compiling import SAVING, Compiler
-from modelfleet.frameworks.torch.compiling import mode as mode_of_compiling
-from modelfleet.frameworks.torch.guards import StatefulError, Watch, eagerly, refuse_unstackable, unchanged, undone
-from modelfleet.frameworks.torch.modes import mode
+from modelfleet.frameworks.torch.compiling.compiler import SAVED_FRACTION, Compiler, compile_mode
+from modelfleet.frameworks.torch.modes import in_mode
+from modelfleet.frameworks.torch.python_state.checks import StatefulError, refuse_unstackable
+from modelfleet.frameworks.torch.python_state.snapshot import PythonSnapshot
+from modelfleet.frameworks.torch.python_state.undo import restoring_python, restoring_tensors, undoing_side_effects
 from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.steps import Steps
 from modelfleet.frameworks.torch.task import Task
-from modelfleet.frameworks.torch.tracing import TRACING, Program, plain, trace
+from modelfleet.frameworks.torch.tracing.parameters import NeedsGradientError
+from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, Program, trace, untraced
 from modelfleet.trees import leaves, map_tree
 
 Key = tuple[Any, ...]
@@ -45,10 +46,10 @@ class Programs:
         self.fused = fused
         self.traces = 0  # how often a step was traced: a test's proof that a second epoch traces nothing
         self.untraced: str | None = None  # why a lane of one runs its Python at every step, if it does
-        self._watch: Watch | None = None  # what the Python of the model and the task reads
+        self._watch: PythonSnapshot | None = None  # what the Python of the model and the task reads
         self._thoroughly = True
         self._kept: dict[
-            Hashable, tuple[Watch, dict[Key, ByWidth]]
+            Hashable, tuple[PythonSnapshot, dict[Key, ByWidth]]
         ] = {}  # the programs of what it read before, too
         self._programs: dict[Key, ByWidth] = {}  # by kind and batch, then by width
         self._found: dict[Hashable, Any] = {}  # what trials found, for what the Python reads now
@@ -82,7 +83,7 @@ class Programs:
     @property
     def prospect(self) -> float:
         """What compiling will leave of a step's time, if it is still to come."""
-        return 1.0 if self.compiled or not self.fused or mode_of_compiling() == "never" else 1.0 - SAVING
+        return 1.0 if self.compiled or not self.fused or compile_mode() == "never" else 1.0 - SAVED_FRACTION
 
     @property
     def working_bytes(self) -> int | None:
@@ -158,8 +159,8 @@ class Programs:
         if self._watch is not None and self._watch.same(thoroughly=self._thoroughly):
             self._thoroughly = False
             return
-        with TRACING, held(self.steps.model):
-            watch = Watch(self._roots())
+        with TRACE_LOCK, held(self.steps.model):
+            watch = PythonSnapshot(self._roots())
             if self.fused:
                 watch.refuse()
                 refuse_unstackable(self.steps.model)
@@ -186,8 +187,8 @@ class Programs:
         """Run the model's Python to see what it says, and leave nothing of it behind."""
         with (
             held(self.steps.model),
-            undone(*self._roots()),
-            mode(self.steps.model, train=train, given=self.steps.modes),
+            undoing_side_effects(*self._roots()),
+            in_mode(self.steps.model, train=train, given=self.steps.modes),
         ):
             yield
 
@@ -215,7 +216,7 @@ class Programs:
         width = len(args[0]["member"]["seed"])
         programs = self._programs.setdefault(family, {})
         if width not in programs:
-            with TRACING, held(self.steps.model):
+            with TRACE_LOCK, held(self.steps.model):
                 if width not in programs:
                     self._refuse_other_parameters(kind, args)
                     programs[width] = self._for_any(programs, width) or self._make(kind, args, shared_data)
@@ -252,25 +253,25 @@ class Programs:
         def at_width(width: int) -> Program:
             if not watch.same(thoroughly=True):
                 raise CannotFuseError("what it reads has changed")
-            with unchanged(watch):
+            with restoring_python(watch):
                 return trace(run, tuple(rows_of(args, stacked, width)), stacked)
 
         if self.fused:
             self._try(kind, args, stacked, shared_data, watch)
         self.traces += 1
         try:
-            with unchanged(watch, strictly=self.fused, harmless=lambda: self._is_cache(kind, watch)):
+            with restoring_python(watch, strictly=self.fused, harmless=lambda: self._is_cache(kind, watch)):
                 program = self._traced(run, args, stacked)
         except CannotFuseError as error:
             if self.fused:
                 raise
             self.untraced = str(error)
-            program = plain(run, args, stacked)
+            program = untraced(run, args, stacked)
         program.unused = self.steps.unused
         return program, Compiler(program, at_width if self.fused else None)
 
     def _try(
-        self, kind: str, args: tuple[Any, ...], stacked: Sequence[bool], shared_data: bool, watch: Watch
+        self, kind: str, args: tuple[Any, ...], stacked: Sequence[bool], shared_data: bool, watch: PythonSnapshot
     ) -> None:
         """Run a step's Python once as it is, for the first member: to see what it draws, and which parameters take
         part in the loss. What else is wrong with it, tracing will tell."""
@@ -278,8 +279,8 @@ class Programs:
             return
         harmless = partial(self._is_cache, kind, watch)
         with (
-            unchanged(watch, harmless=harmless),
-            eagerly(watch),
+            restoring_python(watch, harmless=harmless),
+            restoring_tensors(watch),
             borrowed(self.steps, train=kind in TRAINING),
         ):
             try:
@@ -293,14 +294,14 @@ class Programs:
                 changed = watch.changed()
                 if not changed:
                     return
-                known = Watch(self._roots()).key
+                known = PythonSnapshot(self._roots()).key
                 again = step(*one)
             except Exception:
                 return
-            if known != Watch(self._roots()).key or not _equal(first, again):
+            if known != PythonSnapshot(self._roots()).key or not _equal(first, again):
                 raise StatefulError(f"running it changes {changed[0]}")
 
-    def _is_cache(self, kind: str, watch: Watch) -> bool:
+    def _is_cache(self, kind: str, watch: PythonSnapshot) -> bool:
         """Whether what a forward in evaluation mode has left is a cache that `model.train()` empties.
 
         timm's LeViT and others keep their attention biases so. A program computes them anew at every batch.
@@ -309,10 +310,10 @@ class Programs:
             return False
         model = self.steps.model
         model.train(True)
-        after = Watch(self._roots()).key
+        after = PythonSnapshot(self._roots()).key
         watch.restore()
         model.train(True)
-        return after == Watch(self._roots()).key
+        return after == PythonSnapshot(self._roots()).key
 
     def _refuse_other_parameters(self, kind: str, args: tuple[Any, ...]) -> None:
         """Raise `CannotFuseError` if a parameter was frozen or unfrozen since the state was stacked."""
@@ -361,7 +362,7 @@ def held(model: nn.Module) -> AbstractContextManager[Any]:
 @contextmanager
 def borrowed(steps: Steps, *, train: bool) -> Iterator[None]:
     """Have a model to oneself, in training or evaluation mode, to run its Python with some member's weights."""
-    with held(steps.model), mode(steps.model, train=train, given=steps.modes):
+    with held(steps.model), in_mode(steps.model, train=train, given=steps.modes):
         yield
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from modelfleet.errors import InputError
 from modelfleet.frameworks.outputs import Outputs
-from modelfleet.frameworks.torch import arrays, pages
+from modelfleet.frameworks.torch import arrays, malloc
 from modelfleet.frameworks.torch.devices import out_of_memory
-from modelfleet.frameworks.torch.modes import mode
+from modelfleet.frameworks.torch.modes import in_mode
 from modelfleet.frameworks.torch.task import PRECISIONS, call
 from modelfleet.trees import map_tree
 
@@ -39,11 +39,11 @@ class Replica:
         self._precision = PRECISIONS[precision]
         self._outputs = Outputs(_host, _opened)
         self._entered = ExitStack()
-        self._entered.enter_context(pages.kept())
-        pages.want(device)
-        self._entered.enter_context(mode(self._model, train=False))
+        self._entered.enter_context(malloc.keeping_pages())
+        malloc.keep_pages_for(device)
+        self._entered.enter_context(in_mode(self._model, train=False))
         if self._model is not model:  # functions that it holds may know the one that was copied
-            self._entered.enter_context(mode(model, train=False))
+            self._entered.enter_context(in_mode(model, train=False))
 
     def __call__(self, rows: Any) -> Any:
         """The model's outputs on a tree of NumPy arrays `(row, …)`, as one."""

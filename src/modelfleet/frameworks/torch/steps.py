@@ -16,17 +16,17 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, SCALE, CannotFuseError
-from modelfleet.frameworks.torch.asking import Asking, NeedsGradientError
 from modelfleet.frameworks.torch.counting import Coefficients
-from modelfleet.frameworks.torch.drawing import DrawFromStreams
-from modelfleet.frameworks.torch.eager_draws import EagerDraws
-from modelfleet.frameworks.torch.guards import undone
-from modelfleet.frameworks.torch.modes import modes
+from modelfleet.frameworks.torch.modes import training_modes
 from modelfleet.frameworks.torch.optimizers import STEP, computing, pairs
-from modelfleet.frameworks.torch.random import Draws, Part, Streams
-from modelfleet.frameworks.torch.rules import Rules
+from modelfleet.frameworks.torch.python_state.undo import undoing_side_effects
+from modelfleet.frameworks.torch.random.eager import EagerDraws
+from modelfleet.frameworks.torch.random.operations import DrawFromStreams
+from modelfleet.frameworks.torch.random.streams import BatchRows, DrawShapes, Streams
 from modelfleet.frameworks.torch.state import State, exact
 from modelfleet.frameworks.torch.task import PRECISIONS, Task, call, logits
+from modelfleet.frameworks.torch.tracing.batching_rules import BatchingRules
+from modelfleet.frameworks.torch.tracing.parameters import NeedsGradientError, ParameterMode
 from modelfleet.trees import leaves, map_tree
 
 GROWTH_STEPS = 2000  # torch.amp.GradScaler's interval, growth and backoff
@@ -55,14 +55,14 @@ class Steps:
 
     def __init__(self, model: nn.Module, task: Task, layout: frozenset[str]) -> None:
         self.model = model
-        self.modes = modes(model)
+        self.modes = training_modes(model)
         self.task = task
         self.layout = layout
         self.unused: frozenset[str] = frozenset()  # parameters that take no part in the loss
         self.contiguous = False  # whether the model needs its weights in their own order: for `weight.view(-1)`
         self.differentiates = False  # whether the objective takes gradients itself, and needs them to evaluate
         self.counting: str | None = None  # a buffer that evaluating changes
-        self.draws: Draws = ()  # what a step draws, for `gradients` on some rows of batches like the next one
+        self.draws: DrawShapes = ()  # what a step draws, for `gradients` on some rows of batches like the next one
 
     def find_unused(
         self, state: State, shared: dict[str, Tensor], data: Any, weights: Tensor | None, *, shared_data: bool
@@ -149,7 +149,7 @@ class Steps:
 
         axis = None if shared_data else 0
         rows = leaves(data)[0].shape[0 if shared_data else 1]
-        part = Part(place["start"], place["count"], rows, self.draws)
+        part = BatchRows(place["start"], place["count"], rows, self.draws)
         with self._streams(member, fused, part=part):
             args = (params, state["frozen"], state["buffers"], data, weights, scale)
             found, (total, count, sums) = _gradients(total_of, args, (0, 0, 0, axis, 0, 0), fused=fused)
@@ -327,7 +327,7 @@ class Steps:
         one = {part: map_tree(lambda t: t[0], state[part]) for part in ("params", "frozen", "buffers")}
         buffers = {name: buffer.clone() for name, buffer in one["buffers"].items()}
         data, shared = map_tree(torch.clone, data), map_tree(torch.clone, shared)  # it may write to them
-        tried = undone(("self", self.model), ("the objective", self.task.objective))
+        tried = undoing_side_effects(("self", self.model), ("the objective", self.task.objective))
         with tried, torch.no_grad(), self._streams(state["member"], fused=False, streams=streams):
             result = self._call({**one["params"], **one["frozen"], **shared}, buffers, run, data)
         return result, buffers
@@ -361,7 +361,7 @@ class Steps:
         device = next((tensor.device.type for tensor in tensors.values()), "cpu")
         versions = {name: t._version for name, t in own.items()}
         with (
-            Asking({name: (own[name], takes) for name, takes in trained.items() if name in own}, self),
+            ParameterMode({name: (own[name], takes) for name, takes in trained.items() if name in own}, self),
             enable_inplace_requires_grad(True),
             torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=False),
         ):
@@ -387,7 +387,7 @@ class Steps:
         member: dict[str, Tensor],
         fused: bool,
         *,
-        part: Part | None = None,
+        part: BatchRows | None = None,
         streams: Streams | None = None,
     ) -> Iterator[None]:
         # Attention's CPU kernels have no batching rule; its plain form has, and recurrent layers have ours. The
@@ -395,12 +395,12 @@ class Steps:
         seed, step = member["seed"], member["step"]
         if streams is None and part is None and not fused and not torch.compiler.is_compiling():
             # A trial: it draws as in plain execution.
-            with sdpa_kernel(SDPBackend.MATH), Rules(), EagerDraws(int(seed[0]), int(step[0])):
+            with sdpa_kernel(SDPBackend.MATH), BatchingRules(), EagerDraws(int(seed[0]), int(step[0])):
                 yield
             return
         if streams is None:
             streams = Streams(seed, step, part) if fused else Streams(seed[0], step[0], part)
-        with sdpa_kernel(SDPBackend.MATH), Rules(), DrawFromStreams(streams):
+        with sdpa_kernel(SDPBackend.MATH), BatchingRules(), DrawFromStreams(streams):
             yield
 
 

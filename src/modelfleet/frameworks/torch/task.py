@@ -92,7 +92,7 @@ class Task:
 
         The whole batch's loss is the sum of the totals over the sum of the counts. `part` is how much of the batch
         the rows are. A loss that can't be told row by row (a function, an objective, the output's own `.loss`) is
-        taken as the mean over its rows; `dividing.divide` has seen that it is.
+        taken as the mean over its rows; `divide_by_rows` has seen that it is.
         """
         if self.loss is not None and self.loss.parts is not None and self.objective is None:
             x, target = _pair(self.loss, batch)

@@ -1,0 +1,1 @@
+"""Traced graphs, compiled in a second process while the training goes on."""

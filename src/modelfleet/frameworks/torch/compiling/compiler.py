@@ -1,0 +1,255 @@
+"""Compile programs while the training goes on, and only where that saves more time than it costs.
+
+Training starts on the traced graph at once. When enough work remains, the graph goes as text to a second process,
+which compiles it into torch's own cache on disk; this process then loads it from there in about a second. A second
+run of the same structure finds it in the cache right away. `compile_queue.py` has one such process at a time.
+
+`MODELFLEET_COMPILE` says otherwise: `now` compiles before the first step, `never` does not compile.
+"""
+
+import hashlib
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from modelfleet.errors import FleetError, unknown
+from modelfleet.frameworks.torch.compiling.any_width import FixedWidthError, merge_widths
+from modelfleet.frameworks.torch.compiling.compile_queue import QUEUE, CompileProcess
+from modelfleet.frameworks.torch.compiling.graph_source import ANY_WIDTH, ONE_WIDTH, Form, GraphSource, describe
+from modelfleet.frameworks.torch.diagnosis import cache_folder
+from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, Program, TensorSpec
+
+CompileMode = Literal["auto", "now", "never"]
+MODES: tuple[CompileMode, ...] = get_args(CompileMode)
+CHECK_SECONDS = 0.1  # between two checks of a compile process, or of the queue for one
+
+logger = logging.getLogger("modelfleet")
+
+# What compiling costs and saves, as measured on two cores. Only the decision depends on it, never a result.
+SECONDS_PER_NODE = 0.05
+SECONDS_AT_LEAST = 10.0
+SECONDS_TO_LOAD = 2.0
+SAVED_FRACTION = 0.5  # of a step's time, that compiling usually saves
+MAX_NODES = 6000  # compiling a larger graph takes minutes
+
+
+def compile_mode() -> CompileMode:
+    """Return the value of `MODELFLEET_COMPILE`.
+
+    Raises:
+        FleetError: It has none of the known values.
+    """
+    value = os.environ.get("MODELFLEET_COMPILE", "auto")
+    for mode in MODES:
+        if value == mode:
+            return mode
+    raise unknown("MODELFLEET_COMPILE", value, MODES)
+
+
+class Compiler:
+    """Decides whether to compile one program, and compiles it while the training goes on.
+
+    Args:
+        program: The program. Its `run` is replaced by the compiled form.
+        at_width: Traces the same step at another width, so that the compiled form serves any width. With None, it
+            serves the program's own width only.
+    """
+
+    def __init__(self, program: Program, at_width: Callable[[int], Program] | None = None) -> None:
+        self._program = program
+        self._at_width = at_width if program.width > 1 else None
+        self._process: CompileProcess | None = None
+        self._known: Path | None = None
+        self._next_look = 0.0
+        self._done = program.graph is None or len(program.graph.graph.nodes) > MAX_NODES
+
+    @property
+    def busy(self) -> bool:
+        """True while the program is being compiled."""
+        return self._process is not None
+
+    def consider(self, steps_left: int, seconds_per_step: float | None) -> None:
+        """Start compiling if that pays for the remaining steps, and take over what has been compiled."""
+        if not self._done and time.monotonic() >= self._next_look:
+            with TRACE_LOCK:
+                self._consider(steps_left, seconds_per_step)
+
+    def _consider(self, steps_left: int, seconds_per_step: float | None) -> None:
+        if self._done:  # another thread was faster
+            return
+        if self._process is not None:
+            self._finish(self._process)
+            return
+        wanted = compile_mode()
+        if wanted == "never":
+            self._done = True
+        elif wanted == "now":
+            self._load(self._forms())
+        elif seconds_per_step is not None:
+            self._weigh(steps_left, seconds_per_step)
+
+    def stop(self) -> None:
+        """End the compile process, if there is one."""
+        QUEUE.withdraw(self)
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
+        self._next_look = 0.0
+
+    def _weigh(self, steps_left: int, seconds_per_step: float) -> None:
+        saving = steps_left * seconds_per_step * SAVED_FRACTION
+        graph = self._program.graph
+        assert graph is not None
+        cost = max(SECONDS_AT_LEAST, SECONDS_PER_NODE * len(graph.graph.nodes))
+        if saving >= SECONDS_TO_LOAD and self._marker().exists():
+            QUEUE.withdraw(self)
+            form = self._marker().read_text()
+            self._load([source for source in self._forms() if source.form == form] or self._forms())
+        elif saving > cost:
+            try:
+                self._process = QUEUE.request(self, saving - cost, seconds_per_step, self._forms)
+            except Exception as error:  # for example, no space left for its folder
+                self._done = True
+                _report_failure(f"{type(error).__name__}: {error}")
+            self._next_look = time.monotonic() + CHECK_SECONDS
+        else:
+            QUEUE.withdraw(self)
+
+    def _marker(self) -> Path:
+        if self._known is None:  # computed once: the text of a program is long
+            self._known = _marker(self._program)
+        return self._known
+
+    def _forms(self) -> list[GraphSource]:
+        """Return the graphs to compile, the best first: for any width if possible, and for this width alone."""
+        graph = self._program.graph
+        assert graph is not None
+        forms = [GraphSource.of(graph, self._program.inputs, ONE_WIDTH)]
+        if self._at_width is not None:
+            width = 3 if self._program.width != 3 else 2
+            try:
+                twin = self._at_width(width).graph
+                assert twin is not None
+                merged = merge_widths(graph, self._program.width, twin, width)
+                forms.insert(0, GraphSource.of(merged, self._program.inputs, ANY_WIDTH))
+            except (FixedWidthError, FleetError):
+                pass  # only for its own width
+        return forms
+
+    def _finish(self, process: CompileProcess) -> None:
+        outcome = process.outcome
+        self._next_look = time.monotonic() + CHECK_SECONDS
+        if outcome is None:
+            return
+        self._process = None
+        ready = [source for source in process.forms if source.form == outcome.form]
+        if ready:
+            self._load(ready)
+        else:  # the traced graph stays in use: no result depends on compiling
+            self._done = True
+            _report_failure(outcome.reason)
+
+    def _load(self, forms: Sequence[GraphSource]) -> None:
+        self._done = True
+        try:
+            self._program.run, form = compile_first(forms)
+        except Exception as error:  # for example, no C++ compiler
+            if compile_mode() == "now":
+                raise
+            _report_failure(f"{type(error).__name__}: {error}")
+            return
+        self._program.compiled = True
+        self._program.any_width = form == ANY_WIDTH
+        mark = self._marker()
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.write_text(form)
+
+
+_failures: list[str] = []  # why steps could not be compiled
+
+
+def _report_failure(reason: str) -> None:
+    """Log that compiling failed: as a warning the first time, then for debugging only."""
+    logger.log(
+        logging.DEBUG if _failures else logging.WARNING,
+        "a step could not be compiled: %s. Its members continue to train, uncompiled. Fix this to have it "
+        "compiled, or set MODELFLEET_COMPILE=never to not try it.",
+        reason.strip().rstrip("."),
+    )
+    _failures.append(reason)
+
+
+def compile_first(forms: Sequence[GraphSource]) -> tuple[Callable[..., Any], Form]:
+    """Compile the first form that can be compiled, or load it from torch's cache.
+
+    Both processes call this function, so that both look up the same graph in the cache.
+
+    Returns:
+        The compiled function, and the form that it was compiled from.
+    """
+    for source in forms[:-1]:
+        try:
+            return _compile(source), source.form
+        except FixedWidthError:
+            pass
+    return _compile(forms[-1]), forms[-1].form
+
+
+def _compile(source: GraphSource) -> Callable[..., Any]:
+    # Imported here because these imports take half a second, and most processes do not need them.
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.13 warns of its own use of torch.jit when this is imported
+        from torch._inductor.compile_fx import compile_fx
+
+    forward = source.function()
+    general = source.form == ANY_WIDTH
+    shapes = ShapeEnv()
+    with torch.no_grad():
+        fakes = FakeTensorMode(shape_env=shapes if general else None, allow_non_fake_inputs=True)
+        width = _unknown_width(fakes, source.inputs[0].shape[0]) if general else None
+        with fakes:
+            inputs = [spec.empty(width) for spec in source.inputs]
+        graph = make_fx(forward, tracing_mode="symbolic" if general else "real")(*inputs)
+        compiled: Any = compile_fx(graph, inputs)
+    if general and (shapes.replacements or shapes.guards):
+        raise FixedWidthError("an operation depends on the width")
+    if general:
+        _try_widths(compiled, source.inputs)
+    return compiled
+
+
+def _try_widths(compiled: Callable[..., Any], inputs: Sequence[TensorSpec]) -> None:
+    # A graph from torch's cache does not say if an operation, such as a convolution, has a width built in.
+    for width in (2, 3):
+        try:
+            with torch.no_grad():
+                compiled(*(spec.empty(width).zero_() for spec in inputs))
+        except Exception as error:  # the compiled code checks its inputs' sizes
+            raise FixedWidthError("a width is built in") from error
+
+
+def _unknown_width(fakes: FakeTensorMode, hint: int) -> Any:  # a SymInt
+    """Return a width that a compiler must leave open. `hint` is the value to expect."""
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+    axis = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    return fakes.from_tensor(torch.empty(hint), symbolic_context=axis).shape[0]
+
+
+def _marker(program: Program) -> Path:
+    """Return the path of a file that exists if this program has been compiled before. It holds the form."""
+    assert program.graph is not None
+    source = GraphSource.of(program.graph, program.inputs, ONE_WIDTH)
+    text = f"{torch.__version__} {source.text} {[describe(spec) for spec in program.inputs]}"
+    name = hashlib.sha256(text.encode()).hexdigest()[:32]
+    return cache_folder() / "modelfleet" / name  # next to torch's own files, so that both are deleted together

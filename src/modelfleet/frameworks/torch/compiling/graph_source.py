@@ -1,0 +1,92 @@
+"""Traced graphs as text, to send them to the process that compiles them."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from modelfleet.frameworks.torch import files
+from modelfleet.frameworks.torch.tracing.trace import TensorSpec
+from modelfleet.types import Json
+
+Form = Literal["one-width", "any-width"]
+ONE_WIDTH: Form = "one-width"
+ANY_WIDTH: Form = "any-width"
+
+
+@dataclass(frozen=True)
+class GraphSource:
+    """A graph as Python text, the constant tensors it refers to, and the shapes of its inputs."""
+
+    form: Form
+    text: str
+    constants: dict[str, Tensor]
+    inputs: tuple[TensorSpec, ...]
+
+    @classmethod
+    def of(cls, graph: fx.GraphModule, inputs: Sequence[TensorSpec], form: Form) -> "GraphSource":
+        """Return the source of a traced graph."""
+        constants = {
+            node.target: getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"
+        }
+        return cls(form, graph.graph.python_code("self").src, constants, tuple(inputs))
+
+    def function(self) -> Callable[..., Any]:
+        """Return the graph as a function of its inputs."""
+        holder = torch.nn.Module()
+        for name, tensor in self.constants.items():
+            holder.register_buffer(name, tensor)
+        scope: dict[str, Any] = {
+            "torch": torch,
+            "device": torch.device,
+            "inf": float("inf"),
+            "nan": float("nan"),
+            "NoneType": type(None),
+        }
+        # The text is safe to run: `of` made it from a traced graph, in this process or in the one that started it.
+        exec(compile(self.text, "<modelfleet program>", "exec"), scope)
+        return lambda *inputs: scope["forward"](holder, *inputs)
+
+    def write(self, folder: Path) -> None:
+        """Write the source to a new folder."""
+        folder.mkdir()
+        (folder / "graph.py").write_text(self.text)
+        (folder / "inputs.json").write_text(json.dumps([describe(spec) for spec in self.inputs]))
+        if self.constants:
+            files.write(folder / "constants.safetensors", self.constants)
+
+    @classmethod
+    def read(cls, folder: Path) -> "GraphSource":
+        """Read the source from a folder that `write` has made."""
+        constants = folder / "constants.safetensors"
+        return cls(
+            ANY_WIDTH if folder.name == ANY_WIDTH else ONE_WIDTH,
+            (folder / "graph.py").read_text(),
+            files.read(constants) if constants.exists() else {},
+            tuple(_spec(entry) for entry in json.loads((folder / "inputs.json").read_text())),
+        )
+
+
+def describe(spec: TensorSpec) -> Json:
+    """Return a spec in JSON's types."""
+    return {
+        "shape": spec.shape,
+        "stride": spec.stride,
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "device": str(spec.device),
+        "stacked": spec.stacked,
+    }
+
+
+def _spec(entry: Json) -> TensorSpec:
+    return TensorSpec(
+        tuple(entry["shape"]),
+        tuple(entry["stride"]),
+        getattr(torch, entry["dtype"]),
+        torch.device(entry["device"]),
+        entry["stacked"],
+    )

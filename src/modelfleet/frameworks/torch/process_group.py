@@ -1,0 +1,135 @@
+"""One lane on several devices: every device computes some rows of a batch, and the gradients are summed.
+
+Each device has a process of its own with the same lane in it: the same members, seeds and batches. A process is a
+rank of a process group. In a step, a rank computes only its own rows. Their gradients and their share of the
+epoch's sums are summed over all ranks, and every rank takes the same step with the same numbers. So after every
+step all ranks hold the same state: that of one device with the whole batch, except for rounding.
+
+    group = ProcessGroup.join("file:///tmp/somewhere/new", rank=0, size=2, timeout=60.0)
+    engine.spread(group)
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from modelfleet.errors import GroupError
+from modelfleet.words import unstopped
+
+SECONDS_TO_REPORT = 2.0  # that the other ranks have, after a failure, to report that they are waiting, too
+
+
+class ProcessGroup:
+    """Processes that compute the rows of a lane's batches together. Create one with `join`.
+
+    A process is in one group at a time. All ranks must take the same steps in the same order.
+
+    Attributes:
+        rank: The index of this process.
+        size: The number of processes.
+        timeout: How many seconds to wait for the others.
+        steps: How many sums were taken so far.
+    """
+
+    def __init__(
+        self, rank: int, size: int, timeout: float, store: dist.Store | None, device: str = "cpu"
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self.steps = 0
+        self._store = store
+        self._device = device
+
+    @classmethod
+    def join(cls, address: str, rank: int, size: int, timeout: float, *, device: str = "cpu") -> Self:
+        """Connect to the other ranks.
+
+        Args:
+            address: The same for all ranks, and new for every group: `file:///a/path/that/does/not/exist/yet` on
+            one
+                machine, or `tcp://host:port`, where rank 0 listens.
+            rank: The index of this process.
+            size: The number of processes.
+            timeout: How many seconds to wait for the others, here and in every step.
+            device: The type of the ranks' devices. "cuda" sums with NCCL, all others with gloo.
+
+        Raises:
+            GroupError: The ranks do not find each other in time.
+        """
+        wait = timedelta(seconds=timeout)
+        try:
+            store, _, _ = next(dist.rendezvous(address, rank, size, timeout=wait))
+            store.set_timeout(wait)
+        except Exception as error:  # each kind of address raises another type
+            raise GroupError(
+                f"rank {rank} of {size} can't connect to the others at {address!r}: {unstopped(error)}. "
+                f"Give all ranks one address that each of them can reach, and start all of them."
+            ) from error
+        group = cls(rank, size, timeout, store, device)
+        try:
+            backend = "nccl" if device == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
+            group._report("joined")
+            store.wait([f"joined/{other}" for other in range(size)], wait)
+        except Exception as error:
+            raise group._failure("joined", "to join", error) from error
+        return group
+
+    def rows(self, count: int) -> tuple[int, int]:
+        """Return the start and the end of this rank's rows in a batch of `count` rows."""
+        return count * self.rank // self.size, count * (self.rank + 1) // self.size
+
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        """Sum tensors over all ranks, in place. The sums are equal on every rank, bit for bit.
+
+        Raises:
+            GroupError: A rank is lost or late.
+        """
+        self.steps += 1
+        try:
+            works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+            for work in works:
+                assert work is not None
+                work.wait(timedelta(seconds=self.timeout))
+        except Exception as error:  # each backend raises another type for a lost or late rank
+            raise self._failure(f"step{self.steps}", f"in step {self.steps}", error) from error
+
+    def any(self, flag: bool) -> bool:
+        """Return True on every rank if `flag` is True on any of them."""
+        count = torch.tensor([float(flag)], device=self._device)
+        self.sum([count])
+        return bool(count.item() > 0)
+
+    def close(self) -> None:
+        """Leave the group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _report(self, where: str) -> None:
+        assert self._store is not None
+        self._store.set(f"{where}/{self.rank}", "")
+
+    def _failure(self, where: str, what: str, error: Exception) -> GroupError:
+        """Return an error that names the ranks that are missing. The others are waiting, too, and report that."""
+        assert self._store is not None
+        missing = []
+        with suppress(Exception):  # the store is gone if the rank that held it is
+            self._report(where)
+        for other in range(self.size):
+            try:
+                self._store.wait([f"{where}/{other}"], timedelta(seconds=SECONDS_TO_REPORT))
+            except Exception:
+                if other != self.rank:
+                    missing.append(str(other))
+        names = f"rank {', '.join(missing)}" if missing else "the others"
+        return GroupError(
+            f"rank {self.rank} of {self.size} waited {what} for {names}, for {self.timeout:g} s at most: "
+            f"{' '.join(str(error).split())[:200]}. That process has died, hangs, or is too slow. Look at its "
+            f"last output, then start again from the last checkpoint, or set a longer timeout."
+        )

@@ -1,0 +1,194 @@
+"""Random numbers of a member's own: dropout masks and noise that depend on its seed and step alone.
+
+torch draws from one generator, so under `vmap` a member's dropout would depend on the other members of the lane.
+Here every number is computed from Threefry's words for (seed, step, number of the draw, position in the tensor).
+`operations.py` has what each random operation makes of them. docs/how-fusing-works.md says which number is which.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from modelfleet.errors import StrategyError
+from modelfleet.frameworks.torch.random.threefry import join_words, threefry
+
+# Binary digits of a uniform number, as in torch: as many as keep it below 1.
+_DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
+
+
+DrawShapes = tuple[tuple[tuple[int, ...], int | None], ...]
+"""For each random draw of a step, in order: its shape, and the axis that has the batch's rows.
+
+Along that axis, the shape has the count per row. An axis of None means one draw for all rows.
+"""
+
+
+@dataclass(frozen=True)
+class BatchRows:
+    """Some rows of a batch. They draw what they would have drawn as part of the whole batch.
+
+    Attributes:
+        start: The index of the first of them.
+        count: The number of rows of the whole batch.
+        rows: How many they are.
+        draws: What a step on the batch draws.
+    """
+
+    start: Tensor
+    count: Tensor
+    rows: int
+    draws: DrawShapes
+
+    def positions(self, number: int, shape: Sequence[int]) -> Tensor:
+        """Return the flat positions of a draw's numbers within the draw of the whole batch.
+
+        Raises:
+            StrategyError: The draw has another shape than before.
+        """
+        own, axis = self.draws[number] if number < len(self.draws) else ((), None)
+        each = 0 if axis is None else own[axis]
+        expected = tuple(each * self.rows if index == axis else size for index, size in enumerate(own))
+        if tuple(shape) != expected or number >= len(self.draws):
+            raise StrategyError(
+                f"the model's random draw {number + 1} has the shape {tuple(shape)}. Its first step drew "
+                f"{expected} for {self.rows} rows, so it is unknown which row each number belongs to. "
+                f"Draw the same shapes in every step, or train on one device."
+            )
+        found = torch.arange(math.prod(shape), dtype=torch.int64, device=self.start.device).view(shape)
+        if axis is None:
+            return found
+        inner = each * math.prod(shape[axis + 1 :])  # numbers of one row that lie next to each other
+        before = torch.arange(math.prod(shape[:axis]), dtype=torch.int64, device=self.start.device)
+        skipped = self.start + before * (self.count - self.rows)  # rows of the batch that are not here
+        return found + (skipped * inner).view(*shape[:axis], *[1] * (len(shape) - axis))
+
+
+class Streams:
+    """Random numbers of one step. Every method draws once.
+
+    Args:
+        seed: `(member,)` for stacked members, `()` for one member. With stacked members, the first axis of every
+            `shape` below is the member.
+        step: How many steps the members have taken, in the shape of `seed`.
+        rows: The rows of the batch that are computed here, if they are not all.
+    """
+
+    def __init__(self, seed: Tensor, step: Tensor, rows: BatchRows | None = None) -> None:
+        self._seed, self._step = seed, step
+        self._stacked = seed.dim() == 1
+        self._draws = 0
+        self._rows = rows
+
+    @cached_property
+    def _key(self) -> tuple[Tensor, Tensor, Tensor]:
+        # Computed at the first draw: most steps draw nothing, and every operation is traced.
+        step = self._step.to(torch.int64)
+        parts = (part.to(torch.int32) for part in (self._seed, self._seed >> 32, step))
+        first, second, third = (part.unsqueeze(1) if self._stacked else part for part in parts)
+        return first, second, third
+
+    def words32(self, shape: Sequence[int]) -> Tensor:
+        """Return 32-bit words as int32. Two numbers of a draw are the two words of one counter."""
+        number, size, positions = self._next(shape)
+        if positions is None:
+            pair = self._first_words(number, (size + 1) // 2)
+            return torch.stack(pair, -1).flatten(-2)[..., :size].reshape(list(shape))
+        left, right = self._words_of(number, (positions >> 1).to(torch.int32))
+        return torch.where((positions & 1).bool(), right, left).view(list(shape))
+
+    def words64(self, shape: Sequence[int]) -> Tensor:
+        """Return 64-bit words as int64. Every number has a counter of its own."""
+        number, size, positions = self._next(shape)
+        if positions is None:
+            return join_words(*self._first_words(number, size)).view(list(shape))
+        return join_words(*self._words_of(number, positions.to(torch.int32))).view(list(shape))
+
+    def uniform(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return numbers in [0, 1), with all the digits that the dtype has below 1."""
+        return _unit(self.words64(shape) if dtype == torch.float64 else self.words32(shape), dtype)
+
+    def below(self, shape: Sequence[int], p: float | Tensor) -> Tensor:
+        """Return for uniform numbers of 24 digits whether each is below p."""
+        if isinstance(p, Tensor):
+            return _unit(self.words32(shape), torch.float32) < p
+        words, least = self.words32(shape), math.ceil(p * 2**24)  # the first of the 2**24 numbers not below p
+        if least <= 0 or least >= 2**24:
+            return torch.full(list(shape), least > 0, dtype=torch.bool, device=self._seed.device)
+        return words < (least - 2**23) << 8  # words count from -2**31
+
+    def integers(self, shape: Sequence[int], low: int, high: int) -> Tensor:
+        """Return integers from `low` up to, but not including, `high`, as int64."""
+        words, count = self.words64(shape), high - low
+        if count < 2**63:
+            return torch.remainder(words, count).add_(low)
+        # The count does not fit into an int64. A negative word stands for low + count + word.
+        last = high - 2**64 if high == 2**63 else high
+        return words if count == 2**64 else torch.where(words < 0, words + last, words + low)
+
+    def normal(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return standard normal numbers, computed in pairs by the Box-Muller transform."""
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        number, size, positions = self._next(shape)
+        first, second = (_unit(words, exact) for words in self._pairs(number, size, positions, exact))
+        radius, angle = torch.sqrt(-2.0 * torch.log1p(-first)), second * (2.0 * math.pi)
+        even, odd = radius * torch.cos(angle), radius * torch.sin(angle)
+        if positions is None:
+            found = torch.stack((even, odd), -1).flatten(-2)[..., :size].reshape(list(shape))
+        else:
+            found = torch.where((positions & 1).bool(), odd, even).view(list(shape))
+        return found.to(dtype)
+
+    def permutation(self, shape: Sequence[int]) -> Tensor:
+        """Return the numbers from 0 on in a random order, along the last axis."""
+        unsigned = self.words64(shape) ^ -(2**63)  # whose signed order is the unsigned order
+        return torch.argsort(unsigned, dim=-1, stable=True)
+
+    @property
+    def members(self) -> int | None:
+        """Number of stacked members; None for a single member."""
+        return len(self._seed) if self._stacked else None
+
+    @property
+    def may_use_torch(self) -> bool:
+        """True if torch may run an operation that has no rule: for a single member, on its whole batch."""
+        return type(self) is Streams and not self._stacked and self._rows is None
+
+    def _pairs(
+        self, number: int, size: int, positions: Tensor | None, exact: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Return the words 2i and 2i + 1 of a draw, for every i or for the i of every position."""
+        if positions is None:
+            half = (size + 1) // 2
+            if exact == torch.float32:
+                return self._first_words(number, half)
+            words = join_words(*self._first_words(number, 2 * half))
+            return words[..., ::2], words[..., 1::2]
+        pairs = (positions >> 1).to(torch.int32)
+        if exact == torch.float32:
+            return self._words_of(number, pairs)
+        left, right = (join_words(*self._words_of(number, pairs * 2 + second)) for second in (0, 1))
+        return left, right
+
+    def _next(self, shape: Sequence[int]) -> tuple[int, int, Tensor | None]:
+        """Return the number of the next draw, its size per member, and its positions if they are not in order."""
+        own = list(shape[1:] if self._stacked else shape)
+        number, self._draws = self._draws, self._draws + 1
+        return number, math.prod(own), None if self._rows is None else self._rows.positions(number, own).flatten()
+
+    def _words_of(self, number: int, counters: Tensor) -> tuple[Tensor, Tensor]:
+        first, second, step = self._key
+        return threefry(first, second + number, counters, step)
+
+    def _first_words(self, number: int, blocks: int) -> tuple[Tensor, Tensor]:
+        return self._words_of(number, torch.arange(blocks, dtype=torch.int32, device=self._seed.device))
+
+
+def _unit(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return signed words as numbers in [0, 1). The least word is 0."""
+    digits, exact = _DIGITS[dtype], torch.float64 if dtype == torch.float64 else torch.float32
+    drawn = (words >> (words.element_size() * 8 - digits)).to(exact)
+    return drawn.mul_(2.0**-digits).add_(0.5).to(dtype)

@@ -1,0 +1,1 @@
+"""From a step in Python to a flat graph of tensor operations, or to the reason why there is none."""
