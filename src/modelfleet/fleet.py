@@ -33,7 +33,7 @@ from modelfleet.sharing import sharings
 from modelfleet.sharing.crew import Orders
 from modelfleet.sharing.shifts import Sharing, Shift
 from modelfleet.sharing.threads import everywhere
-from modelfleet.workers import CannotSendError, shared
+from modelfleet.workers import CannotSendError, pickling
 
 STRATEGIES = ("auto", "fused", "interleaved", "threads", "processes", "data_parallel")
 
@@ -304,8 +304,8 @@ class Fleet:
         try:
             if isinstance(job.data, Each):  # one by one first, to name whose can't be sent
                 for name, own in zip(job.names, spread(job.data, job.names, "data"), strict=True):
-                    shared.pickled(own, f"members {name!r} with their data")
-            data, validation = shared.copied((job.data, job.validation), "the data")
+                    pickling.pickle_value(own, f"members {name!r} with their data")
+            data, validation = pickling.copy_by_pickle((job.data, job.validation), "the data")
         except CannotSendError as error:
             raise self._unsent(error) from error
         return replace(job, data=data, validation=validation)

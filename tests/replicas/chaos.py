@@ -26,7 +26,7 @@ from tests.replicas.models import Chaotic
 
 import modelfleet as mf
 from modelfleet.workers import NoRoomError
-from modelfleet.workers.process import ProcessWorker, at_work, dismiss
+from modelfleet.workers.process import ProcessWorker, dismiss, hired_pids
 
 HANGS = 180  # seconds after which something that has not ended hangs
 CODES = [0.0] * 800 + [Chaotic.RAISES] * 16 + [Chaotic.GREEDY] * 8 + [Chaotic.KILLED, Chaotic.FAULT]
@@ -137,7 +137,7 @@ class Chaos:
                 if at <= time.monotonic():
                     resumed.remove((at, process))
                     self._signal(process, signal.SIGCONT)
-            workers = at_work()
+            workers = hired_pids()
             self.seen.update(workers)
             if workers:
                 victim = draw.choice(workers)

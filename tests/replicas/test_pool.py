@@ -365,7 +365,7 @@ def test_rows_for_which_there_is_no_shared_memory_fail_alone(monkeypatch: pytest
         failing = replicas.submit("large", {"left": large, "right": large})
         small_rows = {"left": np.ones((9, 2), np.float32), "right": np.ones((9, 2), np.float32)}
         np.testing.assert_array_equal(replicas.submit("small", small_rows).result()["sum"], np.full((9, 2), 2))
-        with pytest.raises(mf.RowsError, match="of shared memory can't be had"):
+        with pytest.raises(mf.RowsError, match="of shared memory is not available"):
             failing.result()
 
 

@@ -62,7 +62,7 @@ class Assembly:
     def look(self) -> bool:
         """See which devices the cluster has now, if there is one; gives whether they are others than before."""
         before = [place.name for place in self.places]
-        self.places = places.on_cluster(self.devices) or []
+        self.places = places.cluster_places(self.devices) or []
         return [place.name for place in self.places] != before
 
     def chosen(self, framework: Any) -> tuple[Device, ...]:

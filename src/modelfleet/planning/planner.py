@@ -28,8 +28,8 @@ from modelfleet.planning.supply import Job
 from modelfleet.sharing.shifts import Sharing
 from modelfleet.sharing.threads import held_in_common
 from modelfleet.workers import CannotSendError
-from modelfleet.workers.process import idle
-from modelfleet.workers.shared import pickled
+from modelfleet.workers.pickling import pickle_value
+from modelfleet.workers.process import idle_count
 
 PART_OF_RUN = 0.05  # that measuring may take
 SHORT: int = 300  # steps: a run of fewer is over before measuring has paid
@@ -132,10 +132,10 @@ class Planner:
         if choice.epoch is None or len(devices) == 1 or not all(name.startswith("cpu") for name in devices):
             return False
         epochs = max(int(epoch) for epoch in spread(job.epochs, job.names, "epochs"))
-        if choice.epoch * epochs < 2 * WORKER_START and idle() < len(devices):
+        if choice.epoch * epochs < 2 * WORKER_START and idle_count() < len(devices):
             return False
         try:
-            pickled([[row.member.model for row in studied.rows.values()], job], "the members")
+            pickle_value([[row.member.model for row in studied.rows.values()], job], "the members")
         except CannotSendError:
             return False
         return True
@@ -441,7 +441,7 @@ def _loaded(lanes: Sequence[Fed], job: Job) -> bool:
 
 
 def _workers_idle(sharing: str) -> bool:
-    return sharing != "processes" or idle() >= min(2, os.cpu_count() or 1)
+    return sharing != "processes" or idle_count() >= min(2, os.cpu_count() or 1)
 
 
 def _joined(*reasons: str | None) -> str:

@@ -13,7 +13,7 @@ from modelfleet.errors import InputError
 from modelfleet.frameworks.protocol import Replica
 from modelfleet.joining import alike, joined
 from modelfleet.trees import leaves, map_tree
-from modelfleet.workers.shared import portable
+from modelfleet.workers.pickling import sendable_error
 
 SEARCH = 0.1  # seconds that a search for bad rows takes others' time; what is left then takes turns with others
 LONGEST = 4000  # characters of a traceback
@@ -111,7 +111,7 @@ class Answering:
 def portable_error(error: Exception) -> Exception:
     """An error to be kept: its traceback as text, as the real one keeps all that the model has computed with."""
     text = "".join(traceback.format_exception(error))
-    kept = portable(error)
+    kept = sendable_error(error)
     _forget_tracebacks(kept)
     kept.add_note(f"In the replica:\n{text[-LONGEST:]}")
     return kept
@@ -122,7 +122,7 @@ def _once(error: Exception, known: dict[tuple[type, str], Exception]) -> Excepti
     key = type(error), str(error)
     if key not in known:
         if known:
-            known[key] = portable(error)
+            known[key] = sendable_error(error)
             _forget_tracebacks(known[key])
         else:
             known[key] = portable_error(error)

@@ -14,7 +14,7 @@ from modelfleet.replicas.requests import Batch, Request
 from modelfleet.replicas.rows import by_form, parted, taken
 from modelfleet.replicas.work import Load, Order, Switch, serve
 from modelfleet.words import count
-from modelfleet.workers import CannotSendError, NoRoomError, Place, Shared, Worker, WorkerDiedError
+from modelfleet.workers import CannotSendError, NoRoomError, Place, SharedValue, Worker, WorkerDiedError
 
 if TYPE_CHECKING:
     from modelfleet.replicas.pool import Replicas
@@ -37,7 +37,7 @@ class Version:
 
     orders: dict[str, Order]
     """By replica."""
-    shared: Shared
+    shared: SharedValue
     refused: Exception | None = None
     """Why it can't be had."""
     deaths: int = field(default=0)
@@ -170,7 +170,7 @@ class Driver(threading.Thread):
         while not worker.poll(LOOK):
             if self._over():
                 return False
-            self.silent = worker.silent
+            self.silent = worker.silent_seconds
             if self.silent > BUSY_SILENCE:
                 raise WorkerDiedError(f"it gave no sign of life for {BUSY_SILENCE:g} s while it started")
             # On a cluster it may take any time until there is room for it.
@@ -214,7 +214,7 @@ class Driver(threading.Thread):
                             continue  # there is a new model
                         ready.extend(self._of_one_form(batch))
                 self.state = "busy"
-                while len(asked) <= worker.ahead and not (asked and self._behind()):
+                while len(asked) <= worker.max_ahead and not (asked and self._behind()):
                     if asked and not ready:
                         batch = pool._take_ahead(self.name, self._room.most, self._several)
                         ready.extend([] if batch is None else self._of_one_form(batch))
@@ -234,7 +234,7 @@ class Driver(threading.Thread):
         """Report batches that have no answer. Only what the worker had begun with can be why it died."""
         pool = self._pool
         reason = str(error) if isinstance(error, WorkerDiedError) else f"{type(error).__name__}: {error}"
-        begun = asked[: max(0, worker.taken - self._received)]
+        begun = asked[: max(0, worker.answers_begun - self._received)]
         for batch in reversed(asked[len(begun) :] + ready):  # the last first, as each comes before all else
             pool._report(partial(pool._queue.returned, batch))
         for batch in begun:
@@ -272,7 +272,7 @@ class Driver(threading.Thread):
         if worker.poll():
             worker.receive()  # tells how it died
             raise WorkerDiedError("it spoke without being asked")
-        self.silent = worker.silent
+        self.silent = worker.silent_seconds
         if self.silent > SILENCE:
             raise WorkerDiedError(f"it gave no sign of life for {SILENCE:g} s while it had nothing to do")
 
@@ -323,8 +323,8 @@ class Driver(threading.Thread):
         while not worker.poll(LOOK):
             if self._over():
                 raise WorkerDiedError("nobody waits for its answer any more")
-            self.silent = worker.silent
-            silence = BUSY_SILENCE if worker.taken > self._received else SILENCE
+            self.silent = worker.silent_seconds
+            silence = BUSY_SILENCE if worker.answers_begun > self._received else SILENCE
             if self.silent > silence:
                 raise WorkerDiedError(f"it gave no sign of life for {silence:g} s")
             if waited.seconds() > limit:

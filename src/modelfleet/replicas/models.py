@@ -18,7 +18,7 @@ from modelfleet.frameworks import randomness
 from modelfleet.frameworks.batches import inputs
 from modelfleet.planning import memory
 from modelfleet.words import size
-from modelfleet.workers import CannotSendError, Place, Shared
+from modelfleet.workers import CannotSendError, Place, SharedValue
 from modelfleet.workers.inline import InlinePlace
 
 PRECISIONS = ("float32", "bf16", "fp16")
@@ -119,7 +119,7 @@ class Source:
                 f"Set the precision in the model itself."
             )
 
-    def share(self, place: Place) -> Shared:
+    def share(self, place: Place) -> SharedValue:
         """The source for all workers of places like this one."""
         frozen = getattr(self.framework, "frozen", lambda model: model)
         try:

@@ -83,7 +83,7 @@ class Replicas:
         _check_seconds("timeout", timeout, "a batch may take")
         _check_seconds("start_timeout", start_timeout, "a replica may take to start")
         source = Source.of(model)
-        self._places = found = places.find(devices, source.framework)
+        self._places = found = places.find_places(devices, source.framework)
         source = source.at(found, float(start_timeout))
         self._framework = source.framework
         self._precision, self._batch_size = precision, batch_size

@@ -9,7 +9,7 @@ from modelfleet.devices import parse_devices
 from modelfleet.frameworks.protocol import Replica
 from modelfleet.replicas.answering import Answering, Reply, portable_error
 from modelfleet.replicas.models import Source, Unmade
-from modelfleet.workers import Shared
+from modelfleet.workers import SharedValue
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Order:
 
     framework: str | None
     """None: `model` is a factory, to be called in the worker."""
-    model: Shared
+    model: SharedValue
     device: str
     precision: str
     batch_size: int

@@ -9,7 +9,7 @@ from modelfleet.sharing.interleaved import interleaved
 from modelfleet.sharing.shifts import Sharing
 from modelfleet.sharing.threads import threads
 from modelfleet.workers import Place
-from modelfleet.workers.places import of_machine
+from modelfleet.workers.places import machine_places
 
 
 def sharings(
@@ -22,10 +22,10 @@ def sharings(
     def in_workers(job: Any) -> Sharing:
         if not cluster and len(devices) == 1:
             return partial(processes, orders(job))
-        return partial(everywhere, orders(job), cluster or of_machine(devices))
+        return partial(everywhere, orders(job), cluster or machine_places(devices))
 
     def in_a_team(job: Any) -> Sharing:
-        return partial(everywhere, orders(job), [TeamPlace(tuple(cluster or of_machine(devices)))])
+        return partial(everywhere, orders(job), [TeamPlace(tuple(cluster or machine_places(devices)))])
 
     return {
         "interleaved": lambda _: interleaved,

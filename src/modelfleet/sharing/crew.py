@@ -17,8 +17,8 @@ from modelfleet.planning.assembly import Assembly, Part
 from modelfleet.recipe import Recipe
 from modelfleet.sharing.interleaved import interleaved
 from modelfleet.sharing.shifts import Ended, Report, Shift, Way
-from modelfleet.workers import Shared, interrupted
-from modelfleet.workers.meeting import Meeting
+from modelfleet.workers import SharedValue, interrupted
+from modelfleet.workers.rendezvous import Rendezvous
 
 Tensors = dict[str, np.ndarray]
 MEETING = 300.0  # seconds that workers which step together wait for each other: one of them may be compiling
@@ -60,11 +60,11 @@ class Order:
     standings: list[Standing]
     randomness: generators.State
     """The state of the generators when the epoch at hand began."""
-    data: Shared | None = None
+    data: SharedValue | None = None
     """The job's data and validation data, if all members have the same."""
     together: bool = False
     watched: bool = False
-    parallel: tuple[str | Meeting, int, int] | None = None
+    parallel: tuple[str | Rendezvous, int, int] | None = None
     """For members that are trained on several devices at once: where these meet, the rank here, and how many."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """What the owner has set in its frameworks."""
@@ -258,7 +258,7 @@ class Orders:
             else (self.job.data, self.job.validation)
         )
 
-    def order(self, shifts: Sequence[Shift], device: str | None = None, data: Shared | None = None) -> Order:
+    def order(self, shifts: Sequence[Shift], device: str | None = None, data: SharedValue | None = None) -> Order:
         """The order for some lanes, as they stand, for a worker on a device; None: it chooses one."""
         members = [member for shift in shifts for member in shift.lane.members]
         names = [member.name for member in members]

@@ -15,9 +15,9 @@ from typing import Any
 from modelfleet.sharing import crew
 from modelfleet.sharing.away import Crew, Reports, buried, work_of
 from modelfleet.sharing.shifts import Ended, Moment, Shift, Stepped, Way
-from modelfleet.workers import Place, Shared, Worker, WorkerDiedError
+from modelfleet.workers import Place, SharedValue, Worker, WorkerDiedError
+from modelfleet.workers.pickling import pickle_value
 from modelfleet.workers.process import ProcessPlace
-from modelfleet.workers.shared import pickled
 
 MOST_DEATHS = 2  # of workers in one epoch of a lane, until its members have failed
 MOST_STARTS = 3  # of workers that die before they have said a word, until it is thought to be of no use
@@ -57,7 +57,7 @@ def everywhere(
     hands = [_Hand(place, place.device) for place in places]
     for own in crews:
         if isinstance(places[0], ProcessPlace):  # what can't be sent is refused before anybody has trained
-            pickled(orders.order(own.shifts), _what(own))
+            pickle_value(orders.order(own.shifts), _what(own))
     if crews:
         yield from _Foreman(orders, hands, crews, way, lasting=True).run()
 
@@ -80,7 +80,7 @@ class _Hand:
         self.since = 0.0
         self._waited = 0.0
         self._looked = 0.0
-        self._on_cluster = hasattr(getattr(place, "places", [place])[0], "host")
+        self._on_cluster = place.on_cluster
 
     def take(self, own: Crew, order: crew.Order) -> None:
         """Have some lanes begin; the worker is hired if there is none."""
@@ -89,7 +89,7 @@ class _Hand:
         self.ready = self.told_to_stop = False
         if self.worker is None:
             self.worker = self.place.hire(order.fleet)
-        self.worker.last = order.fleet
+        self.worker.last_job = order.fleet
         self.worker.start(crew.work, order, _what(own))
         own.sent()
 
@@ -127,7 +127,7 @@ class _Foreman:
         self._held: list[tuple[Crew, Reports]] = []
         self._paused: list[tuple[_Hand, Shift]] = []  # who has told a step, and waits until all have
         self._ended: Reports = []  # of lanes that nobody goes on with
-        self._data: Shared | None = None
+        self._data: SharedValue | None = None
 
     def run(self) -> Iterator[Moment]:
         """All lanes, to their end."""

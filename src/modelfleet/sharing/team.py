@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from modelfleet.errors import GroupError
-from modelfleet.workers import Place, Shared, Worker, WorkerDiedError
-from modelfleet.workers._base import Task
-from modelfleet.workers.meeting import Meeting
+from modelfleet.workers import Place, SharedValue, Task, Worker, WorkerDiedError
+from modelfleet.workers.rendezvous import Rendezvous
 
 LOOK = 0.5  # seconds between two looks at whether all of a team are there
 
@@ -17,12 +16,12 @@ LOOK = 0.5  # seconds between two looks at whether all of a team are there
 class TeamWorker:
     """Several workers as one. All do the same; only what the first of them says is heard."""
 
-    ahead = 0
+    max_ahead = 0
 
     def __init__(self, places: Sequence[Place], workers: Sequence[Worker]) -> None:
-        self.last: object = None
+        self.last_job: object = None
         self._places, self.workers = list(places), list(workers)
-        self._meeting: Meeting | None = None
+        self._meeting: Rendezvous | None = None
 
     @property
     def alive(self) -> bool:
@@ -40,27 +39,27 @@ class TeamWorker:
         return any(worker.starting for worker in self.workers)
 
     @property
-    def silent(self) -> float:
+    def silent_seconds(self) -> float:
         """Since when nothing was heard of the one that was heard of last."""
-        return max(worker.silent for worker in self.workers)
+        return max(worker.silent_seconds for worker in self.workers)
 
     @property
-    def taken(self) -> int:
+    def answers_begun(self) -> int:
         """How many answers the furthest of them has begun with."""
-        return max(worker.taken for worker in self.workers)
+        return max(worker.answers_begun for worker in self.workers)
 
     @property
     def frozen(self) -> bool:
         """Whether nothing is to be expected of one of them."""
         return any(worker.frozen for worker in self.workers)
 
-    def start(self, task: Task, order: Any, what: str) -> None:
+    def start(self, task: Task, argument: Any, description: str) -> None:
         """Have all of them begin, each with its rank and on its device."""
         address = self._address()
         size = len(self.workers)
         for rank, (place, worker) in enumerate(zip(self._places, self.workers, strict=True)):
-            own = replace(order, devices=order.on(place.device), parallel=(address, rank, size))
-            worker.start(task, own, what)
+            own = replace(argument, devices=argument.on(place.device), parallel=(address, rank, size))
+            worker.start(task, own, description)
 
     def receive(self) -> tuple[bool, Any]:
         """What the first says; all have come as far."""
@@ -110,13 +109,13 @@ class TeamWorker:
         """There is one team, and it is waited for."""
         return list(workers[:1]) if workers[0].poll(seconds) else []
 
-    def _address(self) -> "str | Meeting":
+    def _address(self) -> "str | Rendezvous":
         """A new address for the ranks to meet at: on the first one's machine, or a file of this one."""
         host = getattr(self._places[0], "host", None)
         if host is not None:
             return f"tcp://{host}:{20_000 + secrets.randbelow(10_000)}"
         self._forget()
-        self._meeting = Meeting()
+        self._meeting = Rendezvous()
         return self._meeting
 
     def _forget(self) -> None:
@@ -141,9 +140,14 @@ class TeamPlace:
         """That of the first."""
         return self.places[0].device
 
-    def hire(self, last: object = None) -> TeamWorker:
+    @property
+    def on_cluster(self) -> bool:
+        """True if a cluster runs the workers."""
+        return self.places[0].on_cluster
+
+    def hire(self, last_job: object = None) -> TeamWorker:
         """A worker at each."""
-        return TeamWorker(self.places, [place.hire(last) for place in self.places])
+        return TeamWorker(self.places, [place.hire(last_job) for place in self.places])
 
     def release(self, worker: TeamWorker) -> None:
         """Have them back."""
@@ -151,6 +155,6 @@ class TeamPlace:
             place.release(one)
         worker._forget()
 
-    def share(self, value: Any, what: str) -> Shared:
+    def share(self, value: Any, description: str) -> SharedValue:
         """A value for all of them."""
-        return self.places[0].share(value, what)
+        return self.places[0].share(value, description)
