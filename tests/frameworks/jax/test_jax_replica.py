@@ -111,7 +111,7 @@ def test_a_module_is_left_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(("precision", "near"), [("bf16", 0.1), ("fp16", 0.01)])
-def test_lower_precision_where_it_is_asked_for(precision: str, near: float) -> None:
+def test_lower_precision_where_it_is_asked_for(precision: Any, near: float) -> None:
     model = Net(64)
     with mf.Replicas(model, devices="cpu", precision=precision) as replicas:
         answer = replicas.submit("ada", X).result()
