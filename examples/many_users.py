@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import modelfleet as mf
-from modelfleet.workers.process import at_work
+from modelfleet.workers.process import hired_pids
 
 
 def model() -> nn.Module:
@@ -41,9 +41,9 @@ def main() -> None:
 
     with mf.Replicas(net, devices="cpu:0,cpu:1") as replicas:
         futures = {user: replicas.submit(user, rows) for user, rows in users.items()}
-        while not at_work():
+        while not hired_pids():
             pass
-        os.kill(at_work()[0], signal.SIGKILL)  # what a crash or the system's memory killer does
+        os.kill(hired_pids()[0], signal.SIGKILL)  # what a crash or the system's memory killer does
         same = all(np.allclose(future.result(), expected[user], atol=1e-5) for user, future in futures.items())
         print(f"a replica was killed, and all answers are right: {same}")
 

@@ -26,7 +26,7 @@ from tests.replicas.models import Chaotic
 
 import modelfleet as mf
 from modelfleet.workers import NoRoomError
-from modelfleet.workers.process import ProcessWorker, at_work, dismiss
+from modelfleet.workers.process import ProcessWorker, dismiss, hired_pids
 
 HANGS = 180  # seconds after which something that has not ended hangs
 CODES = [0.0] * 800 + [Chaotic.RAISES] * 16 + [Chaotic.GREEDY] * 8 + [Chaotic.KILLED, Chaotic.FAULT]
@@ -69,7 +69,8 @@ class Chaos:
 
     def _round(self, end: float) -> None:
         draw = self.random
-        self.isolation = draw.choice(["rows", "rows", "batch", "device"])
+        isolation: Any = draw.choice(["rows", "rows", "batch", "device"])
+        self.isolation: Any = isolation
         self.batch_size = draw.choice([1, 4, 16])
         replicas = mf.Replicas(
             self.model,
@@ -77,7 +78,7 @@ class Chaos:
             batch_size=self.batch_size,
             max_queue=None,
             balance=draw.choice(["least-busy", "sticky"]),
-            isolation=self.isolation,
+            isolation=isolation,
             timeout=4.0,
             start_timeout=10.0,
             batch_wait=draw.choice([0.0, 0.01]),
@@ -137,7 +138,7 @@ class Chaos:
                 if at <= time.monotonic():
                     resumed.remove((at, process))
                     self._signal(process, signal.SIGCONT)
-            workers = at_work()
+            workers = hired_pids()
             self.seen.update(workers)
             if workers:
                 victim = draw.choice(workers)
@@ -195,7 +196,7 @@ class Chaos:
             assert whole, error
             self.counts["rows unsent"] += 1
         else:
-            assert "died again and again" in str(error), error
+            assert "died repeatedly" in str(error), error
             deadly = bool(codes & {Chaotic.KILLED, Chaotic.FAULT})
             self.counts["rows that took replicas down" if deadly else "rows killed three times by chance"] += 1
 

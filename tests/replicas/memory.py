@@ -23,7 +23,7 @@ def asked_by_two(framework: Any, large: Any, x: np.ndarray) -> list[tuple[float,
     """Two workers with a replica of `large` at the same time: how many times its weights each reads from shared
     memory, how many times it holds them in memory of its own, and what it answered."""
     dismiss()  # new workers: one that has trained may hold the variables of that
-    found = places.of_machine(TWO)
+    found = places.machine_places(TWO)
     shared = found[0].share(getattr(framework, "frozen", lambda model: model)(large), "the model")
     workers = [place.hire() for place in found]
     try:

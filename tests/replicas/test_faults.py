@@ -19,9 +19,9 @@ from tests.replicas import models
 from tests.replicas.test_pool import TWO, assert_answers, models_like, no_idle_workers, poisoned, rows
 
 import modelfleet as mf
-from modelfleet.replicas import driver, stats
-from modelfleet.replicas.driver import Room
+from modelfleet.replicas import stats
 from modelfleet.replicas.queue import Queue
+from modelfleet.replicas.row_limit import RowLimit
 from modelfleet.workers import NoRoomError
 from modelfleet.workers.inline import InlineWorker
 
@@ -90,7 +90,7 @@ def test_a_request_goes_through_the_model_alone_and_whole(make: Callable[[str], 
 
 
 @pytest.mark.parametrize("isolation", ["batch", "device"])
-def test_whole_batches_on_several_devices(isolation: str) -> None:
+def test_whole_batches_on_several_devices(isolation: Any) -> None:
     x = rows(1, 300)
     model = models.Whole("mean")
     answers = mf.map(model, dict.fromkeys("abcd", x), devices=TWO, batch_size=16, isolation=isolation)
@@ -151,8 +151,8 @@ def ready(replicas: mf.Replicas) -> bool:
 
 def test_deaths_of_idle_workers_are_noticed_and_charged_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     charged: list[Any] = []
-    died = Queue.died
-    monkeypatch.setattr(Queue, "died", lambda self, *given: charged.append(given) or died(self, *given))
+    died = Queue.record_death
+    monkeypatch.setattr(Queue, "record_death", lambda self, *given: charged.append(given) or died(self, *given))
     with mf.Replicas(models.Process(), devices=TWO, isolation="device") as replicas:
         until(lambda: ready(replicas), "both are ready")
         killed = 0
@@ -167,8 +167,8 @@ def test_deaths_of_idle_workers_are_noticed_and_charged_to_nobody(monkeypatch: p
 
 
 def test_a_frozen_idle_worker_is_noticed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "SILENCE", 4.0)
-    monkeypatch.setattr(stats, "SILENT", 2.0)
+    monkeypatch.setattr("modelfleet.workers.process.IDLE_SILENCE_LIMIT", 4.0)
+    monkeypatch.setattr(stats, "SILENCE_LIMIT", 2.0)
     with mf.Replicas(models.Process(), devices=TWO, isolation="device") as replicas:
         until(lambda: ready(replicas), "both are ready")
         before = processes(replicas)
@@ -178,7 +178,7 @@ def test_a_frozen_idle_worker_is_noticed_and_replaced(monkeypatch: pytest.Monkey
             lambda: [h for h in replicas.check(timeout=0).values() if h.state == "silent"],
             "the silence is noticed",
         )
-        assert "nothing was heard of its worker" in seen[0].reason
+        assert "gave no sign of life" in seen[0].reason
         assert not seen[0]
         answers = [replicas.submit(user, rows(user, 1)) for user in range(6)]  # some wait for the frozen one
         assert frozen not in {int(answer.result(LONG)[0, 1]) for answer in answers}
@@ -187,20 +187,20 @@ def test_a_frozen_idle_worker_is_noticed_and_replaced(monkeypatch: pytest.Monkey
 
 def test_a_death_is_charged_only_to_what_the_worker_was_at(monkeypatch: pytest.MonkeyPatch) -> None:
     charged: list[Any] = []
-    died = Queue.died
+    died = Queue.record_death
 
     def noted(self: Queue, batch: Any, reason: str) -> Any:
-        charged.append([piece.request.user for piece in batch.slices])
+        charged.append([piece.request.user for piece in batch.spans])
         return died(self, batch, reason)
 
-    monkeypatch.setattr(Queue, "died", noted)
+    monkeypatch.setattr(Queue, "record_death", noted)
     with mf.Replicas(models.Deadly(), devices=TWO, batch_size=1, max_queue=None) as replicas:
         first = replicas.submit("fine", rows(2, 1)).result(LONG)  # one is up
         guilty = replicas.submit("guilty", poisoned(1, 1, 0))
         others = [replicas.submit(f"user {mark}", rows(mark, 1)) for mark in range(3, 60)]
         for other in others:
             assert other.result(LONG).shape == first.shape
-        with pytest.raises(mf.RowsError, match="died again and again on row 0 of user 'guilty'"):
+        with pytest.raises(mf.RowsError, match="died repeatedly on row 0 of user 'guilty'"):
             guilty.result(LONG)
     assert charged == [["guilty"]] * 3
 
@@ -228,7 +228,7 @@ def test_a_model_that_never_loads_holds_up_nobody(devices: str, let_go: None) ->
 
 @pytest.mark.parametrize("devices", ["cpu", TWO])
 def test_a_model_that_is_not_loaded_in_time_is_told(devices: str, let_go: None) -> None:
-    with pytest.raises(mf.FleetError, match=r"no replica is left.*not loaded 1 s after .* larger start_timeout"):
+    with pytest.raises(mf.FleetError, match=r"no replica is left.*did not begin within 1 s.*larger start_timeout"):
         mf.map(models.Stuck(), {"ada": rows(1, 3)}, devices=devices, start_timeout=1.0)
 
 
@@ -335,19 +335,19 @@ def test_what_must_not_be_sent_in_parts_says_so(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_less_is_given_where_memory_is_short_and_more_again_after_a_while() -> None:
-    room = Room(256)
-    room.short(32)
-    assert room.most == 16
-    room.short(16)
-    room.short(1)
-    assert room.most == 1
+    room = RowLimit(256)
+    room.record_shortage(32)
+    assert room.rows == 16
+    room.record_shortage(16)
+    room.record_shortage(1)
+    assert room.rows == 1
     batches = 0
-    while room.most is not None:
-        room.fine(room.most)
+    while room.rows is not None:
+        room.record_success(room.rows)
         batches += 1
     assert batches > 100  # each attempt may be in vain
-    room.fine(256)
-    assert room.most is None
+    room.record_success(256)
+    assert room.rows is None
 
 
 class Secretive:
@@ -376,7 +376,7 @@ def test_done_futures_keep_nothing_of_their_rows(devices: str) -> None:
     with mf.Replicas(models.Refusing(), devices=devices, batch_size=8) as replicas:
         kept, found = [], []
         for x in (rows(1, 20), rows(1, 3), poisoned(1, 20, 3)):
-            kept.append(replicas._submit("ada", x, len(x)))
+            kept.append(replicas._state.submit("ada", x, len(x)))
             found.append(weakref.ref(x))
         del x
         assert kept[0].result().shape == (20, 2)
@@ -389,14 +389,14 @@ def test_done_futures_keep_nothing_of_their_rows(devices: str) -> None:
 
 
 @pytest.mark.parametrize("balance", ["least-busy", "sticky"])
-def test_a_slow_consumer_of_arrays_bounds_what_is_computed_ahead(balance: str) -> None:
+def test_a_slow_consumer_of_arrays_bounds_what_is_computed_ahead(balance: Any) -> None:
     model = models.Gated()
     model.gate.set()
     data = {mark: rows(mark, 16) for mark in range(400)}
     stream: Any = mf.imap(model, data, devices="cpu", batch_size=4, balance=balance)
     found = [next(stream)]
     replicas = stream._replicas
-    until(lambda: replicas._stalled() and not replicas.stats().running_rows, "it is held up")
+    until(lambda: replicas._state.is_paused() and not replicas.stats().running_rows, "it is held up")
     computed = sum(model.batches)
     assert computed < 0.2 * 6400
     found += stream

@@ -52,11 +52,11 @@ def test_who_waits_for_room_hears_of_the_end(gated: tuple[models.Gated, mf.Repli
 
     waiting = threading.Thread(target=ask)
     waiting.start()
-    until(lambda: replicas._gap._waiters, "it waits")  # pyrefly: ignore
+    until(lambda: replicas._state.room._waiters, "it waits")  # pyrefly: ignore
     model.gate.set()
     replicas.close(wait=False)
     waiting.join(LONG)
-    assert "came after the replicas were closed" in str(found[0])
+    assert "submitted rows after the replicas were closed" in str(found[0])
 
 
 @pytest.mark.parametrize("options", [{"timeout": 1}, {"block": True, "timeout": -1}, {"priority": 0.5}])
@@ -114,7 +114,7 @@ def test_what_a_stream_raised_ends_with_one_full_stop() -> None:
         raise ValueError("there are no more batches.")
 
     answers = mf.map(lambda x: x, {"ada": raising}, progress=False)
-    assert "ValueError after 4 rows: there are no more batches. Fix what reads them" in str(answers.failed["ada"])
+    assert "ValueError after 4 rows: there are no more batches. Fix the loader" in str(answers.failed["ada"])
 
 
 # --- updates and checks ---------------------------------------------------------------------------------------
@@ -145,19 +145,23 @@ def test_a_request_under_way_at_an_update_that_two_models_answer_unlike_says_so(
     def narrow(x: Any) -> Any:
         begun.set()
         go_on.wait(LONG)
-        if replicas._drivers[0].spare is not None:  # so that the new model is used before all rows are answered
-            until(lambda: replicas._version is not old, "the new model is there")
+        if (
+            replicas._drivers[0].models.spare is not None
+        ):  # so that the new model is used before all rows are answered
+            until(lambda: replicas._state.version is not old, "the new model is there")
         return np.ones((len(x), 2))
 
     with mf.Replicas(narrow, devices="cpu", batch_size=4) as replicas:
-        old = replicas._version
+        old = replicas._state.version
         future = replicas.submit("ada", rows(1, 4000))
         assert begun.wait(LONG)
         updating = threading.Thread(target=replicas.update, args=(lambda x: np.ones((len(x), 3)),))
         updating.start()
-        until(lambda: replicas._coming is not None, "the update is on its way")
+        until(lambda: replicas._state.next_version is not None, "the update is on its way")
         go_on.set()
-        with pytest.raises(mf.InputError, match=r"a new model while the request was under way.*submit it again"):
+        with pytest.raises(
+            mf.InputError, match=r"model was replaced while the request was under way.*submit the request again"
+        ):
             future.result(LONG)
         updating.join(LONG)
         assert replicas.submit("ada", rows(1, 9)).result(LONG).shape == (9, 3)
@@ -246,7 +250,7 @@ def test_endless_streams_have_answers() -> None:
             yield rows(100 * mark + number % 50, 8)
 
     users = {mark: lambda mark=mark: endless(mark) for mark in range(12)}  # more than are read at once otherwise
-    assert len(users) > reading.READERS
+    assert len(users) > reading.MAX_READERS
     given = [0] * 12
     stream: Any = mf.imap(model, users, devices="cpu", batch_size=4, partial=True)
     while min(given) < 20:

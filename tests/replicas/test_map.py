@@ -22,7 +22,7 @@ import modelfleet as mf
 from modelfleet.replicas.pool import Replicas
 from modelfleet.workers import NoRoomError
 from modelfleet.workers.inline import InlineWorker
-from modelfleet.workers.process import at_work
+from modelfleet.workers.process import hired_pids
 
 
 @pytest.mark.parametrize("devices", ["cpu", TWO])
@@ -215,7 +215,7 @@ def kill_every(every: int, answered: Callable[[], int], kills: list[int], future
     due = every
     while wait(futures.values(), timeout=0.01).not_done:
         if answered() >= due:
-            workers = at_work()
+            workers = hired_pids()
             if workers:
                 victim = workers[len(kills) % len(workers)]
                 os.kill(victim, signal.SIGKILL)

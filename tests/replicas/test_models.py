@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import modelfleet as mf
 from modelfleet.frameworks.torch import malloc
-from modelfleet.replicas import driver
+from modelfleet.workers.supervisor import Supervisor
 
 TWO = "cpu:0,cpu:1"
 
@@ -391,10 +391,13 @@ def test_an_error_of_a_factory_is_told_at_once(monkeypatch: pytest.MonkeyPatch) 
         raise OSError("the weights' file is not here")
 
     starts: list[str] = []
-    hopeless = driver.Driver._hopeless
-    monkeypatch.setattr(
-        driver.Driver, "_hopeless", lambda self, error: starts.append(self.name) or hopeless(self, error)
-    )
+    begin = Supervisor.start
+
+    def counted(self: Supervisor, *given: Any) -> Any:
+        starts.append(self.place.name)
+        return begin(self, *given)
+
+    monkeypatch.setattr(Supervisor, "start", counted)
     with pytest.raises(OSError, match="not here"):
         mf.map(make, {"ada": rows(3)})
     with pytest.raises(mf.FleetError, match="OSError: the weights' file is not here") as caught:
@@ -428,11 +431,11 @@ def test_a_factory_that_does_not_return_is_waited_for_no_longer_than_told() -> N
 
 def test_a_factory_may_make_what_can_be_asked_only() -> None:
     assert asked(lambda: lambda x: 2 * x, np.ones((3, 1))).tolist() == [[2], [2], [2]]
-    with pytest.raises(mf.InputError, match=r"returned a builtins.int, which is not a model that can be asked"):
+    with pytest.raises(mf.InputError, match=r"returned a builtins.int, which can.t answer rows"):
         mf.Replicas(lambda: 7)
-    with pytest.raises(mf.InputError, match="the class Linear is not a model that can be asked"):
+    with pytest.raises(mf.InputError, match="the class Linear is not a model that can answer rows"):
         mf.Replicas(nn.Linear)
-    with pytest.raises(mf.InputError, match=r"the function .* is not a model that can be asked"):
+    with pytest.raises(mf.InputError, match=r"the function .* is not a model that can answer rows"):
         mf.Replicas(lambda x, y: x)
 
 

@@ -16,8 +16,8 @@ from torch import nn
 
 import modelfleet as mf
 from modelfleet.replicas import driver
+from modelfleet.replicas.replica_task import serve
 from modelfleet.replicas.requests import Request
-from modelfleet.replicas.work import serve
 from modelfleet.workers.process import dismiss
 
 TWO = "cpu:0,cpu:1"
@@ -182,7 +182,7 @@ def test_not_a_number_stays_with_its_row() -> None:
 
 
 @pytest.mark.parametrize(("isolation", "most"), [("rows", 4), ("batch", 1), ("device", 1)])
-def test_users_share_a_batch_only_where_they_may(isolation: str, most: int) -> None:
+def test_users_share_a_batch_only_where_they_may(isolation: Any, most: int) -> None:
     model = models.Mixing()
     with mf.Replicas(model, devices="cpu", batch_size=16, isolation=isolation) as replicas:
         answers = [replicas.submit(mark, rows(mark, 30)) for mark in range(4)]
@@ -264,7 +264,7 @@ def test_closing_answers_what_was_submitted() -> None:
     future = replicas.submit("ada", rows(1, 100))
     replicas.close()
     assert_answers(model, rows(1, 100), future.result(timeout=0))
-    with pytest.raises(mf.ClosedError, match="user 'bob' came after the replicas were closed"):
+    with pytest.raises(mf.ClosedError, match="user 'bob' submitted rows after the replicas were closed"):
         replicas.submit("bob", rows(2, 1))
     replicas.close()  # again
 
@@ -338,11 +338,11 @@ def test_trouble_of_this_process_loses_no_rows(trouble: Exception, monkeypatch: 
     model, raised = models.Marked(), threading.Event()
     reply = driver.Driver._reply
 
-    def once(self: Any, worker: Any, limit: float) -> Any:
+    def once(self: Any, timeout: float) -> Any:
         if not raised.is_set():
             raised.set()
             raise trouble
-        return reply(self, worker, limit)
+        return reply(self, timeout)
 
     monkeypatch.setattr(driver.Driver, "_reply", once)
     with mf.Replicas(model, devices="cpu", batch_size=4) as replicas:
@@ -365,7 +365,7 @@ def test_rows_for_which_there_is_no_shared_memory_fail_alone(monkeypatch: pytest
         failing = replicas.submit("large", {"left": large, "right": large})
         small_rows = {"left": np.ones((9, 2), np.float32), "right": np.ones((9, 2), np.float32)}
         np.testing.assert_array_equal(replicas.submit("small", small_rows).result()["sum"], np.full((9, 2), 2))
-        with pytest.raises(mf.RowsError, match="of shared memory can't be had"):
+        with pytest.raises(mf.RowsError, match="of shared memory is not available"):
             failing.result()
 
 

@@ -22,7 +22,7 @@ def cluster() -> Iterator[Any]:
 def test_the_cluster_has_a_device_for_every_node(cluster: Any) -> None:
     with mf.connect() as joined:
         assert joined.devices == ["ray:0", "ray:1"]
-    with pytest.raises(mf.InputError, match="device 'ray:7' is not here: the cluster has ray:0, ray:1"):
+    with pytest.raises(mf.InputError, match="device 'ray:7' does not exist: the cluster has ray:0, ray:1"):
         mf.Replicas(models.Marked(), devices="ray:7")
     with pytest.raises(mf.InputError, match="partly of this machine and partly of a cluster"):
         mf.Replicas(models.Marked(), devices="ray:0,cpu:1")

@@ -14,9 +14,9 @@ from tests.replicas.test_pool import assert_answers, poisoned, rows
 from torch.utils.data import DataLoader, TensorDataset
 
 import modelfleet as mf
-from modelfleet.replicas.driver import MOST_AT_ONCE
-from modelfleet.replicas.mapping import AHEAD
-from modelfleet.replicas.reading import HELD, READERS
+from modelfleet.replicas.mapping import STREAM_ROWS_AHEAD
+from modelfleet.replicas.reading import MAX_READERS, MAX_UNCLAIMED_USERS
+from modelfleet.replicas.row_limit import MAX_BATCHES
 
 
 def batches(x: np.ndarray, size: int) -> Iterator[np.ndarray]:
@@ -67,7 +67,7 @@ def test_streams_of_every_kind_give_what_arrays_give() -> None:
 def test_only_few_rows_are_read_ahead() -> None:
     model = models.Gated()
     size, large = 4, 20
-    room = AHEAD * size * MOST_AT_ONCE
+    room = STREAM_ROWS_AHEAD * size * MAX_BATCHES
     read = itertools.count(1)
     most = 0
 
@@ -95,7 +95,7 @@ def test_a_slow_loader_stops_nobody() -> None:
         yield rows(0, 2)
 
     model = models.Marked()
-    fine = {mark: lambda mark=mark: batches(rows(mark, 50), 8) for mark in range(1, 3 * READERS)}
+    fine = {mark: lambda mark=mark: batches(rows(mark, 50), 8) for mark in range(1, 3 * MAX_READERS)}
     came = []
     for user, answer in mf.imap(model, {"slow": slow, **fine}, devices="cpu", batch_size=8):
         came.append(user)
@@ -178,7 +178,7 @@ def test_streams_are_begun_as_answers_are_taken_and_closed_when_nobody_takes_mor
     many = threading.Event()
 
     def stream(mark: int) -> Iterator[np.ndarray]:
-        if next(begun) >= READERS:
+        if next(begun) >= MAX_READERS:
             many.set()
         try:
             yield from batches(rows(mark, 5), 2)
@@ -191,7 +191,7 @@ def test_streams_are_begun_as_answers_are_taken_and_closed_when_nobody_takes_mor
     assert many.wait(600)
     answers.close()  # type: ignore[attr-defined]
     assert threads() == before
-    assert next(begun) == next(closed) <= 1 + HELD
+    assert next(begun) == next(closed) <= 1 + MAX_UNCLAIMED_USERS
 
 
 def test_the_rows_to_come_are_shown_as_far_as_they_are_known(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import pytest
 from tests.replicas.test_queue import answer, drain, make, rows_of, sort_out, spans, took
 
 from modelfleet.errors import FleetError, RowsError
-from modelfleet.replicas.requests import Batch
+from modelfleet.replicas.requests import RowBatch
 
 
 def test_exactly_the_poison_rows_fail() -> None:
@@ -79,7 +79,7 @@ def test_what_there_was_no_memory_for_is_next_in_its_order() -> None:
     queue.submit("a", None, 8, now=0.0)
     queue.submit("b", None, 8, now=0.0)
     batch = took(queue)
-    queue.sorted_out(batch, [], {}, [(0, 4), (4, 8)], 0.0, first=True)
+    queue.record(batch, [], {}, [(0, 4), (4, 8)], 0.0, first=True)
     assert [spans(took(queue, most=3)) for _ in range(3)] == [[("a", 0, 3)], [("a", 3, 4)], [("b", 0, 3)]]
 
 
@@ -93,7 +93,7 @@ def test_a_user_whose_every_row_is_poison_costs_another_few_batches(searched: bo
 
     def step() -> None:
         batch = took(queue)
-        whole = searched or batch.rows == 1 or all(piece.request.user == "fine" for piece in batch.slices)
+        whole = searched or batch.rows == 1 or all(piece.request.user == "fine" for piece in batch.spans)
         half = (batch.rows + 1) // 2
         sort_out(queue, batch, poison, None if whole else [(0, half), (half, batch.rows)])
 
@@ -117,10 +117,10 @@ def test_a_row_left_by_a_cancelled_neighbour_is_tried_alone_before_it_is_blamed(
     queue = make(batch_size=2)
     innocent = queue.submit("a", None, 1, now=0.0)
     guilty = queue.submit("b", None, 1, now=0.0)
-    queue.died(took(queue), "killed")
+    queue.record_death(took(queue), "killed")
     batch = took(queue)
     queue.cancel(guilty)
-    assert queue.died(batch, "b's fault") == []
+    assert queue.record_death(batch, "b's fault") == []
     assert answer(queue, took(queue)) == [innocent]
     assert innocent.status == "answered"
 
@@ -128,9 +128,9 @@ def test_a_row_left_by_a_cancelled_neighbour_is_tried_alone_before_it_is_blamed(
 def test_a_row_on_which_replicas_die_three_times_fails_by_name() -> None:
     queue = make()
     request = queue.submit("ann", None, 1, now=0.0)
-    assert queue.died(took(queue), "killed") == []
-    assert queue.died(took(queue), "killed") == []
-    assert queue.died(took(queue), "signal 9") == [request]
+    assert queue.record_death(took(queue), "killed") == []
+    assert queue.record_death(took(queue), "killed") == []
+    assert queue.record_death(took(queue), "signal 9") == [request]
     assert isinstance(request.error, RowsError)
     row_error = request.error.rows[0]
     assert isinstance(row_error, FleetError)
@@ -145,10 +145,10 @@ def test_the_first_death_retries_and_the_next_ones_bisect() -> None:
     request = queue.submit("ann", None, 8, now=0.0)
     tried: list[int] = []
 
-    def report(batch: Batch) -> None:
+    def report(batch: RowBatch) -> None:
         if 5 in rows_of(batch):
             tried.append(batch.rows)
-            queue.died(batch, "killed")
+            queue.record_death(batch, "killed")
         else:
             answer(queue, batch)
 
@@ -162,11 +162,11 @@ def test_the_first_death_retries_and_the_next_ones_bisect() -> None:
 def test_a_returned_batch_is_next_and_can_be_cut_smaller() -> None:
     queue = make(batch_size=8)
     request = queue.submit("ann", None, 10, now=0.0)
-    queue.returned(took(queue))
+    queue.put_back(took(queue))
     assert (queue.counts.waiting_rows, queue.counts.running_rows) == (10, 0)
     small = took(queue, most=3)
     assert spans(small) == [("ann", 0, 3)]
-    assert small.strikes == 0
+    assert small.deaths == 0
     rest = [took(queue), took(queue)]
     assert [spans(batch) for batch in rest] == [[("ann", 3, 8)], [("ann", 8, 10)]]
     for batch in (small, *rest):

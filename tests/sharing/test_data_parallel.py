@@ -79,7 +79,7 @@ class Killer(mf.Callback):
 
     def on_epoch_end(self, run: Any) -> None:
         if run.epoch == 1 and not self.killed:
-            os.kill(process.at_work()[0], signal.SIGKILL)
+            os.kill(process.hired_pids()[0], signal.SIGKILL)
             self.killed += 1
 
 

@@ -26,7 +26,8 @@ import modelfleet as mf
 from modelfleet.devices import Memory
 from modelfleet.sharing import processes
 from modelfleet.types import Strategy
-from modelfleet.workers import CannotSendError, WorkerDiedError, pieces, process, shared, starting
+from modelfleet.workers import CannotSendError, WorkerDiedError, process, shared_memory, spawner
+from modelfleet.workers.parcels import Inbox, Outbox, SharedMemoryValue
 from modelfleet.workers.process import ProcessPlace, ProcessWorker
 
 PLACE = ProcessPlace("cpu:1", "cpu:1", {"OMP_NUM_THREADS": "1", "MODELFLEET_DEVICE": "cpu:1"})
@@ -86,11 +87,11 @@ def test_an_idle_worker_that_is_frozen_is_not_hired_again() -> None:
 
 
 def test_a_worker_that_is_frozen_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "QUIET", 2.0)
+    monkeypatch.setattr(process, "IDLE_SILENCE_LIMIT", 2.0)
     worker = PLACE.hire()
     worker.start(tasks.echo, 1, "an order")
     worker.receive()
-    assert worker.silent < 2.0
+    assert worker.silent_seconds < 2.0
     os.kill(pid(worker), signal.SIGSTOP)
     with pytest.raises(WorkerDiedError, match="is frozen: it has given no sign of life for"):
         worker.receive()
@@ -100,19 +101,19 @@ def test_a_worker_that_is_frozen_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_program_that_was_stopped_itself_does_not_take_its_worker_for_frozen() -> None:
     worker = PLACE.hire()
     asked(worker, tasks.echo, 1)
-    worker._silence._looked -= 1000.0  # as if nobody had looked for so long
-    assert worker.silent < 2.0
+    worker._silence._stopwatch._last_read -= 1000.0  # as if nobody had looked for so long
+    assert worker.silent_seconds < 2.0
     assert not worker.frozen
     worker.close()
 
 
-def test_a_nursery_that_is_frozen_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "QUIET", 2.0)
+def test_a_fork_server_that_is_frozen_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "IDLE_SILENCE_LIMIT", 2.0)
     kept().close()
     process.dismiss()
     first = PLACE.hire()
     asked(first, tasks.echo, 1)
-    home = first.process.home
+    home = first.process.server
     os.kill(home._process.pid, signal.SIGSTOP)
     stuck = PLACE.hire()
     stuck.start(tasks.echo, 1, "an order")
@@ -121,18 +122,18 @@ def test_a_nursery_that_is_frozen_is_replaced(monkeypatch: pytest.MonkeyPatch) -
     stuck.close()
     second = PLACE.hire()
     assert asked(second, tasks.echo, 2) == 2
-    assert second.process.home is not home
+    assert second.process.server is not home
     second.close()
     first.close()
 
 
-def test_a_nursery_that_is_killed_takes_its_workers_along_and_another_follows() -> None:
+def test_a_fork_server_that_is_killed_takes_its_workers_along_and_another_follows() -> None:
     worker = PLACE.hire()
     worker.start(tasks.echo, 1, "an order")
     worker.receive()
     there = psutil.Process(pid(worker))
-    worker.process.home._process.kill()
-    with pytest.raises(WorkerDiedError, match="the nursery, which starts workers and was killed by SIGKILL"):
+    worker.process.server._process.kill()
+    with pytest.raises(WorkerDiedError, match="the fork server, which starts workers and was killed by SIGKILL"):
         worker.receive()
     until(lambda: not there.is_running() or there.status() == psutil.STATUS_ZOMBIE)
     other = PLACE.hire()
@@ -148,15 +149,15 @@ class Freezer(mf.Callback):
 
     def on_epoch_end(self, run: Any) -> None:
         if not self.frozen:
-            self.frozen = process.at_work()[0]
+            self.frozen = process.hired_pids()[0]
             os.kill(self.frozen, signal.SIGSTOP)
 
 
 @pytest.mark.parametrize("strategy", ["processes", "data_parallel"])
 def test_a_fit_goes_on_when_a_worker_is_frozen(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the last whole epoch, in another worker: the weights are those of a run without trouble."""
-    monkeypatch.setattr(process, "QUIET", 2.0)
-    monkeypatch.setattr(process, "HARD_AT_WORK", 4.0)
+    monkeypatch.setattr(process, "IDLE_SILENCE_LIMIT", 2.0)
+    monkeypatch.setattr(process, "BUSY_SILENCE_LIMIT", 4.0)
     fleets = []
     for devices, given, callbacks in (("cpu", "auto", []), ("cpu:0,cpu:1", strategy, [Freezer()])):
         fleet = mf.Fleet.build(mlp, 2, devices=devices)
@@ -170,8 +171,8 @@ def test_a_fit_goes_on_when_a_worker_is_frozen(strategy: Strategy, monkeypatch: 
 
 
 def test_a_frozen_worker_of_one_device_fails_its_members_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "QUIET", 2.0)
-    monkeypatch.setattr(process, "HARD_AT_WORK", 4.0)
+    monkeypatch.setattr(process, "IDLE_SILENCE_LIMIT", 2.0)
+    monkeypatch.setattr(process, "BUSY_SILENCE_LIMIT", 4.0)
     fleet = mf.Fleet([mlp(4), mlp(5)])
     fleet.compile("sgd", "cross_entropy", lr=0.1)
     history = fit(fleet, toy(), epochs=3, batch_size=8, strategy="processes", callbacks=[Freezer()])
@@ -180,7 +181,7 @@ def test_a_frozen_worker_of_one_device_fails_its_members_by_name(monkeypatch: py
 
 
 def test_a_fit_for_which_no_worker_can_be_had_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starting.nursery, "command", lambda *_: [sys.executable, "-c", "raise SystemExit(3)"])
+    monkeypatch.setattr(spawner.fork_server, "command", lambda *_: [sys.executable, "-c", "raise SystemExit(3)"])
     fleet = mf.Fleet([mlp(4), mlp(5)])
     fleet.compile("sgd", "cross_entropy", lr=0.1)
     with pytest.raises(mf.AllFailedError, match=r"starts workers and ended with code 3.* All 2 members failed"):
@@ -189,7 +190,7 @@ def test_a_fit_for_which_no_worker_can_be_had_says_so(monkeypatch: pytest.Monkey
 
 def test_a_worker_that_does_not_begin_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "START_LIMIT", 1.0)
-    monkeypatch.setattr(starting.nursery, "command", lambda *_: ["sleep", "1000"])
+    monkeypatch.setattr(spawner.fork_server, "command", lambda *_: ["sleep", "1000"])
     monkeypatch.setattr(multiprocessing.spawn, "get_executable", lambda: b"/bin/sleep")
     fleet = mf.Fleet([mlp(4), mlp(5)])
     fleet.compile("sgd", "cross_entropy", lr=0.1)
@@ -200,14 +201,14 @@ def test_a_worker_that_does_not_begin_is_given_up(monkeypatch: pytest.MonkeyPatc
 # --- hired again -------------------------------------------------------------------------------------------------
 
 
-def test_idle_workers_are_dismissed_and_the_nursery_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "KEPT", 0.2)
+def test_idle_workers_are_dismissed_and_the_fork_server_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "IDLE_LIFETIME", 0.2)
     workers = [kept()]
-    home = workers[0].process.home._process
+    home = workers[0].process.server._process
     until(lambda: not workers[0].alive)
-    assert process.idle() == 0
+    assert process.idle_count() == 0
     workers.clear()
-    until(lambda: starting._current is None)
+    until(lambda: spawner._current is None)
     until(lambda: home.poll() is not None)
 
 
@@ -301,12 +302,12 @@ def _open_files(process: int | None) -> set[str]:
     return found
 
 
-def _end_all(worker: ProcessWorker, value: shared.InMemory) -> None:
+def _end_all(worker: ProcessWorker, value: SharedMemoryValue) -> None:
     """What the end of a program does, in a forked child."""
     worker.close()
     value.close()
     process.dismiss()
-    assert process.idle() == 0
+    assert process.idle_count() == 0
     assert not worker.alive
 
 
@@ -393,16 +394,16 @@ def _mappings() -> int:
 
 
 def test_an_outbox_gives_back_what_is_far_too_large() -> None:
-    outbox, inbox = shared.Outbox(), shared.Inbox()
+    outbox, inbox = Outbox(), Inbox()
     for size in [4_000_000, 4_000_000, *[10] * 100]:
         parcel, descriptors = outbox.pack(np.ones(size), "ones")
         assert inbox.unpack(parcel, descriptors).shape == (size,)
-    assert sum(len(piece.memory) for piece in outbox._pieces if piece is not None) < 1_000_000
+    assert sum(len(piece.memory) for piece in outbox._segments if piece is not None) < 1_000_000
 
 
 def test_more_than_is_free_is_refused_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "host_memory", lambda: Memory(10**9, 10**8))
-    with pytest.raises(CannotSendError, match=r"160.*can't be had, 100.* is free"):
+    monkeypatch.setattr(shared_memory, "host_memory", lambda: Memory(10**9, 10**8))
+    with pytest.raises(CannotSendError, match=r"160.*is not available; 100.* is free"):
         PLACE.share(np.zeros(20_000_000), "zeros")
 
 

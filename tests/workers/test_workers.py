@@ -184,7 +184,7 @@ def test_shared_memory_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(CannotSendError, match=r"16.* of shared memory can't be had\. Give .*--memory"):
+    with pytest.raises(CannotSendError, match=r"16.* of shared memory is not available\. Give .*--memory"):
         PROCESS.share(np.ones(2_000_000), "ones")
 
 
@@ -234,20 +234,20 @@ def test_a_worker_says_which_answers_it_has_begun_with(worker: Any) -> None:
     worker.start(tasks.until_interrupted, None, "an order")
     assert worker.starting
     worker.receive()
-    assert (worker.starting, worker.taken) == (False, 0)
+    assert (worker.starting, worker.answers_begun) == (False, 0)
     worker.answer(None)
     worker.answer(None)  # ahead of its time: it is not begun with until the item before it is there
-    while worker.taken < 1:
+    while worker.answers_begun < 1:
         worker.poll(0.01)
     worker.poll(0.2)
-    assert worker.taken == 1
+    assert worker.answers_begun == 1
     worker.interrupt()
     worker.receive()
-    while worker.taken < 2:
+    while worker.answers_begun < 2:
         worker.poll(0.01)
     assert worker.receive() == (False, None)
     worker.start(tasks.echo, 1, "an order")
-    assert worker.taken == 0
+    assert worker.answers_begun == 0
     worker.receive()
     worker.answer(None)
     worker.receive()

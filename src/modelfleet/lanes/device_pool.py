@@ -32,7 +32,7 @@ class DevicePool:
     def refresh(self) -> bool:
         """Ask the cluster, if there is one, which devices it has now. Return True if they have changed."""
         before = [place.name for place in self.places]
-        self.places = places.on_cluster(self.devices) or []
+        self.places = places.cluster_places(self.devices) or []
         return [place.name for place in self.places] != before
 
     def of(self, framework: Adapter) -> tuple[Device, ...]:

@@ -26,8 +26,8 @@ from modelfleet.sharing import Sharings
 from modelfleet.sharing.each_lane import find_shared_object
 from modelfleet.types import SharingName, Strategy
 from modelfleet.workers import CannotSendError
-from modelfleet.workers.process import idle
-from modelfleet.workers.shared import pickled
+from modelfleet.workers.pickling import pickle_value
+from modelfleet.workers.process import idle_count
 
 WORKER_START_SECONDS = 8.0  # until a new worker process has taken its first step
 BETTER = 0.9  # an alternative must take at most this part of the time
@@ -254,10 +254,10 @@ class Planner:
         devices = {spec.device or "" for spec in plan.lanes}
         if plan.predicted_seconds is None or len(devices) == 1 or not all(d.startswith("cpu") for d in devices):
             return False
-        if plan.predicted_seconds < 2 * WORKER_START_SECONDS and idle() < len(devices):
+        if plan.predicted_seconds < 2 * WORKER_START_SECONDS and idle_count() < len(devices):
             return False
         try:
-            pickled([[task.member.model for task in opener.groups.tasks.values()], opener.job], "the members")
+            pickle_value([[task.member.model for task in opener.groups.tasks.values()], opener.job], "the members")
         except CannotSendError:
             return False
         return True
@@ -317,4 +317,4 @@ def _busiest_device(specs: Sequence[LaneSpec], steps: Sequence[int]) -> float:
 
 
 def _workers_are_idle(sharing: str) -> bool:
-    return sharing != "processes" or idle() >= min(2, os.cpu_count() or 1)
+    return sharing != "processes" or idle_count() >= min(2, os.cpu_count() or 1)

@@ -7,7 +7,7 @@ from modelfleet.each import Each
 from modelfleet.members import Member
 from modelfleet.runs.feeding import has_loaders
 from modelfleet.runs.job import Job
-from modelfleet.workers import shared
+from modelfleet.workers import pickling
 
 
 def copy_loaders(job: Job, members: Mapping[str, Member]) -> Job:
@@ -20,6 +20,6 @@ def copy_loaders(job: Job, members: Mapping[str, Member]) -> Job:
         return job
     if isinstance(job.data, Each):  # one by one first, to name the member whose data can't be sent
         for name, own in job.by_name("data").items():
-            shared.pickled(own, f"members {name!r} with their data")
-    data, validation = shared.copied((job.data, job.validation), "the data")
+            pickling.pickle_value(own, f"members {name!r} with their data")
+    data, validation = pickling.copy_by_pickle((job.data, job.validation), "the data")
     return replace(job, data=data, validation=validation)

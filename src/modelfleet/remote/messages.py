@@ -16,8 +16,8 @@ from modelfleet.recipe import Recipe
 from modelfleet.runs.job import Job
 from modelfleet.runs.lane_run import EpochReport, LaneRun, Progress
 from modelfleet.types import Arrays, Data, Json, Model
-from modelfleet.workers import Shared
-from modelfleet.workers.meeting import Meeting
+from modelfleet.workers import SharedValue
+from modelfleet.workers.rendezvous import Rendezvous
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class LaneOrder:
     progress: list[Progress]
     generators: GeneratorState
     """State of the random generators at the start of the current epoch."""
-    data: Shared | None = None
+    data: SharedValue | None = None
     """The job's data and validation data, if all members have the same."""
     together: bool = False
     watched: bool = False
-    ranks: tuple[str | Meeting, int, int] | None = None
+    ranks: tuple[str | Rendezvous, int, int] | None = None
     """For members that train on several devices at once: where the ranks meet, this rank, and their number."""
     settings: Mapping[str, Json] = field(default_factory=dict)
     """Settings of the owner's frameworks that change the numbers, such as a default dtype."""
@@ -103,7 +103,9 @@ class OrderWriter:
         data, validation = self.job.data, self.job.validation
         return None if isinstance(data, Each) or isinstance(validation, Each) else (data, validation)
 
-    def order(self, runs: Sequence[LaneRun], device: str | None = None, data: Shared | None = None) -> LaneOrder:
+    def order(
+        self, runs: Sequence[LaneRun], device: str | None = None, data: SharedValue | None = None
+    ) -> LaneOrder:
         """Return the order for some lanes in their current state. Without a device the worker chooses one."""
         members = [member for run in runs for member in run.lane.members]
         names = [member.name for member in members]

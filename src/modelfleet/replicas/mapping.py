@@ -4,32 +4,47 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from modelfleet.each import Each
 from modelfleet.errors import FleetError, InputError
 from modelfleet.feeds import is_loader
-from modelfleet.replicas.driver import MOST_AT_ONCE
+from modelfleet.replicas.options import Balance, Isolation
 from modelfleet.replicas.pool import Replicas
 from modelfleet.replicas.reading import Reading, outcome
+from modelfleet.replicas.row_limit import MAX_BATCHES
 from modelfleet.replicas.rows import rows_of
 from modelfleet.trees import leaves, map_tree
+from modelfleet.types import Data, Model, Precision, Tree
 from modelfleet.words import count
 
-LOOK = 0.5  # seconds between two looks at the progress
-SPAN = 0.1  # seconds of work that a replica is given at once: here nobody waits for a single row
-AHEAD = 2  # times what all replicas can be given at once: so many rows of streams are read before their turn
-WAITING = 4  # times that: so many rows of arrays wait for their turn at least, while there are more
-UNCLAIMED = 4  # times that: so many rows are answered before their user is taken from `imap`
+PROGRESS_INTERVAL = 0.5  # seconds
+SECONDS_AT_ONCE = 0.1  # of work that a replica is given at once: offline, no user waits for a single row
+# In units of the rows that all replicas can be given at once:
+STREAM_ROWS_AHEAD = 2  # rows of streams that are read ahead
+ARRAY_ROWS_AHEAD = 4  # rows of arrays that wait in the queue at least, while there are more
+MAX_UNCLAIMED = 4  # rows that are answered before the caller takes their answers from `imap`
+
+Progress = Literal["auto"] | bool
+Answer = tuple[Hashable, Tree, int, bool]
+"""A user, the answers or an error, the number of rows, and True for the user's last."""
 
 
 class Answers(dict[Hashable, Any]):
-    """Every user's answers, in the order of the data. Users that failed are not in it, but in `failed`."""
+    """Answers by user, in the order of the data. Users that failed are in `failed` instead.
+
+    Attributes:
+        failed: The error of each user that failed. A `RowsError` has the answers of the rows that did not fail.
+
+    Example:
+        answers = mf.map(model, users)
+        for user, error in answers.failed.items():
+            print(user, error)
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.failed: dict[Hashable, Exception] = {}
-        """What went wrong, by user. A `RowsError` has the answers of the rows that did not fail."""
 
     def __missing__(self, user: Hashable) -> Any:
         if user in self.failed:
@@ -38,29 +53,46 @@ class Answers(dict[Hashable, Any]):
 
 
 def map(
-    model: Any,
-    data: Any,
+    model: Model,
+    data: Data,
     *,
     devices: str | Sequence[str] = "auto",
     batch_size: int = 32,
-    balance: str = "least-busy",
-    isolation: str = "rows",
-    precision: str = "float32",
+    balance: Balance = "least-busy",
+    isolation: Isolation = "rows",
+    precision: Precision = "float32",
     timeout: float = 120.0,
     start_timeout: float = 300.0,
-    progress: str | bool = "auto",
+    progress: Progress = "auto",
 ) -> Answers:
-    """A model's answers to every user's rows, computed on all devices at once: {user: array}.
+    """Return a model's answers to every user's rows, computed on all devices at once.
 
-    data: `mf.each({user: rows})`, or a plain mapping. Rows are an array `(row, …)` or a tree of arrays; or a
-        stream of batches: a `DataLoader` or any iterable of batches, a `tf.data.Dataset`, a function that returns
-        an iterator. Streams are read as their rows are needed; of an (x, y) batch the y is left aside.
-    The rest is as for `Replicas`. A user whose data fail is in `.failed` of the result; the others go on.
+    Args:
+        model: As for `Replicas`.
+        data: `mf.each({user: rows})`, or a plain mapping. Rows are an array `(row, …)` or a tree of arrays; or a
+            stream of batches: a `DataLoader` or any iterable of batches, a `tf.data.Dataset`, or a function that
+            returns an iterator. Streams are read as their rows are needed. Of an (x, y) batch, only x is used.
+        devices: As for `Replicas`.
+        batch_size: As for `Replicas`.
+        balance: As for `Replicas`.
+        isolation: As for `Replicas`.
+        precision: As for `Replicas`.
+        timeout: As for `Replicas`.
+        start_timeout: As for `Replicas`.
+        progress: True shows a progress bar, "auto" shows it on a terminal only.
 
+    Returns:
+        The answers by user. Users whose data failed are in its `failed`; the others are not affected.
+
+    Raises:
+        InputError: If the data or an option can't be used.
+        FleetError: If no replica can be started.
+
+    Example:
         answers = mf.map(model, mf.each({"ada": x1, "bob": x2}), devices="cuda:0,cuda:1")
     """
     users = _users(data)
-    found: dict[Hashable, Any] = {}
+    found: dict[Hashable, Tree] = {}
     answers = Answers()
     stream = imap(
         model,
@@ -88,31 +120,52 @@ def map(
 
 
 def imap(
-    model: Any,
-    data: Any,
+    model: Model,
+    data: Data,
     *,
     devices: str | Sequence[str] = "auto",
     batch_size: int = 32,
-    balance: str = "least-busy",
-    isolation: str = "rows",
-    precision: str = "float32",
+    balance: Balance = "least-busy",
+    isolation: Isolation = "rows",
+    precision: Precision = "float32",
     timeout: float = 120.0,
     start_timeout: float = 300.0,
-    progress: str | bool = "auto",
+    progress: Progress = "auto",
     partial: bool = False,
-) -> Iterator[tuple[Hashable, Any]]:
-    """As `map`, but the answers as they come: (user, array), or (user, error) for one that failed.
+) -> Iterator[tuple[Hashable, Tree]]:
+    """Yield a model's answers to every user's rows, as they are computed.
 
-    Of users' streams only few rows are in memory, and the answers of the users that are being read. Whoever takes
-    the answers slowly holds up the replicas: only few are computed ahead.
+    Only few rows of the users' streams are in memory at a time, and the answers of the users that are being read.
+    Few answers are computed ahead: taking them slowly holds up the replicas.
 
-    partial: the answers of a stream batch by batch, in its order, so that endless streams have answers, too:
-        (user, array) for each batch, or (user, error) for one of which rows failed, numbered from the first of the
-        stream. The last of every user is (user, None), also of one with arrays; if the stream raised, the error
-        comes just before it.
+    Args:
+        model: As for `Replicas`.
+        data: As for `map`.
+        devices: As for `Replicas`.
+        batch_size: As for `Replicas`.
+        balance: As for `Replicas`.
+        isolation: As for `Replicas`.
+        precision: As for `Replicas`.
+        timeout: As for `Replicas`.
+        start_timeout: As for `Replicas`.
+        progress: As for `map`.
+        partial: Yield the answers of a stream batch by batch, in its order, so that endless streams have answers,
+            too. An error numbers the failed rows of its batch from the first row of the stream. The last item of
+            every user is (user, None), also for arrays. If a stream raises, the error comes just before that.
+
+    Returns:
+        An iterator of (user, array), or (user, error) for a user that failed.
+
+    Raises:
+        InputError: If the data or an option can't be used.
+        FleetError: If no replica can be started.
+
+    Example:
+        for user, answer in mf.imap(model, {"ada": x1, "bob": x2}):
+            print(user, answer if isinstance(answer, Exception) else answer.shape)
     """
     users = _users(data)
-    shown = _shown(progress)
+    shown = _progress_bar(progress)
     replicas = Replicas(
         model,
         devices=devices,
@@ -124,24 +177,25 @@ def imap(
         timeout=timeout,
         start_timeout=start_timeout,
     )
-    replicas._span = SPAN
-    room = len(replicas.stats().replicas) * batch_size * MOST_AT_ONCE
-    return _Stream(replicas, _answers(replicas, users, shown, room, partial))
+    for driver in replicas._drivers:
+        driver.batch_count.seconds_at_once = SECONDS_AT_ONCE
+    room = len(replicas._drivers) * batch_size * MAX_BATCHES
+    return _AnswerStream(replicas, _answers(replicas, users, shown, room, partial))
 
 
-class _Stream(Iterator[tuple[Hashable, Any]]):
-    """The answers as they come. Whoever drops it has dropped the replicas, too."""
+class _AnswerStream(Iterator[tuple[Hashable, Tree]]):
+    """The iterator of `imap`. Dropping it closes the replicas."""
 
-    def __init__(self, replicas: Replicas, answers: Generator[tuple[Hashable, Any], None, None]) -> None:
+    def __init__(self, replicas: Replicas, answers: Generator[tuple[Hashable, Tree], None, None]) -> None:
         self._replicas, self._answers = replicas, answers
 
-    def __next__(self) -> tuple[Hashable, Any]:
-        self._replicas._refuse_inherited()
+    def __next__(self) -> tuple[Hashable, Tree]:
+        self._replicas._state.refuse_inherited()
         return next(self._answers)
 
     def close(self) -> None:
-        """Ask for no more."""
-        if self._replicas._inherited:
+        """Close the replicas."""
+        if self._replicas._state.inherited:
             return
         self._answers.close()
         self._replicas.close(wait=False)
@@ -150,110 +204,116 @@ class _Stream(Iterator[tuple[Hashable, Any]]):
         self.close()
 
 
-class _Done:
-    """Answers that were not handed out. While there are many of them, the replicas take no more rows."""
+class _Unclaimed:
+    """Answers that the caller has not taken. While there are many of them, the replicas take no more rows."""
 
-    def __init__(self, replicas: Replicas, most: int) -> None:
-        self._replicas, self._most = replicas, most
-        self._found: deque[tuple[Hashable, Any, int, bool]] = deque()
-        self._news = threading.Condition()
+    def __init__(self, replicas: Replicas, max_rows: int) -> None:
+        self._state, self._max_rows = replicas._state, max_rows
+        self._answers: deque[Answer] = deque()
+        self._added = threading.Condition()
         self._rows = 0
-        replicas._stalled = lambda: self._rows >= most
+        self._state.is_paused = lambda: self._rows >= max_rows
 
-    def put(self, user: Hashable, answer: Any, rows: int, last: bool) -> None:
-        """Note an answer."""
-        with self._news:
-            self._found.append((user, answer, rows, last))
+    def put(self, user: Hashable, answer: Tree, rows: int, last: bool) -> None:
+        """Add an answer."""
+        with self._added:
+            self._answers.append((user, answer, rows, last))
             self._rows += rows
-            self._news.notify()
+            self._added.notify()
 
-    def get(self, seconds: float | None = None) -> tuple[Hashable, Any, int, bool] | None:
-        """The next answer; None if there is none within so many seconds."""
-        with self._news:
-            if not self._news.wait_for(lambda: bool(self._found), seconds):
+    def get(self, seconds: float | None = None) -> Answer | None:
+        """Return the next answer; None if there is none within `seconds`."""
+        with self._added:
+            if not self._added.wait_for(lambda: bool(self._answers), seconds):
                 return None
-            found = self._found.popleft()
-            stalled = self._rows >= self._most
+            found = self._answers.popleft()
+            paused = self._rows >= self._max_rows
             self._rows -= found[2]
-        if stalled:
-            self._replicas._wake()
+        if paused:
+            self._state.wake()
         return found
 
 
-class _Turns:
-    """Submits users with arrays a few at a time, those with the fewest rows first: so the first are done soon."""
+class _ArraySubmitter:
+    """Submits users with arrays a few at a time, users with the fewest rows first, so that these are done soon."""
 
-    def __init__(self, replicas: Replicas, most: int, told: Callable[[Hashable, Any, int], None]) -> None:
-        self._replicas, self._most, self._told = replicas, most, told
+    def __init__(self, replicas: Replicas, max_rows: int, report: Callable[[Hashable, Tree, int], None]) -> None:
+        self._state, self._max_rows, self._report = replicas._state, max_rows, report
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[Hashable, Any, int]] = deque()
+        self._waiting: deque[tuple[Hashable, Tree, int]] = deque()
         self.rows = 0
-        """Of all users."""
+        """Number of rows of all users."""
 
-    def add(self, user: Hashable, data: Any) -> None:
-        """Note a user's arrays."""
+    def add(self, user: Hashable, data: Tree) -> None:
+        """Add a user's arrays."""
         found, rows = rows_of(data, user)
         self._waiting.append((user, found, rows))
         self.rows += rows
 
-    def begin(self) -> None:
-        """Submit the first, and others as the replicas take rows."""
+    def start(self) -> None:
+        """Submit the first users, and others as the replicas take rows."""
         self._waiting = deque(sorted(self._waiting, key=lambda one: one[2]))
-        self._replicas._hungry = self.more
-        self.more()
+        self._state.on_rows_taken = self.submit_more
+        self.submit_more()
 
-    def more(self) -> None:
+    def submit_more(self) -> None:
         """Submit users until enough rows wait."""
         with self._lock:
-            while self._waiting and (self._replicas._ahead() < self._most):
+            while self._waiting and self._state.rows_ahead() < self._max_rows:
                 user, data, rows = self._waiting.popleft()
                 try:
-                    future = self._replicas._submit(user, data, rows)
+                    future = self._state.submit(user, data, rows)
                 except FleetError as error:
-                    self._told(user, error, 0)
+                    self._report(user, error, 0)
                 else:
                     future.add_done_callback(
-                        lambda ended, user=user, rows=rows: self._told(user, outcome(ended), rows)
+                        lambda ended, user=user, rows=rows: self._report(user, outcome(ended), rows)
                     )
 
 
 def _answers(
-    replicas: Replicas, users: Mapping[Hashable, Any], shown: Any, room: int, partial: bool
-) -> Generator[tuple[Hashable, Any], None, None]:
-    done = _Done(replicas, UNCLAIMED * room)
+    replicas: Replicas, users: Mapping[Hashable, Data], shown: Callable[..., Any], room: int, partial: bool
+) -> Generator[tuple[Hashable, Tree], None, None]:
+    unclaimed = _Unclaimed(replicas, MAX_UNCLAIMED * room)
     reading: Reading | None = None
     framework = replicas._framework
 
-    def told(user: Hashable, answer: Any, rows: int) -> None:
-        """The outcome of a user with arrays."""
-        done.put(user, answer, rows, last=not partial)
+    def report(user: Hashable, answer: Tree, rows: int) -> None:
+        """Add the outcome of a user with arrays."""
+        unclaimed.put(user, answer, rows, last=not partial)
         if partial:
-            done.put(user, None, 0, last=True)
+            unclaimed.put(user, None, 0, last=True)
 
-    turns = _Turns(replicas, WAITING * room, told)
-    streams: dict[Hashable, Any] = {}
-    iterators: dict[int, Hashable] = {}  # whose each is
+    arrays = _ArraySubmitter(replicas, ARRAY_ROWS_AHEAD * room, report)
+    streams: dict[Hashable, Data] = {}
+    iterators: dict[int, Hashable] = {}  # the user of each
     left, failed, answered = len(users), 0, False
     try:
         for user, data in users.items():
             try:
-                # An iterator will do here: data are read only once.
+                # Iterators are allowed here, as data are read only once.
                 where = f"the data of user {user!r}"
                 if isinstance(data, Iterator):
-                    _refuse_second(iterators.setdefault(id(data), user), user)
+                    _check_own_iterator(iterators.setdefault(id(data), user), user)
                 if isinstance(data, Iterator) or is_loader(data, framework.arrays, where):
                     streams[user] = data
                 else:
-                    turns.add(user, data)
+                    arrays.add(user, data)
             except FleetError as error:
-                told(user, error, 0)
-        turns.begin()
-        inputs = framework.inputs
-        reading = Reading(replicas, streams, room=AHEAD * room, inputs=inputs, told=done.put, partial=partial)
-        with shown(replicas, turns.rows, reading) as show:
+                report(user, error, 0)
+        arrays.start()
+        reading = Reading(
+            replicas._state,
+            streams,
+            max_rows=STREAM_ROWS_AHEAD * room,
+            inputs=framework.inputs,
+            report=unclaimed.put,
+            partial=partial,
+        )
+        with shown(replicas, arrays.rows, reading) as show:
             while left:
                 show(failed)
-                found = done.get(LOOK)
+                found = unclaimed.get(PROGRESS_INTERVAL)
                 if found is None:
                     continue
                 user, answer, rows, last = found
@@ -261,24 +321,24 @@ def _answers(
                 failed += isinstance(answer, Exception)
                 answered = answered or not _is_no_answer(answer)
                 if replicas.failure is not None and not answered:
-                    rest = _rest(done, left)
-                    if all(_is_no_answer(other[1]) for other in rest):  # no user's fault, and no use
+                    rest = _drain(unclaimed, left)
+                    if all(_is_no_answer(other[1]) for other in rest):  # not a user's fault
                         raise replicas.failure
                     answered = True
                     for other in rest if partial else sorted(rest, key=lambda other: _is_no_answer(other[1])):
-                        done.put(*other)  # those with answers first
+                        unclaimed.put(*other)  # users with answers first
                 if user in streams:
-                    reading.handed_out(user, rows, last)
+                    reading.claimed(user, rows, last)
                 del found
                 yield user, answer
             show(failed)
     finally:
-        if reading is not None and not replicas._inherited:
+        if reading is not None and not replicas._state.inherited:
             reading.close()
         replicas.close(wait=not left)
 
 
-def _refuse_second(first: Hashable, user: Hashable) -> None:
+def _check_own_iterator(first: Hashable, user: Hashable) -> None:
     if first != user:
         raise InputError(
             f"users {first!r} and {user!r} have the same iterator as their data, and each batch of it would go to "
@@ -286,41 +346,42 @@ def _refuse_second(first: Hashable, user: Hashable) -> None:
         )
 
 
-def _rest(done: _Done, left: int) -> list[tuple[Hashable, Any, int, bool]]:
-    """What is still to be handed out, when no replica is left to answer more, of so many users."""
-    rest: list[tuple[Hashable, Any, int, bool]] = []
+def _drain(unclaimed: _Unclaimed, left: int) -> list[Answer]:
+    """Return all answers of the `left` users that have not ended, when no replica is left to answer more."""
+    rest: list[Answer] = []
     while left:
-        found = done.get()
+        found = unclaimed.get()
         assert found is not None
         rest.append(found)
         left -= found[3]
     return rest
 
 
-def _is_no_answer(answer: Any) -> bool:
+def _is_no_answer(answer: Tree) -> bool:
     return answer is None or isinstance(answer, Exception)
 
 
-def _is_empty(answer: Any) -> bool:
+def _is_empty(answer: Tree) -> bool:
     found = leaves(answer)
     return bool(found) and not len(found[0])
 
 
-def _users(data: Any) -> Mapping[Hashable, Any]:
+def _users(data: Data) -> Mapping[Hashable, Data]:
     values: Any = data.values if isinstance(data, Each) else data
     if isinstance(values, list) and isinstance(data, Each):
         values = {str(number): rows for number, rows in enumerate(values)}
     if not isinstance(values, Mapping):
         raise InputError(
-            f"the data are a {type(values).__name__}; expected mf.each({{user: rows}}): every user's rows by name."
+            f"the data are a {type(values).__name__}; expected mf.each({{user: rows}}). Give every "
+            f"user's rows by name."
         )
     if not values:
         raise InputError("there are no users in the data. Give mf.each({user: rows}) with at least one.")
     return values
 
 
-def _shown(progress: str | bool) -> Callable[..., AbstractContextManager[Callable[[int], None]]]:
-    """What shows the progress, told how many users have failed: a bar on a terminal, nothing elsewhere."""
+def _progress_bar(progress: Progress) -> Callable[..., AbstractContextManager[Callable[[int], None]]]:
+    """Return a context manager whose function updates a progress bar, given how many users have failed."""
     if progress not in ("auto", True, False):
         raise InputError(f'progress is {progress!r}, expected "auto", True or False.')
 

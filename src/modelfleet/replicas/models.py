@@ -1,4 +1,4 @@
-"""What people give to be asked: a model, a function of rows, or a factory that makes either in every worker."""
+"""The model of replicas: a model, a function of rows, or a factory that makes either in every worker."""
 
 import contextvars
 import random
@@ -16,44 +16,50 @@ from modelfleet.devices import Device, parse_devices
 from modelfleet.errors import FleetError, InputError, StrategyError
 from modelfleet.frameworks import randomness
 from modelfleet.frameworks.batches import inputs
+from modelfleet.types import Model, Precision
 from modelfleet.words import size
-from modelfleet.workers import CannotSendError, Place, Shared
+from modelfleet.workers import CannotSendError, Place, SharedValue
 from modelfleet.workers.inline import InlinePlace
-
-PRECISIONS = ("float32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where replicas have their model from."""
+    """Where replicas get their model from."""
 
-    value: Any
-    """The model; or the factory, if it is not known yet what that makes."""
+    value: Model
+    """The model; or a factory, as long as what it makes is unknown."""
     framework: Any
-    """The model's adapter; or `Unmade`."""
+    """Adapter of the model's framework; `UnknownFramework` for a factory."""
 
     @classmethod
-    def of(cls, given: Any) -> "Source":
-        """What was given. A function that needs no arguments is a factory; one that needs one is a model."""
+    def of(cls, given: Model) -> "Source":
+        """Return the source for what a user gave. A function that needs no arguments is a factory.
+
+        Raises:
+            InputError: If it is neither a model nor a function.
+        """
         found = _adapter(given)
         if found is not None:
             return cls(given, found)
         if callable(given) and frameworks.adapter("python").needed(given) == 0:
-            return cls(given, Unmade())
+            return cls(given, UnknownFramework())
         raise InputError(
-            f"{_described(given)} is not a model that can be asked. Give a torch.nn.Module, a keras.Model, a "
+            f"{_described(given)} is not a model that can answer rows. Give a torch.nn.Module, a keras.Model, a "
             f"flax.nnx.Module, a (params, apply) pair of JAX, a tf.Module; anything with a `predict`; a function "
             f"of one argument, the rows; or a function without arguments that returns one of these."
         )
 
     @property
-    def unmade(self) -> bool:
-        """Whether it is a factory."""
-        return isinstance(self.framework, Unmade)
+    def is_factory(self) -> bool:
+        """True if the model has to be made."""
+        return isinstance(self.framework, UnknownFramework)
 
     def made(self) -> "Source":
-        """The model, if this is a factory. Generators are seeded for it: all workers get the same weights."""
-        if not self.unmade:
+        """Return the source of the model itself; a factory is called for that.
+
+        Random generators are seeded for the call, so that all workers get the same weights.
+        """
+        if not self.is_factory:
             return self
         with randomness.kept(), ExitStack() as seeded:
             random.seed(0)
@@ -64,22 +70,19 @@ class Source:
         found = _adapter(model)
         if found is None:
             raise InputError(
-                f"{_described(self.value)} returned {_described(model)}, which is not a model that can be asked. "
-                f"A function without arguments has to make a model; one that answers rows itself needs one "
-                f"argument, the rows."
+                f"{_described(self.value)} returned {_described(model)}, which can't answer rows. A function "
+                f"without arguments has to make a model; one that answers rows itself takes them as its only "
+                f"argument."
             )
         return Source(model, found)
 
     def at(self, places: Sequence[Place], seconds: float) -> "Source":
-        """The source for places: in this process the model itself, made here; for workers what was given.
-
-        seconds: how long a factory may take here.
-        """
+        """Return the source for places. In this process, a factory is called here and may take `seconds`."""
         here = all(isinstance(place, InlinePlace) for place in places)
-        return self._made_within(seconds) if self.unmade and here else self
+        return self._made_within(seconds) if self.is_factory and here else self
 
     def _made_within(self, seconds: float) -> "Source":
-        """As `made`; in a thread, as nothing else can be waited for no longer than so long."""
+        """Return `made()`, in a thread, because nothing else can be waited for with a limit."""
         making: Future[Source] = Future()
         before, settings = randomness.state(), frameworks.settings(None)
 
@@ -87,7 +90,7 @@ class Source:
             try:
                 with frameworks.using(settings):
                     made = self.made()
-            except BaseException as error:  # the caller's to hear, whatever it is
+            except BaseException as error:  # raised in the caller, whatever it is
                 making.set_exception(error)
             else:
                 making.set_result(made)
@@ -95,43 +98,43 @@ class Source:
         context = contextvars.copy_context()
         threading.Thread(target=context.run, args=(make,), name="modelfleet-factory", daemon=True).start()
         if wait([making], min(seconds, threading.TIMEOUT_MAX)).not_done:
-            randomness.restore(before)  # which it had seeded
+            randomness.restore(before)  # the factory's thread had seeded it
             raise FleetError(
                 f"{_described(self.value)} had not made its model after {seconds:g} s, and is left behind in a "
-                f"thread, which nobody can end. Give a larger start_timeout if it takes that long."
+                f"thread, which can't be ended. Give a larger start_timeout if it takes that long."
             )
         return making.result()
 
-    def check(self, precision: str, places: Sequence[Place]) -> None:
-        """Refuse a precision that the model can't have, and devices whose memory is too small for its weights."""
-        if self.unmade:
-            return  # its worker will look
+    def check(self, precision: Precision, places: Sequence[Place]) -> None:
+        """Raise InputError if the model can't have a precision, or a device has no memory for its weights."""
+        if self.is_factory:
+            return  # the worker will check
         self.check_precision(precision)
         for place in places:
             _check_memory(self.framework, self.value, place)
 
-    def check_precision(self, precision: str) -> None:
-        """Refuse a precision that the framework does not know."""
+    def check_precision(self, precision: Precision) -> None:
+        """Raise InputError if the framework does not offer a precision."""
         if precision not in self.framework.PRECISIONS:
             raise InputError(
                 f'precision="{precision}" is for models of torch and JAX; this one is of {self.framework.NAME}. '
                 f"Set the precision in the model itself."
             )
 
-    def share(self, place: Place) -> Shared:
-        """The source for all workers of places like this one."""
+    def share(self, place: Place) -> SharedValue:
+        """Send the model, or the factory, to all workers of places like this one."""
         frozen = getattr(self.framework, "frozen", lambda model: model)
         try:
-            return place.share(frozen(self.value), "the factory" if self.unmade else "the model")
+            return place.share(frozen(self.value), "the factory" if self.is_factory else "the model")
         except CannotSendError as error:
             raise StrategyError(
-                f"{error} Or give a function without arguments that makes the model: it is called in every "
+                f"{error} Or give a function without arguments that makes the model, which is called in every "
                 f"worker. Or use one device, for which nothing is sent."
             ) from error
 
 
-class Unmade:
-    """Stands for the framework of a model that is to be made by workers, where only devices and data are known."""
+class UnknownFramework:
+    """Stands for the framework of a model that workers will make: only devices and data are known."""
 
     NAME = None
 
@@ -141,15 +144,15 @@ class Unmade:
 
     @staticmethod
     def choose(wanted: tuple[Device, ...] | None) -> tuple[Device, ...]:
-        """The devices that the imported frameworks see: of the first that has accelerators; or else the CPU."""
+        """Return the devices of the first imported framework that has accelerators; without one, the CPU."""
         loaded = frameworks.loaded()
         for framework in sorted(loaded, key=lambda one: not one.accelerators()):
             return framework.choose(wanted)
         return (Device("cpu"),) if wanted is None else wanted
 
 
-def _adapter(given: Any) -> Any:
-    """The adapter of what can be asked as it is; None for a factory, and for all else."""
+def _adapter(given: Model) -> Any:
+    """Return the adapter of a model or a function of rows; None for anything else."""
     try:
         return frameworks.adapter_of(given, "model")
     except InputError:
@@ -157,21 +160,21 @@ def _adapter(given: Any) -> Any:
         return plain if plain.is_model(given) else None
 
 
-def _check_memory(framework: Any, model: Any, place: Place) -> None:
-    """Refuse a model whose weights alone are more than a device of this machine has free."""
-    if place.name.startswith("ray"):
-        return  # only its worker can know
+def _check_memory(framework: Any, model: Model, place: Place) -> None:
+    """Raise InputError if a model's weights alone are larger than the free memory of a device of this machine."""
+    if place.on_cluster:
+        return  # only the worker can know
     (device,) = parse_devices(place.device) or ()
-    there = memory.available(framework, framework.native(device), place.device)
+    available = memory.available(framework, framework.native(device), place.device)
     need = framework.weight_bytes(model)
-    if there is not None and need > there:
+    if available is not None and need > available:
         raise InputError(
             f"device '{place.name}' has no memory for even one replica: the weights take {size(need)}, and "
-            f"{size(there)} are free. Free some, use a larger device, or a smaller model or precision."
+            f"{size(available)} are free. Free some, use a larger device, or a smaller model or precision."
         )
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     if isinstance(value, type):
         return f"the class {value.__qualname__}"
     name = getattr(value, "__qualname__", None)

@@ -1,90 +1,93 @@
-"""What the queue keeps books of: requests, slices of their rows, and batches of slices."""
+"""The values of the queue: requests, spans of their rows, and batches of spans."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from modelfleet.errors import FleetError, InputError, RowsError
 from modelfleet.joining import joined
 from modelfleet.trees import leaves
+from modelfleet.types import Tree
 from modelfleet.words import count, unstopped
 
-KNOWN = 1000  # different errors of a request that are compared with new ones
+MAX_DISTINCT_ERRORS = 1000  # of a request, that new errors are compared with
 Status = Literal["open", "answered", "failed", "cancelled"]
+Layout = tuple[object, tuple[object, ...]]
+"""Structure of a tree of rows, and dtype and shape of a row at each leaf."""
 
 
 @dataclass(eq=False)
 class Request:
-    """The rows that one user submitted at once, and what became of them."""
+    """Rows that one user submitted at once, and the outcome of each."""
 
     user: Hashable
-    data: Any = field(repr=False)
+    data: Tree = field(repr=False)
     rows: int
     submitted: float
     deadline: float | None = None
     priority: int = 0
     status: Status = "open"
-    begun: float | None = None
-    """When its first row was first taken."""
-    latest: float | None = None
-    """When rows of it were last answered."""
-    pieces: dict[tuple[int, int], Any] = field(default_factory=dict, repr=False)
-    """Answers by the rows they are for: (start, stop)."""
+    first_taken: float | None = None
+    """When a replica first took a row."""
+    last_answered: float | None = None
+    """When rows were last answered."""
+    answers: dict[tuple[int, int], Tree] = field(default_factory=dict, repr=False)
+    """Answers by the rows that they are for: (start, stop)."""
     errors: dict[int, Exception] = field(default_factory=dict)
-    """What is wrong with a row, by row. Equal errors are one object."""
+    """Errors by row. Equal errors are one object."""
     error: Exception | None = None
-    """Why it failed, when it failed."""
+    """Why the request failed, if it did."""
     updated: bool = False
-    """Whether the replicas were given another model while it was under way: some rows may be by either."""
-    form: Any = field(default=None, repr=False)
-    """What its rows look like, as `rows.form` has found it."""
+    """True if the model was replaced meanwhile: some rows may be answered by the old one, some by the new one."""
+    layout: Layout | None = field(default=None, repr=False)
+    """Set by `rows.layout_of`."""
 
-    # Every row without an outcome waits or runs. Those from `cursor` on have never been taken.
-    cursor: int = 0
+    # Every row without an outcome is waiting or running. Rows from `next_row` on have never been taken.
+    next_row: int = 0
     waiting: int = 0
     running: int = 0
 
-    _known: dict[tuple[type, str], Exception] = field(default_factory=dict, repr=False)
+    _distinct: dict[tuple[type, str], Exception] = field(default_factory=dict, repr=False)
 
     def fail(self, row: int, error: Exception) -> None:
-        """Note the error of a row."""
+        """Record the error of a row."""
         key = type(error), str(error)
-        if len(self._known) < KNOWN:
-            error = self._known.setdefault(key, error)
-        self.errors[row] = self._known.get(key, error)
+        if len(self._distinct) < MAX_DISTINCT_ERRORS:
+            error = self._distinct.setdefault(key, error)
+        self.errors[row] = self._distinct.get(key, error)
 
     def forget(self) -> None:
-        """Let go of the rows and of the answers: somebody may keep a future for ever."""
+        """Drop the rows and the answers: the user may keep the future for a long time."""
         self.data = None
-        self.pieces, self.errors, self._known = {}, {}, {}
+        self.answers, self.errors, self._distinct = {}, {}, {}
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The rows that were answered."""
-        return tuple(row for start, stop in sorted(self.pieces) for row in range(start, stop))
+        """Numbers of the rows that were answered."""
+        return tuple(row for start, stop in sorted(self.answers) for row in range(start, stop))
 
-    def joined(self) -> Any:
-        """The answers that are there, joined in the order of the rows; None if there are none."""
-        pieces = [self.pieces[rows] for rows in sorted(self.pieces)]
-        if len(pieces) <= 1:
-            return pieces[0] if pieces else None
+    def joined(self) -> Tree:
+        """Return the answers so far, joined in the order of the rows; None if there are none."""
+        parts = [self.answers[rows] for rows in sorted(self.answers)]
+        if len(parts) <= 1:
+            return parts[0] if parts else None
         try:
-            return joined(pieces, _is_plain_list)
+            return joined(parts, _is_plain_list)
         except (ValueError, TypeError) as error:
             remedy = (
-                "The replicas were given a new model while the request was under way, and some rows were answered "
-                "by each: submit it again."
+                "The model was replaced while the request was under way, and some rows were answered by each "
+                "model: submit the request again."
                 if self.updated
                 else "Let the model give one array (row, …), or one tree of them, with the same keys and the same "
                 "shape per row in every batch."
             )
             raise InputError(
-                f"the answers for {count(self.rows, 'row')} of user {self.user!r} came in {len(pieces)} batches "
+                f"the answers for {count(self.rows, 'row')} of user {self.user!r} came in {len(parts)} batches "
                 f"that can't be joined ({error}). {remedy}"
             ) from error
 
     def failure(self) -> FleetError:
-        """The error of a request of which some rows failed."""
+        """Return the error of a request of which some rows failed."""
         shown = [f"row {row} ({type(e).__name__}: {e})" for row, e in sorted(self.errors.items())[:3]]
         more = f" and {len(self.errors) - 3:,} more" if len(self.errors) > 3 else ""
         message = (
@@ -101,7 +104,7 @@ class Request:
             answers = self.joined()
         except InputError as error:
             return error
-        except Exception as error:  # memory, say: whoever waits is told, whatever it is
+        except Exception as error:  # such as MemoryError: the future needs a result in any case
             message, answers = (
                 f"{message} These could not be joined: {type(error).__name__}: {unstopped(error)}.",
                 None,
@@ -112,8 +115,8 @@ class Request:
 
 
 @dataclass(frozen=True, eq=False)
-class Slice:
-    """The rows from `start` to before `stop` of a request."""
+class RowSpan:
+    """Rows `start` to `stop` - 1 of a request."""
 
     request: Request
     start: int
@@ -121,47 +124,92 @@ class Slice:
 
     @property
     def rows(self) -> int:
-        """How many rows it has."""
+        """Number of rows."""
         return self.stop - self.start
 
 
 @dataclass(eq=False)
-class Batch:
-    """Slices that go through the model together. `strikes`: the deaths of replicas these rows are charged with."""
+class RowBatch:
+    """Spans that go through the model together. `deaths`: deaths of replicas that these rows are charged with."""
 
-    slices: tuple[Slice, ...]
-    strikes: int = 0
+    spans: tuple[RowSpan, ...]
+    deaths: int = 0
     replica: str | None = None
     rows: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.rows = sum(piece.rows for piece in self.slices)
+        self.rows = sum(span.rows for span in self.spans)
 
 
-def still_open(slices: Iterable[Slice]) -> tuple[Slice, ...]:
-    """The slices whose request still waits for its answer."""
-    return tuple(piece for piece in slices if piece.request.status == "open")
+@dataclass
+class Counts:
+    """Numbers of requests by outcome, and of rows that wait or run."""
+
+    submitted: int = 0
+    answered: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    waiting: int = 0
+    """Open requests with waiting rows: not taken yet, or to be tried again."""
+    waiting_rows: int = 0
+    running_rows: int = 0
+
+    @property
+    def open(self) -> int:
+        """Number of requests without an outcome."""
+        return self.submitted - self.answered - self.failed - self.cancelled
 
 
-def cut(slices: Iterable[Slice], rows: int) -> tuple[tuple[Slice, ...], tuple[Slice, ...]]:
-    """The first `rows` rows, and the rest; a slice may be cut in two."""
-    first: list[Slice] = []
-    rest: list[Slice] = []
-    for piece in slices:
-        middle = piece.start + min(rows, piece.rows)
-        rows -= middle - piece.start
-        if middle > piece.start:
-            first.append(Slice(piece.request, piece.start, middle))
-        if middle < piece.stop:
-            rest.append(Slice(piece.request, middle, piece.stop))
+def open_spans(spans: Iterable[RowSpan]) -> tuple[RowSpan, ...]:
+    """Return the spans of open requests."""
+    return tuple(span for span in spans if span.request.status == "open")
+
+
+def split_rows(spans: Iterable[RowSpan], rows: int) -> tuple[tuple[RowSpan, ...], tuple[RowSpan, ...]]:
+    """Return the first `rows` rows, and the rest. A span may be cut in two."""
+    first: list[RowSpan] = []
+    rest: list[RowSpan] = []
+    for span in spans:
+        middle = span.start + min(rows, span.rows)
+        rows -= middle - span.start
+        if middle > span.start:
+            first.append(RowSpan(span.request, span.start, middle))
+        if middle < span.stop:
+            rest.append(RowSpan(span.request, middle, span.stop))
     return tuple(first), tuple(rest)
 
 
-def between(slices: Iterable[Slice], start: int, stop: int) -> tuple[Slice, ...]:
-    """The rows of a batch from position `start` to before `stop`."""
-    return cut(cut(slices, stop)[0], start)[1]
+def spans_between(spans: Iterable[RowSpan], start: int, stop: int) -> tuple[RowSpan, ...]:
+    """Return the rows at positions `start` to `stop` - 1 of a batch."""
+    return split_rows(split_rows(spans, stop)[0], start)[1]
 
 
-def _is_plain_list(tree: Any) -> bool:
+def record_errors(batch: RowBatch, errors: Mapping[int, Exception]) -> dict[Request, int]:
+    """Record the errors of a batch's rows, given by position. Return how many rows of each open request failed."""
+    failed: dict[Request, int] = {}
+    position = 0
+    for span in batch.spans if errors else ():
+        rows = [row for row in range(span.rows) if position + row in errors]
+        if rows and span.request.status == "open":
+            for row in rows:
+                span.request.fail(span.start + row, errors[position + row])
+            failed[span.request] = failed.get(span.request, 0) + len(rows)
+        position += span.rows
+    return failed
+
+
+def record_deadly(spans: Iterable[RowSpan], reason: str) -> None:
+    """Record that replicas died on all of these rows, the last one for a reason."""
+    for span in spans:
+        rows = f"row {span.start}" if span.rows == 1 else f"rows {span.start} to {span.stop - 1}"
+        error = FleetError(
+            f"replicas died repeatedly on {rows} of user {span.request.user!r}, the last one because: {reason}. "
+            f"It is not tried again."
+        )
+        for row in range(span.start, span.stop):
+            span.request.fail(row, error)
+
+
+def _is_plain_list(tree: Tree) -> bool:
     # A list without arrays is itself one answer per row, not a container of outputs.
     return isinstance(tree, list) and not any(hasattr(leaf, "shape") for leaf in leaves(tree))

@@ -1,43 +1,50 @@
-"""Rows of users' data: taken from requests, put together into batches, and the answers cut apart again."""
+"""Rows of users' data: checked, put together into batches, and the answers cut apart again."""
 
 import copy
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import numpy as np
 
 from modelfleet import frameworks
 from modelfleet.errors import InputError
-from modelfleet.replicas.requests import Batch, Request, Slice
+from modelfleet.replicas.requests import Layout, Request, RowBatch, RowSpan
 from modelfleet.trees import leaves, map_tree, paths, structure
+from modelfleet.types import Tree
+
+Part = tuple[int, int, Tree]
+"""Outputs for the rows `start` to `stop` - 1 of a batch: (start, stop, outputs)."""
 
 
-def rows_of(x: Any, user: Hashable) -> tuple[Any, int]:
-    """A user's data as a tree of NumPy arrays, and how many rows they have."""
-    data = map_tree(lambda leaf: _array(leaf, user), x, _is_rows)
-    found = [(path, leaf) for path, leaf in paths(data)]
+def rows_of(x: Tree, user: Hashable) -> tuple[Tree, int]:
+    """Return a user's data as a tree of NumPy arrays, and the number of rows.
+
+    Raises:
+        InputError: If `x` has no arrays, or arrays of different lengths, or something else in it.
+    """
+    data = map_tree(lambda leaf: _array(leaf, user), x, _is_list_of_rows)
+    found = list(paths(data))
     if not found:
         raise InputError(f"user {user!r} gave no arrays: {x!r}. Give an array (row, …), or a tree of them.")
     counts = {len(leaf) for _, leaf in found}
     if len(counts) > 1:
         listed = ", ".join(f"{path or 'x'} {leaf.shape}" for path, leaf in found)
         raise InputError(
-            f"the arrays of user {user!r} have different numbers of rows: {listed}. Give as many of each."
+            f"the arrays of user {user!r} have different numbers of rows: {listed}. Give the same number of each."
         )
     return data, counts.pop()
 
 
-def _is_rows(leaf: Any) -> bool:
-    # A list of numbers, or of lists of them, is an array that was not made yet.
+def _is_list_of_rows(leaf: Tree) -> bool:
+    # A list of numbers, or of lists of them, stands for an array.
     return isinstance(leaf, list) and not any(hasattr(item, "shape") for item in leaves(leaf))
 
 
-def _array(leaf: Any, user: Hashable) -> np.ndarray:
+def _array(leaf: Tree, user: Hashable) -> np.ndarray:
     try:
         array = frameworks.as_numpy(leaf)
     except InputError as error:
         raise InputError(f"the data of user {user!r}: {error}") from error
-    except Exception as error:  # of ragged lists, and whatever else says that it is an array
+    except Exception as error:  # of ragged lists, and of anything that claims to be an array
         raise InputError(f"the data of user {user!r} are no array: {error}. Give rows of one shape.") from error
     if array.ndim == 0 and (callable(leaf) or hasattr(leaf, "__iter__")) and not isinstance(leaf, str | bytes):
         raise InputError(
@@ -55,60 +62,61 @@ def _array(leaf: Any, user: Hashable) -> np.ndarray:
     return array
 
 
-def batch_rows(batch: Any, inputs: Callable[[Any], Any], user: Hashable) -> tuple[Any, int]:
-    """The inputs of a batch that a stream gave, as a tree of NumPy arrays, and how many rows they have."""
-    if isinstance(batch, list) and not _is_rows(batch):
-        batch = tuple(batch)  # [x, y] is (x, y), as a DataLoader means it
+def rows_of_batch(batch: Tree, inputs: Callable[[Tree], Tree], user: Hashable) -> tuple[Tree, int]:
+    """Return the inputs of a stream's batch as a tree of NumPy arrays, and the number of rows."""
+    if isinstance(batch, list) and not _is_list_of_rows(batch):
+        batch = tuple(batch)  # [x, y] means (x, y), as from a DataLoader
     data, rows = rows_of(inputs(batch), user)
-    return map_tree(np.array, data), rows  # copies: a loader may write its next batch where this one is
+    return map_tree(np.array, data), rows  # copied, as a loader may write its next batch to the same memory
 
 
-def taken(piece: Slice, data: Any) -> Any:
-    """The rows of a slice; `data` are its request's."""
-    return map_tree(lambda leaf: leaf[piece.start : piece.stop], data)
+def rows_of_span(span: RowSpan, data: Tree) -> Tree:
+    """Return the rows of a span, given its request's data."""
+    return map_tree(lambda leaf: leaf[span.start : span.stop], data)
 
 
-def by_form(batch: Batch) -> list[tuple[Slice, ...]]:
-    """The slices of a batch, those together whose rows have one form and can be one array."""
-    if len(batch.slices) == 1:
-        return [batch.slices]
-    groups: dict[Any, list[Slice]] = {}
-    for piece in batch.slices:
-        groups.setdefault(form(piece.request), []).append(piece)
+def group_by_layout(batch: RowBatch) -> list[tuple[RowSpan, ...]]:
+    """Return the spans of a batch in groups whose rows can be one array."""
+    if len(batch.spans) == 1:
+        return [batch.spans]
+    groups: dict[Layout, list[RowSpan]] = {}
+    for span in batch.spans:
+        groups.setdefault(layout_of(span.request), []).append(span)
     return [tuple(group) for group in groups.values()]
 
 
-def form(request: Request) -> Any:
-    """What tells whether rows of two requests can be one array."""
-    if request.form is None:
+def layout_of(request: Request) -> Layout:
+    """Return the layout of a request's rows. Rows of equal layouts can be one array."""
+    if request.layout is None:
         shapes = tuple((leaf.dtype, leaf.shape[1:]) for leaf in leaves(request.data))
-        request.form = structure(request.data), shapes
-    return request.form
+        request.layout = structure(request.data), shapes
+    return request.layout
 
 
-def _copied(leaf: np.ndarray) -> np.ndarray:
-    # An array of objects, deep: they may hold arrays whose memory is written again.
-    return copy.deepcopy(leaf) if leaf.dtype == object else np.array(leaf)
+def split_outputs(parts: Sequence[Part], batch: RowBatch) -> list[tuple[RowSpan, Tree]]:
+    """Cut the outputs for rows of a batch apart, by the spans of these rows.
 
-
-def parted(parts: Sequence[tuple[int, int, Any]], batch: Batch) -> list[tuple[Slice, Any]]:
-    """The outputs for rows of a batch, (start, stop, outputs), by slices of these rows.
-
-    They are copied: each user has memory of their own.
+    They are copied, so that each user has memory of their own.
     """
-    found: list[tuple[Slice, Any]] = []
-    pieces = iter(batch.slices)
-    piece, first = next(pieces), 0  # a slice, and the position of its first row in the batch
+    found: list[tuple[RowSpan, Tree]] = []
+    spans = iter(batch.spans)
+    span, first = next(spans), 0  # a span, and the position of its first row in the batch
     for begin, end, outputs in parts:
-        at = begin
-        while at < end:
-            while first + piece.rows <= at:
-                first += piece.rows
-                piece = next(pieces)
-            stop = min(end, first + piece.rows)
-            whole = at == first and stop == first + piece.rows
-            rows = piece if whole else Slice(piece.request, piece.start + at - first, piece.start + stop - first)
-            a, b = at - begin, stop - begin
-            found.append((rows, map_tree(lambda leaf, a=a, b=b: _copied(leaf[a:b]), outputs)))
-            at = stop
+        position = begin
+        while position < end:
+            while first + span.rows <= position:
+                first += span.rows
+                span = next(spans)
+            stop = min(end, first + span.rows)
+            offset = span.start - first  # from positions in the batch to rows of the request
+            whole = position == first and stop == first + span.rows
+            rows = span if whole else RowSpan(span.request, position + offset, stop + offset)
+            a, b = position - begin, stop - begin
+            found.append((rows, map_tree(lambda leaf, a=a, b=b: _copy(leaf[a:b]), outputs)))
+            position = stop
     return found
+
+
+def _copy(leaf: np.ndarray) -> np.ndarray:
+    # Objects are copied deeply: they may hold arrays whose memory is overwritten.
+    return copy.deepcopy(leaf) if leaf.dtype == object else np.array(leaf)

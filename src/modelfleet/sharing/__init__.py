@@ -17,7 +17,7 @@ from modelfleet.sharing.processes import on_one_device, on_places
 from modelfleet.sharing.threads import threads
 from modelfleet.types import SharingName
 from modelfleet.workers import Place
-from modelfleet.workers.places import of_machine
+from modelfleet.workers.places import machine_places
 
 Sharings = dict[SharingName, Callable[[Job], Sharing]]
 
@@ -36,10 +36,10 @@ def sharings(
     def in_workers(job: Job) -> Sharing:
         if not cluster and len(devices) == 1:
             return partial(on_one_device, writer(job))
-        return partial(on_places, writer(job), cluster or of_machine(devices))
+        return partial(on_places, writer(job), cluster or machine_places(devices))
 
     def on_all_devices(job: Job) -> Sharing:
-        return partial(on_places, writer(job), [RankedPlace(tuple(cluster or of_machine(devices)))])
+        return partial(on_places, writer(job), [RankedPlace(tuple(cluster or machine_places(devices)))])
 
     return {
         "interleaved": lambda job: interleaved,

@@ -1,4 +1,4 @@
-"""Teams: workers on several devices that take the same steps together, each on its part of the rows."""
+"""Data parallelism: workers on several devices that take the same steps together, each on its part of the rows."""
 
 import secrets
 import time
@@ -7,80 +7,79 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from modelfleet.errors import GroupError
-from modelfleet.workers import Place, Shared, Worker, WorkerDiedError
-from modelfleet.workers._base import Task
-from modelfleet.workers.meeting import Meeting
+from modelfleet.remote.messages import LaneOrder
+from modelfleet.workers import Place, SharedValue, Task, Worker, WorkerDiedError
+from modelfleet.workers.rendezvous import Rendezvous
 
-LOOK = 0.5  # seconds between two looks at whether all of a team are there
+CHECK_SECONDS = 0.5  # between two checks that all ranks are alive
 
 
 class RankedWorkers:
-    """Several workers as one. All do the same; only what the first of them says is heard."""
+    """Several workers, one for each rank, that act as one. All do the same; the first one speaks for all."""
 
-    ahead = 0
+    max_ahead = 0
 
     def __init__(self, places: Sequence[Place], workers: Sequence[Worker]) -> None:
-        self.last: object = None
+        self.last_job: object = None
         self._places, self.workers = list(places), list(workers)
-        self._meeting: Meeting | None = None
+        self._rendezvous: Rendezvous | None = None
 
     @property
     def alive(self) -> bool:
-        """Whether all of them are there."""
+        """Return True if all ranks are alive."""
         return all(worker.alive for worker in self.workers)
 
     @property
     def busy(self) -> bool:
-        """Whether any of them is at something."""
+        """Return True if any rank has a task."""
         return any(worker.busy for worker in self.workers)
 
     @property
     def starting(self) -> bool:
-        """Whether any of them has said nothing since it was given a task."""
+        """Return True if any rank has sent nothing since its task was started."""
         return any(worker.starting for worker in self.workers)
 
     @property
-    def silent(self) -> float:
-        """Since when nothing was heard of the one that was heard of last."""
-        return max(worker.silent for worker in self.workers)
+    def silent_seconds(self) -> float:
+        """Return the longest time that a rank has given no sign of life."""
+        return max(worker.silent_seconds for worker in self.workers)
 
     @property
-    def taken(self) -> int:
-        """How many answers the furthest of them has begun with."""
-        return max(worker.taken for worker in self.workers)
+    def answers_begun(self) -> int:
+        """Return how many answers the furthest rank has begun to handle."""
+        return max(worker.answers_begun for worker in self.workers)
 
     @property
     def frozen(self) -> bool:
-        """Whether nothing is to be expected of one of them."""
+        """Return True if any rank is frozen."""
         return any(worker.frozen for worker in self.workers)
 
-    def start(self, task: Task, order: Any, what: str) -> None:
-        """Have all of them begin, each with its rank and on its device."""
-        address = self._address()
+    def start(self, task: Task, argument: LaneOrder, description: str) -> None:
+        """Start a task on all ranks, each with its rank and on its device."""
+        address = self._new_address()
         size = len(self.workers)
         for rank, (place, worker) in enumerate(zip(self._places, self.workers, strict=True)):
-            own = replace(order.on(place.device), ranks=(address, rank, size))
-            worker.start(task, own, what)
+            worker.start(task, replace(argument.on(place.device), ranks=(address, rank, size)), description)
 
     def receive(self) -> tuple[bool, Any]:
-        """What the first says; all have come as far."""
+        """Return the first rank's item, when all ranks have come as far."""
         self.poll(None)
         try:
             for worker in self._lost():
-                while not self.workers[0].poll():  # else all have come as far, and it was lost after that
+                while not self.workers[0].poll():  # if it has an item, all had come as far before the loss
                     worker.receive()
-            said = self.workers[0].receive()
+            item = self.workers[0].receive()
             for worker in self.workers[1:]:
                 worker.receive()
-        except GroupError as error:  # one of them is gone, and another has noticed it first
+        except GroupError as error:  # a rank is gone, and another has noticed it first
             raise WorkerDiedError(str(error)) from error
-        return said
+        return item
 
     def poll(self, seconds: float | None = 0.0) -> bool:
-        """Whether the first has something to say, or will not have, as another is lost."""
+        """Return True if the first rank has an item, or will never have one because another rank is lost."""
         end = None if seconds is None else time.monotonic() + seconds
         while True:
-            left = LOOK if end is None else min(LOOK, end - time.monotonic())
+            left = CHECK_SECONDS if end is None else min(CHECK_SECONDS, end - time.monotonic())
             if self.workers[0].poll(max(0.0, left)) or self._lost():
                 return True
             if left <= 0:
@@ -90,67 +89,72 @@ class RankedWorkers:
         return [worker for worker in self.workers[1:] if worker.frozen or not worker.alive]
 
     def answer(self, value: Any = None) -> None:
-        """Let all of them go on."""
+        """Send an answer to all ranks."""
         for worker in self.workers:
             worker.answer(value)
 
     def interrupt(self) -> None:
-        """Tell all of them; they agree on the step after which they stop."""
+        """Interrupt all ranks. They agree on the step after which they stop."""
         for worker in self.workers:
             worker.interrupt()
 
     def close(self) -> None:
-        """End all of them."""
+        """Kill all ranks."""
         for worker in self.workers:
             worker.close()
-        self._forget()
+        self._close_rendezvous()
 
     @classmethod
     def wait(cls, workers: Sequence[Self], seconds: float) -> list[Self]:
-        """There is one team, and it is waited for."""
+        """Wait for the only one there is."""
         return list(workers[:1]) if workers[0].poll(seconds) else []
 
-    def _address(self) -> "str | Meeting":
-        """A new address for the ranks to meet at: on the first one's machine, or a file of this one."""
+    def _new_address(self) -> "str | Rendezvous":
+        """Return a new address for the ranks to meet at: on the first rank's machine, or a file of this one."""
         host = getattr(self._places[0], "host", None)
         if host is not None:
             return f"tcp://{host}:{20_000 + secrets.randbelow(10_000)}"
-        self._forget()
-        self._meeting = Meeting()
-        return self._meeting
+        self._close_rendezvous()
+        self._rendezvous = Rendezvous()
+        return self._rendezvous
 
-    def _forget(self) -> None:
-        if self._meeting is not None:
-            self._meeting.close()
-            self._meeting = None
+    def _close_rendezvous(self) -> None:
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+            self._rendezvous = None
 
 
 @dataclass(frozen=True)
 class RankedPlace:
-    """Several devices as one place."""
+    """Several devices that act as one place."""
 
     places: tuple[Place, ...]
 
     @property
     def name(self) -> str:
-        """All of their names."""
+        """Return the names of all devices."""
         return ", ".join(place.name for place in self.places)
 
     @property
     def device(self) -> str:
-        """That of the first."""
+        """Return the first device."""
         return self.places[0].device
 
-    def hire(self, last: object = None) -> RankedWorkers:
-        """A worker at each."""
-        return RankedWorkers(self.places, [place.hire(last) for place in self.places])
+    @property
+    def on_cluster(self) -> bool:
+        """Return True if a cluster runs the workers."""
+        return self.places[0].on_cluster
+
+    def hire(self, last_job: object = None) -> RankedWorkers:
+        """Hire a worker at each place."""
+        return RankedWorkers(self.places, [place.hire(last_job) for place in self.places])
 
     def release(self, worker: RankedWorkers) -> None:
-        """Have them back."""
+        """Return all workers to their places."""
         for place, one in zip(self.places, worker.workers, strict=True):
             place.release(one)
-        worker._forget()
+        worker._close_rendezvous()
 
-    def share(self, value: Any, what: str) -> Shared:
-        """A value for all of them."""
-        return self.places[0].share(value, what)
+    def share(self, value: Any, description: str) -> SharedValue:
+        """Share a value with all workers."""
+        return self.places[0].share(value, description)

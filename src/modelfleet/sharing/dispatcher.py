@@ -1,6 +1,5 @@
 """The dispatcher: gives lanes to workers, receives their updates, and replaces workers that die."""
 
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -11,65 +10,41 @@ from modelfleet.remote.messages import LaneOrder, OrderWriter, OwnerReply
 from modelfleet.remote.worker import run_lanes
 from modelfleet.runs.events import EpochsEnded, Event, Reports, RunOptions, StepsTaken
 from modelfleet.runs.lane_run import LaneRun
-from modelfleet.workers import Place, Shared, Worker, WorkerDiedError
+from modelfleet.workers import Place, SharedValue, WorkerDiedError
+from modelfleet.workers.supervisor import Loss, Policy, Supervisor
 
+POLICY = Policy(start_timeout=300.0, patience=10.0)
 MAX_DEATHS = 2  # of workers in one epoch of a lane, before its members fail
 MAX_FAILED_STARTS = 3  # of workers that die before their first update, before the members fail
-START_TIMEOUT = 300.0  # seconds for a worker to send its first update
 POLL_SECONDS = 0.2  # between two looks at whether the fit should stop
-STUCK_AFTER = 10.0  # seconds without a first update, after which a worker may be waiting for a device
 
 
 class WorkerSlot:
-    """A place for one worker, the worker there, and the lanes that it runs."""
+    """A place for one worker, and the lanes that the worker runs."""
 
     def __init__(self, place: Place, device: str | None) -> None:
-        self.place = place
         self.device = device
-        self.worker: Worker | None = None
+        self.supervisor = Supervisor(place, POLICY)
         self.lanes: RemoteLanes | None = None
-        self.started = False
-        """True if the worker has sent something since it was given these lanes."""
         self.ready = False
         """True if the worker has everything it needs, and takes steps."""
         self.interrupted = False
-        self.lost = False
-        """True if a worker died here: the place may be gone with it."""
-        self.since = 0.0
-        self._waited = 0.0
-        self._looked = 0.0
-        self._on_cluster = hasattr(getattr(place, "places", [place])[0], "host")
 
-    def take(self, own: RemoteLanes, order: LaneOrder) -> None:
-        """Start some lanes. If there is no worker, one is hired."""
-        self.lanes, self.started, self.since, self._waited = own, False, time.monotonic(), 0.0
-        self._looked = self.since
-        self.ready = self.interrupted = False
-        if self.worker is None:
-            self.worker = self.place.hire(order.fleet)
-        self.worker.last = order.fleet
-        self.worker.start(run_lanes, order, own.description)
-        own.mark_sent()
+    @property
+    def started(self) -> bool:
+        """Return True if the worker has sent something since it was given these lanes."""
+        return self.supervisor.started
 
-    def late(self) -> bool:
-        """Return True if the worker has not started in time. On a cluster it may wait for a device."""
-        now = time.monotonic()
-        self._waited += min(now - self._looked, 1.0)  # if it was longer, this process itself was stopped or busy
-        self._looked = now
-        return not self.started and self._waited > START_TIMEOUT and not self._on_cluster
+    def start(self, lanes: RemoteLanes, order: LaneOrder) -> None:
+        """Start some lanes, in a new worker if there is none."""
+        self.lanes, self.ready, self.interrupted = lanes, False, False
+        self.supervisor.start(run_lanes, order, lanes.description, job=order.fleet)
+        lanes.mark_sent()
 
     def drop(self) -> None:
         """Kill the worker."""
         self.lanes = None
-        if self.worker is not None:
-            self.worker.close()
-            self.worker = None
-
-    def release(self) -> None:
-        """Return the worker to its place."""
-        if self.worker is not None:
-            self.place.release(self.worker)
-            self.worker = None
+        self.supervisor.drop()
 
 
 class Dispatcher:
@@ -99,13 +74,13 @@ class Dispatcher:
         self._held: list[tuple[RemoteLanes, Reports]] = []
         self._paused: list[tuple[WorkerSlot, LaneRun]] = []  # have reported a step, and wait until all have
         self._ended: Reports = []  # of lanes that no worker will continue
-        self._data: Shared | None = None
+        self._data: SharedValue | None = None
 
     def run(self) -> Iterator[Event]:
         """Run all lanes to their end."""
         try:
             if self._replaces_workers and self._writer.data is not None:
-                self._data = self._slots[0].place.share(self._writer.data, "the data")
+                self._data = self._slots[0].supervisor.place.share(self._writer.data, "the data")
             while True:
                 self._assign()
                 if self._paused and not any(slot.started for slot in self._busy()):
@@ -123,7 +98,7 @@ class Dispatcher:
         finally:
             for slot in self._slots:
                 with suppress(WorkerDiedError):
-                    slot.release()
+                    slot.supervisor.release()
             if self._data is not None:
                 self._data.close()
             for run in self._runs:
@@ -136,80 +111,80 @@ class Dispatcher:
         if self._options.stopped():
             self._stop()
             return
-        for slot in sorted(self._slots, key=lambda slot: slot.worker is None):  # workers that exist come first
+        for slot in sorted(self._slots, key=lambda slot: slot.supervisor.worker is None):  # existing workers first
             number = self._slots.index(slot)
             if slot.lanes is None and self._queue:
-                own = [one for one in self._queue if one.home == number] or self._queue
-                best = max(own, key=lambda one: one.work)
-                self._queue.remove(best)
-                self._give(slot, best)
+                own = [lanes for lanes in self._queue if lanes.home == number] or self._queue
+                longest = max(own, key=lambda lanes: lanes.work)
+                self._queue.remove(longest)
+                self._give(slot, longest)
         self._take_over()
 
     def _take_over(self) -> None:
         """Let workers that are idle, or wait for others, start lanes that are stuck elsewhere."""
         while True:
-            stuck = [slot for slot in self._busy() if self._stuck(slot)]
+            stuck = [slot for slot in self._busy() if self._may_be_stuck(slot)]
             if not stuck and not self._queue:
                 return
-            free = [slot for slot in self._slots if slot.lanes is None and slot.worker is not None]
+            free = [slot for slot in self._slots if slot.lanes is None and slot.supervisor.worker is not None]
             if not free and not [slot for slot in self._busy() if slot not in stuck]:
                 free = self._free_worker()
             if not free:
                 return
             if self._queue:
-                own = self._queue.pop(0)
+                lanes = self._queue.pop(0)
             else:
                 assert stuck[0].lanes is not None
-                own = stuck[0].lanes
+                lanes = stuck[0].lanes
                 stuck[0].drop()
-            self._give(free[0], own)
+            self._give(free[0], lanes)
 
-    def _stuck(self, slot: WorkerSlot) -> bool:
-        """Return True if a worker may have nowhere to start."""
-        late = time.monotonic() - slot.since > STUCK_AFTER
-        return self._replaces_workers and not slot.started and (slot.lost or late)
+    def _may_be_stuck(self, slot: WorkerSlot) -> bool:
+        return self._replaces_workers and slot.supervisor.may_be_stuck()
 
     def _free_worker(self) -> list[WorkerSlot]:
         """Free a worker whose lanes are at the end of an epoch. Their state is here: they can continue later."""
-        for own, _ in self._held:
+        for lanes, _ in self._held:
             for slot in self._slots:
-                if slot.lanes is own and slot.worker is not None:
+                worker = slot.supervisor.worker
+                if slot.lanes is lanes and worker is not None:
                     try:
-                        slot.worker.answer(OwnerReply(end=True))
-                        slot.worker.receive()
-                    except WorkerDiedError:
-                        slot.drop()
-                        slot.lost = True
+                        worker.answer(OwnerReply(end=True))
+                        worker.receive()
+                    except WorkerDiedError as error:
+                        slot.lanes = None
+                        slot.supervisor.lose(error)
                         continue
                     slot.lanes = None
                     return [slot]
         return []
 
-    def _give(self, slot: WorkerSlot, own: RemoteLanes) -> None:
-        order = self._writer.order(own.runs, slot.device, self._data)
+    def _give(self, slot: WorkerSlot, lanes: RemoteLanes) -> None:
+        order = self._writer.order(lanes.runs, slot.device, self._data)
         order = replace(order, together=self._options.together, watched=self._options.watched)
         try:
-            slot.take(own, order)
+            slot.start(lanes, order)
         except WorkerDiedError as error:
-            self._died(slot, str(error))
+            self._handle_death(slot, error)
 
     def _stop(self) -> None:
         """Interrupt all workers, also at the end of an epoch. Those that have taken no step are killed."""
         self._queue.clear()
         for slot in self._slots:
-            if slot.lanes is None or slot.worker is None:
+            worker = slot.supervisor.worker
+            if slot.lanes is None or worker is None:
                 continue
             if not slot.ready:
                 slot.drop()
             elif not slot.interrupted:
                 slot.interrupted = True
-                slot.worker.interrupt()
+                worker.interrupt()
 
     # --- receiving -----------------------------------------------------------------------------------------------
 
     def _busy(self) -> list[WorkerSlot]:
         """Return the slots whose worker runs, and does not wait for the others."""
-        held = [id(own) for own, _ in self._held] + [id(slot.lanes) for slot, _ in self._paused]
+        held = [id(lanes) for lanes, _ in self._held] + [id(slot.lanes) for slot, _ in self._paused]
         return [slot for slot in self._slots if slot.lanes is not None and id(slot.lanes) not in held]
 
     def _ready(self) -> list[WorkerSlot]:
@@ -218,45 +193,45 @@ class Dispatcher:
         Blocks until there is one, or a worker is stuck, or one has to be interrupted.
         """
         busy = self._busy()
-        workers: list[Any] = [slot.worker for slot in busy]
-        stuck = [slot for slot in busy if self._stuck(slot)]
+        workers: list[Any] = [slot.supervisor.worker for slot in busy]
+        stuck = [slot for slot in busy if self._may_be_stuck(slot)]
         while not all(slot.started for slot in busy):
-            ready = [slot for slot in busy if slot.worker is not None and slot.worker.poll(0.05 / len(busy))]
-            late = [slot for slot in busy if slot.late()]
+            ready = [slot for slot, worker in zip(busy, workers, strict=True) if worker.poll(0.05 / len(busy))]
+            late = [slot for slot in busy if slot.supervisor.is_late()]
             if ready or late or self._options.stopped():
                 return [*ready, *(slot for slot in late if slot not in ready)]
-            if any(self._stuck(slot) for slot in busy if slot not in stuck):
+            if any(self._may_be_stuck(slot) for slot in busy if slot not in stuck):
                 return []
         ready: list[Any] = []
         while not ready and not (self._options.stopped() and not all(slot.interrupted for slot in busy)):
             ready = type(workers[0]).wait(workers, POLL_SECONDS)
-        return [slot for slot in busy if slot.worker in ready]
+        return [slot for slot in busy if slot.supervisor.worker in ready]
 
     def _receive(self, slot: WorkerSlot) -> Iterator[Event]:
-        own, worker = slot.lanes, slot.worker
-        assert own is not None
-        assert worker is not None
-        if slot.late() and not worker.poll():
-            self._died(slot, f"its worker process did not start within {START_TIMEOUT:g} s")
+        lanes, supervisor = slot.lanes, slot.supervisor
+        assert lanes is not None
+        assert supervisor.worker is not None
+        if supervisor.is_late() and not supervisor.worker.poll():
+            self._handle_death(slot, supervisor.late_error())
             return
+        has_started = slot.started
         try:
-            more, update = worker.receive()
+            more, update = supervisor.receive()
         except WorkerDiedError as error:
-            self._died(slot, str(error))
+            self._handle_death(slot, error)
             return
         if not more:
             slot.lanes = None
             return
-        slot.ready = slot.started  # with its second update it is about to take steps
-        slot.started, slot.lost = True, False
-        reports, stepped = own.receive(update, watched=self._options.watched)
+        slot.ready = has_started  # with its second update a worker is about to take steps
+        reports, stepped = lanes.receive(update, watched=self._options.watched)
         if stepped is not None and self._options.watched:
             self._paused.append((slot, stepped))
             return
         if stepped is not None:
             yield StepsTaken(stepped, 1)
         if reports and self._options.together:
-            self._held.append((own, reports))
+            self._held.append((lanes, reports))
             return
         if reports:
             yield EpochsEnded(reports)
@@ -278,32 +253,32 @@ class Dispatcher:
         if reports:
             yield EpochsEnded(reports)
         slots = {id(slot.lanes): slot for slot in self._slots}
-        for own, _ in held:
-            if id(own) in slots:
-                self._reply(slots[id(own)])
-            elif own.working:
-                self._queue.append(own)
+        for lanes, _ in held:
+            if id(lanes) in slots:
+                self._reply(slots[id(lanes)])
+            elif lanes.working:
+                self._queue.append(lanes)
 
     def _reply(self, slot: WorkerSlot) -> None:
         assert slot.lanes is not None
-        assert slot.worker is not None
+        assert slot.supervisor.worker is not None
         try:
-            slot.worker.answer(slot.lanes.reply())
+            slot.supervisor.worker.answer(slot.lanes.reply())
         except WorkerDiedError as error:
-            self._died(slot, str(error))
+            self._handle_death(slot, error)
 
-    def _died(self, slot: WorkerSlot, reason: str) -> None:
-        own, started = slot.lanes, slot.started
-        assert own is not None
-        slot.drop()
-        slot.lost = True
+    def _handle_death(self, slot: WorkerSlot, error: WorkerDiedError) -> None:
+        """Fail the lanes of a worker that died, or queue them for another."""
+        lanes, slot.lanes = slot.lanes, None
+        assert lanes is not None
+        loss: Loss = slot.supervisor.lose(error)
         if not self._replaces_workers:
-            self._ended += fail_runs(own.runs, reason)
+            self._ended += fail_runs(lanes.runs, loss.reason)
             return
-        own.failed_starts += not started
-        if not started and own.failed_starts < MAX_FAILED_STARTS:
-            self._queue.append(own)
+        lanes.failed_starts += not loss.started
+        if not loss.started and lanes.failed_starts < MAX_FAILED_STARTS:
+            self._queue.append(lanes)
             return
-        reports, left = own.after_death(reason, MAX_DEATHS if started else 0)
+        reports, left = lanes.after_death(loss.reason, MAX_DEATHS if loss.started else 0)
         self._ended += reports
         self._queue += left

@@ -14,8 +14,8 @@ from modelfleet.runs.events import Event, RunOptions
 from modelfleet.runs.lane_run import LaneRun
 from modelfleet.sharing.dispatcher import Dispatcher, WorkerSlot
 from modelfleet.workers import Place
+from modelfleet.workers.pickling import pickle_value
 from modelfleet.workers.process import ProcessPlace
-from modelfleet.workers.shared import pickled
 
 
 def on_one_device(writer: OrderWriter, runs: Sequence[LaneRun], options: RunOptions) -> Iterator[Event]:
@@ -48,7 +48,7 @@ def on_places(
         assignments = [RemoteLanes([run], homes.get(run.lane.device, 0)) for run in working]
     for own in assignments:
         if isinstance(places[0], ProcessPlace):  # what can't be sent is refused before any member has trained
-            pickled(writer.order(own.runs), own.description)
+            pickle_value(writer.order(own.runs), own.description)
     if assignments:
         slots = [WorkerSlot(place, place.device) for place in places]
         yield from Dispatcher(writer, slots, assignments, options, replaces_workers=True).run()

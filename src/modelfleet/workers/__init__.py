@@ -1,13 +1,23 @@
-"""Where steps run: in this process, in processes of their own, or on a Ray cluster. One protocol for all."""
+"""Workers: tasks that run in this process, in processes of their own, or on a Ray cluster, behind one protocol."""
 
-from modelfleet.workers._base import (
+from modelfleet.workers.protocol import (
     CannotSendError,
     NoRoomError,
     Place,
-    Shared,
+    SharedValue,
+    Task,
     Worker,
     WorkerDiedError,
     interrupted,
 )
 
-__all__ = ["CannotSendError", "NoRoomError", "Place", "Shared", "Worker", "WorkerDiedError", "interrupted"]
+__all__ = [
+    "CannotSendError",
+    "NoRoomError",
+    "Place",
+    "SharedValue",
+    "Task",
+    "Worker",
+    "WorkerDiedError",
+    "interrupted",
+]

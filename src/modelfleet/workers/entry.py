@@ -1,7 +1,7 @@
-"""The start of a worker process. It is never the user's script that begins here.
+"""Where a worker process begins. The user's script is never run again.
 
-A worker is forked from the nursery, or started by it as a program of its own. Either way its first message says
-what to take over from its owner: the environment, the folder, where modules are found.
+A worker is forked from the fork server, or started by it as a program of its own. Either way its first message
+says what to copy from its owner: the environment, the working directory, and where modules are found.
 """
 
 import ctypes
@@ -13,64 +13,69 @@ import sys
 import traceback
 import types
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
 
 from modelfleet.workers.channel import Channel
 
-_DIE_WITH_PARENT, _ADOPT = 1, 36  # PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER
-
-Setup = dict[str, Any]
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def setup(env: dict[str, str]) -> Setup:
-    """What a worker is to take over from this process as it is now; `env` comes on top of the environment."""
-    with suppress(OSError):  # the folder may have been deleted
-        return {
-            "environ": {**os.environ, **env},
-            "cwd": os.getcwd(),
-            "path": list(sys.path),
-            "argv": list(sys.argv),
-        }
-    return {"environ": {**os.environ, **env}, "cwd": None, "path": list(sys.path), "argv": list(sys.argv)}
+@dataclass(frozen=True)
+class Setup:
+    """Surroundings that a worker copies from its owner."""
+
+    environ: dict[str, str]
+    cwd: str | None
+    path: list[str]
+    argv: list[str]
+
+    @classmethod
+    def current(cls, env: dict[str, str]) -> "Setup":
+        """Return the setup of this process as it is now, with `env` added to the environment."""
+        cwd = None
+        with suppress(OSError):  # the directory may have been deleted
+            cwd = os.getcwd()
+        return cls({**os.environ, **env}, cwd, list(sys.path), list(sys.argv))
+
+    def apply(self) -> None:
+        """Make this process, a worker, like its owner."""
+        if self.environ != dict(os.environ):
+            os.environ.clear()
+            os.environ.update(self.environ)
+        if self.cwd is not None:
+            with suppress(OSError):
+                os.chdir(self.cwd)
+        sys.path[:] = self.path
+        sys.argv[:] = self.argv
 
 
-def take_over(given: Setup) -> None:
-    """In a worker: be as its owner is."""
-    if given["environ"] != dict(os.environ):
-        os.environ.clear()
-        os.environ.update(given["environ"])
-    if given["cwd"] is not None:
-        with suppress(OSError):
-            os.chdir(given["cwd"])
-    sys.path[:] = given["path"]
-    sys.argv[:] = given["argv"]
+def main(connection: int, heartbeat: int, parent: int) -> None:
+    """Run a worker that was started as a program of its own."""
+    run_worker(socket.socket(fileno=connection), heartbeat, parent)
 
 
-def main(connection: int, signs: int, parent: int) -> None:
-    """A worker that was started as a program of its own."""
-    work(socket.socket(fileno=connection), signs, parent)
-
-
-def work(own: socket.socket, signs: int, parent: int) -> None:
-    """Be a worker, until its owner is gone or ends it."""
+def run_worker(own: socket.socket, heartbeat: int, parent: int) -> None:
+    """Run tasks until the owner is gone or ends this process."""
     code = 1
     try:
         die_with(parent)
-        for number in (signal.SIGINT, signal.SIGTTOU):  # Ctrl-C is the owner's to hear, and anybody may print
+        for number in (signal.SIGINT, signal.SIGTTOU):  # Ctrl-C is for the owner, and every process may print
             signal.signal(number, signal.SIG_IGN)
         sys.modules["__main__"] = types.ModuleType("__main__")
         channel = Channel(own)
-        # What is forked from here, for a DataLoader say, is not the worker, and does not outlive it unnoticed.
-        os.register_at_fork(after_in_child=channel.forget)
+        # A process forked from here, by a DataLoader for example, is not the worker: it must not keep its socket.
+        os.register_at_fork(after_in_child=channel.abandon)
         while (first := channel.next()) is None:
             if channel.ended:
                 os._exit(0)
             channel.wait(None)
-        take_over(pickle.loads(first[0])[1])
+        pickle.loads(first[0])[1].apply()
 
-        from modelfleet.workers.host import Host  # not before: libraries look at the environment as they load
+        from modelfleet.workers.task_runner import (
+            TaskRunner,  # not before: libraries read the environment as they load
+        )
 
-        Host(channel, signs).run()
+        TaskRunner(channel, heartbeat).run()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
@@ -83,17 +88,17 @@ def work(own: socket.socket, signs: int, parent: int) -> None:
 
 
 def die_with(parent: int) -> None:
-    """Have the system kill this process when its parent ends, whatever this process is at then."""
+    """Have the system kill this process when its parent ends, whatever this process is doing then."""
     if sys.platform == "linux":
-        _prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(0)
 
 
-def adopt() -> None:
-    """Become the parent of those whose parent ends, if that was a descendant of this process."""
+def adopt_orphans() -> None:
+    """Become the parent of this process's descendants whose own parent ends."""
     if sys.platform == "linux":
-        _prctl(_ADOPT, 1)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _prctl(option: int, value: int) -> None:

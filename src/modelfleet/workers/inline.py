@@ -10,48 +10,48 @@ from dataclasses import dataclass
 from typing import Any, Self
 from weakref import WeakSet
 
-from modelfleet.workers._base import Task, WorkerDiedError, listen
+from modelfleet.workers.protocol import Task, WorkerDiedError, set_interrupt_check
 
-GRACE = 5.0  # seconds that the end of the program waits for what is being computed
+EXIT_TIMEOUT = 5.0  # seconds that the program's end waits for computations
 _threads: WeakSet[threading.Thread] = WeakSet()
 
 
 @atexit.register
-def _join() -> None:
-    """Wait for threads that were left: one that is within a framework when Python ends takes the program down."""
-    end = time.monotonic() + GRACE
+def _join_threads() -> None:
+    """Wait for running threads: one that is inside a framework when Python ends crashes the program."""
+    end = time.monotonic() + EXIT_TIMEOUT
     for thread in list(_threads):
         thread.join(max(0.0, end - time.monotonic()))
 
 
 class InlineWorker:
-    """Runs its task in a thread. One that hangs can't be ended: `close` leaves it behind."""
+    """Runs its task in a thread. A thread that hangs can't be ended: `close` leaves it behind."""
 
     alive = True
-    ahead = 1
-    silent, frozen = 0.0, False  # a thread is there as long as this process is
-    _news = threading.Condition()  # of all of them: so `wait` can wait for any
+    max_ahead = 1
+    silent_seconds, frozen = 0.0, False  # a thread exists as long as this process does
+    _changed = threading.Condition()  # one for all workers, so that `wait` can wait for any of them
 
     def __init__(self) -> None:
-        self.last: object = None
+        self.last_job: object = None
         self.busy = self.starting = False
-        self.taken = 0
-        self._said: deque[tuple[bool, Any]] = deque()  # items; and not an item: how it ended
+        self.answers_begun = 0
+        self._items: deque[tuple[bool, Any]] = deque()  # (True, item), or (False, error or None) at the end
         self._answers: deque[Any] = deque()
-        self._told_to_stop = self._closed = False
+        self._interrupted = self._closed = False
 
-    def start(self, task: Task, order: Any, what: str) -> None:
+    def start(self, task: Task, argument: Any, description: str) -> None:
         """Begin a task."""
-        self.busy, self.starting, self.taken, self._told_to_stop = True, True, 0, False
+        self.busy, self.starting, self.answers_begun, self._interrupted = True, True, 0, False
         self._answers.clear()
-        thread = threading.Thread(target=self._run, args=(task, order), name="modelfleet-inline", daemon=True)
+        thread = threading.Thread(target=self._run, args=(task, argument), name="modelfleet-inline", daemon=True)
         _threads.add(thread)
         thread.start()
 
     def receive(self) -> tuple[bool, Any]:
-        """The task's next item, and whether there is one; blocks until then."""
+        """Wait for the task's next item, and return it; see `Worker.receive`."""
         self.poll(None)
-        more, item = self._said.popleft()
+        more, item = self._items.popleft()
         self.starting = False
         if not more:
             self.busy = False
@@ -60,72 +60,72 @@ class InlineWorker:
         return more, item
 
     def poll(self, seconds: float | None = 0.0) -> bool:
-        """Whether it has something to say."""
-        with self._news:
-            return self._news.wait_for(lambda: bool(self._said), seconds)
+        """Return True if there is something to receive within `seconds`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: bool(self._items), seconds)
 
     def answer(self, value: Any = None) -> None:
-        """Let it go on after an item."""
-        with self._news:
+        """Let the task go on after an item."""
+        with self._changed:
             self._answers.append(value)
-            self._news.notify_all()
+            self._changed.notify_all()
 
     def interrupt(self) -> None:
-        """Tell the task that it is to stop soon."""
-        self._told_to_stop = True
+        """Ask the task to stop soon."""
+        self._interrupted = True
 
     def close(self) -> None:
-        """Give up the task at hand, at its next item."""
-        with self._news:
+        """Abandon the current task at its next item."""
+        with self._changed:
             self._closed = True
-            self._news.notify_all()
+            self._changed.notify_all()
 
     @classmethod
     def wait(cls, workers: Sequence[Self], seconds: float) -> list[Self]:
-        """Those that have something to say; waits at most so long until there is one."""
-        with cls._news:
-            cls._news.wait_for(lambda: any(worker._said for worker in workers), seconds)
-            return [worker for worker in workers if worker._said]
+        """Return the workers that have an item; wait up to `seconds` for the first."""
+        with cls._changed:
+            cls._changed.wait_for(lambda: any(worker._items for worker in workers), seconds)
+            return [worker for worker in workers if worker._items]
 
-    def _run(self, task: Task, order: Any) -> None:
-        listen(lambda: self._told_to_stop)
-        running = task(order)
+    def _run(self, task: Task, argument: Any) -> None:
+        set_interrupt_check(lambda: self._interrupted)
+        running = task(argument)
         try:
             item = next(running)
-            while self._say(True, item):
-                self.taken += 1
-                item = running.send(self._answers.popleft())  # in no variable: it would be kept until the next
+            while self._emit(True, item):
+                self.answers_begun += 1
+                item = running.send(self._answers.popleft())  # in no variable, which would keep it until the next
         except StopIteration:
-            self._say(False, None)
-        except Exception as error:  # it is the owner's to hear
-            self._say(False, error)
-        except BaseException as error:  # sys.exit, say: of a thread nobody would hear it
-            self._say(False, WorkerDiedError(f"its thread was ended by {type(error).__name__}: {error}"))
+            self._emit(False, None)
+        except Exception as error:  # raised in the owner by `receive`
+            self._emit(False, error)
+        except BaseException as error:  # such as sys.exit, which would end a thread without a word
+            self._emit(False, WorkerDiedError(f"its thread was ended by {type(error).__name__}: {error}"))
         finally:
             running.close()
 
-    def _say(self, more: bool, item: Any) -> bool:
-        """Hand out an item; wait for its answer, if there is more to come. False: nobody wants more."""
-        with self._news:
-            self._said.append((more, item))
-            self._news.notify_all()
+    def _emit(self, more: bool, item: Any) -> bool:
+        """Hand out an item, and wait for its answer if more follow. Return False if the worker was closed."""
+        with self._changed:
+            self._items.append((more, item))
+            self._changed.notify_all()
             if more:
-                self._news.wait_for(lambda: self._closed or bool(self._answers))
+                self._changed.wait_for(lambda: self._closed or bool(self._answers))
             return not self._closed
 
 
 @dataclass(frozen=True)
-class Itself:
+class LocalValue:
     """A value that is shared by being the same object."""
 
     value: Any
 
     def get(self) -> Any:
-        """The value."""
+        """Return the value."""
         return self.value
 
     def close(self) -> None:
-        """Nothing is to be given up."""
+        """Do nothing: there is nothing to release."""
 
 
 @dataclass(frozen=True)
@@ -134,23 +134,24 @@ class InlinePlace:
 
     name: str
     device: str
+    on_cluster = False
 
-    def hire(self, last: object = None) -> InlineWorker:
-        """A new one; it costs nothing."""
+    def hire(self, last_job: object = None) -> InlineWorker:
+        """Return a new worker, which costs nothing."""
         return InlineWorker()
 
     def release(self, worker: InlineWorker) -> None:
-        """End it."""
+        """End a worker."""
         worker.close()
 
-    def share(self, value: Any, what: str) -> Itself:
-        """The value as it is."""
-        return Itself(value)
+    def share(self, value: Any, description: str) -> LocalValue:
+        """Return a handle of the value itself."""
+        return LocalValue(value)
 
 
-def _forget() -> None:
-    """In a forked child: the threads are not there, and what they had locked would stay so."""
-    InlineWorker._news = threading.Condition()
+def _reset_after_fork() -> None:
+    """Replace the lock in a forked child: the threads that hold it do not exist there."""
+    InlineWorker._changed = threading.Condition()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_reset_after_fork)

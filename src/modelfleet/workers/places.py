@@ -1,30 +1,44 @@
-"""From the devices that people name to the places where workers can be had."""
+"""From the devices that users name to the places where workers run."""
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
 from modelfleet.devices import Device, parse_devices, threads_of
 from modelfleet.errors import InputError
-from modelfleet.workers._base import Place
 from modelfleet.workers.inline import InlinePlace
 from modelfleet.workers.process import ProcessPlace
+from modelfleet.workers.protocol import Place
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 
 
-def find(devices: str | Sequence[str], framework: Any) -> list[Place]:
-    """A place for every device that is meant: this process for one, a process each for several, or a cluster."""
+class DeviceChooser(Protocol):
+    """A framework, as far as it chooses devices."""
+
+    def choose(self, wanted: tuple[Device, ...] | None) -> tuple[Device, ...]:
+        """Return the devices that are meant; None: all that the framework sees."""
+        ...
+
+
+def find_places(devices: str | Sequence[str], framework: DeviceChooser) -> list[Place]:
+    """Return a place for each device: this process for one, a process for each of several, or a cluster."""
     wanted = parse_devices(devices)
-    cluster = on_cluster(wanted)
+    cluster = cluster_places(wanted)
     if cluster is not None:
         return cluster
     chosen = framework.choose(wanted)
     if len(chosen) == 1:
         return [InlinePlace(str(chosen[0]), str(chosen[0]))]
-    return of_machine(chosen)
+    return machine_places(chosen)
 
 
-def on_cluster(wanted: tuple[Device, ...] | None) -> list[Place] | None:
-    """The places of a Ray cluster, if its devices are meant; None if those of this machine are."""
+def cluster_places(wanted: tuple[Device, ...] | None) -> list[Place] | None:
+    """Return the places of a Ray cluster if its devices are wanted, None if this machine's are.
+
+    Raises:
+        InputError: If devices of both are wanted.
+    """
     if wanted is None:
         cluster = sys.modules.get("modelfleet.workers.ray")
         if cluster is None or not cluster.connected():
@@ -33,26 +47,23 @@ def on_cluster(wanted: tuple[Device, ...] | None) -> list[Place] | None:
         return None
     elif any(device.kind != "ray" for device in wanted):
         raise InputError(
-            f"devices {', '.join(map(str, wanted))} are partly of this machine and partly of a cluster. Name "
-            f"those of one of them; this machine can be a node of the cluster, too."
+            f"devices {', '.join(map(str, wanted))} are partly of this machine and partly of a cluster. Name only "
+            f"devices of one of them; this machine can be a node of the cluster, too."
         )
     from modelfleet.workers import ray
 
     return list(ray.places(wanted))
 
 
-def of_machine(devices: Sequence[Device]) -> list[Place]:
-    """A process for each device of this machine."""
+def machine_places(devices: Sequence[Device]) -> list[Place]:
+    """Return a place with a process of its own for each device of this machine."""
     threads = threads_of(devices)
-    return [ProcessPlace(str(device), str(device), environment(device, threads)) for device in devices]
+    return [ProcessPlace(str(device), str(device), worker_environment(device, threads)) for device in devices]
 
 
-def environment(device: Device, threads: int) -> dict[str, str]:
-    """What is set in a worker process for a device before anything is imported."""
+def worker_environment(device: Device, threads: int) -> dict[str, str]:
+    """Return the variables to set in a device's worker process before anything is imported."""
     env = {"MODELFLEET_DEVICE": str(device)}
     if device.kind == "cpu":
-        count = str(threads)
-        env |= dict.fromkeys(
-            ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), count
-        )
+        env |= dict.fromkeys(_THREAD_VARIABLES, str(threads))
     return env

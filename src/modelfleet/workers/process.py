@@ -1,4 +1,7 @@
-"""Workers in processes of their own: started by the nursery, fed by a socket and shared memory, kept when idle."""
+"""Workers in processes of their own: started by the fork server, kept for a while when idle.
+
+Messages go over a socket, arrays through shared memory.
+"""
 
 import atexit
 import os
@@ -12,105 +15,108 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 from weakref import WeakSet
 
-from modelfleet.workers import channel, code, pieces, shared, starting
-from modelfleet.workers._base import Task, WorkerDiedError
-from modelfleet.workers.entry import setup
-from modelfleet.workers.host import END, ERROR, ITEM, PING, SETUP, START
-from modelfleet.workers.signs import Silence
+from modelfleet.workers import channel, spawner
+from modelfleet.workers.entry import Setup
+from modelfleet.workers.heartbeat import SilenceTimer
+from modelfleet.workers.parcels import Inbox, Outbox, Parcel, SharedMemoryValue, pack
+from modelfleet.workers.protocol import Task, WorkerDiedError
+from modelfleet.workers.shared_memory import close_descriptors
+from modelfleet.workers.source_files import FileStamps, have_changed
+from modelfleet.workers.task_runner import END, ERROR, ITEM, PING, SETUP, START
 
-QUIET = 10.0  # seconds without a sign of life after which a worker that waits for a message is taken for frozen
-HARD_AT_WORK = 120.0  # and one that is at something, which may keep it from giving signs
-ANSWERING = 1.0  # seconds that an idle worker has to show that it is there
-KEPT = 60.0  # seconds that an idle worker is kept
-LOOK = 0.5  # seconds between two looks at whether a worker is frozen
+IDLE_SILENCE_LIMIT = 10.0  # seconds without a heartbeat after which a worker that waits for a message is frozen
+BUSY_SILENCE_LIMIT = 120.0  # the same for a worker that computes or loads: some code holds up all threads
+PING_TIMEOUT = 1.0  # seconds that an idle worker has to answer before it is hired again
+IDLE_LIFETIME = 60.0  # seconds that an idle worker is kept
+CHECK_INTERVAL = 0.5  # seconds between two checks for frozen workers
 
 
 class ProcessWorker:
     """One process. `env` is set in it before anything is imported."""
 
-    ahead = 1
+    max_ahead = 1
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self.env = dict(env)
-        self.last: object = None
+        self.last_job: object = None
         self.busy = self.starting = False
-        self.files: code.Files = {}
-        """The user's own modules that it has loaded."""
+        self.files: FileStamps = {}
+        """The user's own modules that the process has loaded."""
         self.idle_since = 0.0
-        self._heard: deque[tuple[str, Any, list[int]]] = deque()  # what was read and not received yet
-        self._outbox, self._inbox = shared.Outbox(), shared.Inbox()
-        self._setup = setup(self.env)
-        self._channel, self.process, self._signs = starting.hire()
-        self._silence = Silence()
-        self._taken = self._pings = 0
+        self._messages: deque[tuple[str, Any, list[int]]] = deque()  # read, but not received yet
+        self._outbox, self._inbox = Outbox(), Inbox()
+        self._setup = Setup.current(self.env)
+        self._channel, self.process, self._heartbeat = spawner.spawn()
+        self._silence = SilenceTimer()
+        self._begun_before = self._pings = 0
         _all.add(self)
-        with suppress(WorkerDiedError):  # whoever receives something will hear of it
+        with suppress(WorkerDiedError):  # `receive` will raise it
             self._send(SETUP, self._setup)
 
     @property
     def alive(self) -> bool:
-        """Whether it is there."""
+        """True until the process has ended."""
         return self.process.alive
 
     @property
-    def taken(self) -> int:
-        """How many answers the task has begun with."""
-        return self._signs.taken - self._taken
+    def answers_begun(self) -> int:
+        """How many answers the task has started to work on."""
+        return self._heartbeat.answers_begun - self._begun_before
 
     @property
-    def silent(self) -> float:
-        """Seconds of this process's own running time without a sign of life."""
-        nursery = self.process.home.signs
-        if self._signs.beats:
-            return self._silence.look(self._signs.beats)
-        # Until it is there, the nursery has to show that it is; which it can't while it imports.
-        return self._silence.look(time.monotonic() if nursery.busy or not nursery.beats else nursery.beats)
+    def silent_seconds(self) -> float:
+        """Seconds of this process's own running time without a heartbeat."""
+        if self._heartbeat.beats:
+            return self._silence.read(self._heartbeat.beats)
+        # Until the worker is up, the fork server's heartbeat counts, which stands still while it imports.
+        server = self.process.server.heartbeat
+        return self._silence.read(time.monotonic() if server.busy or not server.beats else server.beats)
 
     @property
     def frozen(self) -> bool:
-        """Whether it has been silent for so long that nothing is to be expected of it."""
-        return self.silent > (HARD_AT_WORK if self._signs.busy else QUIET)
+        """True if the process has been silent for too long."""
+        return self.silent_seconds > (BUSY_SILENCE_LIMIT if self._heartbeat.busy else IDLE_SILENCE_LIMIT)
 
-    def start(self, task: Task, order: Any, what: str) -> None:
-        """Have it begin a task. The order's arrays are its own, as long as the task runs."""
-        parcel, descriptors = shared.pack((task, order), what)
+    def start(self, task: Task, argument: Any, description: str) -> None:
+        """Begin a task; see `Worker.start`. The argument's arrays belong to the task as long as it runs."""
+        parcel, descriptors = pack((task, argument), description)
         try:
-            now = setup(self.env)
+            now = Setup.current(self.env)
             if now != self._setup:
                 self._send(SETUP, now)
                 self._setup = now
-            self._taken = self._signs.taken
+            self._begun_before = self._heartbeat.answers_begun
             self.busy = self.starting = True
             self._send(START, tuple(parcel), descriptors)
         finally:
-            pieces.close(descriptors)
+            close_descriptors(descriptors)
 
     def answer(self, value: Any = None) -> None:
-        """Let it go on after an item."""
+        """Let the task go on after an item."""
         parcel, descriptors = self._outbox.pack(value, "an answer")
         try:
             self._send(ITEM, tuple(parcel), descriptors)
         finally:
-            pieces.close(descriptors)
+            close_descriptors(descriptors)
 
     def interrupt(self) -> None:
-        """Tell it that it is to stop soon."""
+        """Ask the task to stop soon."""
         with suppress(WorkerDiedError):
             self._send(END, None)
 
     def poll(self, seconds: float | None = 0.0) -> bool:
-        """Whether it has something to say, has died, or is frozen."""
+        """Return True if the worker has an item, has died, or is frozen, within `seconds`."""
         return bool(self._ready([self], seconds))
 
     def receive(self) -> tuple[bool, Any]:
-        """The next item, and whether there is one; blocks until then."""
+        """Wait for the next item, and return it; see `Worker.receive`."""
         self.poll(None)
-        if not self._heard:
-            raise WorkerDiedError(self._obituary())
-        kind, value, descriptors = self._heard.popleft()
+        if not self._messages:
+            raise WorkerDiedError(self._death_reason())
+        kind, value, descriptors = self._messages.popleft()
         self.starting, self.busy = False, kind == ITEM
         if kind == ITEM:
-            return True, self._inbox.unpack(shared.Parcel(*value), descriptors)
+            return True, self._inbox.unpack(Parcel(*value), descriptors)
         self._outbox.close()
         self._inbox.close()
         if kind == ERROR:
@@ -121,79 +127,80 @@ class ProcessWorker:
         return False, None
 
     def close(self) -> None:
-        """End it."""
-        if self.alive and not self._signs.beats and self.silent > ANSWERING:
-            self.process.home.kill()  # it has not started this one, and would start no other
+        """End the process at once."""
+        if self.alive and not self._heartbeat.beats and self.silent_seconds > PING_TIMEOUT:
+            self.process.server.kill()  # it has not started this worker, and would start no other
         self.process.kill()
         self._channel.close()
         self._outbox.close()
         self._inbox.close()
-        for _, _, descriptors in self._heard:
-            pieces.close(descriptors)
+        for _, _, descriptors in self._messages:
+            close_descriptors(descriptors)
 
     @classmethod
     def wait(cls, workers: Sequence[Self], seconds: float) -> list[Self]:
-        """Those that have something to say, have died or are frozen; waits at most so long until there is one."""
+        """Return the workers that have an item, have died or are frozen; wait up to `seconds` for the first."""
         return cls._ready(workers, seconds)
 
     def ping(self) -> bool:
-        """Whether it is there and hears, now."""
+        """Return True if the process answers now."""
         self._pings += 1
         with suppress(WorkerDiedError):
             self._send(PING, self._pings)
-            end = time.monotonic() + ANSWERING
-            while self.alive and self._signs.pong < self._pings and time.monotonic() < end:
+            end = time.monotonic() + PING_TIMEOUT
+            while self.alive and self._heartbeat.last_ping < self._pings and time.monotonic() < end:
                 time.sleep(0.0005)
-        return self.alive and self._signs.pong >= self._pings
+        return self.alive and self._heartbeat.last_ping >= self._pings
 
-    def fits(self) -> bool:
-        """Whether it has loaded what a new one would load: the files as they are now, with these variables."""
-        now = setup(self.env)
+    def is_current(self) -> bool:
+        """Return True if a new process would load the same files, with the same variables, as this one did."""
+        now = Setup.current(self.env)
         return not (
-            code.changed(self.files)
-            or now["path"] != self._setup["path"]
-            or starting.read_once(self._setup["environ"], now["environ"])
+            have_changed(self.files)
+            or now.path != self._setup.path
+            or spawner.differ_at_import(self._setup.environ, now.environ)
         )
 
-    def forget(self) -> None:
-        """In a forked child: leave it to the parent."""
-        self._channel.forget()
-        self.process.forget()
-        self._heard.clear()
+    def abandon(self) -> None:
+        """Leave the process to the parent, in a forked child."""
+        self._channel.abandon()
+        self.process.abandon()
+        self._messages.clear()
 
-    @staticmethod
-    def _ready(workers: Sequence[Any], seconds: float | None) -> list[Any]:
+    @classmethod
+    def _ready(cls, workers: Sequence[Self], seconds: float | None) -> list[Self]:
         end = None if seconds is None else time.monotonic() + seconds
         while True:
-            ready = [worker for worker in workers if worker._news()]
-            left = LOOK if end is None else min(LOOK, end - time.monotonic())
+            ready = [worker for worker in workers if worker._read()]
+            left = CHECK_INTERVAL if end is None else min(CHECK_INTERVAL, end - time.monotonic())
             if ready or left <= 0:
                 return ready or [worker for worker in workers if not worker.alive]
-            channels = [one for worker in workers for one in (worker._channel, worker.process.life)]
-            told = channel.wait(channels, left)
-            if not told:
+            readable = channel.wait(
+                [one for worker in workers for one in (worker._channel, worker.process.status)], left
+            )
+            if not readable:
                 lost = [worker for worker in workers if worker.frozen]
             else:
-                lost = [worker for worker in workers if worker.process.life in told and not worker.alive]
+                lost = [worker for worker in workers if worker.process.status in readable and not worker.alive]
             if lost:
-                return [worker for worker in workers if worker in lost or worker._news()]
+                return [worker for worker in workers if worker in lost or worker._read()]
 
-    def _news(self) -> bool:
-        """Read what has come; whether there is something to receive, if only that its socket is closed."""
-        if not self._heard and (message := self._channel.next()) is not None:
-            self._heard.append((*pickle.loads(message[0]), message[1]))
-        return bool(self._heard) or self._channel.ended or self._channel.fileno() < 0
+    def _read(self) -> bool:
+        """Read what has arrived. Return True if there is something to receive, a closed socket included."""
+        if not self._messages and (message := self._channel.next()) is not None:
+            self._messages.append((*pickle.loads(message[0]), message[1]))
+        return bool(self._messages) or self._channel.ended or self._channel.fileno() < 0
 
     def _send(self, kind: str, value: Any, descriptors: Sequence[int] = ()) -> None:
         try:
-            self._channel.send(pickle.dumps((kind, value)), descriptors, patience=lambda: not self.frozen)
+            self._channel.send(pickle.dumps((kind, value)), descriptors, keep_waiting=lambda: not self.frozen)
         except OSError as error:
-            raise WorkerDiedError(self._obituary()) from error
+            raise WorkerDiedError(self._death_reason()) from error
 
-    def _obituary(self) -> str:
+    def _death_reason(self) -> str:
         if self.alive and not self._channel.ended and self.frozen:
-            return f"its worker process is frozen: it has given no sign of life for {self.silent:.0f} s"
-        return self.process.obituary()
+            return f"its worker process is frozen: it has given no sign of life for {self.silent_seconds:.0f} s"
+        return self.process.death_reason()
 
 
 @dataclass(frozen=True)
@@ -203,107 +210,108 @@ class ProcessPlace:
     name: str
     device: str
     env: Mapping[str, str] = field(default_factory=dict)
+    on_cluster = False
 
-    def hire(self, last: object = None) -> ProcessWorker:
-        """An idle worker, best the one that worked on `last`, or a new one."""
-        return hire(self.env, last)
+    def hire(self, last_job: object = None) -> ProcessWorker:
+        """Return an idle worker, preferably one whose `last_job` was this, or a new one."""
+        return hire(self.env, last_job)
 
     def release(self, worker: ProcessWorker) -> None:
-        """Keep it for whoever needs one next."""
+        """Keep a worker to be hired again."""
         release(worker)
 
-    def share(self, value: Any, what: str) -> shared.InMemory:
-        """The value in shared memory."""
-        return shared.InMemory.put(value, what)
+    def share(self, value: Any, description: str) -> SharedMemoryValue:
+        """Put a value into shared memory."""
+        return SharedMemoryValue.put(value, description)
 
 
 _all: WeakSet[ProcessWorker] = WeakSet()
 _idle: list[ProcessWorker] = []
-_hiring = threading.Condition()
-_keeper: threading.Thread | None = None
+_idle_changed = threading.Condition()
+_idle_thread: threading.Thread | None = None
 
 
-def hire(env: Mapping[str, str], last: object = None) -> ProcessWorker:
-    """A worker with this environment: an idle one, best the one that worked on `last`, or a new one."""
+def hire(env: Mapping[str, str], last_job: object = None) -> ProcessWorker:
+    """Return a worker with this environment: an idle one, preferably with this `last_job`, or a new one."""
     while True:
-        with _hiring:
-            fitting = [worker for worker in _idle if worker.env == dict(env)]
-            if not fitting:
+        with _idle_changed:
+            matching = [worker for worker in _idle if worker.env == dict(env)]
+            if not matching:
                 break
-            worker = max(fitting, key=lambda worker: worker.last == last)
+            worker = max(matching, key=lambda worker: worker.last_job == last_job)
             _idle.remove(worker)
-        if worker.fits() and worker.ping():
+        if worker.is_current() and worker.ping():
             return worker
         worker.close()
     return ProcessWorker(env)
 
 
-def idle() -> int:
-    """How many workers there are that have nothing to do."""
+def idle_count() -> int:
+    """Return the number of idle workers."""
     return sum(worker.alive for worker in list(_idle))
 
 
-def at_work() -> list[int]:
-    """The process ids of the workers that somebody has hired."""
+def hired_pids() -> list[int]:
+    """Return the process ids of the workers that are hired."""
     hired = [worker for worker in list(_all) if worker.alive and worker not in _idle]
     return [worker.process.pid for worker in hired if worker.process.pid is not None]
 
 
-def release(worker: ProcessWorker, *, most: int = 4) -> None:
-    """Keep a worker for whoever needs one next. One that is still busy is ended."""
-    global _keeper
-    with _hiring:
-        if worker.alive and not worker.busy and len(_idle) < max(most, os.cpu_count() or 1):
+def release(worker: ProcessWorker, *, max_idle: int = 4) -> None:
+    """Keep a worker to be hired again. End it if it is busy, or if enough workers are idle."""
+    global _idle_thread
+    with _idle_changed:
+        if worker.alive and not worker.busy and len(_idle) < max(max_idle, os.cpu_count() or 1):
             worker.idle_since = time.monotonic()
             _idle.append(worker)
-            if _keeper is None:
-                _keeper = threading.Thread(target=_keep, name="modelfleet-idle", daemon=True)
-                _keeper.start()
+            if _idle_thread is None:
+                _idle_thread = threading.Thread(target=_expire_idle, name="modelfleet-idle", daemon=True)
+                _idle_thread.start()
             return
     worker.close()
 
 
-def _keep() -> None:
-    """Dismiss workers that nobody has needed for a while, and the nursery with the last of them."""
-    global _keeper
+def _expire_idle() -> None:
+    """End workers that have been idle for too long, and dismiss the fork server after the last one."""
+    global _idle_thread
     while True:
-        with _hiring:
+        with _idle_changed:
             now = time.monotonic()
-            late = [worker for worker in _idle if now - worker.idle_since >= KEPT or not worker.alive]
-            for worker in late:
+            expired = [worker for worker in _idle if now - worker.idle_since >= IDLE_LIFETIME or not worker.alive]
+            for worker in expired:
                 _idle.remove(worker)
-            over = not _idle and not any(worker.alive for worker in list(_all) if worker not in late)
-            if over:
-                _keeper = None
-            elif not late:
-                _hiring.wait(KEPT / 4)
-        for worker in late:
+            none_left = not _idle and not any(worker.alive for worker in list(_all) if worker not in expired)
+            if none_left:
+                _idle_thread = None
+            elif not expired:
+                _idle_changed.wait(IDLE_LIFETIME / 4)
+        for worker in expired:
             worker.close()
-        if over:
-            starting.dismiss()
+        if none_left:
+            spawner.dismiss()
             return
 
 
 @atexit.register
 def dismiss() -> None:
-    """End all idle workers, and the nursery if it has no others."""
+    """End all idle workers, and the fork server if it has no others."""
     while True:
-        with _hiring:
+        with _idle_changed:
             if not _idle:
                 break
             worker = _idle.pop()
         worker.close()
-    starting.dismiss()
+    spawner.dismiss()
 
 
-def _forget() -> None:
-    """In a forked child: what its parent has hired is its parent's."""
-    global _hiring, _keeper
-    _hiring, _keeper = threading.Condition(), None
+def _abandon_after_fork() -> None:
+    """Leave to the parent, in a forked child, what the parent has hired."""
+    global _idle_changed, _idle_thread
+    _idle_changed, _idle_thread = threading.Condition(), None
     _idle.clear()
     for worker in list(_all):
-        worker.forget()
+        worker.abandon()
     _all.clear()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_abandon_after_fork)

@@ -1,14 +1,14 @@
-"""Workers on a Ray cluster: an actor for every device of it.
+"""Workers on a Ray cluster: one actor for each of its devices.
 
-Ray decides on which node an actor runs: at first each goes to the node of its device. When a node is lost, its
-actors are asked for again, and begin as soon as the cluster has room for them, on a new node or on an old one.
+Ray decides on which node an actor runs. At first each actor goes to the node of its device. When a node is lost,
+new actors are requested, and start as soon as the cluster has room for them, on a new node or on an old one.
 """
 
 import os
 import pickle
 import traceback
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -17,9 +17,9 @@ import numpy as np
 from modelfleet import frameworks
 from modelfleet.devices import Device
 from modelfleet.errors import InputError, MissingExtraError
-from modelfleet.workers._base import Task, WorkerDiedError, listen
-from modelfleet.workers.host import END, ERROR, ITEM
-from modelfleet.workers.shared import pickled, portable
+from modelfleet.workers.pickling import pickle_value, sendable_error
+from modelfleet.workers.protocol import Task, WorkerDiedError, set_interrupt_check
+from modelfleet.workers.task_runner import END, ERROR, ITEM
 
 try:
     import ray
@@ -29,14 +29,23 @@ try:
 except ModuleNotFoundError as error:
     raise MissingExtraError("ray", "ray", "running on a cluster") from error
 
+RayParcel = tuple[bytes, list[np.ndarray]]
+"""A pickle, and the bytes of the arrays beside it."""
+Message = tuple[str, RayParcel]
+"""The kind of a message, and its contents."""
+
 
 @dataclass
 class Cluster:
-    """A connection to a Ray cluster: `with mf.connect("ray://head:10001"): …`."""
+    """A connection to a Ray cluster, as `mf.connect` returns it. A context manager that closes it.
+
+    with mf.connect("ray://head:10001") as cluster:
+        print(cluster.devices)
+    """
 
     address: str | None
-    ours: bool
-    """Whether it is ours to end."""
+    owned: bool
+    """True if `connect` opened the connection, so that `close` has to shut it down."""
 
     def __enter__(self) -> Self:
         return self
@@ -46,15 +55,15 @@ class Cluster:
 
     @property
     def devices(self) -> list[str]:
-        """The names of the cluster's devices."""
+        """Names of the cluster's devices, such as "ray:0"."""
         return [place.name for place in places(None)]
 
     def close(self) -> None:
-        """Leave the cluster; `devices="auto"` means this machine again."""
+        """Leave the cluster. From then on `devices="auto"` means this machine again."""
         global _cluster
         if _cluster is self:
             _cluster = None
-            if self.ours:
+            if self.owned:
                 ray.shutdown()
 
 
@@ -64,12 +73,25 @@ _cluster: Cluster | None = None
 def connect(address: str | None = None) -> Cluster:
     """Join a Ray cluster: from now on `devices="auto"` means all of its devices.
 
-    address: "ray://host:10001" for a cluster elsewhere, "auto" for the one that this machine is part of; None for
-        the one that Ray finds (`RAY_ADDRESS`, or one that runs here), or a new one on this machine.
+    Args:
+        address: "ray://host:10001" for a remote cluster, or "auto" for the cluster that this machine is part of.
+            None uses the cluster that Ray finds (`RAY_ADDRESS`, or one that runs here), or starts a new one on
+            this machine.
+
+    Returns:
+        The connection. It is a context manager, and has `devices` and `close()`.
+
+    Raises:
+        InputError: If no cluster can be reached, or this process is connected to another one.
+        MissingExtraError: If Ray is not installed.
+
+    Example:
+        with mf.connect("ray://head:10001"):
+            history = fleet.fit((x, y), epochs=10)
     """
     global _cluster
-    ours = not ray.is_initialized()
-    if ours:
+    owned = not ray.is_initialized()
+    if owned:
         try:
             ray.init(address, log_to_driver=False, include_dashboard=None if address else False)
         except (ConnectionError, ValueError, RuntimeError) as error:
@@ -84,43 +106,44 @@ def connect(address: str | None = None) -> Cluster:
             f"{address} as well. Close that connection first."
         )
     if _cluster is None:
-        _cluster = Cluster(address, ours)
+        _cluster = Cluster(address, owned)
     return _cluster
 
 
 def connected() -> bool:
-    """Whether `connect` was called, and its connection is open."""
+    """Return True if `connect` was called and its connection is open."""
     return _cluster is not None
 
 
 def places(wanted: Sequence[Device] | None) -> list["RayPlace"]:
-    """The devices of the cluster: every GPU, and every node that has none. None: all of them."""
+    """Return the places of the wanted devices; None: all, which are every GPU and every node without one."""
     if not ray.is_initialized():
         connect()
     found: list[RayPlace] = []
     for node in sorted(_nodes(), key=lambda node: str(node["NodeID"])):
         resources = node["Resources"]
         cpus, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
-        where = node["NodeID"], node["NodeManagerAddress"]
+        location = node["NodeID"], node["NodeManagerAddress"]
         for _ in range(gpus):
-            found.append(RayPlace(f"ray:{len(found)}", "cuda:0", *where, gpus=1, cpus=0))
+            found.append(RayPlace(f"ray:{len(found)}", "cuda:0", *location, gpus=1, cpus=0))
         if not gpus and cpus:
             env = {"OMP_NUM_THREADS": str(cpus)}
-            found.append(RayPlace(f"ray:{len(found)}", "cpu", *where, gpus=0, cpus=1, env=env))
+            found.append(RayPlace(f"ray:{len(found)}", "cpu", *location, gpus=0, cpus=1, env=env))
     if not found:
-        raise InputError("the Ray cluster has no devices: none of its nodes has a CPU or a GPU to give.")
+        raise InputError("the Ray cluster has no devices: none of its nodes offers a CPU or a GPU.")
     if wanted is None or wanted == (Device("ray"),):
         return found
-    here = {place.name: place for place in found}
+    by_name = {place.name: place for place in found}
     for device in wanted:
-        if str(device) not in here:
+        if str(device) not in by_name:
             raise InputError(
-                f"device '{device}' is not here: the cluster has {', '.join(here)}. Name these, or say 'ray'."
+                f"device '{device}' does not exist: the cluster has {', '.join(by_name)}. Name some of these, "
+                f"or 'ray' for all."
             )
-    return [here[str(device)] for device in wanted]
+    return [by_name[str(device)] for device in wanted]
 
 
-def _nodes() -> list[dict[str, Any]]:
+def _nodes() -> list[dict[str, Any]]:  # as Ray describes them
     return [node for node in ray.nodes() if node["Alive"]]
 
 
@@ -132,13 +155,14 @@ class RayPlace:
     device: str
     node: str
     host: str
-    """The address of its node."""
+    """Address of the node."""
     gpus: int
     cpus: int
     env: Mapping[str, str] = field(default_factory=dict)
+    on_cluster = True
 
-    def hire(self, last: object = None) -> "RayWorker":
-        """A new actor, on the device's node if that is there."""
+    def hire(self, last_job: object = None) -> "RayWorker":
+        """Return a new actor, on the device's node if that is alive."""
         affinity = NodeAffinitySchedulingStrategy(self.node, soft=True)
         options: dict[str, Any] = {"num_cpus": self.cpus, "num_gpus": self.gpus, "max_restarts": 0}
         if any(node["NodeID"] == self.node for node in _nodes()):
@@ -147,84 +171,84 @@ class RayPlace:
         backend = os.environ.get("KERAS_BACKEND")
         if backend:
             env["KERAS_BACKEND"] = backend
-        actor: Any = _Host  # as decorated
+        actor: Any = _Actor  # as decorated
         return RayWorker(actor.options(**options).remote(env))
 
     def release(self, worker: "RayWorker") -> None:
-        """End it: the cluster's devices are others', too."""
+        """End a worker: other programs may need the device."""
         worker.close()
 
-    def share(self, value: Any, what: str) -> "InStore":
-        """The value in the object store, from where every node fetches it once."""
-        return InStore(ray.put(_packed(value, what)))
+    def share(self, value: Any, description: str) -> "ObjectStoreValue":
+        """Put a value into the object store, from which every node fetches it once."""
+        return ObjectStoreValue(ray.put(_pack(value, description)))
 
 
 @dataclass(frozen=True)
-class InStore:
+class ObjectStoreValue:
     """A value in Ray's object store."""
 
     ref: Any
 
     def get(self) -> Any:
-        """The value, its arrays as views of the node's store."""
-        return _unpacked(ray.get(self.ref))
+        """Return the value, its arrays as views of the node's store."""
+        return _unpack(ray.get(self.ref))
 
     def close(self) -> None:
-        """Nothing: the store lets go of it when nobody refers to it."""
+        """Do nothing: the store drops the value with the last reference to it."""
 
 
 class RayWorker:
     """One actor."""
 
-    ahead = 1
-    silent, frozen = 0.0, False  # Ray itself looks whether its nodes and actors are there
+    max_ahead = 1
+    silent_seconds, frozen = 0.0, False  # Ray itself watches its nodes and actors
 
     def __init__(self, actor: Any) -> None:
-        self.last: object = None
+        self.last_job: object = None
         self.busy = self.starting = False
         self.alive = True
         self._actor = actor
-        self._coming: deque[Any] = deque()  # what will be its next messages
+        self._pending: deque[Any] = deque()  # references of the next messages
         self._answered = self._received = 0
 
     @property
-    def taken(self) -> int:
-        """How many answers it may have begun with: each as soon as the item before it was there."""
-        if self._coming and self._received < self._answered and self.poll():
+    def answers_begun(self) -> int:
+        """How many answers the task may have started on: each as soon as the item before it was there."""
+        if self._pending and self._received < self._answered and self.poll():
             return min(self._answered, self._received + 1)
         return min(self._answered, self._received)
 
-    def start(self, task: Task, order: Any, what: str) -> None:
-        """Have it begin a task."""
-        parcel = _packed((task, order), what)
+    def start(self, task: Task, argument: Any, description: str) -> None:
+        """Begin a task; see `Worker.start`."""
+        parcel = _pack((task, argument), description)
         self.busy = self.starting = True
         self._answered = self._received = 0
-        self._coming.append(self._actor.start.remote(parcel))
+        self._pending.append(self._actor.start.remote(parcel))
 
     def answer(self, value: Any = None) -> None:
-        """Let it go on after an item."""
-        self._coming.append(self._actor.go.remote(_packed(value, "an answer")))
+        """Let the task go on after an item."""
+        self._pending.append(self._actor.go.remote(_pack(value, "an answer")))
         self._answered += 1
 
     def interrupt(self) -> None:
-        """Tell it that it is to stop soon."""
+        """Ask the task to stop soon."""
         self._actor.interrupt.remote()
 
     def poll(self, seconds: float | None = 0.0) -> bool:
-        """Whether it has something to say, or has died."""
-        return bool(self._coming and ray.wait([self._coming[0]], timeout=seconds, fetch_local=True)[0])
+        """Return True if the worker has an item, or has died, within `seconds`."""
+        return bool(self._pending and ray.wait([self._pending[0]], timeout=seconds, fetch_local=True)[0])
 
     def receive(self) -> tuple[bool, Any]:
-        """The next item, and whether there is one; blocks until then."""
+        """Wait for the next item, and return it; see `Worker.receive`."""
         try:
-            kind, parcel = ray.get(self._coming.popleft())
+            kind, parcel = ray.get(self._pending.popleft())
         except RayError as error:
             self.alive = False
             what = "its actor died" if isinstance(error, RayActorError) else "its answer was lost"
             raise WorkerDiedError(f"{what} on the Ray cluster: {_first_line(error)}") from error
         self.busy, self.starting = kind == ITEM, False
         self._received += 1
-        value = _unpacked(parcel)
+        value = _unpack(parcel)
         if kind == ERROR:
             error, trace = value
             error.add_note(f"In an actor of Ray:\n{trace}")
@@ -232,80 +256,80 @@ class RayWorker:
         return kind == ITEM, value
 
     def close(self) -> None:
-        """End it."""
+        """End the actor at once."""
         self.alive = False
         if ray.is_initialized():
             ray.kill(self._actor)
 
     @classmethod
     def wait(cls, workers: Sequence[Self], seconds: float) -> list[Self]:
-        """Those that have something to say, or have died; waits at most so long until there is one."""
-        ready, _ = ray.wait([worker._coming[0] for worker in workers], num_returns=1, timeout=seconds)
-        return [worker for worker in workers if worker._coming[0] in ready]
+        """Return the workers that have an item or have died; wait up to `seconds` for the first."""
+        ready, _ = ray.wait([worker._pending[0] for worker in workers], num_returns=1, timeout=seconds)
+        return [worker for worker in workers if worker._pending[0] in ready]
 
 
 _remote: Any = ray.remote
 
 
-@_remote(concurrency_groups={"control": 1})  # so that an interruption is heard while a step runs
-class _Host:
-    """What an actor is: it runs a task from one item to the next."""
+@_remote(concurrency_groups={"control": 1})  # so that `interrupt` is called while a step runs
+class _Actor:
+    """Runs a task from one item to the next."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         os.environ.update(env)
         self._running: Generator[Any, Any, None] | None = None
-        self._told_to_stop = False
+        self._interrupted = False
 
-    def start(self, parcel: Any) -> Any:
-        """Begin a task; gives its first message."""
-        self._told_to_stop = False
-        listen(lambda: self._told_to_stop)
+    def start(self, parcel: RayParcel) -> Message:
+        """Begin a task, and return its first message."""
+        self._interrupted = False
+        set_interrupt_check(lambda: self._interrupted)
 
         def begin() -> Any:
-            task, order = _unpacked(parcel)
-            self._running = task(order)
+            task, argument = _unpack(parcel)
+            self._running = task(argument)
             return next(self._running)
 
         return self._message(begin)
 
-    def go(self, parcel: Any) -> Any:
-        """Go on with the task; gives its next message."""
+    def go(self, parcel: RayParcel) -> Message:
+        """Go on with the task, and return its next message."""
         assert self._running is not None
         running = self._running
-        return self._message(lambda: running.send(_unpacked(parcel)))
+        return self._message(lambda: running.send(_unpack(parcel)))
 
     @ray.method(concurrency_group="control")
     def interrupt(self) -> None:
-        """Note that the task is to stop soon."""
-        self._told_to_stop = True
+        """Note that the task has to stop soon."""
+        self._interrupted = True
 
-    def _message(self, step: Any) -> Any:
+    def _message(self, step: Callable[[], Any]) -> Message:
         try:
-            return ITEM, _packed(step(), "a result")
+            return ITEM, _pack(step(), "a result")
         except StopIteration:
             self._running = None
-            return END, _packed(None, "")
+            return END, _pack(None, "")
         except Exception as error:
             self._running = None
-            return ERROR, _packed((portable(error), traceback.format_exc()), "an error")
+            return ERROR, _pack((sendable_error(error), traceback.format_exc()), "an error")
 
 
 class _Pickler(cloudpickle.CloudPickler):
-    """Pickles with its code what others can't import; Ray's own, as no other knows what its references are."""
+    """Ray's own pickler, the only one that knows its references. Pickles code that others can't import."""
 
     def reducer_override(self, value: Any) -> Any:
         reduced = frameworks.reduced(value)
         return super().reducer_override(value) if reduced is NotImplemented else reduced
 
 
-def _packed(value: Any, what: str) -> tuple[bytes, list[Any]]:
-    pickle_, views = pickled(value, what, _Pickler)
-    return pickle_, [np.frombuffer(view, dtype=np.uint8) for view in views]
+def _pack(value: Any, description: str) -> RayParcel:
+    stream, views = pickle_value(value, description, _Pickler)
+    return stream, [np.frombuffer(view, dtype=np.uint8) for view in views]
 
 
-def _unpacked(parcel: tuple[bytes, list[Any]]) -> Any:
-    pickle_, buffers = parcel
-    return pickle.loads(pickle_, buffers=buffers)
+def _unpack(parcel: RayParcel) -> Any:
+    stream, buffers = parcel
+    return pickle.loads(stream, buffers=buffers)
 
 
 def _first_line(error: BaseException) -> str:

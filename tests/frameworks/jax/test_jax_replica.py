@@ -16,8 +16,8 @@ from tests.replicas.memory import asked_by_two
 import modelfleet as mf
 from modelfleet.frameworks import jax as adapter
 from modelfleet.types import Precision
+from modelfleet.workers.parcels import SharedMemoryValue
 from modelfleet.workers.process import dismiss
-from modelfleet.workers.shared import InMemory
 
 X = np.random.default_rng(0).normal(size=(5, 8)).astype(np.float32)
 
@@ -74,7 +74,7 @@ def test_arrays_cross_without_a_copy_and_outlive_the_memory_s_name(make: Any) ->
         "number": jnp.asarray(2.0),
         "none": jnp.ones(0),
     }
-    shared = InMemory.put(sent, "a model")
+    shared = SharedMemoryValue.put(sent, "a model")
     received = shared.get()
     shared.close()
     gc.collect()

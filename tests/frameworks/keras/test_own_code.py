@@ -12,7 +12,7 @@ import __main__
 import modelfleet as mf
 from modelfleet.frameworks import keras as adapter
 from modelfleet.workers import CannotSendError
-from modelfleet.workers.shared import InMemory
+from modelfleet.workers.parcels import SharedMemoryValue
 
 layers, ops = keras.layers, keras.ops
 OPTIONS: dict[str, Any] = {"epochs": 2, "batch_size": 8, "shuffle": False}
@@ -181,7 +181,7 @@ def test_they_are_copied_and_sent_to_replicas() -> None:
     for make in MAKES.values():
         made = make()
         copied = adapter.copy_model(made)
-        shared = InMemory.put(adapter.frozen(made), "the model")
+        shared = SharedMemoryValue.put(adapter.frozen(made), "the model")
         received = shared.get()
         shared.close()
         for other in (copied, received):
@@ -196,7 +196,7 @@ def test_a_model_whose_arguments_keras_forgets_is_refused() -> None:
     with pytest.raises(mf.InputError, match=r"does not tell all of it.*units is 5, not 7"):
         adapter.copy_model(plain(7))
     with pytest.raises(CannotSendError, match=r"does not tell all of it.*units is 5, not 7"):
-        InMemory.put(adapter.frozen(plain(7)), "the model")
+        SharedMemoryValue.put(adapter.frozen(plain(7)), "the model")
 
 
 class Bare(keras.Model):
@@ -215,7 +215,7 @@ def test_a_model_with_a_part_that_was_frozen_later_on_is_asked_but_not_copied() 
     for made in (plain(), Bare()):
         made(x)
         made.layers[0].trainable = False
-        shared = InMemory.put(adapter.frozen(made), "the model")
+        shared = SharedMemoryValue.put(adapter.frozen(made), "the model")
         np.testing.assert_allclose(direct(shared.get(), x), direct(made, x), rtol=1e-6, atol=1e-7)
         shared.close()
         with pytest.raises(mf.InputError, match="trainable is True, not False"):  # a copy would be trained whole
@@ -238,7 +238,7 @@ class Unsaid(layers.Layer):
 
 def test_a_model_that_its_config_can_not_make_is_refused_with_what_to_give_instead() -> None:
     made = model("mse", Unsaid(2.0))
-    shared = InMemory.put(adapter.frozen(made), "the model")
+    shared = SharedMemoryValue.put(adapter.frozen(made), "the model")
     with pytest.raises(mf.InputError, match="function without arguments that makes the model"):
         shared.get()
     shared.close()

@@ -14,7 +14,7 @@ import modelfleet as mf
 from modelfleet.frameworks import keras as adapter
 from modelfleet.replicas.models import Source
 from modelfleet.workers.inline import InlinePlace
-from modelfleet.workers.shared import InMemory
+from modelfleet.workers.parcels import SharedMemoryValue
 
 BACKEND = keras.backend.backend()
 layers = keras.layers
@@ -81,7 +81,7 @@ def test_two_workers_share_the_weights() -> None:
 @pytest.mark.parametrize("make", [lambda: models.mlp(norm=True, rate=0.3), models.two_outputs, scaled, adapted])
 def test_every_kind_of_model_comes_out_as_it_was_sent(make: Any) -> None:
     model, (x, _) = make(), models.data(9)
-    shared = InMemory.put(adapter.frozen(model), "the model")
+    shared = SharedMemoryValue.put(adapter.frozen(model), "the model")
     received = shared.get()
     shared.close()
     assert type(received) is type(model)
@@ -117,7 +117,7 @@ def test_what_can_not_be_asked_for() -> None:
 def test_two_classes_of_one_name_are_not_taken_for_each_other() -> None:
     namesake = type("Scaled", (Scaled,), {"__module__": "elsewhere"})
     model = keras.Sequential([keras.Input((4,)), Scaled(4), namesake(4)])
-    shared = InMemory.put(adapter.frozen(model), "the model")
+    shared = SharedMemoryValue.put(adapter.frozen(model), "the model")
     received = shared.get()
     shared.close()
     assert [type(layer).__module__ for layer in received.layers] == [__name__, "elsewhere"]
@@ -133,7 +133,7 @@ class Forgetful(Scaled):
 def test_a_config_that_makes_other_weights_is_told_by_name() -> None:
     model = Forgetful(5)
     model(models.data()[0])
-    shared = InMemory.put(adapter.frozen(model), "the model")
+    shared = SharedMemoryValue.put(adapter.frozen(model), "the model")
     with pytest.raises(mf.InputError, match=r"has \(4, 2\) as '000.kernel'; expected \(4, 5\)"):
         shared.get()
     shared.close()

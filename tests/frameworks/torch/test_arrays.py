@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from modelfleet.frameworks.torch import arrays
-from modelfleet.workers.shared import InMemory
+from modelfleet.workers.parcels import SharedMemoryValue
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_hooks_of_parameters_cross_to_other_processes() -> None:
     layer = nn.Linear(2, 1)
     layer.weight.register_hook(twice)
     layer.weight.register_post_accumulate_grad_hook(negated)
-    shared = InMemory.put(layer, "the model")
+    shared = SharedMemoryValue.put(layer, "the model")
     received = shared.get()
     received(torch.ones(1, 2)).sum().backward()
     assert received.weight.grad.tolist() == [[-2.0, -2.0]]

@@ -9,10 +9,11 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.replicas.test_queue import answers_all
 
 from modelfleet.errors import DeadlineError, QueueFullError, RowsError
 from modelfleet.replicas.queue import Queue
-from modelfleet.replicas.requests import Batch, Request, Slice
+from modelfleet.replicas.requests import Request, RowBatch, RowSpan
 
 Row = tuple[Request, int]
 some_rows = st.sets(st.integers(0, 19), max_size=2)
@@ -29,7 +30,7 @@ class Books(RuleBasedStateMachine):
         balance=st.sampled_from(["least-busy", "sticky"]),
         isolation=st.sampled_from(["rows", "batch", "device"]),
     )
-    def start(self, replicas: int, batch_size: int, max_queue: int | None, balance: str, isolation: str) -> None:
+    def start(self, replicas: int, batch_size: int, max_queue: int | None, balance: Any, isolation: Any) -> None:
         self.names = [f"r{n}" for n in range(replicas)]
         self.queue = Queue(
             self.names, batch_size=batch_size, max_queue=max_queue, balance=balance, isolation=isolation
@@ -38,7 +39,7 @@ class Books(RuleBasedStateMachine):
         self.now = 0.0
         self.live = set(self.names)
         self.requests: list[Request] = []
-        self.flying: list[Batch] = []
+        self.flying: list[RowBatch] = []
         self.poison: set[Row] = set()
         self.deadly: set[Row] = set()
         self.spoilt: set[Row] = set()  # by poison in a batch that is never cut
@@ -70,7 +71,7 @@ class Books(RuleBasedStateMachine):
             assert rows
             assert self.max_queue is not None
             assert waiting >= self.max_queue
-            assert self.queue.wait() > 0
+            assert self.queue.seconds_until_room() > 0
             return
         assert not rows or self.max_queue is None or waiting < self.max_queue
         self.requests.append(request)
@@ -107,7 +108,7 @@ class Books(RuleBasedStateMachine):
     @rule(which=pick, most=st.none() | st.integers(1, 12))
     def take(self, which: int, most: int | None) -> None:
         replica = self.names[which % len(self.names)]
-        flying = {row for batch in self.flying for row in rows_of(batch.slices)}
+        flying = {row for batch in self.flying for row in rows_of(batch.spans)}
         batch = self.queue.take(replica, self.now, most)
         if batch is None:
             shared = self.balance == "least-busy" and self.isolation != "device"
@@ -116,16 +117,16 @@ class Books(RuleBasedStateMachine):
             return
         assert replica in self.live
         assert batch.replica == replica
-        rows = rows_of(batch.slices)
+        rows = rows_of(batch.spans)
         limit = most or self.batch_size
         assert 1 <= len(rows) == batch.rows <= (min(self.batch_size, limit) if self.isolation == "rows" else 99)
         assert len(set(rows)) == len(rows)
         assert not flying & set(rows)
         assert not any(self.outcomes[row] for row in rows)
-        assert all(piece.request.status == "open" for piece in batch.slices)
-        users = {piece.request.user for piece in batch.slices}
+        assert all(piece.request.status == "open" for piece in batch.spans)
+        users = {piece.request.user for piece in batch.spans}
         if self.isolation != "rows":
-            (piece,) = batch.slices
+            (piece,) = batch.spans
             assert piece.start % self.batch_size == 0
             assert piece.stop == min(piece.start + self.batch_size, piece.request.rows)
         if self.isolation == "device":
@@ -139,18 +140,18 @@ class Books(RuleBasedStateMachine):
     def run(self, which: int, stop: int = 0) -> None:
         """A batch comes to its end, as its rows decide; a search for poison may stop anywhere after its first."""
         batch = self._landed(which)
-        rows = set(rows_of(batch.slices))
+        rows = set(rows_of(batch.spans))
         if rows & self.deadly:
             self._died(batch)
         elif rows & self.poison and self.isolation != "rows":
             self.spoilt |= rows
             self._count(rows)
-            self._end(self.queue.failed(batch, ValueError("poison")))
+            self._end(self.queue.fail(batch, ValueError("poison")))
         elif rows & self.poison:
-            self._sort_out(batch, rows_of(batch.slices), stop)
+            self._sort_out(batch, rows_of(batch.spans), stop)
         else:
             self._count(rows)
-            self._end(self.queue.answered(batch, [marks(piece) for piece in batch.slices], self.now))
+            self._end(answers_all(self.queue, batch, [marks(piece) for piece in batch.spans], self.now))
 
     @precondition(lambda self: self.flying)
     @rule(which=pick, lost=st.sampled_from(["before", "after", "never"]))
@@ -167,46 +168,46 @@ class Books(RuleBasedStateMachine):
     @precondition(lambda self: self.flying)
     @rule(which=pick)
     def give_back(self, which: int) -> None:
-        self.queue.returned(self._landed(which))
+        self.queue.put_back(self._landed(which))
 
     @rule(which=pick)
     def lose(self, which: int) -> None:
         name = self.names[which % len(self.names)]
         self.live.discard(name)
-        self.queue.lost(name)
+        self.queue.lose_replica(name)
 
     @rule(which=pick)
     def come_back(self, which: int) -> None:
         name = self.names[which % len(self.names)]
         self.live.add(name)
-        self.queue.back(name)
+        self.queue.restore_replica(name)
 
     @rule(which=pick, rows=st.integers(1, 12), seconds=st.floats(0, 10))
     def note(self, which: int, rows: int, seconds: float) -> None:
-        self.queue.noted(self.names[which % len(self.names)], rows, seconds)
+        self.queue.record_speed(self.names[which % len(self.names)], rows, seconds)
 
-    def _landed(self, which: int) -> Batch:
+    def _landed(self, which: int) -> RowBatch:
         return self.flying.pop(which % len(self.flying))
 
     def _count(self, rows: set[Row]) -> None:
         self.outcomes.update(row for row in rows if row[0].status == "open")
 
-    def _sort_out(self, batch: Batch, rows: list[Row], stop: int) -> None:
+    def _sort_out(self, batch: RowBatch, rows: list[Row], stop: int) -> None:
         tried = max(stop, 1)
         errors = {
             place: ValueError("poison") for place in range(tried) if set(rows[place : place + 1]) & self.poison
         }
-        good = [Slice(r, n, n + 1) for place, (r, n) in enumerate(rows[:tried]) if place not in errors]
+        good = [RowSpan(r, n, n + 1) for place, (r, n) in enumerate(rows[:tried]) if place not in errors]
         left = [(tried, len(rows))] if tried < len(rows) else []
         self._count(set(rows[:tried]))
         answers = [(piece, marks(piece)) for piece in good]
-        self._end(self.queue.sorted_out(batch, answers, errors, left, self.now))
+        self._end(self.queue.record(batch, answers, errors, left, self.now))
 
-    def _died(self, batch: Batch) -> None:
-        rows = rows_of(batch.slices)
+    def _died(self, batch: RowBatch) -> None:
+        rows = rows_of(batch.spans)
         self.deaths.update(rows)
         given = {row: len(row[0].errors) for row in rows}
-        ended = self.queue.died(batch, "killed")
+        ended = self.queue.record_death(batch, "killed")
         for row, errors in given.items():
             if len(row[0].errors) > errors:  # it was given up
                 assert len(rows) == 1 or self.isolation != "rows"
@@ -236,7 +237,7 @@ class Books(RuleBasedStateMachine):
         )
         # Everyone is told once.
         assert Counter(self.ended) == Counter(r for r in self.requests if r.status != "open")
-        flying = Counter(row[0] for batch in self.flying for row in rows_of(batch.slices))
+        flying = Counter(row[0] for batch in self.flying for row in rows_of(batch.spans))
         opened = [request for request in self.requests if request.status == "open"]
         left = {r: r.rows - sum(self.outcomes[r, row] for row in range(r.rows)) for r in opened}
         assert all(left.values())
@@ -253,13 +254,13 @@ class Books(RuleBasedStateMachine):
 
     def _check_answers(self, request: Request) -> None:
         assert all(self.outcomes[request, row] <= 1 for row in range(request.rows))
-        answered = [row for start, stop in sorted(request.pieces) for row in range(start, stop)]
+        answered = [row for start, stop in sorted(request.answers) for row in range(start, stop)]
         assert len(set(answered)) == len(answered)
         assert not set(answered) & set(request.errors)
         assert set(answered) | set(request.errors) == {
             row for row in range(request.rows) if self.outcomes[request, row]
         }
-        if request.pieces:
+        if request.answers:
             expected = [(request.user, request.data, row) for row in answered]
             assert [tuple(mark) for mark in request.joined().tolist()] == expected
         for row, error in request.errors.items():
@@ -302,11 +303,11 @@ class Books(RuleBasedStateMachine):
                 assert tuple(mark[2] for mark in kept) == request.error.kept
 
 
-def rows_of(slices: tuple[Slice, ...]) -> list[Row]:
+def rows_of(slices: tuple[RowSpan, ...]) -> list[Row]:
     return [(piece.request, row) for piece in slices for row in range(piece.start, piece.stop)]
 
 
-def marks(piece: Slice) -> np.ndarray:
+def marks(piece: RowSpan) -> np.ndarray:
     """An output that says whose row it is."""
     rows = [(piece.request.user, piece.request.data, row) for row in range(piece.start, piece.stop)]
     return np.array(rows, dtype=[("user", "U1"), ("request", int), ("row", int)])

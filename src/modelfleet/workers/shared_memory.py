@@ -1,7 +1,7 @@
-"""Pieces of memory that processes of one machine share. They have no name, so that nothing can be left behind.
+"""Memory that processes of one machine share. It has no name, so nothing can be left behind.
 
-A piece is known by its descriptor, which is sent once. It is there as long as a process has it mapped, or a
-descriptor of it open.
+Shared memory is known by its descriptor, which is sent once. The memory exists as long as a process has it mapped,
+or has a descriptor of it open.
 """
 
 import ctypes
@@ -9,26 +9,29 @@ import mmap
 import os
 import tempfile
 from functools import cache
-from typing import Any
 
 import numpy as np
 
 from modelfleet.devices import host_memory
 from modelfleet.words import size as size_of
-from modelfleet.workers._base import NoRoomError
 from modelfleet.workers.channel import above_standard
+from modelfleet.workers.protocol import NoRoomError
 
-LARGE = 1 << 26  # bytes from which on it is looked up first whether so much is free
+LARGE = 1 << 26  # bytes: from this size on, the free memory is checked first
 
 
-def new(size: int) -> int:
-    """The descriptor of a new piece; raises `NoRoomError` if there is not so much memory."""
+def create(size: int) -> int:
+    """Return the descriptor of new shared memory.
+
+    Raises:
+        NoRoomError: If there is not enough memory.
+    """
     free = None
-    if size >= LARGE:  # else the system, asked for more than it has, would end some process
+    if size >= LARGE:  # asked for more than it has, the system would kill some process
         memory = host_memory()
         free = None if memory is None else memory.free
         if free is not None and size > free:
-            raise _refused(size, free)
+            raise _no_room(size, free)
     if hasattr(os, "memfd_create"):
         descriptor = above_standard(os.memfd_create("modelfleet"))
     else:
@@ -37,16 +40,16 @@ def new(size: int) -> int:
     try:
         os.ftruncate(descriptor, size)
         if hasattr(os, "posix_fallocate"):
-            # Else memory that is not there shows when it is written to, by a signal that ends the process.
+            # Without this, missing memory shows at the first write, as a signal that ends the process.
             os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
         os.close(descriptor)
-        raise _refused(size, free) from error
+        raise _no_room(size, free) from error
     return descriptor
 
 
-def mapped(descriptor: int, size: int) -> memoryview:
-    """A piece's memory, mapped until nobody refers to it any more. The descriptor can be closed.
+def map_memory(descriptor: int, size: int) -> memoryview:
+    """Return shared memory, mapped as long as anything refers to it. The descriptor can be closed.
 
     Python's own `mmap` would keep a descriptor open for as long.
     """
@@ -54,29 +57,29 @@ def mapped(descriptor: int, size: int) -> memoryview:
     start = library.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
     if start in (None, ctypes.c_void_p(-1).value):
         number = ctypes.get_errno()
-        raise OSError(number, f"a piece of shared memory can't be mapped: {os.strerror(number)}")
-    return np.asarray(_Mapped(start, size)).data
+        raise OSError(number, f"shared memory can't be mapped: {os.strerror(number)}")
+    return np.asarray(_Mapping(start, size)).data
 
 
-class _Mapped:
-    """Memory at an address, as NumPy takes it up: the array, and whatever lies on it, refers to this object."""
+class _Mapping:
+    """Mapped memory. NumPy arrays on it, and their views, keep this object alive."""
 
     def __init__(self, start: int, size: int) -> None:
         self.__array_interface__ = {"data": (start, False), "shape": (size,), "typestr": "|u1", "version": 3}
-        self._unmap, self._place = _library().munmap, (start, size)
+        self._unmap, self._range = _library().munmap, (start, size)
 
     def __del__(self) -> None:
-        self._unmap(*self._place)
+        self._unmap(*self._range)
 
 
-def close(descriptors: list[int]) -> None:
-    """Close descriptors that were sent, or were received."""
+def close_descriptors(descriptors: list[int]) -> None:
+    """Close descriptors that were sent or received, and empty the list."""
     while descriptors:
         os.close(descriptors.pop())
 
 
 @cache
-def _library() -> Any:
+def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = (
@@ -86,9 +89,9 @@ def _library() -> Any:
     return library
 
 
-def _refused(size: int, free: int | None) -> NoRoomError:
-    left = "" if free is None else f", {size_of(free)} is free"
+def _no_room(size: int, free: int | None) -> NoRoomError:
+    left = "" if free is None else f"; {size_of(free)} is free"
     return NoRoomError(
-        f"{size_of(size)} of shared memory can't be had{left}. Give the machine or the container more memory "
+        f"{size_of(size)} of shared memory is not available{left}. Give the machine or the container more memory "
         f"(`docker run --memory=8g`), or send less at once."
     )
