@@ -15,8 +15,10 @@ import numpy as np
 
 from modelfleet.devices import Device, Memory
 from modelfleet.errors import FleetError, StrategyError
+from modelfleet.frameworks.stacked import PARTS, WEIGHTS, Positions, StackedState, by_part, by_path
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
+from modelfleet.types import State, Tensor
 
 # Reasons a member was set aside, as an engine's `trouble` tells them.
 FINE, LOSS, GRADIENT, SCALE = 0, 1, 2, 3
@@ -436,59 +438,94 @@ class Engine(ABC):
     def forgive(self) -> None:
         """Begin a fit with nobody in trouble."""
 
+    held: Collection[str] = WEIGHTS
+    """The parts of a state that members' models hold themselves."""
+
+    @property
     @abstractmethod
-    def narrow(self, members: np.ndarray) -> None:
-        """Step only the members of these rows from now on, in a state of their own."""
+    def positions(self) -> np.ndarray:
+        """The positions of all members."""
+
+    @property
+    @abstractmethod
+    def slots(self) -> np.ndarray:
+        """`(slot,)`: the position of the member in each slot."""
+
+    @abstractmethod
+    def read(self, positions: Positions, parts: Collection[str] | None = None) -> State:
+        """Return a copy of the state of some members, by part and name.
+
+        Args:
+            positions: The members' positions in the lane. A member may have a slot or rest.
+            parts: The parts to read, such as `stacked.WEIGHTS`. Parts that the engine does not have are left out.
+                None for all: everything that a run needs to go on.
+
+        Returns:
+            Tensors `(member, …)` in the order of `positions`, as the engine stores them.
+        """
+
+    @abstractmethod
+    def write(self, positions: Positions, state: State) -> None:
+        """Replace the state of some members by what `read` returned, or by NumPy arrays of it.
+
+        Args:
+            positions: The members' positions in the lane. A member may have a slot or rest.
+            state: Tensors `(member, …)` by part and name. What is not in it stays as it is.
+        """
+
+    @abstractmethod
+    def gather(self, members: Sequence[Member]) -> State:
+        """Return what the models of some members hold, for `write`: the parts `held`."""
+
+    @abstractmethod
+    def scatter(self, positions: Positions, members: Sequence[Member]) -> None:
+        """Copy the state of the members at some positions into their models."""
+
+    def refresh(self, positions: Positions, members: Sequence[Member]) -> None:
+        """Replace the state of the members at some positions by what their models hold."""
+        self.write(positions, self.gather(members))
+
+    @abstractmethod
+    def narrow(self, positions: np.ndarray) -> None:
+        """Give slots only to these members from now on, in this order. The others rest."""
 
     @abstractmethod
     def widen(self) -> None:
-        """Undo `narrow`: put the members' new state back among the others'."""
+        """Give every member its slot again."""
 
     @abstractmethod
-    def adopt(self, position: int, other: Any, source: int) -> None:
-        """Take a member's optimizer state and step count over from another engine of the same optimizer."""
+    def adopt(self, position: int, other: "Engine", source: int) -> None:
+        """Write what still fits of the optimizer state and the step count that a member has in another engine.
+
+        Args:
+            position: The member's position here.
+            other: An engine of the same optimizer.
+            source: The member's position there.
+        """
 
     @abstractmethod
     def still_shared(self, members: Sequence[Member]) -> bool:
-        """Whether the tensors that all members shared are still the same in all of them."""
+        """Return True if the tensors that all members shared are still the same in all of them."""
 
     def objects(self) -> Iterable[tuple[str, Any]]:
-        """The objects, with their names, whose mode a step changes for a while. Other models may hold them."""
+        """Return the objects, by name, whose mode a step changes for a while. Other models may hold them."""
         return ()
 
-    @abstractmethod
-    def restack(self, positions: np.ndarray, members: Sequence[Member], *, working: bool = False) -> None:
-        """Take the weights (of Keras: and the optimizer's state) of the members at these rows from their models
-        again: into the working state, or into the one it was narrowed from, if it was."""
-
-    @abstractmethod
-    def write_out(self, row: int, working: bool, member: Member) -> None:
-        """Copy one member's state into its model: of the working state, or of the one it was narrowed from."""
-
-    @abstractmethod
-    def write_back(self, members: Sequence[Member]) -> None:
-        """Copy every member's state into its own model. Nothing is narrowed then."""
-
     def write_changes(self, members: Sequence[Member]) -> bool:
-        """Copy what evaluating and predicting have changed into the members' models; whether anything has."""
+        """Copy what evaluating and predicting have changed into the models. Return True if anything has."""
         return False
 
-    @abstractmethod
-    def snapshot(self, row: int, working: bool = True) -> Any:
-        """A copy of one member's weights as a dict of dicts of tensors: of the working state, or of the one it was
-        narrowed from."""
+    def write_back(self, members: Sequence[Member]) -> None:
+        """Copy every member's state into its own model."""
+        self.scatter(self.positions, members)
 
-    @abstractmethod
-    def restore(self, row: int, working: bool, snapshot: Any) -> None:
-        """Give a member the weights of a snapshot."""
+    def tensors(self) -> dict[str, Tensor]:
+        """Return a copy of the whole state by path: `params/0.weight`."""
+        return by_path(self.read(self.positions))
 
-    @abstractmethod
-    def tensors(self) -> dict[str, Any]:
-        """All of the state of all members, by path, `params/0.weight`: all that a run needs to go on."""
-
-    @abstractmethod
-    def load(self, tensors: Mapping[str, Any]) -> None:
-        """Take up the state that `tensors` gave, or NumPy arrays of it."""
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the whole state by what `tensors` returned, or by NumPy arrays of it."""
+        self.write(self.positions, {**{part: {} for part in PARTS}, **by_part(tensors)})
 
     @abstractmethod
     def stream(self) -> AbstractContextManager[Any]:
@@ -521,3 +558,44 @@ class Engine(ABC):
     @abstractmethod
     def working_bytes(self, batch: Any) -> int | None:
         """What a train step on a batch like this takes on the device beside the state; None if not known."""
+
+
+class StackedEngine(Engine):
+    """An engine whose members' tensors are stacked: it moves state as `StackedState` does."""
+
+    stacked: StackedState
+
+    @property
+    def state(self) -> State:
+        """The working state: the tensors that programs step, `(slot, …)`."""
+        return self.stacked.parts
+
+    @state.setter
+    def state(self, parts: State) -> None:
+        self.stacked.parts = parts
+
+    @property
+    def positions(self) -> np.ndarray:
+        """The positions of all members."""
+        return self.stacked.positions
+
+    @property
+    def slots(self) -> np.ndarray:
+        """`(slot,)`: the position of the member in each slot."""
+        return self.stacked.slots
+
+    def read(self, positions: Positions, parts: Collection[str] | None = None) -> State:
+        """Return a copy of the state of some members, by part and name."""
+        return self.stacked.read(positions, parts)
+
+    def write(self, positions: Positions, state: State) -> None:
+        """Replace the state of some members by part and name."""
+        self.stacked.write(positions, state)
+
+    def narrow(self, positions: np.ndarray) -> None:
+        """Give slots only to these members from now on. The others rest."""
+        self.stacked.narrow(positions)
+
+    def widen(self) -> None:
+        """Give every member its slot again."""
+        self.stacked.widen()

@@ -4,7 +4,7 @@ The state of a lane is
 
     params    trained weights
     buffers   all else that the model owns: frozen weights, running statistics, seeds
-    slots     the optimizer's state, with its count of steps and its learning rate
+    optimizer the optimizer's state, with its count of steps and its learning rate
     metrics   what the epoch's metrics have summed up so far
     member    per-member scalars: step, trouble, and what else a definition needs (a seed)
 
@@ -18,12 +18,11 @@ import numpy as np
 
 from modelfleet.frameworks import batches
 from modelfleet.members import Member
+from modelfleet.types import State
 
-State = dict[str, dict[str, Any]]
 Function = Callable[..., Any]
 
-PARTS = ("params", "buffers", "slots", "metrics")  # what a step may change of a member
-WEIGHTS = ("params", "buffers")
+PARTS = ("params", "buffers", "optimizer", "metrics")  # what a step may change of a member
 
 
 class Definition(Protocol):
@@ -39,7 +38,7 @@ class Definition(Protocol):
     and the metrics. Whether it leaves one within the model, as with BatchNorm, is tried out."""
 
     def state(self, member: Member) -> State:
-        """A member's params, buffers and slots as NumPy arrays, and perhaps "member" with scalars of its own."""
+        """Return a member's params, buffers and optimizer as NumPy arrays, and perhaps "member" with scalars."""
         ...
 
     def try_out(self, state: State, batch: Any) -> None:
@@ -63,7 +62,7 @@ class Definition(Protocol):
         self, state: State, metrics: dict[str, Any], batch: Any, weights: Any
     ) -> tuple[dict[str, Any], State]:
         """The accumulators with a batch added, and those of the params and buffers that the model has changed, as
-        a counter or a seed may be; the state comes without slots and metrics."""
+        a counter or a seed may be; the state comes without optimizer and metrics."""
         ...
 
     def results(self, metrics: dict[str, Any]) -> dict[str, Any]:

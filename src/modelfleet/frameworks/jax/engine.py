@@ -126,7 +126,7 @@ class Engine(FunctionalEngine):
     @contextmanager
     def _serving(self, slot: int) -> Iterator[None]:
         """Have the programs of the member in a slot, who may be unlike the first."""
-        member = self._members[slot if self._whole is None else self._whole[1][slot]]
+        member = self._members[self.slots[slot]]
         structure, usual = signature(member.model), self.programs
         if structure == self._signature:
             yield
@@ -303,11 +303,11 @@ class JaxDefinition(Definition):
         own = self.task.own.get(member.name, {})
         key = {"key": key_data(member.seed)}
         clip = {"clip_norm": np.float32(own.get("clip_norm", np.inf))} if self.task.clip else {}
-        state = {"params": as_numpy(params), "buffers": as_numpy(buffers), "slots": {}, "member": key | clip}
+        state = {"params": as_numpy(params), "buffers": as_numpy(buffers), "optimizer": {}, "member": key | clip}
         if self.task.optimizer is not None and params:
             slots = self.task.optimizer.state(self.form.tree(params), own)
             self._slots = self._slots or Tree(slots)
-            state["slots"] = as_numpy(self._slots.parts(slots))
+            state["optimizer"] = as_numpy(self._slots.parts(slots))
         return state
 
     def try_out(self, state: State, batch: Any) -> None:
@@ -337,7 +337,7 @@ class JaxDefinition(Definition):
         if self.task.clip:
             gradients = _clipped(gradients, state["member"]["clip_norm"])
         # A forward may change weights itself, as nnx.SpectralNorm does: these are what the optimizer steps.
-        params, slots = self.form.tree(after["params"]), self._slots.tree(state["slots"])
+        params, slots = self.form.tree(after["params"]), self._slots.tree(state["optimizer"])
 
         def value_of(tree: Any) -> Any:
             return loss_of(self.form.flat(tree))[0]
@@ -349,7 +349,7 @@ class JaxDefinition(Definition):
         new = {
             "params": self.form.flat(optax.apply_updates(params, updates)),
             "buffers": after["buffers"],
-            "slots": self._slots.parts(slots),
+            "optimizer": self._slots.parts(slots),
         }
         kept: State = {part: _as_before(tensors, state[part]) for part, tensors in new.items()}
         kept["metrics"] = self._added(state["metrics"], found)

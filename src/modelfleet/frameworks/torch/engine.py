@@ -9,28 +9,28 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.errors import InputError, StrategyError
-from modelfleet.frameworks.protocol import CannotFuseError
-from modelfleet.frameworks.torch import arrays, pages
+from modelfleet.frameworks.protocol import CannotFuseError, StackedEngine
+from modelfleet.frameworks.stacked import WEIGHTS, Positions, StackedState, fitting
+from modelfleet.frameworks.torch import pages
 from modelfleet.frameworks.torch import state as states
-from modelfleet.frameworks.torch.base import TorchEngine, explained
+from modelfleet.frameworks.torch.base import CARRIED, TorchEngine, explained
 from modelfleet.frameworks.torch.compiling import mode as mode_of_compiling
 from modelfleet.frameworks.torch.counting import Ahead, Coefficients
 from modelfleet.frameworks.torch.dividing import bears_padding, divide, rows_apart
 from modelfleet.frameworks.torch.guards import Alike, StatefulError
-from modelfleet.frameworks.torch.optimizers import PER_MEMBER
 from modelfleet.frameworks.torch.parallel import Group
 from modelfleet.frameworks.torch.programs import Programs, borrowed, held, readable
 from modelfleet.frameworks.torch.random import Draws
-from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.structure import shared_parameters
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree, map_trees, paths
+from modelfleet.types import State
 
 FIRST_SCALE = 65536.0  # torch.amp.GradScaler's
 
 
-class Engine(TorchEngine):
+class Engine(TorchEngine, StackedEngine):
     """The torch side of a lane (see `modelfleet.lanes.Lane`)."""
 
     def __init__(
@@ -55,10 +55,9 @@ class Engine(TorchEngine):
         self.shared = {
             name: states.placed(first[name], device, transpose=name in self.layout) for name in sorted(shared)
         }
-        self.state = self._stacked(members, columns)
+        self.stacked = StackedState(self._stacked(members, columns), len(members), states.Rows(device))
         self._columns = dict(columns)
         self._owned = [(member.model, self._trained(member.model)) for member in members]
-        self._rows = {id(member.model): row for row, member in enumerate(members)}
 
     def _begin(self, first: str, programs: Programs, device: torch.device) -> None:
         """Everything but the members' numbers, which `state` and `shared` will hold."""
@@ -69,7 +68,6 @@ class Engine(TorchEngine):
         self.shared: dict[str, Tensor] = {}
         self._owned: list[tuple[nn.Module, dict[str, nn.Parameter]]] = []  # the parameters that were stacked
         self._first = first
-        self._whole: tuple[State, Tensor] | None = None
         self._ahead = Ahead(programs.task)
         self._resting: dict[int, dict[str, Tensor]] = {}  # by member: the optimizer's state of what is frozen now
         self.several = 1
@@ -411,70 +409,59 @@ class Engine(TorchEngine):
         """`(slot,)`: what went wrong, by the codes of `state.REASONS`; 0 where nothing did."""
         return self.state["member"]["trouble"].cpu().numpy()
 
-    def narrow(self, members: np.ndarray) -> None:
-        """Step only these members from now on, in a state of their own."""
-        assert self._whole is None
-        rows = self.tensor(members)
-        self._whole = self.state, rows
-        self.state = states.select(self.state, rows)
+    def narrow(self, positions: np.ndarray) -> None:
+        """Give slots only to these members from now on. The others rest."""
+        super().narrow(positions)
         self._ahead.forget()
 
     def widen(self) -> None:
-        """Undo `narrow`: put the members' new state back among the others'."""
-        if self._whole is not None:
-            whole, rows = self._whole
-            states.put(whole, rows, self.state)
-            self.state, self._whole = whole, None
-            self._ahead.forget()
-
-    def adopt(self, position: int, other: "Engine", source: int) -> None:
-        """Take a member's optimizer state and step count over from another engine of the same optimizer.
-
-        What is frozen now keeps its own until it is trained again, as in a `torch.optim` optimizer. What was given
-        another shape meanwhile begins anew.
-        """
-        theirs = other.carried(source)
-        for name, tensor in states.named({part: self.state[part] for part in ("slots", "member")}).items():
-            given = theirs.pop(name, None)
-            if given is None:
-                continue
-            given = given.transpose(-1, -2) if self._turned(name) else given
-            if name != "member/seed" and given.shape == tensor.shape[1:]:
-                tensor[position] = given
-        self._resting[position] = {
-            name: tensor.clone() for name, tensor in theirs.items() if name.startswith("slots/")
-        }
+        """Give every member its slot again."""
+        super().widen()
         self._ahead.forget()
 
-    def carried(self, row: int) -> dict[str, Tensor]:
-        """A member's optimizer state and step count, by path, for another engine to take over.
+    def write(self, positions: Positions, state: State) -> None:
+        """Replace the state of some members by part and name."""
+        super().write(positions, state)
+        self._ahead.forget()
 
-        Its tensors lie as the model's parameters do, not as they are stored here.
+    def adopt(self, position: int, other: Any, source: int) -> None:
+        """Write what still fits of the optimizer state and the step count that a member has in another engine.
+
+        The state of a parameter that is frozen now is kept until the parameter is trained again, as `torch.optim`
+        does. A parameter that was given another shape meanwhile begins at its initial state.
         """
-        own = states.named({part: self._side(False)[part] for part in ("slots", "member")})
-        found = {
-            name: (tensor[row].transpose(-1, -2) if self._turned(name) else tensor[row])
-            for name, tensor in own.items()
+        theirs = other.carried(source)
+        stored = {**theirs, "optimizer": self._transposed(theirs["optimizer"])}
+        self.write([position], fitting(stored, self.state, parts=CARRIED))
+        self._resting[position] = {
+            name: tensor for name, tensor in theirs["optimizer"].items() if name not in self.state["optimizer"]
         }
-        carried = {**self._resting.get(row, {}), **found}
-        gone = {f"slots/{slot}/{name}" for slot in self.task.optimizer.slots for name in self._replaced(row)}
-        return {path: tensor for path, tensor in carried.items() if path not in gone}
+
+    def carried(self, position: int) -> State:
+        """Return a member's optimizer state and step count for another engine to adopt.
+
+        The tensors have the layout of the model's parameters, not the one that they are stored in here. Parameters
+        that are frozen now are among them. Parameters that the user has replaced are not.
+        """
+        own = self.read([position], tuple(CARRIED))
+        optimizer = {**self._resting.get(position, {}), **self._transposed(own["optimizer"])}
+        replaced = self._replaced(position)
+        own["optimizer"] = {name: t for name, t in optimizer.items() if name.partition("/")[2] not in replaced}
+        return own
+
+    def _transposed(self, optimizer: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return an optimizer's tensors in the layout of the model's parameters, or back from it."""
+        return {name: states.turned(name.partition("/")[2], t, self.layout) for name, t in optimizer.items()}
 
     def _trained(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Return the parameters that a step would change: none that all members share, which are only read."""
         return {name: parameter for name, parameter in states.trained(model).items() if name not in self.shared}
 
-    def _replaced(self, row: int) -> set[str]:
-        """Return the parameters that the user has put in the place of those that were stacked: they begin anew."""
-        model, before = self._owned[row]
+    def _replaced(self, position: int) -> set[str]:
+        """Return the parameters of a member's model that the user has replaced since they were stacked."""
+        model, before = self._owned[position]
         current = dict(model.named_parameters())
         return {name for name, parameter in before.items() if current.get(name) is not parameter}
-
-    def _turned(self, path: str) -> bool:
-        """Whether an optimizer's tensor of that path is stored transposed."""
-        part, _, rest = path.partition("/")
-        slot, _, parameter = rest.partition("/")
-        return part == "slots" and slot not in PER_MEMBER and parameter in self.layout
 
     def still_shared(self, members: Sequence[Member]) -> bool:
         """Whether the tensors that all members shared are still the same in all of them."""
@@ -486,64 +473,51 @@ class Engine(TorchEngine):
         """The modules of the model that is traced for all members."""
         return self.programs.steps.model.named_modules()
 
-    def write_out(self, row: int, working: bool, member: Member) -> None:
-        """Copy one member's weights into its model."""
-        one = states.select(self._weights(self._side(working)), torch.tensor([row], device=self.device))
-        with held(self.programs.steps.model):
-            states.write_back([member.model], one, self.layout)
+    def gather(self, members: Sequence[Member]) -> State:
+        """Return the weights that the models of some members hold."""
+        parts = {"params": states.trained, "frozen": states.kept, "buffers": states.buffers}
+        state: State = {}
+        for part, find in parts.items():
+            found = [find(member.model) for member in members]
+            state[part] = {
+                name: states.stack(
+                    [tensors[name] for tensors in found], self.device, transpose=name in self.layout
+                )
+                for name in found[0]
+                if name not in self.shared
+            }
+        return state
 
-    def restack(self, positions: np.ndarray, members: Sequence[Member], *, working: bool = False) -> None:
-        """Take the weights of the members at these rows from their models again."""
-        state = self._side(working)
+    def scatter(self, positions: Positions, members: Sequence[Member]) -> None:
+        """Copy the weights of some members into their models."""
+        state = self.stacked.read(positions, WEIGHTS, copy=False)
+        with held(self.programs.steps.model):
+            states.write_back([member.model for member in members], state, self.layout)
+
+    def refresh(self, positions: Positions, members: Sequence[Member]) -> None:
+        """Replace the weights of some members by those of their models.
+
+        The optimizer's state of a parameter that the user has replaced begins at its initial state.
+        """
         for member in members:
-            switched = self._trained(member.model).keys() ^ state["params"].keys()
+            switched = self._trained(member.model).keys() ^ self.state["params"].keys()
             if switched:
                 raise StrategyError(
                     f"member {member.name!r}: {min(switched)!r} was frozen or unfrozen in the middle of a fit, "
                     f'and the member is fused with others. Use strategy="interleaved", or do it between two fits.'
                 )
         with held(self.programs.steps.model):
-            states.put(self._weights(state), self.tensor(positions), self._stacked(members, {}, slots=False))
-        for row, member in zip(positions.tolist(), members, strict=True):
-            place = self._rows[id(member.model)]
-            for name in self._replaced(place):
-                hyper = {key: self.tensor(column[place : place + 1]) for key, column in self._columns.items()}
-                fresh = self.task.optimizer.initial(state["params"][name][row : row + 1], hyper)
-                for slot, tensor in fresh.items():
-                    state["slots"][slot][name][row] = tensor[0]
-                self._ahead.forget()
-            self._owned[place] = member.model, self._trained(member.model)
+            weights = self.gather(members)
+        self.write(positions, weights)
+        for row, (position, member) in enumerate(zip(positions, members, strict=True)):
+            hyper = {key: self.tensor(column[[position]]) for key, column in self._columns.items()}
+            for name in self._replaced(position):
+                fresh = self.task.optimizer.initial(weights["params"][name][row : row + 1], hyper)
+                self.write([position], {"optimizer": {f"{slot}/{name}": tensor for slot, tensor in fresh.items()}})
+            self._owned[position] = member.model, self._trained(member.model)
         own = {**dict(members[0].model.named_parameters()), **dict(members[0].model.named_buffers())}
         for name, tensor in self.shared.items():
             tensor.copy_(states.placed(own[name], self.device, transpose=name in self.layout))
-
-    def write_back(self, members: Sequence[Member]) -> None:
-        """Copy every member's weights into its own model."""
-        states.write_back([member.model for member in members], self.state, self.layout)
-
-    def snapshot(self, row: int, working: bool = True) -> State:
-        """A copy of one member's weights: of the working state, or of the one it was narrowed from."""
-        return states.select(self._weights(self._side(working)), torch.tensor([row], device=self.device))
-
-    def restore(self, row: int, working: bool, snapshot: State) -> None:
-        """Give a member the weights of a snapshot."""
-        states.put(self._weights(self._side(working)), torch.tensor([row], device=self.device), snapshot)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The state of all members, by path: `params/0.weight` and so on."""
-        if self._whole is not None:
-            whole, rows = self._whole
-            states.put(whole, rows, self.state)
-        return states.named(self._side(False))
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take up the state that `tensors` gave."""
-        for name, tensor in states.named(self._side(False)).items():
-            given = tensors[name]
-            tensor.copy_(arrays.from_host(given, tensor) if isinstance(given, np.ndarray) else given)
-        if self._whole is not None:
-            states.put(self.state, torch.arange(len(self._whole[1])), states.select(*self._whole))
-        self._ahead.forget()
 
     def steps_taken(self) -> np.ndarray:
         """`(slot,)`: the steps that changed each member's weights."""
@@ -556,9 +530,6 @@ class Engine(TorchEngine):
                 parameter.grad = None
         self.state["member"]["trouble"].zero_()
         self._ahead.forget()
-
-    def _side(self, working: bool) -> State:
-        return self.state if working or self._whole is None else self._whole[0]
 
     # --- checks --------------------------------------------------------------------------------------------------
 
@@ -612,27 +583,13 @@ class Engine(TorchEngine):
 
     # --- helpers -------------------------------------------------------------------------------------------------
 
-    def _stacked(
-        self, members: Sequence[Member], columns: Mapping[str, np.ndarray], *, slots: bool = True
-    ) -> State:
-        models: list[nn.Module] = [member.model for member in members]
-        parts = {"params": states.trained, "frozen": states.kept, "buffers": states.buffers}
-        state: State = {}
-        for part, find in parts.items():
-            found = [find(model) for model in models]
-            state[part] = {
-                name: states.stack(
-                    [tensors[name] for tensors in found], self.device, transpose=name in self.layout
-                )
-                for name in found[0]
-                if name not in self.shared
-            }
-        if not slots:
-            return state
+    def _stacked(self, members: Sequence[Member], columns: Mapping[str, np.ndarray]) -> State:
+        """Return the state of members at the beginning: the weights of their models, and all else initial."""
+        state = self.gather(members)
         hyper = {name: self.tensor(column) for name, column in columns.items()}
         made = {name: self.task.optimizer.initial(p, hyper) for name, p in state["params"].items()}
-        state["slots"] = {
-            slot: {name: tensors[slot] for name, tensors in made.items()} for slot in self.task.optimizer.slots
+        state["optimizer"] = {
+            f"{slot}/{name}": tensors[slot] for slot in self.task.optimizer.slots for name, tensors in made.items()
         }
         width = len(members)
         exact = states.exact(self.device)
@@ -646,10 +603,6 @@ class Engine(TorchEngine):
             state["member"]["good"] = torch.zeros(width, dtype=torch.int64, device=self.device)
         state["sums"] = {}
         return state
-
-    @staticmethod
-    def _weights(state: State) -> State:
-        return {part: state[part] for part in ("params", "frozen", "buffers")}
 
 
 def _layout(data: Any, shared: bool) -> tuple[Any, ...]:

@@ -17,11 +17,11 @@ from modelfleet.frameworks.torch.compiling import SAVING, Compiler
 from modelfleet.frameworks.torch.compiling import mode as mode_of_compiling
 from modelfleet.frameworks.torch.guards import StatefulError, Watch, eagerly, refuse_unstackable, unchanged, undone
 from modelfleet.frameworks.torch.modes import mode
-from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.steps import Steps
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.frameworks.torch.tracing import TRACING, Program, plain, trace
 from modelfleet.trees import leaves, map_tree
+from modelfleet.types import State
 
 Key = tuple[Any, ...]
 TRAINING = ("train", "gradients", "update")  # whole, or the two halves of a step whose rows are on several devices

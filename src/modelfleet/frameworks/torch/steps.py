@@ -25,9 +25,10 @@ from modelfleet.frameworks.torch.modes import modes
 from modelfleet.frameworks.torch.optimizers import STEP, computing, pairs
 from modelfleet.frameworks.torch.random import Draws, Part, Streams
 from modelfleet.frameworks.torch.rules import Rules
-from modelfleet.frameworks.torch.state import State, exact
+from modelfleet.frameworks.torch.state import exact
 from modelfleet.frameworks.torch.task import PRECISIONS, Task, call, logits
 from modelfleet.trees import leaves, map_tree
+from modelfleet.types import State
 
 GROWTH_STEPS = 2000  # torch.amp.GradScaler's interval, growth and backoff
 SMALLEST_SCALE = 2.0**-24
@@ -230,14 +231,14 @@ class Steps:
         numbers = {name: own for names, own in coefficients.items() for name in names}
         for name, gradient in gradients.items():
             parameter = state["params"][name]
-            slots = {slot: tensors[name] for slot, tensors in state["slots"].items() if slot != STEP}
+            slots = {slot: state["optimizer"][f"{slot}/{name}"] for slot in task.optimizer.slots if slot != STEP}
             updated, new_slots = task.optimizer.apply(parameter, gradient, slots, numbers[name])
             stepping = keep if used is None else keep & used[name]
             keep_new(stepping, parameter, updated)
             for slot, tensor in slots.items():
                 keep_new(stepping, tensor, new_slots[slot])
-            if STEP in state["slots"]:
-                count = state["slots"][STEP][name]
+            count = state["optimizer"].get(f"{STEP}/{name}")
+            if count is not None:
                 count.add_(stepping.to(count.dtype))
         for name, buffer in (buffers or {}).items():
             _refuse_another(name, state["buffers"][name], buffer)
