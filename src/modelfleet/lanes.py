@@ -10,10 +10,11 @@ import numpy as np
 from modelfleet.errors import FleetError, GroupError, InputError, StrategyError
 from modelfleet.feeds import Batch, Feed
 from modelfleet.frameworks.protocol import Engine, StepError
+from modelfleet.frameworks.rows import predict_rows
 from modelfleet.frameworks.stacked import WEIGHTS
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree, paths
-from modelfleet.types import Model, State
+from modelfleet.types import Model, State, Tree
 from modelfleet.words import unstopped
 
 T = TypeVar("T")
@@ -231,6 +232,31 @@ class Lane:
         self.refuse_failures(feed)
         return [self._joined(name, part) for name, part in zip(self.names, parts, strict=True)]
 
+    def predict_rows(self, rows: Mapping[str, Tree]) -> dict[str, Tree]:
+        """Return the outputs of some members, each on rows of its own, in one call where that is possible.
+
+        Args:
+            rows: By member, a tree of NumPy arrays `(row, …)` with one row or more.
+
+        Returns:
+            By member, its model's outputs as NumPy arrays. They equal those of the member alone on these rows.
+
+        Raises:
+            InputError: A member has no rows, or its model can't take them.
+        """
+        for name, tree in rows.items():
+            lengths = {len(leaf) for leaf in leaves(tree)}
+            if len(lengths) != 1 or 0 in lengths:
+                raise InputError(
+                    f"member {name!r}: its arrays have {sorted(lengths)} rows; expected the same number for all, "
+                    f"and one at least. Give each member the rows that it is to predict, or leave the member out."
+                )
+        positions = [self._places[name] for name in rows]
+        trees, arrays = list(rows.values()), self.members[0].framework.arrays
+        with self._explained(trees):
+            outputs = predict_rows(self.engine, arrays, positions, trees)
+        return dict(zip(rows, outputs, strict=True))
+
     @contextmanager
     def _explained(self, data: Any) -> Iterator[None]:
         """Raise `InputError` for what a model says of a batch: only a feed's first one was tried before."""
@@ -412,7 +438,8 @@ class Lane:
     def _asked(self, batch: Batch) -> Iterator[tuple[Any, np.ndarray, int]]:
         """What to predict together: (inputs, the rows of each slot, the rows of all)."""
         inputs, counts = self.engine.inputs(batch.data), batch.counts[batch.counts > 0]
-        if batch.full or (counts == batch.size).all() or self.engine.rows_apart(batch):
+        one = inputs if batch.shared else map_tree(lambda leaf: leaf[int(batch.counts.argmax())], inputs)
+        if batch.full or (counts == batch.size).all() or self.engine.rows_apart(one):
             yield inputs, batch.counts, batch.size
             return
         slots = np.arange(len(batch.counts))

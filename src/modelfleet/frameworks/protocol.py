@@ -18,7 +18,7 @@ from modelfleet.errors import FleetError, StrategyError
 from modelfleet.frameworks.stacked import PARTS, WEIGHTS, Positions, StackedState, by_part, by_path
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
-from modelfleet.types import State, Tensor
+from modelfleet.types import State, Tensor, Tree
 
 # Reasons a member was set aside, as an engine's `trouble` tells them.
 FINE, LOSS, GRADIENT, SCALE = 0, 1, 2, 3
@@ -391,6 +391,17 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def predict_some(self, positions: Positions, data: Tree, counts: np.ndarray) -> Tree:
+        """Return the outputs of some members, each on rows of its own, as NumPy arrays `(member, row, …)`.
+
+        Args:
+            positions: The members' positions in the lane. A member that fills up a call to a size that was traced
+                before comes a second time, with a count of 0.
+            data: Inputs `(member, row, …)`, in the order of `positions`.
+            counts: How many rows are each member's own. The others are padding.
+        """
+
+    @abstractmethod
     def inputs(self, data: Any) -> Any:
         """The inputs of a batch: the x of (x, y), or the batch itself."""
 
@@ -409,8 +420,8 @@ class Engine(ABC):
         """Whether padded rows can be weighted out of a batch without being felt."""
 
     @abstractmethod
-    def rows_apart(self, batch: Any) -> bool:
-        """Whether a model's output for a row of a batch depends on that row alone."""
+    def rows_apart(self, inputs: Tree) -> bool:
+        """Return True if the output for a row depends on that row alone, for this many inputs `(row, …)`."""
 
     @abstractmethod
     def row_weights(self, counts: np.ndarray, size: int) -> Any:

@@ -16,6 +16,7 @@ import numpy as np
 
 from modelfleet.feeds import Batch
 from modelfleet.frameworks.protocol import Engine
+from modelfleet.frameworks.rows import predict_rows
 from modelfleet.frameworks.stacked import WEIGHTS, by_path
 from modelfleet.members import Member
 
@@ -315,6 +316,21 @@ def evaluating_some_slots_is_evaluating_all(case: Case) -> None:
         np.testing.assert_allclose(values, expected[name], 1e-5, err_msg=name)
 
 
+def some_members_predict_as_all_do(case: Case) -> None:
+    """Members that predict on rows of their own, in any order, have the outputs that all have together."""
+    engine, members = _begun(case)
+    data = case.batch(range(case.width))
+    inputs = engine.inputs(data)
+    engine.ready("predict", {}, _on(engine, case.width), inputs, shared=False)
+    outputs, size = engine.predict(inputs, shared=False), _rows(data)
+    positions = list(range(case.width))[::-1]
+    counts = [size - number % 2 * 2 for number in range(case.width)]
+    given = [_host(inputs[position])[:count] for position, count in zip(positions, counts, strict=True)]
+    found = predict_rows(engine, members[0].framework.arrays, positions, given)
+    for position, count, own in zip(positions, counts, found, strict=True):
+        np.testing.assert_allclose(own, engine.rows(outputs, position, count), 1e-5, 1e-6)
+
+
 def _host(tensor: Any) -> np.ndarray:
     """Return the numbers of a tensor of any framework, bfloat16 in float32."""
     if hasattr(tensor, "detach"):
@@ -349,6 +365,7 @@ CHECKS: Sequence[Check] = (
     trouble_is_noted_and_forgiven,
     epochs_begin_at_nothing,
     evaluating_some_slots_is_evaluating_all,
+    some_members_predict_as_all_do,
     *OF_SEVERAL,
 )
 """All checks. Each has the name of what must hold."""

@@ -18,6 +18,7 @@ from modelfleet.joining import joined
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree
 
+_READABLE = ("params", "buffers", "member")  # what a forward pass reads of a state
 SEVERAL = 16  # steps a call: few enough to hear Ctrl-C soon, and enough that calling costs nothing beside them
 
 
@@ -204,6 +205,26 @@ class FunctionalEngine(StackedEngine):
                 whole[slot, : counts[slot]] = part[0]
         return found
 
+    def predict_some(self, positions: Positions, data: Any, counts: np.ndarray) -> Any:
+        """Return the outputs of some members, each on rows of its own, as NumPy arrays `(member, row, …)`."""
+        positions, size = np.asarray(positions), leaves(data)[0].shape[1]
+        state, there = self.read(positions, _READABLE), self.tensor(counts > 0)
+        outputs, changed = self.programs.run("predict", False, state, there, data)
+        found = self.backend.host(outputs)
+        own = np.flatnonzero(counts)
+        if leaves(changed) and (counts[own] != size).any():
+            # A model that changes as it predicts must not see padding: each member on its own rows.
+            found = map_tree(np.array, found)
+            for row in own.tolist():
+                rows = map_tree(lambda leaf, row=row: leaf[row : row + 1, : counts[row]], data)
+                alone = self.predict_some(positions[[row]], rows, counts[[row]])
+                for whole, part in zip(leaves(found), leaves(alone), strict=True):
+                    whole[row, : counts[row]] = part[0]
+        elif leaves(changed):
+            self.write(positions[own], self.programs.take(changed, self._rows(own)))
+            self._changed = True
+        return found
+
     def inputs(self, data: Any) -> Any:
         """The inputs of a batch: the x of (x, y), or the batch itself."""
         return self._definition.inputs(data)
@@ -239,16 +260,13 @@ class FunctionalEngine(StackedEngine):
             known[key] = bears_padding(definition, self.backend, one, data, real, batch.size)
         return known[key]
 
-    def rows_apart(self, batch: Any) -> bool:
-        """Whether a model's output for a row of a batch depends on that row alone, as one member shows."""
-        known = self.programs.rows_apart
-        if batch.size not in known:
-            inputs = self.inputs(batch.data)
-            if not batch.shared:
-                inputs = map_tree(lambda leaf: leaf[int(batch.counts.argmax())], inputs)
+    def rows_apart(self, inputs: Any) -> bool:
+        """Return True if the output for a row depends on that row alone, as one member shows."""
+        known, size = self.programs.rows_apart, len(leaves(inputs)[0])
+        if size not in known:
             one = map_tree(lambda t: t[0], self._readable(self.state))
-            known[batch.size] = rows_apart(self.programs.definition, self.backend, one, inputs)
-        return known[batch.size]
+            known[size] = rows_apart(self.programs.definition, self.backend, one, inputs)
+        return known[size]
 
     def row_weights(self, counts: np.ndarray, size: int) -> Any:
         """`(slot, row)`: 1 for a real row, 0 for padding."""
@@ -388,7 +406,7 @@ class FunctionalEngine(StackedEngine):
 
     @staticmethod
     def _readable(state: State) -> State:
-        return {part: state[part] for part in ("params", "buffers", "member")}
+        return {part: state[part] for part in _READABLE}
 
 
 class _Tensors:

@@ -17,6 +17,7 @@ from modelfleet.frameworks.jax.structure import difference, is_module, signature
 from modelfleet.frameworks.jax.task import PRECISIONS, Task, widened
 from modelfleet.frameworks.protocol import CannotFuseError
 from modelfleet.frameworks.reads import Reads
+from modelfleet.frameworks.stacked import Positions
 from modelfleet.members import Member
 from modelfleet.trees import map_tree
 
@@ -123,6 +124,13 @@ class Engine(FunctionalEngine):
             raise CannotFuseError(self._unlike)
         return super().predict(data, shared=shared, counts=counts)
 
+    def predict_some(self, positions: Positions, data: Any, counts: np.ndarray) -> Any:
+        """Return the outputs of some members, each on rows of its own, as NumPy arrays `(member, row, …)`."""
+        self._begin("predict", None, _first(data), shared=True)
+        if self._unlike is not None:
+            raise CannotFuseError(self._unlike)
+        return super().predict_some(positions, data, counts)
+
     @contextmanager
     def _serving(self, slot: int) -> Iterator[None]:
         """Have the programs of the member in a slot, who may be unlike the first."""
@@ -174,10 +182,10 @@ class Engine(FunctionalEngine):
         with self._trial():
             return self.untraced is None and super().maskable(batch)
 
-    def rows_apart(self, batch: Any) -> bool:
-        """Whether a model's output for a row of a batch depends on that row alone."""
+    def rows_apart(self, inputs: Any) -> bool:
+        """Return True if the output for a row depends on that row alone."""
         with self._trial():
-            return self.untraced is None and super().rows_apart(batch)
+            return self.untraced is None and super().rows_apart(inputs)
 
     def working_bytes(self, batch: Any) -> int | None:
         """What a train step on a batch like this takes on the device beside the state; None if not known."""

@@ -172,6 +172,10 @@ class PlainEngine(protocol.Engine):
             found = self._called("predict", (x,))
         return map_tree(lambda leaf: np.asarray(ops.convert_to_numpy(leaf))[None], found)
 
+    def predict_some(self, positions: Positions, data: Any, counts: np.ndarray) -> Any:
+        """Return the outputs on the member's rows, as NumPy arrays `(1, row, …)`."""
+        return self.predict(data, shared=False, counts=counts)
+
     def inputs(self, data: Any) -> Any:
         """Return the x of (x,), (x, y) and (x, y, sample_weight), or the batch itself."""
         return batches.weighted_inputs(data)
@@ -190,8 +194,8 @@ class PlainEngine(protocol.Engine):
         """Padded rows are cut off: nothing is known of what a step of one's own does with weights."""
         return False
 
-    def rows_apart(self, batch: Any) -> bool:
-        """Return False: nobody knows, and one member has no need of padding."""
+    def rows_apart(self, inputs: Any) -> bool:
+        """Return False: that is not known, and one member needs no padding."""
         return False
 
     def row_weights(self, counts: np.ndarray, size: int) -> Any:

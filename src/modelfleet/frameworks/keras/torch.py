@@ -321,6 +321,12 @@ class Engine(engine.Engine):
         args = (self._reading(self.state), self.shared, data)
         return self.programs.program("predict", args, shared)[0](leaves(args))
 
+    def predict_some(self, positions: Positions, data: Any, counts: np.ndarray) -> Any:
+        """Return the outputs of some members, each on rows of its own, as NumPy arrays `(member, row, …)`."""
+        self._batch += 1
+        args = (self._reading(self.read(positions, ("params", "buffers", "member"))), self.shared, data)
+        return map_tree(on_host, self.programs.program("predict", args, False)[0](leaves(args)))
+
     @staticmethod
     def inputs(data: Any) -> Any:
         """The x of (x,), (x, y) and (x, y, sample_weight), or the batch itself."""

@@ -13,7 +13,7 @@ from modelfleet.frameworks.protocol import CannotFuseError, StackedEngine
 from modelfleet.frameworks.stacked import WEIGHTS, Positions, StackedState, fitting
 from modelfleet.frameworks.torch import pages
 from modelfleet.frameworks.torch import state as states
-from modelfleet.frameworks.torch.base import CARRIED, TorchEngine, explained
+from modelfleet.frameworks.torch.base import CARRIED, TorchEngine, explained, on_host
 from modelfleet.frameworks.torch.compiling import mode as mode_of_compiling
 from modelfleet.frameworks.torch.counting import Ahead, Coefficients
 from modelfleet.frameworks.torch.dividing import bears_padding, divide, rows_apart
@@ -365,6 +365,16 @@ class Engine(TorchEngine, StackedEngine):
         """The outputs `(slot, row, …)` on a batch of inputs."""
         return self._looked("predict", self.state, data, shared=shared)
 
+    def predict_some(self, positions: Positions, data: Any, counts: np.ndarray) -> Any:
+        """Return the outputs of some members, each on rows of its own, as NumPy arrays `(member, row, …)`."""
+        state = self.read(positions, (*WEIGHTS, "member"))
+        outputs = self._looked("predict", state, data, shared=False)
+        if self.programs.steps.counting is not None:
+            own = np.flatnonzero(counts)
+            buffers = states.select({"buffers": state["buffers"]}, self.tensor(own))
+            self.write(np.asarray(positions)[own], buffers)
+        return map_tree(on_host, outputs)
+
     # --- which rows count ----------------------------------------------------------------------------------------
 
     def maskable(self, batch: Any) -> bool:
@@ -384,14 +394,12 @@ class Engine(TorchEngine, StackedEngine):
             self._bears_padding[key] = bears_padding(self.programs.steps, self.state, self.shared, data, real)
         return self._bears_padding[key]
 
-    def rows_apart(self, batch: Any) -> bool:
-        """Whether a model's output for a row of a batch depends on that row alone, as one member shows."""
-        if batch.size not in self._rows_apart:
-            inputs = self.inputs(batch.data)
-            if not batch.shared:
-                inputs = map_tree(lambda leaf: leaf[int(batch.counts.argmax())], inputs)
-            self._rows_apart[batch.size] = self._are_apart(inputs)
-        return self._rows_apart[batch.size]
+    def rows_apart(self, inputs: Any) -> bool:
+        """Return True if the output for a row depends on that row alone, as one member shows."""
+        size = len(leaves(inputs)[0])
+        if size not in self._rows_apart:
+            self._rows_apart[size] = self._are_apart(inputs)
+        return self._rows_apart[size]
 
     def _are_apart(self, inputs: Any) -> bool:
         return rows_apart(self.programs.steps, self.state, self.shared, inputs)

@@ -298,6 +298,11 @@ class PlainEngine(TorchEngine):
         """Return the outputs on a batch of inputs, without the slot axis."""
         return self._looked(lambda: logits(call(self.model, self._own(data, shared))))
 
+    def predict_some(self, positions: Positions, data: Any, counts: np.ndarray) -> Any:
+        """Return the outputs on the member's rows, as NumPy arrays `(1, row, …)`."""
+        outputs = self.predict(map_tree(lambda leaf: leaf[:, : counts[0]], data), shared=False)
+        return map_tree(lambda tensor: on_host(tensor)[None], outputs)
+
     def rows(self, outputs: Any, slot: int, count: int) -> Any:
         """Return the real rows of a batch of outputs, on the host."""
         return map_tree(lambda t: on_host(t[:count]), outputs)
@@ -306,8 +311,8 @@ class PlainEngine(TorchEngine):
         """Return False: one member has no need of padding."""
         return False
 
-    def rows_apart(self, batch: Any) -> bool:
-        """Return False: nobody knows, and one member has no need of padding."""
+    def rows_apart(self, inputs: Any) -> bool:
+        """Return False: that is not known, and one member needs no padding."""
         return False
 
     def _looked(self, run: Any) -> Any:
