@@ -65,22 +65,21 @@ class LineDefinition(Definition):
         weights = jnp.ones(len(x)) if weights is None else weights
         return (weights * (slope * x - y) ** 2).sum() / jnp.maximum(weights.sum(), 1), weights.sum()
 
-    def train(self, state: State, hyper: Any, batch: Any, weights: Any) -> tuple[State, Any, Any]:
-        slope, slots = state["params"]["000.slope"], state["optimizer"]
+    def gradients(self, state: State, batch: Any, weights: Any) -> dict[str, Any]:
+        slope = state["params"]["000.slope"]
         (loss, rows), gradient = jax.value_and_grad(self._loss, has_aux=True)(slope, batch, weights)
-        speed = 0.9 * slots["000.speed"] + gradient
+        return {"loss": loss, "gradients": gradient, "metrics": self._added(state["metrics"], loss, rows)}
+
+    def apply(self, state: State, hyper: Any, found: dict[str, Any]) -> tuple[State, Any, Any]:
+        slope, slots = state["params"]["000.slope"], state["optimizer"]
+        speed = 0.9 * slots["000.speed"] + found["gradients"]
         new = {
             "params": {"000.slope": slope - slots["001.rate"] * speed},
             "buffers": {"000.seen": state["buffers"]["000.seen"] + 1},
             "optimizer": {**slots, "000.speed": speed},
-            "metrics": self._added(state["metrics"], loss, rows),
+            "metrics": found["metrics"],
         }
-        return new, jnp.isfinite(loss), jnp.isfinite(gradient)
-
-    def felt(self, state: State, batch: Any, weights: Any) -> dict[str, Any]:
-        slope = state["params"]["000.slope"]
-        (loss, _), gradient = jax.value_and_grad(self._loss, has_aux=True)(slope, batch, weights)
-        return {"loss": loss, "gradients": gradient}
+        return new, jnp.isfinite(found["loss"]), jnp.isfinite(found["gradients"])
 
     def evaluate(self, state: State, metrics: Any, batch: Any, weights: Any) -> tuple[dict[str, Any], State]:
         added = self._added(metrics, *self._loss(state["params"]["000.slope"], batch, weights))

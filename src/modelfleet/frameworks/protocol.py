@@ -347,6 +347,34 @@ class Engine(ABC):
         or gradient is not finite keeps its last good state, and its trouble is noted.
         """
 
+    # A step in parts: `train` is `apply` of `gradients`, traced and compiled as one.
+
+    def forward(self, data: Tree, *, shared: bool, counts: np.ndarray | None = None) -> Tree:
+        """Return the outputs `(slot, row, …)` on a batch of inputs as `predict` does, but on the device."""
+        return self.predict(data, shared=shared, counts=counts)
+
+    @abstractmethod
+    def gradients(self, data: Tree, weights: Tensor | None = None, *, shared: bool) -> Any:
+        """Return what a step of every member makes of a batch before its optimizer does: a tree for `apply`.
+
+        The state stays as it is. Call `ready` for "train" with a batch like this one first.
+
+        Args:
+            data: A batch, as for `train`.
+            weights: None, or what `row_weights` gave.
+            shared: True if the leaves of the data have no slot axis.
+
+        Raises:
+            StrategyError: The member's train step can't be taken in parts.
+        """
+
+    @abstractmethod
+    def apply(self, hyper: Any, active: Tensor, gradients: Any) -> None:
+        """Update the active members by what `gradients` returned.
+
+        A member whose loss or gradient is not finite keeps its state, and its trouble is noted.
+        """
+
     @abstractmethod
     def train_some(self, slots: np.ndarray, hyper: Any, data: Any, *, shared: bool, pace: Any) -> None:
         """One step of the members in some slots, on data `cut` for them."""

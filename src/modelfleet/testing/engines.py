@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from modelfleet.errors import StrategyError
 from modelfleet.feeds import Batch
 from modelfleet.frameworks.protocol import Engine
 from modelfleet.frameworks.rows import predict_rows
@@ -149,6 +150,26 @@ def several_steps_are_so_many_single_ones(case: Case) -> None:
     assert other.steps_taken().tolist() == [3] * case.width
     for found, expected in zip(_written(case, other, second), _written(case, one, first), strict=True):
         _same(found, expected)
+
+
+def a_step_in_parts_is_a_step(case: Case) -> None:
+    """`apply` of `gradients` is `train`; an engine that has no parts refuses them."""
+    (one, first), (other, second) = _begun(case), _begun(case)
+    slots, active = range(case.width), _only_some(case)
+    hyper, on = _hyper(case, other, slots), other.tensor(np.array(active))
+    try:
+        for _ in range(2):
+            other.apply(hyper, on, other.gradients(case.batch(slots), shared=False))
+    except StrategyError:
+        return
+    for _ in range(2):
+        _train(case, one, slots, active)
+    assert other.steps_taken().tolist() == one.steps_taken().tolist()
+    for found, expected in zip(_written(case, other, second), _written(case, one, first), strict=True):
+        _same(found, expected)
+    sums = other.epoch_values()
+    for name, values in one.epoch_values().items():
+        np.testing.assert_allclose(sums[name], values, 1e-5, err_msg=name)
 
 
 def narrowed_members_step_as_before(case: Case) -> None:
@@ -357,6 +378,7 @@ CHECKS: Sequence[Check] = (
     idle_members_stay_as_they_are,
     some_slots_step_as_all_do,
     several_steps_are_so_many_single_ones,
+    a_step_in_parts_is_a_step,
     narrowed_members_step_as_before,
     state_is_loaded_whether_narrowed_or_not,
     adopted_members_go_on,

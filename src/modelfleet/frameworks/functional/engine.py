@@ -127,6 +127,14 @@ class FunctionalEngine(StackedEngine):
             data, weights = self.backend.lengthened((data, weights), room)
         self.state = self.programs.run("several", shared, self.state, hyper, active, data, weights, steps)
 
+    def gradients(self, data: Any, weights: Any = None, *, shared: bool) -> Any:
+        """Return what a step of every member makes of a batch before its optimizer does."""
+        return self.programs.run("gradients", shared, self.state, data, weights)
+
+    def apply(self, hyper: Any, active: Any, gradients: Any) -> None:
+        """Update the active members by what `gradients` returned."""
+        self.state = self.programs.run("apply", True, self.state, hyper, active, gradients)
+
     def train_some(self, slots: np.ndarray, hyper: Any, data: Any, *, shared: bool, pace: Any = None) -> None:
         """One step of the members in some slots, on data cut for them.
 
@@ -185,14 +193,18 @@ class FunctionalEngine(StackedEngine):
         return {name: np.asarray(found[name], dtype=np.float64) for name in self.programs.names}
 
     def predict(self, data: Any, *, shared: bool, counts: np.ndarray | None = None) -> Any:
-        """The outputs `(slot, row, …)` on a batch of inputs, on the host."""
+        """Return the outputs `(slot, row, …)` on a batch of inputs, on the host."""
+        return self.backend.host(self.forward(data, shared=shared, counts=counts))
+
+    def forward(self, data: Any, *, shared: bool, counts: np.ndarray | None = None) -> Any:
+        """Return the outputs `(slot, row, …)` on a batch of inputs, on the device."""
         size = leaves(data)[0].shape[0 if shared else 1]
         counts = np.full(self._width, size) if counts is None else np.asarray(counts)
         there = self.tensor(counts > 0)
         outputs, changed = self.programs.run("predict", shared, self._readable(self.state), there, data)
         if not leaves(changed) or ((counts == size) | (counts == 0)).all():
             self._take_in(changed)
-            return self.backend.host(outputs)
+            return outputs
         # What a model that changes as it predicts makes of padded rows is not its own: each member on its rows.
         found = map_tree(np.array, self.backend.host(outputs))
         for slot in np.flatnonzero(counts):

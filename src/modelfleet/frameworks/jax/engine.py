@@ -90,6 +90,13 @@ class Engine(FunctionalEngine):
             raise CannotFuseError(self._unlike)
         super().train(hyper, active, data, weights, shared=shared, pace=pace, steps=steps)
 
+    def gradients(self, data: Any, weights: Any = None, *, shared: bool) -> Any:
+        """Return what a step of every member makes of a batch before its optimizer does."""
+        self._begin("train", {}, data, shared=shared)
+        if self._unlike is not None:
+            raise CannotFuseError(self._unlike)
+        return super().gradients(data, weights, shared=shared)
+
     def train_some(self, slots: np.ndarray, hyper: Any, data: Any, *, shared: bool, pace: Any = None) -> None:
         """One step of the members in some slots; one that has become unlike the others has its own program."""
         self._begin("train", hyper, data if shared else _first(data), shared=True)
@@ -117,12 +124,12 @@ class Engine(FunctionalEngine):
                 totals = super().evaluate(totals, np.array([slot]), own, None, counts, size, shared=shared)
         return totals
 
-    def predict(self, data: Any, *, shared: bool, counts: np.ndarray | None = None) -> Any:
-        """The outputs `(slot, row, …)` on a batch of inputs, on the host."""
+    def forward(self, data: Any, *, shared: bool, counts: np.ndarray | None = None) -> Any:
+        """Return the outputs `(slot, row, …)` on a batch of inputs, on the device."""
         self._begin("predict", None, data, shared=shared)
         if self._unlike is not None:  # since the verb began
             raise CannotFuseError(self._unlike)
-        return super().predict(data, shared=shared, counts=counts)
+        return super().forward(data, shared=shared, counts=counts)
 
     def predict_some(self, positions: Positions, data: Any, counts: np.ndarray) -> Any:
         """Return the outputs of some members, each on rows of its own, as NumPy arrays `(member, row, …)`."""
@@ -335,21 +342,27 @@ class JaxDefinition(Definition):
 
     def train(self, state: State, hyper: Any, batch: Any, weights: Any) -> tuple[State, Any, Any]:
         """One step."""
+        loss_of = self._loss_of(state, batch, weights)
+        found = self.gradients(state, batch, weights)
+        return self.apply(state, hyper, found, lambda tree: loss_of(self.form.flat(tree))[0])
+
+    def apply(
+        self, state: State, hyper: Any, found: dict[str, Any], value_of: Callable[[Any], Any] | None = None
+    ) -> tuple[State, Any, Any]:
+        """Return the state after an update by what `gradients` found.
+
+        `value_of` gives the loss on the same batch for other params, for optimizers that search along a line.
+        """
         import optax
 
         assert self.task.optimizer is not None
         assert self._slots is not None
-        loss_of = self._loss_of(state, batch, weights)
-        (loss, (found, after)), gradients = jax.value_and_grad(loss_of, has_aux=True)(state["params"])
+        loss, gradients, after = found["loss"], found["gradients"], found
         finite = jnp.isfinite(sum((g * 0).sum() for g in gradients.values()))
         if self.task.clip:
             gradients = _clipped(gradients, state["member"]["clip_norm"])
         # A forward may change weights itself, as nnx.SpectralNorm does: these are what the optimizer steps.
         params, slots = self.form.tree(after["params"]), self._slots.tree(state["optimizer"])
-
-        def value_of(tree: Any) -> Any:
-            return loss_of(self.form.flat(tree))[0]
-
         # Some transformations go by the loss: Polyak's steps, the plateau's; and those that search along a line.
         tree = self.form.tree(gradients)
         extra = self.task.optimizer.taken(value=loss, grad=tree, value_fn=value_of)
@@ -360,11 +373,11 @@ class JaxDefinition(Definition):
             "optimizer": self._slots.parts(slots),
         }
         kept: State = {part: _as_before(tensors, state[part]) for part, tensors in new.items()}
-        kept["metrics"] = self._added(state["metrics"], found)
+        kept["metrics"] = found["metrics"]
         return kept, jnp.isfinite(loss), finite
 
-    def felt(self, state: State, batch: Any, weights: Any) -> dict[str, Any]:
-        """What a step makes of a batch before its optimizer does."""
+    def gradients(self, state: State, batch: Any, weights: Any) -> dict[str, Any]:
+        """Return what a step makes of a batch before its optimizer does."""
         loss_of = self._loss_of(state, batch, weights)
         (loss, (found, after)), gradients = jax.value_and_grad(loss_of, has_aux=True)(state["params"])
         return {**after, "loss": loss, "gradients": gradients, "metrics": self._added(state["metrics"], found)}

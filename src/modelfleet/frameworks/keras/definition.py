@@ -51,31 +51,25 @@ class KerasDefinition(Definition):
         """A member's metrics before its first batch."""
         return {key: np.asarray(ops.convert_to_numpy(value)) for key, value in self.steps.fresh_metrics().items()}
 
-    def train(self, state: State, hyper: Any, batch: Any, weights: Any) -> tuple[State, Any, Any]:
-        """One step by the model's own loss and optimizer."""
-        steps = self.steps
-        (value, buffers, metrics), gradients = self._gradients(state, batch, weights)
-        params, slots = steps.apply(state["params"], state["optimizer"], gradients)
-        good_loss = ops.isfinite(value)
-        # An optimizer that scales the loss passes over gradients that are not finite, and tries a smaller scale.
-        good_gradient = ops.full_like(good_loss, True) if steps.scales_loss else _finite(gradients)
-        return (
-            {"params": params, "buffers": buffers, "optimizer": slots, "metrics": metrics},
-            good_loss,
-            good_gradient,
-        )
+    def gradients(self, state: State, batch: Any, weights: Any) -> dict[str, Any]:
+        """Return what a step makes of a batch before its optimizer does."""
 
-    def felt(self, state: State, batch: Any, weights: Any) -> dict[str, Any]:
-        """What a step makes of a batch before its optimizer does."""
-        (value, buffers, metrics), found = self._gradients(state, batch, weights)
-        gradients = {name: g for name, g in found.items() if g is not None}
-        return {"loss": value, "gradients": gradients, "buffers": buffers, "metrics": metrics}
-
-    def _gradients(self, state: State, batch: Any, weights: Any) -> tuple[Any, dict[str, Any]]:
         def loss(params: dict[str, Any]) -> tuple[Any, Any]:
             return self.steps.loss(params, state["buffers"], state["metrics"], state["optimizer"], batch, weights)
 
-        return self.differentiate(loss, state["params"])
+        (value, buffers, metrics), found = self.differentiate(loss, state["params"])
+        gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
+        return {"loss": value, "gradients": gradients, "buffers": buffers, "metrics": metrics}
+
+    def apply(self, state: State, hyper: Any, found: dict[str, Any]) -> tuple[State, Any, Any]:
+        """Return the state after an update by the model's own optimizer."""
+        gradients, good_loss = found["gradients"], ops.isfinite(found["loss"])
+        params, optimizer = self.steps.apply(state["params"], state["optimizer"], gradients)
+        # An optimizer that scales the loss passes over gradients that are not finite, and tries a smaller scale.
+        scales = self.steps.scales_loss
+        good_gradient = ops.full_like(good_loss, True) if scales else _finite(gradients)
+        new = {"params": params, "optimizer": optimizer, "buffers": found["buffers"], "metrics": found["metrics"]}
+        return new, good_loss, good_gradient
 
     def evaluate(
         self, state: State, metrics: dict[str, Any], batch: Any, weights: Any
@@ -179,4 +173,4 @@ def _copied(arrays: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _finite(gradients: dict[str, Any]) -> Any:
-    return ops.all(ops.stack([ops.all(ops.isfinite(g)) for g in gradients.values() if g is not None]))
+    return ops.all(ops.stack([ops.all(ops.isfinite(gradient)) for gradient in gradients.values()]))

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from modelfleet.errors import InputError
+from modelfleet.errors import InputError, StrategyError
 from modelfleet.frameworks import batches, protocol
 from modelfleet.frameworks.explaining import batch_error
 from modelfleet.frameworks.keras.optimizers import built, left_unbuilt
@@ -104,6 +104,17 @@ class PlainEngine(protocol.Engine):
             self.train(hyper, active, one, None, shared=shared)
         if steps is None and bool(np.all(ops.convert_to_numpy(active))) and self._trouble == FINE:
             self._take_step(data if shared else map_tree(lambda leaf: leaf[0], data))
+
+    def gradients(self, data: Any, weights: Any = None, *, shared: bool) -> Any:
+        """Raise `StrategyError`: a train step of the model's own has no parts."""
+        raise StrategyError(
+            f"member {self._member.name!r} trains by its model's own train_step, which can't be taken in parts. "
+            f"Leave train_step as Keras has it, and compile without run_eagerly."
+        )
+
+    def apply(self, hyper: Any, active: Any, gradients: Any) -> None:
+        """Raise `StrategyError`: a train step of the model's own has no parts."""
+        self.gradients(None, shared=False)
 
     def train_some(self, slots: np.ndarray, hyper: Any, data: Any, *, shared: bool, pace: Any = None) -> None:
         """Take one step on data that were cut."""

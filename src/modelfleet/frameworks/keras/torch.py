@@ -73,27 +73,71 @@ class LaneSteps(steps.Steps):
         fused: bool,
     ) -> Tensor:
         """One step of every active member, in place; gives the losses `(member,)`."""
-        member = state["member"]
-        live = active & (member["trouble"] == FINE)
+        own = {part: state[part] for part in PARTS}
 
         def step(own: State, data: Any, weights: Any) -> Any:
-            gradients, (loss, buffers, metrics) = self._gradients(own, data, weights, fused=fused)
-            params, slots = self.own.apply(own["params"], own["optimizer"], gradients)
-            finite = torch.isfinite(torch.stack([(g * 0).sum() for g in gradients.values()]).sum())
-            if self.own.scales_loss:  # and by itself passes over gradients that are not finite
-                finite = torch.ones_like(finite)
-            return {"params": params, "buffers": buffers, "optimizer": slots, "metrics": metrics}, loss, finite
+            return self._applied(own, self._gradients(own, data, weights, fused=fused))
+
+        with self._keras(state, fused):
+            found = steps.mapped(step, (own, data, weights), _axes(shared_data), fused=fused)
+        return self._keep(state, active, *found)
+
+    def gradients(
+        self,
+        state: State,
+        shared: dict[str, Tensor],
+        data: Any,
+        weights: Tensor | None,
+        *,
+        shared_data: bool,
+        fused: bool,
+    ) -> Any:
+        """Return every member's gradients, and its loss, buffers and metrics."""
+
+        def found(own: State, data: Any, weights: Any) -> Any:
+            return self._gradients(own, data, weights, fused=fused)
 
         own = {part: state[part] for part in PARTS}
         with self._keras(state, fused):
-            new, loss, finite = steps.mapped(step, (own, data, weights), _axes(shared_data), fused=fused)
+            return steps.mapped(found, (own, data, weights), _axes(shared_data), fused=fused)
+
+    def apply(
+        self,
+        state: State,
+        shared: dict[str, Tensor],
+        coefficients: Coefficients,
+        active: Tensor,
+        found: Any,
+        *,
+        shared_data: bool,
+        fused: bool,
+    ) -> Tensor:
+        """Update every active member in place by what `gradients` found; gives the losses `(member,)`."""
+        own = {part: state[part] for part in PARTS}
+        with self._keras(state, fused):
+            new = steps.mapped(self._applied, (own, found), (0, 0), fused=fused)
+        return self._keep(state, active, *new)
+
+    def _applied(self, own: State, found: Any) -> tuple[State, Tensor, Tensor]:
+        """Return one member's state after an update, its loss, and whether its gradient was finite."""
+        gradients, (loss, buffers, metrics) = found
+        params, optimizer = self.own.apply(own["params"], own["optimizer"], gradients)
+        finite = torch.isfinite(torch.stack([(g * 0).sum() for g in gradients.values()]).sum())
+        if self.own.scales_loss:  # and by itself passes over gradients that are not finite
+            finite = torch.ones_like(finite)
+        return {"params": params, "buffers": buffers, "optimizer": optimizer, "metrics": metrics}, loss, finite
+
+    def _keep(self, state: State, active: Tensor, new: State, loss: Tensor, finite: Tensor) -> Tensor:
+        """Write the new state of the active members whose loss and gradient are finite; gives the losses."""
+        member = state["member"]
+        live = active & (member["trouble"] == FINE)
         good_loss = torch.isfinite(loss)
         keep = live & good_loss & finite
         # First all that is to be kept, and only then the writing: so equal results between can be shared.
         kept = [
             (tensor, torch.where(_like(keep, tensor), new[part][name].to(tensor.dtype), tensor))
-            for part, tensors in own.items()
-            for name, tensor in tensors.items()
+            for part in PARTS
+            for name, tensor in state[part].items()
         ]
         for tensor, value in kept:
             tensor.copy_(value)

@@ -37,10 +37,10 @@ class _Prediction(Definition):
     def try_out(self, state: State, batch: Any) -> None:
         raise self._refusal()
 
-    def train(self, state: State, hyper: Any, batch: Any, weights: Any) -> tuple[State, Any, Any]:
+    def gradients(self, state: State, batch: Any, weights: Any) -> dict[str, Any]:
         raise self._refusal()
 
-    def felt(self, state: State, batch: Any, weights: Any) -> dict[str, Any]:
+    def apply(self, state: State, hyper: Any, found: dict[str, Any]) -> tuple[State, Any, Any]:
         raise self._refusal()
 
     def evaluate(

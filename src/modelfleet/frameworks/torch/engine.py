@@ -147,6 +147,19 @@ class Engine(TorchEngine, StackedEngine):
         rest = (self._next_coefficients(hyper, active), active, data, weights)
         self._step(self.state, rest, shared=shared, pace=pace)
 
+    def gradients(self, data: Any, weights: Tensor | None = None, *, shared: bool) -> dict[str, Any]:
+        """Return what a step of every member makes of a batch before its optimizer does."""
+        lead = (self.state, self.shared)
+        with self._unfused_too_late():
+            return self.programs.gradients(lead, (data, weights), shared_data=shared)
+
+    def apply(self, hyper: Any, active: Tensor, gradients: dict[str, Any]) -> None:
+        """Update the active members by what `gradients` returned."""
+        rest = (self._next_coefficients(hyper, active), active, gradients)
+        with self._unfused_too_late():
+            self.programs.apply("apply", (self.state, self.shared), rest)
+        self._ahead.stepped(None)
+
     def train_some(self, slots: np.ndarray, hyper: Any, data: Any, *, shared: bool, pace: Any) -> None:
         """One step of the members in some slots, on data cut for them."""
         rows = self.tensor(slots)
@@ -212,9 +225,9 @@ class Engine(TorchEngine, StackedEngine):
         if part is None:
             flat, columns = self.programs.steps.nothing(state)
         else:
-            flat, columns = self.programs.gradients(lead, part, shared_data=shared, pace=pace)
+            flat, columns = self.programs.row_gradients(lead, part, shared_data=shared, pace=pace)
         self._group.sum([flat, columns])
-        self.programs.update(lead, (coefficients, active, flat, columns))
+        self.programs.apply("row_apply", lead, (coefficients, active, flat, columns))
         self._ahead.stepped(None)
 
     def _refuse_unfusable(self, kind: str, data: Any, *, shared: bool) -> None:
@@ -281,7 +294,7 @@ class Engine(TorchEngine, StackedEngine):
                 self._check_divisible(data, shared=shared)
                 # A rank without rows tries one, so that all ranks find the same.
                 part = self._own_rows(data, None, shared=shared) or self._cut(data, None, (0, 1), shared=shared)
-                self.programs.program("gradients", (self.state, self.shared, *part), shared)
+                self.programs.program("row_gradients", (self.state, self.shared, *part), shared)
                 return
             rest: tuple[Any, ...] = (self._coefficients(self.state, hyper), active, data, None)
             self.programs.program("train", (self.state, self.shared, *rest), shared)

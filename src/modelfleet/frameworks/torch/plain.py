@@ -140,6 +140,33 @@ class PlainEngine(TorchEngine):
             if self._takes_part(active):
                 self._take_step(self._own(data, shared, None if steps is None else step), weights)
 
+    def gradients(self, data: Any, weights: Tensor | None = None, *, shared: bool) -> dict[str, Any]:
+        """Return what a step makes of a batch before its optimizer does; the model's buffers stay as they are."""
+        kept = self._kept_buffers()
+        self._optimizer.zero_grad(set_to_none=True)
+        scale = self._scale if self.task.precision == "fp16" else None
+        try:
+            loss, sums = self._backward(self._own(data, shared), None if weights is None else weights[0], scale)
+            gradients = {name: p.grad.unsqueeze(0) for name, p in self._params.items() if p.grad is not None}
+            buffers = {name: tensor.clone().unsqueeze(0) for name, tensor in self.model.named_buffers()}
+        finally:
+            self._put_back(kept)
+        gradients = self._stored({"gradients": gradients})["gradients"]
+        return {"gradients": gradients, "loss": loss, "sums": sums, "buffers": buffers, "scale": scale}
+
+    def apply(self, hyper: Any, active: Tensor, gradients: dict[str, Any]) -> None:
+        """Update the member by what `gradients` returned."""
+        self._use(hyper)
+        if not self._takes_part(active):
+            return
+        loss, self._skipped = gradients["loss"], True
+        for name, gradient in self._stored({"gradients": gradients["gradients"]})["gradients"].items():
+            self._params[name].grad = gradient[0].clone()
+        self._trouble = self._update(gradients["scale"]) if math.isfinite(loss) else LOSS
+        if not self._skipped:
+            self._fill({"buffers": gradients["buffers"]})
+            self._count(loss, gradients["sums"])
+
     def train_some(self, slots: np.ndarray, hyper: Any, data: Any, *, shared: bool, pace: Any) -> None:
         """Take one step on data cut for it."""
         if self._trouble == FINE:
@@ -162,12 +189,7 @@ class PlainEngine(TorchEngine):
 
     def _take_step(self, batch: Any, weights: Tensor | None) -> None:
         """Do what a plain loop does: forward, backward, clip, update."""
-        kept = [
-            (module, name, buffer, buffer.clone())
-            for module in self._buffered
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
+        kept = self._kept_buffers()
         self._optimizer.zero_grad(set_to_none=True)
         scale = self._scale if self.task.precision == "fp16" else None
         self._skipped = True
@@ -177,11 +199,13 @@ class PlainEngine(TorchEngine):
         finally:
             if self._skipped:
                 self._put_back(kept)
-        if self._skipped:
-            return
+        if not self._skipped:
+            self._count(loss, sums)
+
+    def _count(self, loss: float, sums: Mapping[str, Any]) -> None:
+        """Note a step, and add its loss and metrics to the sums of the epoch."""
         self._step += 1
-        sums["loss"] = loss * float(sums["rows"])
-        for name, total in sums.items():
+        for name, total in {**sums, "loss": loss * float(sums["rows"])}.items():
             self._sums[name] = self._sums.get(name, 0.0) + _exact(total)
 
     def _backward(self, batch: Any, weights: Tensor | None, scale: float | None) -> tuple[float, dict[str, Any]]:
@@ -358,6 +382,14 @@ class PlainEngine(TorchEngine):
         return DrawsIfAny(self._habits.setdefault(kind, Habit()), self._member.seed, self._step, self._ahead)
 
     # --- buffers -------------------------------------------------------------------------------------------------
+
+    def _kept_buffers(self) -> list[tuple[nn.Module, str, Tensor, Tensor]]:
+        return [
+            (module, name, buffer, buffer.clone())
+            for module in self._buffered
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
 
     def _put_back(self, kept: Sequence[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
         """Give the buffers the numbers they had before the step, and let the gradients go."""

@@ -24,7 +24,9 @@ from modelfleet.trees import leaves, map_tree
 from modelfleet.types import State
 
 Key = tuple[Any, ...]
-TRAINING = ("train", "gradients", "update")  # whole, or the two halves of a step whose rows are on several devices
+# A whole step; its parts; and the parts of a step whose rows are on several devices.
+TRAINING = ("train", "gradients", "apply", "row_gradients", "row_apply")
+APPLYING = ("apply", "row_apply")
 MOST_KEPT = 16  # states of the model's Python whose programs are kept
 ByWidth = dict[int, tuple[Program, Compiler]]
 _NO_VIEW = (
@@ -104,20 +106,26 @@ class Programs:
             program.run(*self._flat(lead), *leaves(rest), *program.outside)
         return program.unused
 
-    def gradients(
+    def row_gradients(
         self, lead: Sequence[Any], rest: Sequence[Any], *, shared_data: bool, pace: tuple[int, float | None]
     ) -> tuple[Tensor, Tensor]:
         """The first half of a train step, on some rows of a batch; what it gives is to be summed over all rows."""
-        program, compiler = self.program("gradients", (*lead, *rest), shared_data)
+        program, compiler = self.program("row_gradients", (*lead, *rest), shared_data)
         compiler.consider(*pace)
         with torch.no_grad():
             flat, columns = program.run(*self._flat(lead), *leaves(rest), *program.outside)
         return flat, columns
 
-    def update(self, lead: Sequence[Any], rest: Sequence[Any]) -> None:
-        """The second half of a train step, in place."""
+    def gradients(self, lead: Sequence[Any], rest: Sequence[Any], *, shared_data: bool) -> dict[str, Any]:
+        """Return what a step makes of a batch before its optimizer does."""
+        args = (*lead, *rest)
+        with torch.no_grad():
+            return self.program("gradients", args, shared_data)[0](leaves(args))
+
+    def apply(self, kind: str, lead: Sequence[Any], rest: Sequence[Any]) -> None:
+        """Run the second part of a train step in place: "apply", or "row_apply" for rows on several devices."""
         # Never compiled: the devices of a group would have it compiled at different steps, and round differently.
-        program, _ = self.program("update", (*lead, *rest), False)
+        program, _ = self.program(kind, (*lead, *rest), False)
         with torch.no_grad():  # what is outside may take gradients
             program.run(*self._flat(lead), *leaves(rest), *program.outside)
 
@@ -210,7 +218,7 @@ class Programs:
         # What is left out, the weights and the numbers per member, follows from the structure and the width.
         data = _key(args[-2:] if kind == "train" else args[2:], 0 if shared_data else 1)
         # Neither does what is shared follow from the structure, nor which parameters have counted the same steps.
-        counted = tuple(args[2]) if kind in ("train", "update") else ()
+        counted = tuple(args[2]) if kind in ("train", *APPLYING) else ()
         family = (kind, shared_data, tuple(args[1]), counted, data)
         width = len(args[0]["member"]["seed"])
         programs = self._programs.setdefault(family, {})
@@ -229,8 +237,10 @@ class Programs:
         step: Callable[..., Any] = getattr(self.steps, kind)
         data = {
             "train": (True, True, not shared_data, True),
-            "gradients": (not shared_data, True, False),
-            "update": (True, True, True, True),
+            "gradients": (not shared_data, True),
+            "apply": (True, True, True),
+            "row_gradients": (not shared_data, True, False),
+            "row_apply": (True, True, True, True),
             "evaluate": (not shared_data, True),
         }
         stacked = (True, False, *data.get(kind, (not shared_data,)))
@@ -274,7 +284,7 @@ class Programs:
     ) -> None:
         """Run a step's Python once as it is, for the first member: to see what it draws, and which parameters take
         part in the loss. What else is wrong with it, tracing will tell."""
-        if kind == "update":
+        if kind in APPLYING:
             return
         harmless = partial(self._is_cache, kind, watch)
         with (
