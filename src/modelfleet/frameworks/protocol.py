@@ -18,7 +18,7 @@ from modelfleet.errors import FleetError, StrategyError
 from modelfleet.frameworks.stacked import PARTS, WEIGHTS, Positions, StackedState, by_part, by_path
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
-from modelfleet.types import State, Tensor, Tree
+from modelfleet.types import NativeDevice, State, Tensor, Tree
 
 # Reasons a member was set aside, as an engine's `trouble` tells them.
 FINE, LOSS, GRADIENT, SCALE = 0, 1, 2, 3
@@ -122,10 +122,27 @@ class Adapter(Protocol):
         """A module with `save(tensors, path)` and the reading functions of `frameworks.torch.files`."""
         ...
 
-    @property
-    def Engine(self) -> Callable[..., "Engine"]:
-        """`Engine(members, task, columns, device, *, fused, programs=None)`; `device` is what `native` gave, and
-        `programs` the `.programs` of another engine of the same structure and task, to trace nothing anew."""
+    def make_engine(
+        self,
+        members: Sequence[Member],
+        task: Any,
+        columns: Mapping[str, np.ndarray],
+        device: NativeDevice,
+        *,
+        fused: bool,
+        programs: Any = None,
+    ) -> "Engine":
+        """Return the engine of a lane.
+
+        Args:
+            members: The lane's members, of one structure and task.
+            task: The `Task` that the members have in common.
+            columns: Hyperparameters `(member,)` that are no part of the state.
+            device: The device, as `native` gave it.
+            fused: True if a step is to be one program for all members.
+            programs: The `.programs` of another engine of the same structure and task, so that nothing is traced
+                again.
+        """
         ...
 
     @property

@@ -100,7 +100,7 @@ class Assembly:
         members = [row.member for row in own]
         if scratch and len(members) == 1:
             members = [_copied(member) for member in members]
-        engine = framework.Engine(members, task, columns, native, fused=part.fused, programs=programs)
+        engine = framework.make_engine(members, task, columns, native, fused=part.fused, programs=programs)
         if programs is None and engine.programs is not None:
             self.programs.append((*known, engine.programs))
         schedules = [row.schedule for row in own]

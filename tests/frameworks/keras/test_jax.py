@@ -25,7 +25,7 @@ def lane(count: int = 2, *, programs: Any = None) -> tuple[Any, list[Member]]:
         model.compile(keras.optimizers.Adam(0.01 * (index + 1)), loss, metrics=["accuracy"])
         own.append(Member(str(index), model, index, adapter))
     task = adapter.prepare(None, own, "train").tasks[0]
-    return adapter.Engine(own, task, {}, jax.devices()[0], fused=count > 1, programs=programs), own
+    return adapter.make_engine(own, task, {}, jax.devices()[0], fused=count > 1, programs=programs), own
 
 
 @cache

@@ -27,7 +27,7 @@ from modelfleet.frameworks.keras.recipe import task_of
 from modelfleet.frameworks.keras.steps import Steps, outputs
 from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, CannotFuseError
 from modelfleet.frameworks.stacked import Positions, StackedState, stack
-from modelfleet.frameworks.torch import arrays, engine, programs, steps
+from modelfleet.frameworks.torch import arrays, fused, programs, steps
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.base import on_host
 from modelfleet.frameworks.torch.counting import Coefficients
@@ -253,7 +253,7 @@ class LaneSteps(steps.Steps):
             yield
 
 
-class Engine(engine.Engine):
+class Engine(fused.FusedEngine):
     """The Keras-on-torch side of a lane (see `modelfleet.lanes.Lane`)."""
 
     held = ("params", "buffers", "optimizer")
