@@ -63,7 +63,7 @@ def case(model: Any) -> engines.Case:
     def engine(members: Sequence[Member]) -> Engine:
         recipe = Recipe("sgd", "mse", hyperparameters={"lr": 0.1, "momentum": 0.9})
         task = adapter.prepare(recipe, members, "train").tasks[0]
-        return adapter.Engine(members, task, {}, jax.devices("cpu")[0], fused=True)
+        return adapter.make_engine(members, task, {}, jax.devices("cpu")[0], fused=True)
 
     return engines.Case(members, engine, batch, weights)
 
@@ -103,7 +103,7 @@ def torch_case(optimizer: str, width: int, **hyperparameters: float) -> engines.
     def engine(members: Sequence[Member]) -> Engine:
         prepared = torch_adapter.prepare(recipe, members, "train")
         task, device, programs = prepared.tasks[0], torch.device("cpu"), known.get("programs")
-        made = torch_adapter.Engine(members, task, prepared.columns, device, fused=True, programs=programs)
+        made = torch_adapter.make_engine(members, task, prepared.columns, device, fused=True, programs=programs)
         known["programs"] = made.programs  # traced once, as lanes hand them on
         return made
 

@@ -15,6 +15,7 @@ from modelfleet.frameworks import jax as adapter
 from modelfleet.frameworks.functional import Definition, FunctionalEngine, State
 from modelfleet.frameworks.jax.backend import JaxBackend
 from modelfleet.frameworks.protocol import GRADIENT, LOSS, CannotFuseError
+from modelfleet.frameworks.stacked import WEIGHTS
 from modelfleet.members import Member
 
 ROWS = 6
@@ -45,7 +46,7 @@ class LineDefinition(Definition):
         return {
             "params": {"000.slope": slope},
             "buffers": {"000.seen": seen},
-            "slots": {"000.speed": np.float32(0), "001.rate": rate},
+            "optimizer": {"000.speed": np.float32(0), "001.rate": rate},
         }
 
     def try_out(self, state: State, batch: Any) -> None:
@@ -64,22 +65,21 @@ class LineDefinition(Definition):
         weights = jnp.ones(len(x)) if weights is None else weights
         return (weights * (slope * x - y) ** 2).sum() / jnp.maximum(weights.sum(), 1), weights.sum()
 
-    def train(self, state: State, hyper: Any, batch: Any, weights: Any) -> tuple[State, Any, Any]:
-        slope, slots = state["params"]["000.slope"], state["slots"]
+    def gradients(self, state: State, batch: Any, weights: Any) -> dict[str, Any]:
+        slope = state["params"]["000.slope"]
         (loss, rows), gradient = jax.value_and_grad(self._loss, has_aux=True)(slope, batch, weights)
-        speed = 0.9 * slots["000.speed"] + gradient
+        return {"loss": loss, "gradients": gradient, "metrics": self._added(state["metrics"], loss, rows)}
+
+    def apply(self, state: State, hyper: Any, found: dict[str, Any]) -> tuple[State, Any, Any]:
+        slope, slots = state["params"]["000.slope"], state["optimizer"]
+        speed = 0.9 * slots["000.speed"] + found["gradients"]
         new = {
             "params": {"000.slope": slope - slots["001.rate"] * speed},
             "buffers": {"000.seen": state["buffers"]["000.seen"] + 1},
-            "slots": {**slots, "000.speed": speed},
-            "metrics": self._added(state["metrics"], loss, rows),
+            "optimizer": {**slots, "000.speed": speed},
+            "metrics": found["metrics"],
         }
-        return new, jnp.isfinite(loss), jnp.isfinite(gradient)
-
-    def felt(self, state: State, batch: Any, weights: Any) -> dict[str, Any]:
-        slope = state["params"]["000.slope"]
-        (loss, _), gradient = jax.value_and_grad(self._loss, has_aux=True)(slope, batch, weights)
-        return {"loss": loss, "gradients": gradient}
+        return new, jnp.isfinite(found["loss"]), jnp.isfinite(found["gradients"])
 
     def evaluate(self, state: State, metrics: Any, batch: Any, weights: Any) -> tuple[dict[str, Any], State]:
         added = self._added(metrics, *self._loss(state["params"]["000.slope"], batch, weights))
@@ -199,7 +199,7 @@ def test_trouble_stays_with_its_member(value: float, code: int) -> None:
 def test_a_gradient_that_is_not_finite_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     def bad(self: LineDefinition, state: State, hyper: Any, batch: Any, weights: Any) -> Any:
         new, good_loss, _ = original(self, state, hyper, batch, weights)
-        return new, good_loss, state["slots"]["001.rate"] < 0.25
+        return new, good_loss, state["optimizer"]["001.rate"] < 0.25
 
     original = LineDefinition.train
     monkeypatch.setattr(LineDefinition, "train", bad)
@@ -281,7 +281,7 @@ def test_narrowed_members_go_on_and_come_back(trained: np.ndarray) -> None:
     before = slopes(made).copy()
     made.narrow(np.array([2, 0]))
     train(made, (x[2:, [2, 0]], y[2:, [2, 0]]), steps=3)
-    assert made.snapshot(0)["params"]["000.slope"].shape == (1,)
+    assert made.read([2], WEIGHTS)["params"]["000.slope"].shape == (1,)
     all_of_it = made.tensors()["params/000.slope"]
     made.widen()
     np.testing.assert_array_equal(slopes(made), np.asarray(all_of_it))
@@ -292,12 +292,12 @@ def test_narrowed_members_go_on_and_come_back(trained: np.ndarray) -> None:
 
 def test_a_snapshot_is_restored_wherever_the_member_is() -> None:
     made = engine()
-    snapshot = made.snapshot(1)
+    snapshot = made.read([1], WEIGHTS)
     train(made, data(3))
     made.narrow(np.array([0]))
     stored = {part: {key: np.asarray(t) for key, t in own.items()} for part, own in snapshot.items()}
-    made.restore(1, False, stored)
-    made.restore(0, True, snapshot)
+    made.write([1], stored)
+    made.write([0], snapshot)
     made.widen()
     assert slopes(made)[:2].tolist() == [0.5, 0.5]
     assert np.asarray(made.state["buffers"]["000.seen"]).tolist() == [0, 0, 1]
@@ -319,9 +319,9 @@ def test_a_member_takes_its_optimizer_along() -> None:
     train(made, data(3))
     other.adopt(1, made, 2)
     assert other.steps_taken().tolist() == [0, 2]
-    speeds = np.asarray(other.state["slots"]["000.speed"])
+    speeds = np.asarray(other.state["optimizer"]["000.speed"])
     assert speeds[0] == 0
-    assert speeds[1] == np.asarray(made.state["slots"]["000.speed"])[2]
+    assert speeds[1] == np.asarray(made.state["optimizer"]["000.speed"])[2]
     assert slopes(other)[1] == 0.5  # its weights come from its model
 
 
@@ -329,7 +329,7 @@ def test_models_are_stacked_anew_and_written_back() -> None:
     own = members(3)
     made = engine(own=own)
     own[1].model = Line(7.0)
-    made.restack(np.array([1]), [own[1]])
+    made.refresh([1], [own[1]])
     assert slopes(made).tolist() == [0, 7, 1]
     train(made, data(3))
     made.write_back(own)

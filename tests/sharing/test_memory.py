@@ -8,7 +8,7 @@ from tests.helpers import fit, fleet_of, toy
 
 import modelfleet as mf
 from modelfleet import testing
-from modelfleet.frameworks.torch.engine import Engine
+from modelfleet.frameworks.torch.fused import FusedEngine
 from modelfleet.frameworks.torch.plain import PlainEngine
 
 X, Y = toy(40)
@@ -41,9 +41,9 @@ def test_a_lane_that_does_not_fit_is_cut_into_waves(monkeypatch: pytest.MonkeyPa
 def test_out_of_memory_halves_the_lane_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, fleet = fleet_of(8), fleet_of(8)
     told = fit(whole, (X, Y), validation=(X, Y), epochs=3, batch_size=16)
-    train, tried = Engine.train, []
+    train, tried = FusedEngine.train, []
 
-    def small_device(self: Engine, hyper: Any, active: torch.Tensor, *rest: Any, **options: Any) -> None:
+    def small_device(self: FusedEngine, hyper: Any, active: torch.Tensor, *rest: Any, **options: Any) -> None:
         tried.append(len(active))
         if len(active) > 2:
             with torch.no_grad():
@@ -51,7 +51,7 @@ def test_out_of_memory_halves_the_lane_and_goes_on(monkeypatch: pytest.MonkeyPat
             raise torch.OutOfMemoryError("pretended")
         train(self, hyper, active, *rest, **options)
 
-    monkeypatch.setattr(Engine, "train", small_device)
+    monkeypatch.setattr(FusedEngine, "train", small_device)
     history = fit(fleet, (X, Y), validation=(X, Y), epochs=3, batch_size=16)
     assert not history.failed
     assert {8, 4, 2} <= set(tried)
@@ -66,10 +66,10 @@ def test_out_of_memory_halves_the_lane_and_goes_on(monkeypatch: pytest.MonkeyPat
 def test_members_that_do_not_fit_at_all_fail_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = fleet_of(3)
 
-    def no_room(self: Engine, *args: Any, **options: Any) -> None:
+    def no_room(self: FusedEngine, *args: Any, **options: Any) -> None:
         raise torch.OutOfMemoryError("pretended")
 
-    monkeypatch.setattr(Engine, "train", no_room)
+    monkeypatch.setattr(FusedEngine, "train", no_room)
     monkeypatch.setattr(PlainEngine, "train", no_room)
     with pytest.raises(mf.AllFailedError, match="the device ran out of memory") as caught:
         fit(fleet, (X, Y))

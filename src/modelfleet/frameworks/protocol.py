@@ -15,8 +15,10 @@ import numpy as np
 
 from modelfleet.devices import Device, Memory
 from modelfleet.errors import FleetError, StrategyError
+from modelfleet.frameworks.stacked import PARTS, WEIGHTS, Positions, StackedState, by_part, by_path
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
+from modelfleet.types import NativeDevice, State, Tensor, Tree
 
 # Reasons a member was set aside, as an engine's `trouble` tells them.
 FINE, LOSS, GRADIENT, SCALE = 0, 1, 2, 3
@@ -120,10 +122,27 @@ class Adapter(Protocol):
         """A module with `save(tensors, path)` and the reading functions of `frameworks.torch.files`."""
         ...
 
-    @property
-    def Engine(self) -> Callable[..., "Engine"]:
-        """`Engine(members, task, columns, device, *, fused, programs=None)`; `device` is what `native` gave, and
-        `programs` the `.programs` of another engine of the same structure and task, to trace nothing anew."""
+    def make_engine(
+        self,
+        members: Sequence[Member],
+        task: Any,
+        columns: Mapping[str, np.ndarray],
+        device: NativeDevice,
+        *,
+        fused: bool,
+        programs: Any = None,
+    ) -> "Engine":
+        """Return the engine of a lane.
+
+        Args:
+            members: The lane's members, of one structure and task.
+            task: The `Task` that the members have in common.
+            columns: Hyperparameters `(member,)` that are no part of the state.
+            device: The device, as `native` gave it.
+            fused: True if a step is to be one program for all members.
+            programs: The `.programs` of another engine of the same structure and task, so that nothing is traced
+                again.
+        """
         ...
 
     @property
@@ -345,6 +364,34 @@ class Engine(ABC):
         or gradient is not finite keeps its last good state, and its trouble is noted.
         """
 
+    # A step in parts: `train` is `apply` of `gradients`, traced and compiled as one.
+
+    def forward(self, data: Tree, *, shared: bool, counts: np.ndarray | None = None) -> Tree:
+        """Return the outputs `(slot, row, …)` on a batch of inputs as `predict` does, but on the device."""
+        return self.predict(data, shared=shared, counts=counts)
+
+    @abstractmethod
+    def gradients(self, data: Tree, weights: Tensor | None = None, *, shared: bool) -> Any:
+        """Return what a step of every member makes of a batch before its optimizer does: a tree for `apply`.
+
+        The state stays as it is. Call `ready` for "train" with a batch like this one first.
+
+        Args:
+            data: A batch, as for `train`.
+            weights: None, or what `row_weights` gave.
+            shared: True if the leaves of the data have no slot axis.
+
+        Raises:
+            StrategyError: The member's train step can't be taken in parts.
+        """
+
+    @abstractmethod
+    def apply(self, hyper: Any, active: Tensor, gradients: Any) -> None:
+        """Update the active members by what `gradients` returned.
+
+        A member whose loss or gradient is not finite keeps its state, and its trouble is noted.
+        """
+
     @abstractmethod
     def train_some(self, slots: np.ndarray, hyper: Any, data: Any, *, shared: bool, pace: Any) -> None:
         """One step of the members in some slots, on data `cut` for them."""
@@ -389,6 +436,17 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def predict_some(self, positions: Positions, data: Tree, counts: np.ndarray) -> Tree:
+        """Return the outputs of some members, each on rows of its own, as NumPy arrays `(member, row, …)`.
+
+        Args:
+            positions: The members' positions in the lane. A member that fills up a call to a size that was traced
+                before comes a second time, with a count of 0.
+            data: Inputs `(member, row, …)`, in the order of `positions`.
+            counts: How many rows are each member's own. The others are padding.
+        """
+
+    @abstractmethod
     def inputs(self, data: Any) -> Any:
         """The inputs of a batch: the x of (x, y), or the batch itself."""
 
@@ -407,8 +465,8 @@ class Engine(ABC):
         """Whether padded rows can be weighted out of a batch without being felt."""
 
     @abstractmethod
-    def rows_apart(self, batch: Any) -> bool:
-        """Whether a model's output for a row of a batch depends on that row alone."""
+    def rows_apart(self, inputs: Tree) -> bool:
+        """Return True if the output for a row depends on that row alone, for this many inputs `(row, …)`."""
 
     @abstractmethod
     def row_weights(self, counts: np.ndarray, size: int) -> Any:
@@ -436,59 +494,94 @@ class Engine(ABC):
     def forgive(self) -> None:
         """Begin a fit with nobody in trouble."""
 
+    held: Collection[str] = WEIGHTS
+    """The parts of a state that members' models hold themselves."""
+
+    @property
     @abstractmethod
-    def narrow(self, members: np.ndarray) -> None:
-        """Step only the members of these rows from now on, in a state of their own."""
+    def positions(self) -> np.ndarray:
+        """The positions of all members."""
+
+    @property
+    @abstractmethod
+    def slots(self) -> np.ndarray:
+        """`(slot,)`: the position of the member in each slot."""
+
+    @abstractmethod
+    def read(self, positions: Positions, parts: Collection[str] | None = None) -> State:
+        """Return a copy of the state of some members, by part and name.
+
+        Args:
+            positions: The members' positions in the lane. A member may have a slot or rest.
+            parts: The parts to read, such as `stacked.WEIGHTS`. Parts that the engine does not have are left out.
+                None for all: everything that a run needs to go on.
+
+        Returns:
+            Tensors `(member, …)` in the order of `positions`, as the engine stores them.
+        """
+
+    @abstractmethod
+    def write(self, positions: Positions, state: State) -> None:
+        """Replace the state of some members by what `read` returned, or by NumPy arrays of it.
+
+        Args:
+            positions: The members' positions in the lane. A member may have a slot or rest.
+            state: Tensors `(member, …)` by part and name. What is not in it stays as it is.
+        """
+
+    @abstractmethod
+    def gather(self, members: Sequence[Member]) -> State:
+        """Return what the models of some members hold, for `write`: the parts `held`."""
+
+    @abstractmethod
+    def scatter(self, positions: Positions, members: Sequence[Member]) -> None:
+        """Copy the state of the members at some positions into their models."""
+
+    def refresh(self, positions: Positions, members: Sequence[Member]) -> None:
+        """Replace the state of the members at some positions by what their models hold."""
+        self.write(positions, self.gather(members))
+
+    @abstractmethod
+    def narrow(self, positions: np.ndarray) -> None:
+        """Give slots only to these members from now on, in this order. The others rest."""
 
     @abstractmethod
     def widen(self) -> None:
-        """Undo `narrow`: put the members' new state back among the others'."""
+        """Give every member its slot again."""
 
     @abstractmethod
-    def adopt(self, position: int, other: Any, source: int) -> None:
-        """Take a member's optimizer state and step count over from another engine of the same optimizer."""
+    def adopt(self, position: int, other: "Engine", source: int) -> None:
+        """Write what still fits of the optimizer state and the step count that a member has in another engine.
+
+        Args:
+            position: The member's position here.
+            other: An engine of the same optimizer.
+            source: The member's position there.
+        """
 
     @abstractmethod
     def still_shared(self, members: Sequence[Member]) -> bool:
-        """Whether the tensors that all members shared are still the same in all of them."""
+        """Return True if the tensors that all members shared are still the same in all of them."""
 
     def objects(self) -> Iterable[tuple[str, Any]]:
-        """The objects, with their names, whose mode a step changes for a while. Other models may hold them."""
+        """Return the objects, by name, whose mode a step changes for a while. Other models may hold them."""
         return ()
 
-    @abstractmethod
-    def restack(self, positions: np.ndarray, members: Sequence[Member], *, working: bool = False) -> None:
-        """Take the weights (of Keras: and the optimizer's state) of the members at these rows from their models
-        again: into the working state, or into the one it was narrowed from, if it was."""
-
-    @abstractmethod
-    def write_out(self, row: int, working: bool, member: Member) -> None:
-        """Copy one member's state into its model: of the working state, or of the one it was narrowed from."""
-
-    @abstractmethod
-    def write_back(self, members: Sequence[Member]) -> None:
-        """Copy every member's state into its own model. Nothing is narrowed then."""
-
     def write_changes(self, members: Sequence[Member]) -> bool:
-        """Copy what evaluating and predicting have changed into the members' models; whether anything has."""
+        """Copy what evaluating and predicting have changed into the models. Return True if anything has."""
         return False
 
-    @abstractmethod
-    def snapshot(self, row: int, working: bool = True) -> Any:
-        """A copy of one member's weights as a dict of dicts of tensors: of the working state, or of the one it was
-        narrowed from."""
+    def write_back(self, members: Sequence[Member]) -> None:
+        """Copy every member's state into its own model."""
+        self.scatter(self.positions, members)
 
-    @abstractmethod
-    def restore(self, row: int, working: bool, snapshot: Any) -> None:
-        """Give a member the weights of a snapshot."""
+    def tensors(self) -> dict[str, Tensor]:
+        """Return a copy of the whole state by path: `params/0.weight`."""
+        return by_path(self.read(self.positions))
 
-    @abstractmethod
-    def tensors(self) -> dict[str, Any]:
-        """All of the state of all members, by path, `params/0.weight`: all that a run needs to go on."""
-
-    @abstractmethod
-    def load(self, tensors: Mapping[str, Any]) -> None:
-        """Take up the state that `tensors` gave, or NumPy arrays of it."""
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the whole state by what `tensors` returned, or by NumPy arrays of it."""
+        self.write(self.positions, {**{part: {} for part in PARTS}, **by_part(tensors)})
 
     @abstractmethod
     def stream(self) -> AbstractContextManager[Any]:
@@ -521,3 +614,44 @@ class Engine(ABC):
     @abstractmethod
     def working_bytes(self, batch: Any) -> int | None:
         """What a train step on a batch like this takes on the device beside the state; None if not known."""
+
+
+class StackedEngine(Engine):
+    """An engine whose members' tensors are stacked: it moves state as `StackedState` does."""
+
+    stacked: StackedState
+
+    @property
+    def state(self) -> State:
+        """The working state: the tensors that programs step, `(slot, …)`."""
+        return self.stacked.parts
+
+    @state.setter
+    def state(self, parts: State) -> None:
+        self.stacked.parts = parts
+
+    @property
+    def positions(self) -> np.ndarray:
+        """The positions of all members."""
+        return self.stacked.positions
+
+    @property
+    def slots(self) -> np.ndarray:
+        """`(slot,)`: the position of the member in each slot."""
+        return self.stacked.slots
+
+    def read(self, positions: Positions, parts: Collection[str] | None = None) -> State:
+        """Return a copy of the state of some members, by part and name."""
+        return self.stacked.read(positions, parts)
+
+    def write(self, positions: Positions, state: State) -> None:
+        """Replace the state of some members by part and name."""
+        self.stacked.write(positions, state)
+
+    def narrow(self, positions: np.ndarray) -> None:
+        """Give slots only to these members from now on. The others rest."""
+        self.stacked.narrow(positions)
+
+    def widen(self) -> None:
+        """Give every member its slot again."""
+        self.stacked.widen()

@@ -48,7 +48,7 @@ class LaneBuilder:
         # Tasks compare by identity, and a signature may be costly to hash: so a list, not a dict.
         known = own[0].signature, own[0].task, spec.fused, native
         programs = next((programs for key, programs in self._programs if key == known), None)
-        engine = framework.Engine(
+        engine = framework.make_engine(
             members, own[0].task, hyperparameters, native, fused=spec.fused, programs=programs
         )
         if programs is None and engine.programs is not None:

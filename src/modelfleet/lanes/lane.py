@@ -10,9 +10,12 @@ import numpy as np
 from modelfleet.errors import FleetError, GroupError, InputError, StrategyError
 from modelfleet.feeds import Batch, Feed
 from modelfleet.frameworks.protocol import Engine, StepError
+from modelfleet.frameworks.rows import predict_rows
+from modelfleet.frameworks.stacked import WEIGHTS
 from modelfleet.lanes.spec import LaneSpec
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree, paths
+from modelfleet.types import Model, State, Tree
 from modelfleet.words import unstopped
 
 T = TypeVar("T")
@@ -55,7 +58,6 @@ class Lane:
         self.device: str = spec.device
         self.steps = np.zeros(len(members), dtype=np.int64)  # steps taken, by member
         self.epochs = np.zeros(len(members), dtype=np.int64)  # epochs finished, by member
-        self._slots = np.arange(len(members))  # the member in each slot
         self._on = np.ones(len(members), dtype=bool)  # by slot: who takes part
         self._failed = np.zeros(len(members), dtype=bool)  # by slot: who was set aside
         self._positions = {member.name: position for position, member in enumerate(members)}
@@ -79,7 +81,7 @@ class Lane:
     @property
     def width(self) -> int:
         """How many slots the state has now."""
-        return len(self._slots)
+        return len(self.slots)
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -108,7 +110,7 @@ class Lane:
     def on(self) -> np.ndarray:
         """`(member,)`: who is taking part."""
         on = np.zeros(len(self.members), dtype=bool)
-        on[self._slots[self._on]] = True
+        on[self.slots[self._on]] = True
         return on
 
     def rest(self, positions: Sequence[int] | np.ndarray, *, failed: bool = False) -> None:
@@ -117,7 +119,7 @@ class Lane:
         The slot of a member that failed is never freed: so the others' steps, and the rounding in them, are what
         they would have been had it not failed.
         """
-        gone = np.isin(self._slots, np.asarray(positions, dtype=int))
+        gone = np.isin(self.slots, np.asarray(positions, dtype=int))
         if failed:
             self._failed |= gone & self._on
         self._on &= ~gone
@@ -137,7 +139,7 @@ class Lane:
                 continue
             causes.update(self._train(piece, live, hyper, steps_left))
             live[list(causes)] = False
-            self.steps[self._slots[live]] += piece.steps or 1
+            self.steps[self.slots[live]] += piece.steps or 1
         self._clock((time.perf_counter() - begun) / (batch.steps or 1))
         if causes:
             raise StepError(causes)
@@ -200,8 +202,8 @@ class Lane:
 
     @property
     def slots(self) -> np.ndarray:
-        """`(slot,)`: the member in each slot."""
-        return self._slots
+        """`(slot,)`: the position of the member in each slot."""
+        return self.engine.slots
 
     def evaluating(self, feed: Feed) -> "Work[dict[str, np.ndarray]]":
         """The loss and the metrics `(slot,)` over a whole feed; batch by batch, for `finish_in_step`."""
@@ -231,6 +233,31 @@ class Lane:
         self.refuse_failures(feed)
         return [self._joined(name, part) for name, part in zip(self.names, parts, strict=True)]
 
+    def predict_rows(self, rows: Mapping[str, Tree]) -> dict[str, Tree]:
+        """Return the outputs of some members, each on rows of its own, in one call where that is possible.
+
+        Args:
+            rows: By member, a tree of NumPy arrays `(row, …)` with one row or more.
+
+        Returns:
+            By member, its model's outputs as NumPy arrays. They equal those of the member alone on these rows.
+
+        Raises:
+            InputError: A member has no rows, or its model can't take them.
+        """
+        for name, tree in rows.items():
+            lengths = {len(leaf) for leaf in leaves(tree)}
+            if len(lengths) != 1 or 0 in lengths:
+                raise InputError(
+                    f"member {name!r}: its arrays have {sorted(lengths)} rows; expected the same number for all, "
+                    f"and one at least. Give each member the rows that it is to predict, or leave the member out."
+                )
+        positions = [self._positions[name] for name in rows]
+        trees, arrays = list(rows.values()), self.members[0].framework.arrays
+        with self._explained(trees):
+            outputs = predict_rows(self.engine, arrays, positions, trees)
+        return dict(zip(rows, outputs, strict=True))
+
     @contextmanager
     def _explained(self, data: Any) -> Iterator[None]:
         """Raise `InputError` for what a model says of a batch: only a feed's first one was tried before."""
@@ -248,7 +275,7 @@ class Lane:
 
     def _rows(self, outputs: Any, slot: int, count: int, size: int) -> Any:
         """A member's rows of the outputs of a batch; raises `InputError` if some output has not one per input."""
-        name = self.members[self._slots[slot]].name
+        name = self.members[self.slots[slot]].name
         try:
             own = self.engine.rows(outputs, slot, size + 1)  # one more than there should be
         except IndexError as error:
@@ -286,7 +313,7 @@ class Lane:
     def refuse_failures(self, feed: Feed) -> None:
         """Raise `InputError` if a member's data could not be read."""
         for slot, error in feed.failures.items():
-            name = self.members[self._slots[slot]].name
+            name = self.members[self.slots[slot]].name
             raise InputError(f"the data of member {name!r} raised {type(error).__name__}: {error}") from error
 
     def compact(self, feeds: Sequence[Feed]) -> list[Feed]:
@@ -294,7 +321,7 @@ class Lane:
         kept = self._on | self._failed
         if not self._on.any() or kept.sum() > len(kept) // 2:
             return list(feeds)
-        slots, failed = self._slots[kept], self._failed[kept]
+        slots, failed = self.slots[kept], self._failed[kept]
         self.expand()
         self.narrow(slots)
         self._failed = failed
@@ -305,7 +332,6 @@ class Lane:
         """Give slots to these members only."""
         if len(members) < len(self.members):
             self.engine.narrow(members)
-        self._slots = np.asarray(members)
         self._on = np.ones(len(members), dtype=bool)
         self._failed = np.zeros(len(members), dtype=bool)
         self._active = self._hyper = None
@@ -315,25 +341,45 @@ class Lane:
         self.engine.widen()
         self.narrow(np.arange(len(self.members)))
 
-    def snapshot(self, position: int) -> Any:
-        """A copy of one member's weights, whether it has a slot now or not."""
-        return self.engine.snapshot(*self._where(position))
+    def read(self, names: Sequence[str], parts: Collection[str] | None = None) -> State:
+        """Return a copy of the state of some members.
 
-    def restore(self, position: int, snapshot: Any) -> None:
-        """Give a member the weights of a snapshot, whether it has a slot now or not."""
-        self.engine.restore(*self._where(position), snapshot)
+        Args:
+            names: Members of the lane, whether they have a slot now or not.
+            parts: The parts to read, such as `frameworks.stacked.WEIGHTS`; None for all.
 
-    def sync(self, position: int) -> Any:
-        """A member's model, with its state as it is now."""
-        row, working = self._where(position)
+        Returns:
+            By part and name, tensors `(member, …)` in the order of `names`.
+        """
+        return self.engine.read([self._positions[name] for name in names], parts)
+
+    def write(self, names: Sequence[str], state: State) -> None:
+        """Replace the state of some members by what `read` returned.
+
+        Args:
+            names: Members of the lane, whether they have a slot now or not.
+            state: By part and name, tensors or host arrays `(member, …)` in the order of `names`. All else stays
+                as it is.
+        """
+        self.engine.write([self._positions[name] for name in names], state)
+
+    def snapshot(self, position: int) -> State:
+        """Return a copy of one member's weights."""
+        return self.engine.read([position], WEIGHTS)
+
+    def restore(self, position: int, snapshot: State) -> None:
+        """Give a member the weights of a snapshot."""
+        self.engine.write([position], snapshot)
+
+    def sync(self, position: int) -> Model:
+        """Copy a member's state into its model, and return the model."""
         member = self.members[position]
-        self.engine.write_out(row, working, member)
+        self.engine.scatter([position], [member])
         return member.model
 
     def take(self, position: int) -> None:
-        """Take in the state that a member's model holds now, whether it has a slot now or not."""
-        row, working = self._where(position)
-        self.engine.restack(np.array([row]), [self.members[position]], working=working)
+        """Replace a member's state by what its model holds now."""
+        self.engine.refresh([position], [self.members[position]])
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return all of the state of all members, on the host. It may be the very memory of the engine's."""
@@ -350,7 +396,7 @@ class Lane:
             "members": self.names,
             "steps": self.steps.tolist(),
             "epochs": self.epochs.tolist(),
-            "slots": self._slots.tolist(),
+            "slots": self.slots.tolist(),
             "on": self._on.tolist(),
             "failed": self._failed.tolist(),
         }
@@ -362,24 +408,19 @@ class Lane:
         self.narrow(np.array(standing["slots"], dtype=np.int64))
         self._on = np.array(standing["on"], dtype=bool)
         self._failed = np.array(standing["failed"], dtype=bool)
-        return self._slots
+        return self.slots
 
     def refresh(self, names: Collection[str]) -> None:
         """Take in the weights that the models of these members have now."""
         positions = [position for position, name in enumerate(self.names) if name in names]
         if positions:
-            self.engine.restack(np.array(positions), [self.members[position] for position in positions])
+            self.engine.refresh(positions, [self.members[position] for position in positions])
 
     def adopt(self, position: int, other: "Lane", source: int) -> None:
         """Take over what a member had in another lane: its optimizer state, steps and epochs."""
         self.engine.adopt(position, other.engine, source)
         self.steps[position] = other.steps[source]
         self.epochs[position] = other.epochs[source]
-
-    def _where(self, position: int) -> tuple[int, bool]:
-        """A member's row, and whether it is one of the working state."""
-        slots = np.flatnonzero(self._slots == position)
-        return (int(slots[0]), True) if len(slots) else (position, False)
 
     def _pieces(self, batch: Batch, live: np.ndarray) -> Iterator[tuple[Any, Any, Any]]:
         """What to step together: (slots or None for all, data, row weights or None)."""
@@ -402,7 +443,8 @@ class Lane:
     def _asked(self, batch: Batch) -> Iterator[tuple[Any, np.ndarray, int]]:
         """What to predict together: (inputs, the rows of each slot, the rows of all)."""
         inputs, counts = self.engine.inputs(batch.data), batch.counts[batch.counts > 0]
-        if batch.full or (counts == batch.size).all() or self.engine.rows_apart(batch):
+        one = inputs if batch.shared else map_tree(lambda leaf: leaf[int(batch.counts.argmax())], inputs)
+        if batch.full or (counts == batch.size).all() or self.engine.rows_apart(one):
             yield inputs, batch.counts, batch.size
             return
         slots = np.arange(len(batch.counts))
@@ -418,7 +460,7 @@ class Lane:
 
     def _hyper_tensors(self, columns: Mapping[str, np.ndarray]) -> Any:
         if self._hyper is None or self._hyper[0] is not columns:
-            tensors = {name: self.engine.tensor(column[self._slots]) for name, column in columns.items()}
+            tensors = {name: self.engine.tensor(column[self.slots]) for name, column in columns.items()}
             self._hyper = columns, tensors
         return self._hyper[1]
 

@@ -14,8 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from modelfleet.errors import StrategyError
 from modelfleet.feeds import Batch
 from modelfleet.frameworks.protocol import Engine
+from modelfleet.frameworks.rows import predict_rows
+from modelfleet.frameworks.stacked import WEIGHTS, by_path
 from modelfleet.members import Member
 
 Check = Callable[["Case"], None]
@@ -149,6 +152,26 @@ def several_steps_are_so_many_single_ones(case: Case) -> None:
         _same(found, expected)
 
 
+def a_step_in_parts_is_a_step(case: Case) -> None:
+    """`apply` of `gradients` is `train`; an engine that has no parts refuses them."""
+    (one, first), (other, second) = _begun(case), _begun(case)
+    slots, active = range(case.width), _only_some(case)
+    hyper, on = _hyper(case, other, slots), other.tensor(np.array(active))
+    try:
+        for _ in range(2):
+            other.apply(hyper, on, other.gradients(case.batch(slots), shared=False))
+    except StrategyError:
+        return
+    for _ in range(2):
+        _train(case, one, slots, active)
+    assert other.steps_taken().tolist() == one.steps_taken().tolist()
+    for found, expected in zip(_written(case, other, second), _written(case, one, first), strict=True):
+        _same(found, expected)
+    sums = other.epoch_values()
+    for name, values in one.epoch_values().items():
+        np.testing.assert_allclose(sums[name], values, 1e-5, err_msg=name)
+
+
 def narrowed_members_step_as_before(case: Case) -> None:
     """`narrow` and `widen` change who steps, and nothing else."""
     (one, first), (other, second) = _begun(case), _begun(case)
@@ -199,53 +222,67 @@ def adopted_members_go_on(case: Case) -> None:
         _same(found, expected)
 
 
-def a_snapshot_takes_training_back(case: Case) -> None:
-    """`restore` gives the weights of the `snapshot`, however far training has gone since."""
+def weights_are_read_and_written(case: Case) -> None:
+    """`write` gives back the weights that `read` returned, however far training has gone since."""
     engine, members = _begun(case)
     _train(case, engine, range(case.width))
     before = _written(case, engine, members)
-    kept = [engine.snapshot(row) for row in range(case.width)]
+    kept = engine.read(range(case.width), WEIGHTS)
     for _ in range(2):
         _train(case, engine, range(case.width))
-    for row, snapshot in enumerate(kept):
-        engine.restore(row, True, snapshot)
+    engine.write(range(case.width), kept)
     for found, expected in zip(_written(case, engine, members), before, strict=True):
         _same(found, expected, 0)
 
 
-def snapshots_are_of_members_with_and_without_a_slot(case: Case) -> None:
-    """`snapshot` and `restore` reach the working state, and the one it was narrowed from."""
+def members_are_read_and_written_with_and_without_a_slot(case: Case) -> None:
+    """`read` and `write` address members by position, in any order, whether they have a slot or rest."""
     engine, members = _begun(case)
     before = [dict(case.weights(member.model)) for member in members]
+    kept = engine.read([2, 1, 0], WEIGHTS)
     engine.narrow(np.array([0, 2]))
-    kept, aside = engine.snapshot(1, True), engine.snapshot(1, False)
+    assert engine.slots.tolist() == [0, 2]
     _train(case, engine, [0, 2])
-    engine.restore(1, True, kept)
-    engine.restore(0, False, aside)  # under the member in slot 0, whose new state is put over it
-    engine.restore(1, False, aside)
+    mixed = engine.read([1, 0], WEIGHTS)  # a member that rests, and one that has stepped
+    engine.write([2, 1], {part: {name: t[:2] for name, t in own.items()} for part, own in kept.items()})
     engine.widen()
     after = _written(case, engine, members)
-    assert _differ(after[0], before[1])
+    assert _differ(after[0], before[0])
     _same(after[1], before[1], 0)
     _same(after[2], before[2], 0)
+    engine.write([2, 1], mixed)
+    swapped = _written(case, engine, members)
+    _same(swapped[1], after[0], 0)
+    _same(swapped[2], before[1], 0)
 
 
-def one_member_is_written_out_and_taken_in(case: Case) -> None:
-    """`write_out` and `restack` are of one member, whether it has a slot or not."""
+def one_member_is_scattered_and_refreshed(case: Case) -> None:
+    """`scatter` and `refresh` are of one member, whether it has a slot or rests."""
     engine, members = _begun(case)
     engine.narrow(np.array([0, 2]))
     _train(case, engine, [0, 2])
-    engine.write_out(0, True, members[0])
-    assert _differ(case.weights(members[0].model), case.fresh(0))
-    engine.write_out(0, False, members[0])  # the state before the narrowed step
-    _same(case.weights(members[0].model), case.fresh(0), 0)
-    engine.write_out(1, True, members[2])
+    engine.scatter([2], [members[2]])
     assert _differ(case.weights(members[2].model), case.fresh(2))
-    engine.restack(np.array([0]), [members[0]], working=True)
+    _same(case.weights(members[0].model), case.fresh(0), 0)
+    engine.refresh([0], [members[0]])  # whose model still holds the first weights
+    engine.scatter([1], [members[1]])
+    _same(case.weights(members[1].model), case.fresh(1), 0)
     engine.widen()
     after = _written(case, engine, members)
     _same(after[0], case.fresh(0), 0)
     assert _differ(after[2], case.fresh(2))
+
+
+def everything_that_is_read_is_of_the_members_asked_for(case: Case) -> None:
+    """`read` of all parts has one row per position, and holds copies."""
+    engine, _ = _begun(case)
+    _train(case, engine, range(case.width))
+    state = engine.read(case.some())
+    before = {path: np.array(_host(tensor)) for path, tensor in by_path(state).items()}
+    assert all(len(tensor) == len(case.some()) for tensor in before.values())
+    _train(case, engine, range(case.width))
+    for path, tensor in by_path(state).items():
+        np.testing.assert_array_equal(_host(tensor), before[path], err_msg=path)
 
 
 def trouble_is_noted_and_forgiven(case: Case) -> None:
@@ -271,7 +308,7 @@ def trouble_is_noted_and_forgiven(case: Case) -> None:
 def epochs_begin_at_nothing(case: Case) -> None:
     """`epoch_values` are of the steps since the last call, whatever was evaluated between."""
     engine, _ = _begun(case)
-    kept = [engine.snapshot(row) for row in range(case.width)]
+    kept = engine.read(range(case.width), WEIGHTS)
     slots, data = range(case.width), case.batch(range(case.width))
     counts = np.full(case.width, _rows(data))
     found = []
@@ -279,8 +316,7 @@ def epochs_begin_at_nothing(case: Case) -> None:
         _train(case, engine, slots)
         engine.values(engine.evaluate(None, None, data, None, counts, _rows(data), shared=False))
         found.append(engine.epoch_values())
-        for row, snapshot in enumerate(kept):
-            engine.restore(row, True, snapshot)
+        engine.write(range(case.width), kept)
     for name, values in found[0].items():
         assert values.shape == (case.width,)
         np.testing.assert_allclose(found[1][name], values, 1e-5, err_msg=name)
@@ -301,6 +337,29 @@ def evaluating_some_slots_is_evaluating_all(case: Case) -> None:
         np.testing.assert_allclose(values, expected[name], 1e-5, err_msg=name)
 
 
+def some_members_predict_as_all_do(case: Case) -> None:
+    """Members that predict on rows of their own, in any order, have the outputs that all have together."""
+    engine, members = _begun(case)
+    data = case.batch(range(case.width))
+    inputs = engine.inputs(data)
+    engine.ready("predict", {}, _on(engine, case.width), inputs, shared=False)
+    outputs, size = engine.predict(inputs, shared=False), _rows(data)
+    positions = list(range(case.width))[::-1]
+    counts = [size - number % 2 * 2 for number in range(case.width)]
+    given = [_host(inputs[position])[:count] for position, count in zip(positions, counts, strict=True)]
+    found = predict_rows(engine, members[0].framework.arrays, positions, given)
+    for position, count, own in zip(positions, counts, found, strict=True):
+        np.testing.assert_allclose(own, engine.rows(outputs, position, count), 1e-5, 1e-6)
+
+
+def _host(tensor: Any) -> np.ndarray:
+    """Return the numbers of a tensor of any framework, bfloat16 in float32."""
+    if hasattr(tensor, "detach"):
+        tensor = tensor.detach().cpu()
+        tensor = tensor.float() if "bfloat16" in str(tensor.dtype) else tensor
+    return np.asarray(tensor)
+
+
 def _stacked(leaves: Sequence[Any]) -> Any:
     """Arrays of NumPy or tensors of torch with an axis of steps in front."""
     if isinstance(leaves[0], np.ndarray):
@@ -309,8 +368,8 @@ def _stacked(leaves: Sequence[Any]) -> Any:
 
 
 OF_SEVERAL: Sequence[Check] = (
-    snapshots_are_of_members_with_and_without_a_slot,
-    one_member_is_written_out_and_taken_in,
+    members_are_read_and_written_with_and_without_a_slot,
+    one_member_is_scattered_and_refreshed,
 )
 """Those that need members beside the one that they look at."""
 
@@ -319,13 +378,16 @@ CHECKS: Sequence[Check] = (
     idle_members_stay_as_they_are,
     some_slots_step_as_all_do,
     several_steps_are_so_many_single_ones,
+    a_step_in_parts_is_a_step,
     narrowed_members_step_as_before,
     state_is_loaded_whether_narrowed_or_not,
     adopted_members_go_on,
-    a_snapshot_takes_training_back,
+    weights_are_read_and_written,
+    everything_that_is_read_is_of_the_members_asked_for,
     trouble_is_noted_and_forgiven,
     epochs_begin_at_nothing,
     evaluating_some_slots_is_evaluating_all,
+    some_members_predict_as_all_do,
     *OF_SEVERAL,
 )
 """All checks. Each has the name of what must hold."""

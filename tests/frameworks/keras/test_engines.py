@@ -57,7 +57,7 @@ def case(*, plain: bool) -> engines.Case:
         task = adapter.prepare(None, members, "train").tasks[0]
         (device,) = adapter.choose(None)[:1]
         programs = known.get("programs")
-        made = adapter.Engine(members, task, {}, adapter.native(device), fused=not plain, programs=programs)
+        made = adapter.make_engine(members, task, {}, adapter.native(device), fused=not plain, programs=programs)
         known.update(programs=made.programs, task=task)  # traced once, as lanes hand them on
         return made
 

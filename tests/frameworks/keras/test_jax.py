@@ -25,7 +25,7 @@ def lane(count: int = 2, *, programs: Any = None) -> tuple[Any, list[Member]]:
         model.compile(keras.optimizers.Adam(0.01 * (index + 1)), loss, metrics=["accuracy"])
         own.append(Member(str(index), model, index, adapter))
     task = adapter.prepare(None, own, "train").tasks[0]
-    return adapter.Engine(own, task, {}, jax.devices()[0], fused=count > 1, programs=programs), own
+    return adapter.make_engine(own, task, {}, jax.devices()[0], fused=count > 1, programs=programs), own
 
 
 @cache
@@ -77,15 +77,15 @@ def test_fused_and_alone_are_the_same() -> None:
         np.testing.assert_allclose(a[:1], b, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_restack_takes_the_optimizer_too() -> None:
+def test_refresh_takes_the_optimizer_too() -> None:
     engine, own = lane(programs=compiled())
     data = models.data(8)
     ready(engine, data)
     steps(engine, data)
-    engine.write_out(1, True, own[1])
+    engine.scatter([1], [own[1]])
     own[1].model.optimizer.learning_rate = 0.25
     before = state(engine)
-    engine.restack(np.array([1]), [own[1]], working=True)
+    engine.refresh([1], [own[1]])
     for name, tensor in state(engine).items():
         expected = before[name].copy()
         if name.endswith("learning_rate"):

@@ -71,7 +71,7 @@ def test_embeddings_bear_padding() -> None:
 
         data = tuple(map(torch.from_numpy, data))
     batch = Batch(data, False, np.array([8, 5]))
-    engine = adapter.Engine(own, task, {}, device, fused=True)
+    engine = adapter.make_engine(own, task, {}, device, fused=True)
     engine.check(batch, "a")
     assert engine.maskable(batch)
 

@@ -42,11 +42,11 @@ def step(steps: Steps, state: dict[str, Any], batch: Any, weights: Any = None) -
     weights = None if weights is None else keras.ops.convert_to_tensor(weights)
 
     def loss(params: dict[str, Any]) -> Any:
-        return steps.loss(params, state["buffers"], state["metrics"], state["slots"], batch, weights)
+        return steps.loss(params, state["buffers"], state["metrics"], state["optimizer"], batch, weights)
 
     (_, buffers, metrics), found = gradients(loss, state["params"])
-    params, slots = steps.apply(state["params"], state["slots"], found)
-    new = {"params": params, "buffers": buffers, "slots": slots, "metrics": metrics}
+    params, slots = steps.apply(state["params"], state["optimizer"], found)
+    new = {"params": params, "buffers": buffers, "optimizer": slots, "metrics": metrics}
     return keras.tree.map_structure(keras.ops.stop_gradient, new)
 
 

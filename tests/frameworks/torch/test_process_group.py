@@ -252,12 +252,12 @@ def spread(group: ProcessGroup) -> Iterator[None]:
         engine.spread(group)
         return engine
 
-    plain: Any = adapter.Engine
-    adapter.Engine = make  # pyrefly: ignore
+    plain: Any = adapter.make_engine
+    adapter.make_engine = make  # pyrefly: ignore
     try:
         yield
     finally:
-        adapter.Engine = plain
+        adapter.make_engine = plain
 
 
 def _rank(pipe: Connection, rank: int, folder: str) -> None:

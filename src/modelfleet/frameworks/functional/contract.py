@@ -4,26 +4,25 @@ The state of a lane is
 
     params    trained weights
     buffers   all else that the model owns: frozen weights, running statistics, seeds
-    slots     the optimizer's state, with its count of steps and its learning rate
+    optimizer the optimizer's state, with its count of steps and its learning rate
     metrics   what the epoch's metrics have summed up so far
     member    per-member scalars: step, trouble, and what else a definition needs (a seed)
 
 each a dict of tensors `(member, …)`. Tensors are never changed in place: a step gives a new state for the old.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from modelfleet.frameworks import batches
 from modelfleet.members import Member
+from modelfleet.types import State, Tensor, Tree
 
-State = dict[str, dict[str, Any]]
 Function = Callable[..., Any]
 
-PARTS = ("params", "buffers", "slots", "metrics")  # what a step may change of a member
-WEIGHTS = ("params", "buffers")
+PARTS = ("params", "buffers", "optimizer", "metrics")  # what a step may change of a member
 
 
 class Definition(Protocol):
@@ -39,7 +38,7 @@ class Definition(Protocol):
     and the metrics. Whether it leaves one within the model, as with BatchNorm, is tried out."""
 
     def state(self, member: Member) -> State:
-        """A member's params, buffers and slots as NumPy arrays, and perhaps "member" with scalars of its own."""
+        """Return a member's params, buffers and optimizer as NumPy arrays, and perhaps "member" with scalars."""
         ...
 
     def try_out(self, state: State, batch: Any) -> None:
@@ -50,20 +49,35 @@ class Definition(Protocol):
         """A member's accumulators at the beginning of an epoch, as NumPy arrays."""
         ...
 
-    def train(self, state: State, hyper: Any, batch: Any, weights: Any) -> tuple[State, Any, Any]:
-        """The state after a step (its `PARTS`), and whether the loss and the gradient were finite, as scalars."""
+    def gradients(self, state: State, batch: Tree, weights: Tensor | None) -> dict[str, Tree]:
+        """Return what a step makes of a batch before its optimizer does.
+
+        Returns:
+            The "loss", the "gradients" by the names of params, the new "metrics", and the "params" and "buffers"
+            that the model has changed. Whether padding is felt is judged by these.
+        """
         ...
 
-    def felt(self, state: State, batch: Any, weights: Any) -> dict[str, Any]:
-        """What a step makes of a batch before its optimizer does: by part, the loss, the gradients, the metrics,
-        and the params and buffers that the model has changed. What feels padding is told by it."""
+    def apply(
+        self, state: State, hyper: Mapping[str, Tensor], found: dict[str, Tree]
+    ) -> tuple[State, Tensor, Tensor]:
+        """Return the state after an update by what `gradients` found (its `PARTS`).
+
+        Also returns whether the loss and whether the gradient were finite, as scalars.
+        """
         ...
+
+    def train(
+        self, state: State, hyper: Mapping[str, Tensor], batch: Tree, weights: Tensor | None
+    ) -> tuple[State, Tensor, Tensor]:
+        """Return what `apply` returns after a whole step."""
+        return self.apply(state, hyper, self.gradients(state, batch, weights))
 
     def evaluate(
         self, state: State, metrics: dict[str, Any], batch: Any, weights: Any
     ) -> tuple[dict[str, Any], State]:
         """The accumulators with a batch added, and those of the params and buffers that the model has changed, as
-        a counter or a seed may be; the state comes without slots and metrics."""
+        a counter or a seed may be; the state comes without optimizer and metrics."""
         ...
 
     def results(self, metrics: dict[str, Any]) -> dict[str, Any]:

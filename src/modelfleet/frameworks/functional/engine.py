@@ -1,6 +1,7 @@
 """The engine of a lane whose steps are pure functions."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -8,18 +9,20 @@ import numpy as np
 
 from modelfleet.errors import InputError
 from modelfleet.frameworks.explaining import batch_error
-from modelfleet.frameworks.functional.contract import WEIGHTS, Backend, Definition, State
+from modelfleet.frameworks.functional.contract import Backend, Definition, State
 from modelfleet.frameworks.functional.padding import bears_padding, rows_apart
 from modelfleet.frameworks.functional.programs import Programs
-from modelfleet.frameworks.protocol import Engine
+from modelfleet.frameworks.protocol import Engine, StackedEngine
+from modelfleet.frameworks.stacked import Positions, StackedState, fitting, stack
 from modelfleet.joining import joined
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree
 
+_READABLE = ("params", "buffers", "member")  # what a forward pass reads of a state
 SEVERAL = 16  # steps a call: few enough to hear Ctrl-C soon, and enough that calling costs nothing beside them
 
 
-class FunctionalEngine(Engine):
+class FunctionalEngine(StackedEngine):
     """The side of a lane that its framework knows (`protocol.Engine`), of a definition and a backend.
 
     `definition` is for these members; `programs` are those of another engine of the same structure and task.
@@ -39,18 +42,22 @@ class FunctionalEngine(Engine):
         self.device = backend.device
         self.programs = programs or Programs(definition, backend, fused=fused)
         self.several = SEVERAL
-        self.state: State = {}
         self._definition = definition
         self._first = members[0]
-        self._width = len(members)
-        self._whole: tuple[State, np.ndarray] | None = None
         self._tried: Any = None  # the form of the batches that a member was tried on
         self._one = self.tensor(np.ones(1, dtype=bool))
         self._changed = False  # by evaluating or predicting
-        stacked = self._stacked(members)
-        self._parameters = sum(array[0].size for array in stacked["params"].values())
-        self._row_bytes = sum(array.nbytes for array in leaves(stacked)) // len(members)
-        self.state = map_tree(self.tensor, {**stacked, "metrics": {}})
+        arrays = stack([definition.state(member) for member in members], np.stack)
+        arrays = {part: arrays.get(part, {}) for part in ("params", "buffers", "optimizer", "member")}
+        arrays["member"] |= {name: np.zeros(len(members), dtype=np.int32) for name in ("step", "trouble")}
+        self._parameters = sum(array[0].size for array in arrays["params"].values())
+        self._row_bytes = sum(array.nbytes for array in leaves(arrays)) // len(members)
+        parts = map_tree(self.tensor, {**arrays, "metrics": {}})
+        self.stacked = StackedState(parts, len(members), _Tensors(self))
+
+    @property
+    def _width(self) -> int:
+        return self.stacked.width
 
     @property
     def task(self) -> Any:
@@ -70,8 +77,7 @@ class FunctionalEngine(Engine):
     @property
     def bytes(self) -> int:
         """What the state takes on the device."""
-        width = self._width if self._whole is None else self._width + len(_first(self._whole[0]))
-        return self._row_bytes * width
+        return self._row_bytes * self.stacked.rows
 
     @property
     def program(self) -> str:
@@ -120,6 +126,14 @@ class FunctionalEngine(Engine):
         if room > steps:
             data, weights = self.backend.lengthened((data, weights), room)
         self.state = self.programs.run("several", shared, self.state, hyper, active, data, weights, steps)
+
+    def gradients(self, data: Any, weights: Any = None, *, shared: bool) -> Any:
+        """Return what a step of every member makes of a batch before its optimizer does."""
+        return self.programs.run("gradients", shared, self.state, data, weights)
+
+    def apply(self, hyper: Any, active: Any, gradients: Any) -> None:
+        """Update the active members by what `gradients` returned."""
+        self.state = self.programs.run("apply", True, self.state, hyper, active, gradients)
 
     def train_some(self, slots: np.ndarray, hyper: Any, data: Any, *, shared: bool, pace: Any = None) -> None:
         """One step of the members in some slots, on data cut for them.
@@ -179,14 +193,18 @@ class FunctionalEngine(Engine):
         return {name: np.asarray(found[name], dtype=np.float64) for name in self.programs.names}
 
     def predict(self, data: Any, *, shared: bool, counts: np.ndarray | None = None) -> Any:
-        """The outputs `(slot, row, …)` on a batch of inputs, on the host."""
+        """Return the outputs `(slot, row, …)` on a batch of inputs, on the host."""
+        return self.backend.host(self.forward(data, shared=shared, counts=counts))
+
+    def forward(self, data: Any, *, shared: bool, counts: np.ndarray | None = None) -> Any:
+        """Return the outputs `(slot, row, …)` on a batch of inputs, on the device."""
         size = leaves(data)[0].shape[0 if shared else 1]
         counts = np.full(self._width, size) if counts is None else np.asarray(counts)
         there = self.tensor(counts > 0)
         outputs, changed = self.programs.run("predict", shared, self._readable(self.state), there, data)
         if not leaves(changed) or ((counts == size) | (counts == 0)).all():
             self._take_in(changed)
-            return self.backend.host(outputs)
+            return outputs
         # What a model that changes as it predicts makes of padded rows is not its own: each member on its rows.
         found = map_tree(np.array, self.backend.host(outputs))
         for slot in np.flatnonzero(counts):
@@ -197,6 +215,26 @@ class FunctionalEngine(Engine):
             self._take_in(changed)
             for whole, part in zip(leaves(found), leaves(self.backend.host(outputs)), strict=True):
                 whole[slot, : counts[slot]] = part[0]
+        return found
+
+    def predict_some(self, positions: Positions, data: Any, counts: np.ndarray) -> Any:
+        """Return the outputs of some members, each on rows of its own, as NumPy arrays `(member, row, …)`."""
+        positions, size = np.asarray(positions), leaves(data)[0].shape[1]
+        state, there = self.read(positions, _READABLE), self.tensor(counts > 0)
+        outputs, changed = self.programs.run("predict", False, state, there, data)
+        found = self.backend.host(outputs)
+        own = np.flatnonzero(counts)
+        if leaves(changed) and (counts[own] != size).any():
+            # A model that changes as it predicts must not see padding: each member on its own rows.
+            found = map_tree(np.array, found)
+            for row in own.tolist():
+                rows = map_tree(lambda leaf, row=row: leaf[row : row + 1, : counts[row]], data)
+                alone = self.predict_some(positions[[row]], rows, counts[[row]])
+                for whole, part in zip(leaves(found), leaves(alone), strict=True):
+                    whole[row, : counts[row]] = part[0]
+        elif leaves(changed):
+            self.write(positions[own], self.programs.take(changed, self._rows(own)))
+            self._changed = True
         return found
 
     def inputs(self, data: Any) -> Any:
@@ -234,16 +272,13 @@ class FunctionalEngine(Engine):
             known[key] = bears_padding(definition, self.backend, one, data, real, batch.size)
         return known[key]
 
-    def rows_apart(self, batch: Any) -> bool:
-        """Whether a model's output for a row of a batch depends on that row alone, as one member shows."""
-        known = self.programs.rows_apart
-        if batch.size not in known:
-            inputs = self.inputs(batch.data)
-            if not batch.shared:
-                inputs = map_tree(lambda leaf: leaf[int(batch.counts.argmax())], inputs)
+    def rows_apart(self, inputs: Any) -> bool:
+        """Return True if the output for a row depends on that row alone, as one member shows."""
+        known, size = self.programs.rows_apart, len(leaves(inputs)[0])
+        if size not in known:
             one = map_tree(lambda t: t[0], self._readable(self.state))
-            known[batch.size] = rows_apart(self.programs.definition, self.backend, one, inputs)
-        return known[batch.size]
+            known[size] = rows_apart(self.programs.definition, self.backend, one, inputs)
+        return known[size]
 
     def row_weights(self, counts: np.ndarray, size: int) -> Any:
         """`(slot, row)`: 1 for a real row, 0 for padding."""
@@ -274,91 +309,35 @@ class FunctionalEngine(Engine):
         fine = self.tensor(np.zeros(self._width, dtype=np.int32))
         self.state = {**self.state, "member": {**self.state["member"], "trouble": fine}}
 
-    def narrow(self, members: np.ndarray) -> None:
-        """Step only these members from now on, in a state of their own."""
-        assert self._whole is None
-        self._whole = self.state, np.asarray(members)
-        self.state = self.programs.take(self.state, self._rows(members))
-        self._width = len(members)
-
-    def widen(self) -> None:
-        """Undo `narrow`: put the members' new state back among the others'."""
-        if self._whole is not None:
-            whole, members = self._whole
-            self.state, self._whole = self.programs.put(whole, self._rows(members), self.state), None
-            self._width = len(_first(self.state))
-
-    def adopt(self, position: int, other: "FunctionalEngine", source: int) -> None:
+    def adopt(self, position: int, other: Engine, source: int) -> None:
         """Take a member's optimizer state and step count over from another engine of the same optimizer.
 
-        What was frozen or given another shape meanwhile begins anew.
+        What was frozen or given another shape meanwhile begins at its initial state.
         """
-        mine = {**self.state["slots"], "step": self.state["member"]["step"]}
-        theirs = {**other.state["slots"], "step": other.state["member"]["step"]}
-        same = [key for key in mine if key in theirs and theirs[key].shape[1:] == mine[key].shape[1:]]
-        part = self.programs.take({key: theirs[key] for key in same}, self._rows([source]))
-        taken = self.programs.put({key: mine[key] for key in same}, self._rows([position]), part)
-        step = taken.pop("step")
-        slots = {**self.state["slots"], **taken}
-        self.state = {**self.state, "slots": slots, "member": {**self.state["member"], "step": step}}
+        parts = {"optimizer": None, "member": ("step",)}
+        self.write([position], fitting(other.read([source], parts), self.state, parts=parts))
 
     def still_shared(self, members: Sequence[Member]) -> bool:
         """Nothing is shared between the members here: each has its own row of every tensor."""
         return True
 
-    def restack(self, positions: np.ndarray, members: Sequence[Member], *, working: bool = False) -> None:
-        """Take the weights of the members at these rows from their models again."""
-        fresh = self._stacked(members)
-        self._put_weights(positions, {part: fresh[part] for part in WEIGHTS}, working=working)
+    def gather(self, members: Sequence[Member]) -> State:
+        """Return what the models of some members hold."""
+        found = stack([self._definition.state(member) for member in members], np.stack)
+        return {part: found[part] for part in self.held if part in found}
 
-    def write_out(self, row: int, working: bool, member: Member) -> None:
-        """Copy one member's state into its model."""
-        one = {part: {name: t[row] for name, t in own.items()} for part, own in self._side(working).items()}
-        self._definition.write_back(member, self.backend.exactly(one))
-
-    def write_back(self, members: Sequence[Member]) -> None:
-        """Copy every member's state into its own model."""
-        arrays = self.backend.exactly(self.state)
+    def scatter(self, positions: Positions, members: Sequence[Member]) -> None:
+        """Copy the state of some members into their models."""
+        arrays = self.backend.exactly(self.stacked.read(positions, self.held, copy=False))
         for row, member in enumerate(members):
             self._definition.write_back(member, map_tree(lambda array, row=row: array[row], arrays))
 
     def write_changes(self, members: Sequence[Member]) -> bool:
-        """Copy what evaluating and predicting have changed into the members' models; whether anything has."""
+        """Copy what evaluating and predicting have changed into the models. Return True if anything has."""
         changed, self._changed = self._changed, False
         if changed:
-            for row, member in enumerate(members):
-                self.write_out(row, True, member)
+            self.scatter(self.stacked.positions, members)
         return changed
-
-    def snapshot(self, row: int, working: bool = True) -> State:
-        """A copy of one member's weights: of the working state, or of the one it was narrowed from."""
-        side = self._side(working)
-        return self.programs.take({part: side[part] for part in WEIGHTS}, self._rows([row]))
-
-    def restore(self, row: int, working: bool, snapshot: State) -> None:
-        """Give a member the weights of a snapshot."""
-        self._put_weights(np.array([row]), snapshot, working=working)
-
-    def tensors(self) -> dict[str, Any]:
-        """A copy of the state of all members, by path: `params/000.kernel` and so on."""
-        whole, members = (self.state, None) if self._whole is None else self._whole
-        # Copied: the next step may write over the state.
-        state = self.programs.take(whole, self._rows(np.arange(len(_first(whole)))))
-        if members is not None:
-            state = self.programs.put(state, self._rows(members), self.state)
-        return {f"{part}/{name}": tensor for part, own in state.items() for name, tensor in own.items()}
-
-    def load(self, tensors: Mapping[str, Any]) -> None:
-        """Take up the state that `tensors` gave, or NumPy arrays of it."""
-        loaded = {
-            part: {name: self.backend.loaded(tensors[f"{part}/{name}"], tensor) for name, tensor in own.items()}
-            for part, own in self._side(False).items()
-        }
-        if self._whole is None:
-            self.state = loaded
-        else:
-            self._whole = loaded, self._whole[1]
-            self.state = self.programs.take(loaded, self._rows(self._whole[1]))
 
     def stream(self) -> AbstractContextManager[Any]:
         """Nothing of its own to step within: every call orders itself after those before it."""
@@ -425,16 +404,6 @@ class FunctionalEngine(Engine):
         fresh = self.programs.definition.fresh_metrics()
         return map_tree(lambda a: self.tensor(np.stack([np.asarray(a)] * self._width)), fresh)
 
-    def _stacked(self, members: Sequence[Member]) -> State:
-        """The members' state in NumPy's arrays, without the metrics."""
-        own = [self._definition.state(member) for member in members]
-        state: State = {
-            part: {name: np.stack([one[part][name] for one in own]) for name in own[0].get(part, {})}
-            for part in ("params", "buffers", "slots", "member")
-        }
-        state["member"] |= {name: np.zeros(len(members), dtype=np.int32) for name in ("step", "trouble")}
-        return state
-
     def _all(self) -> Any:
         return self.tensor(np.ones(self._width, dtype=bool))
 
@@ -444,30 +413,34 @@ class FunctionalEngine(Engine):
             self.state = {**self.state, **{part: {**self.state[part], **own} for part, own in changed.items()}}
             self._changed = True
 
-    def _put_weights(self, positions: Any, weights: State, *, working: bool) -> None:
-        side = self._side(working)
-        own = {part: side[part] for part in WEIGHTS}
-        # By name, and on the device: what was read from a file is neither in order nor there.
-        part = {part: {name: weights[part][name] for name in names} for part, names in own.items()}
-        new = {**side, **self.programs.put(own, self._rows(positions), part)}
-        if working or self._whole is None:
-            self.state = new
-        else:
-            self._whole = new, self._whole[1]
-
-    def _side(self, working: bool) -> State:
-        return self.state if working or self._whole is None else self._whole[0]
-
     def _rows(self, positions: Any) -> Any:
         return self.tensor(np.asarray(positions, dtype=np.int32))
 
     @staticmethod
     def _readable(state: State) -> State:
-        return {part: state[part] for part in (*WEIGHTS, "member")}
+        return {part: state[part] for part in _READABLE}
 
 
-def _first(state: State) -> Any:
-    return state["member"]["step"]
+class _Tensors:
+    """Operations on the backend's tensors (see `stacked.Tensors`), compiled with an engine's programs."""
+
+    def __init__(self, engine: FunctionalEngine) -> None:
+        self._engine = weakref.proxy(engine)  # whose programs may be replaced
+
+    def rows(self, numbers: np.ndarray) -> Any:
+        return self._engine._rows(numbers)
+
+    def take(self, tree: Any, rows: Any) -> Any:
+        return self._engine.programs.take(tree, rows)
+
+    def put(self, tree: Any, rows: Any, values: Any) -> Any:
+        return self._engine.programs.put(tree, rows, values)
+
+    def like(self, value: Any, tensor: Any) -> Any:
+        return self.replace(tensor, value) if isinstance(value, np.ndarray) else value
+
+    def replace(self, tensor: Any, value: Any) -> Any:
+        return self._engine.backend.loaded(value, tensor)
 
 
 def _form(batch: Any) -> Any:

@@ -24,7 +24,7 @@ def bears_padding(definition: Definition, backend: Backend, one: State, data: An
     few = map_tree(lambda leaf: leaf[:real], data)
     data = map_tree(lambda leaf: padded_otherwise(leaf, real), backend.exactly(data))
     weights = backend.tensor((np.arange(size) < real).astype(np.float32))
-    program = backend.compile(definition.felt)
+    program = backend.compile(definition.gradients)
     own = {name: backend.exactly(tensor) for name, tensor in one["params"].items()}
     try:
         for number in (1, 2, None):

@@ -31,8 +31,8 @@ class Programs:
         self._plain: set[tuple[str, bool]] = set()
 
     def run(self, kind: str, shared: bool, *args: Any) -> Any:
-        """Run a step: "train", "several", "one", "evaluate", "evaluate_one", "predict", "predict_one" or
-        "results"."""
+        """Run a step: "train", "several", "one", "gradients", "apply", "evaluate", "evaluate_one", "predict",
+        "predict_one" or "results"."""
         compiled, plain = self._functions(kind, shared)
         return (plain if (kind, shared) in self._plain else compiled)(*args)
 
@@ -64,7 +64,7 @@ class Programs:
             def function(*args: Any) -> Any:
                 return step(shared, *args)
 
-            compiled = self.backend.compile(function, donate=kind in ("train", "several", "one"))
+            compiled = self.backend.compile(function, donate=kind in ("train", "several", "one", "apply"))
             plain = function if kind != "several" else self._several_plain(shared)
             self._known[kind, shared] = compiled, plain
         return self._known[kind, shared]
@@ -72,10 +72,20 @@ class Programs:
     # --- the steps, as functions of the stacked state. `shared`: the data have no member axis.
 
     def _train(self, shared: bool, state: State, hyper: Any, active: Any, data: Any, weights: Any) -> State:
+        args, mapped = (state, hyper, data, weights), (True, True, not shared, True)
+        return self._kept(state, active, *self._mapped(self.definition.train, args, mapped))
+
+    def _gradients(self, shared: bool, state: State, data: Any, weights: Any) -> Any:
+        return self._mapped(self.definition.gradients, (state, data, weights), (True, not shared, True))
+
+    def _apply(self, _: bool, state: State, hyper: Any, active: Any, found: Any) -> State:
+        args = (state, hyper, found)
+        return self._kept(state, active, *self._mapped(self.definition.apply, args, (True, True, True)))
+
+    def _kept(self, state: State, active: Any, new: State, good_loss: Any, good_gradient: Any) -> State:
+        """Return the new state of active members whose loss and gradient were finite, the old of others."""
         where, member = self.backend.where, state["member"]
         live = active & (member["trouble"] == FINE)
-        args, mapped = (state, hyper, data, weights), (True, True, not shared, True)
-        new, good_loss, good_gradient = self._mapped(self.definition.train, args, mapped)
         keep = live & good_loss & good_gradient
         kept = {part: _merged(lambda a, b: where(keep, a, b), new[part], state[part]) for part in PARTS}
         trouble = where(good_loss, where(good_gradient, FINE, GRADIENT), LOSS)
@@ -155,7 +165,10 @@ class Programs:
 
 
 _TOGETHER = {  # what can't be traced if one of them can't: a model that branches when trained does so elsewhere
-    "train": ("train", "several", "one", "evaluate", "evaluate_one", "predict", "predict_one"),
+    "train": (
+        *("train", "several", "one", "gradients", "apply"),
+        *("evaluate", "evaluate_one", "predict", "predict_one"),
+    ),
     "evaluate": ("evaluate", "evaluate_one"),
     "predict": ("predict", "predict_one"),
 }

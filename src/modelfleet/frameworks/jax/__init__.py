@@ -18,7 +18,7 @@ from modelfleet.frameworks.jax.building import (
     weights_key,
 )
 from modelfleet.frameworks.jax.devices import accelerators, choose, memory, native
-from modelfleet.frameworks.jax.engine import Engine
+from modelfleet.frameworks.jax.engine import make_engine
 from modelfleet.frameworks.jax.recipe import compile, prepare
 from modelfleet.frameworks.jax.replica import replica as Replica
 from modelfleet.frameworks.jax.replica import weight_bytes
@@ -35,7 +35,6 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 __all__ = [
     "NAME",
     "PRECISIONS",
-    "Engine",
     "Replica",
     "Schedules",
     "accelerators",
@@ -49,6 +48,7 @@ __all__ = [
     "fill",
     "inputs",
     "is_model",
+    "make_engine",
     "memory",
     "native",
     "prepare",

@@ -1,22 +1,21 @@
-"""What one JAX model does as a member of a lane, as pure functions; and the engine made of them."""
+"""The engine of a lane of JAX members."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from modelfleet.errors import StrategyError
-from modelfleet.frameworks.functional import Definition, FunctionalEngine, Programs, State
-from modelfleet.frameworks.jax.backend import JaxBackend, shapes
-from modelfleet.frameworks.jax.losses import check_range, check_targets
-from modelfleet.frameworks.jax.models import Parts, Tree, as_numpy, form_of, key_data, key_of
+from modelfleet.frameworks.functional import FunctionalEngine, Programs
+from modelfleet.frameworks.jax.backend import JaxBackend
+from modelfleet.frameworks.jax.definition import JaxDefinition
 from modelfleet.frameworks.jax.structure import difference, is_module, signature, statics
-from modelfleet.frameworks.jax.task import PRECISIONS, Task, widened
+from modelfleet.frameworks.jax.task import Task
 from modelfleet.frameworks.protocol import CannotFuseError
 from modelfleet.frameworks.python_snapshot import PythonSnapshot
+from modelfleet.frameworks.stacked import Positions
 from modelfleet.members import Member
 from modelfleet.trees import map_tree
 
@@ -25,8 +24,10 @@ _MOST_LOOKED_AT = 256  # members of a lane whose modules are looked at before ea
 _programs: dict[Any, Programs] = {}  # those used last are at the end
 
 
-class Engine(FunctionalEngine):
-    """The engine of a lane of JAX models. There are no columns: each member's numbers are in its state.
+class JaxEngine(FunctionalEngine):
+    """The engine of a lane of JAX models (see `protocol.Engine`).
+
+    There are no columns: each member's hyperparameters are in its state.
 
     What a program was traced under (globals, closures, attributes) is looked at before each call, and what takes
     longer to compare (large arrays, members' attributes) before each epoch and verb: if it has changed, another is
@@ -38,11 +39,9 @@ class Engine(FunctionalEngine):
         self,
         members: Sequence[Member],
         task: Task,
-        columns: Mapping[str, np.ndarray],
         device: jax.Device,
         *,
         fused: bool,
-        programs: Programs | None = None,
     ) -> None:
         self._members = list(members)
         self._reads = _reads(members[0].model, task)
@@ -89,6 +88,13 @@ class Engine(FunctionalEngine):
             raise CannotFuseError(self._unlike)
         super().train(hyper, active, data, weights, shared=shared, pace=pace, steps=steps)
 
+    def gradients(self, data: Any, weights: Any = None, *, shared: bool) -> Any:
+        """Return what a step of every member makes of a batch before its optimizer does."""
+        self._begin("train", {}, data, shared=shared)
+        if self._unlike is not None:
+            raise CannotFuseError(self._unlike)
+        return super().gradients(data, weights, shared=shared)
+
     def train_some(self, slots: np.ndarray, hyper: Any, data: Any, *, shared: bool, pace: Any = None) -> None:
         """One step of the members in some slots; one that has become unlike the others has its own program."""
         self._begin("train", hyper, data if shared else _first(data), shared=True)
@@ -116,17 +122,24 @@ class Engine(FunctionalEngine):
                 totals = super().evaluate(totals, np.array([slot]), own, None, counts, size, shared=shared)
         return totals
 
-    def predict(self, data: Any, *, shared: bool, counts: np.ndarray | None = None) -> Any:
-        """The outputs `(slot, row, …)` on a batch of inputs, on the host."""
+    def forward(self, data: Any, *, shared: bool, counts: np.ndarray | None = None) -> Any:
+        """Return the outputs `(slot, row, …)` on a batch of inputs, on the device."""
         self._begin("predict", None, data, shared=shared)
         if self._unlike is not None:  # since the verb began
             raise CannotFuseError(self._unlike)
-        return super().predict(data, shared=shared, counts=counts)
+        return super().forward(data, shared=shared, counts=counts)
+
+    def predict_some(self, positions: Positions, data: Any, counts: np.ndarray) -> Any:
+        """Return the outputs of some members, each on rows of its own, as NumPy arrays `(member, row, …)`."""
+        self._begin("predict", None, _first(data), shared=True)
+        if self._unlike is not None:
+            raise CannotFuseError(self._unlike)
+        return super().predict_some(positions, data, counts)
 
     @contextmanager
     def _serving(self, slot: int) -> Iterator[None]:
         """Have the programs of the member in a slot, who may be unlike the first."""
-        member = self._members[slot if self._whole is None else self._whole[1][slot]]
+        member = self._members[self.slots[slot]]
         structure, usual = signature(member.model), self.programs
         if structure == self._signature:
             yield
@@ -174,10 +187,10 @@ class Engine(FunctionalEngine):
         with self._trial():
             return self.untraced is None and super().maskable(batch)
 
-    def rows_apart(self, batch: Any) -> bool:
-        """Whether a model's output for a row of a batch depends on that row alone."""
+    def rows_apart(self, inputs: Any) -> bool:
+        """Return True if the output for a row depends on that row alone."""
         with self._trial():
-            return self.untraced is None and super().rows_apart(batch)
+            return self.untraced is None and super().rows_apart(inputs)
 
     def working_bytes(self, batch: Any) -> int | None:
         """What a train step on a batch like this takes on the device beside the state; None if not known."""
@@ -201,7 +214,7 @@ class Engine(FunctionalEngine):
             form.keep = kept
 
     @property
-    def _shared_definition(self) -> "JaxDefinition":
+    def _shared_definition(self) -> JaxDefinition:
         found = self.programs.definition
         assert isinstance(found, JaxDefinition)
         return found
@@ -239,7 +252,7 @@ class Engine(FunctionalEngine):
             self._own_form.form.keep = True
 
     @property
-    def _own_form(self) -> "JaxDefinition":
+    def _own_form(self) -> JaxDefinition:
         assert isinstance(self._definition, JaxDefinition)
         return self._definition
 
@@ -267,7 +280,7 @@ def _reads(model: Any, task: Task) -> PythonSnapshot:
     return PythonSnapshot({**roots, "apply": model[1]})
 
 
-def _found(structure: Any, definition: "JaxDefinition", device: jax.Device, fused: bool) -> Programs:
+def _found(structure: Any, definition: JaxDefinition, device: jax.Device, fused: bool) -> Programs:
     """The programs of a structure and a task, for all fleets of a process, if they are as they were traced."""
     key = (structure, definition.task, device, fused)
     known = _programs.pop(key, None)
@@ -280,202 +293,14 @@ def _found(structure: Any, definition: "JaxDefinition", device: jax.Device, fuse
     return known
 
 
-class JaxDefinition(Definition):
-    """One member's steps (see `functional.Definition`)."""
-
-    def __init__(self, model: Any, task: Task) -> None:
-        self.task = task
-        self.model = model
-        self.form = form_of(model)
-        self._slots: Tree | None = None
-        self._fresh: dict[str, np.ndarray] = {}
-        self.maskable = False  # until `try_out` has seen what the loss gives
-
-    def go_on(self, other: "JaxDefinition") -> None:
-        """Know what another of the same task has found out by trying."""
-        self._slots = self._slots or other._slots
-        self._fresh = self._fresh or other._fresh
-        self.maskable = self.maskable or other.maskable
-
-    def state(self, member: Member) -> State:
-        """A member's params, buffers and slots; and its random key, and where its gradient is clipped."""
-        params, buffers = self.form.parts(member.model)
-        own = self.task.own.get(member.name, {})
-        key = {"key": key_data(member.seed)}
-        clip = {"clip_norm": np.float32(own.get("clip_norm", np.inf))} if self.task.clip else {}
-        state = {"params": as_numpy(params), "buffers": as_numpy(buffers), "slots": {}, "member": key | clip}
-        if self.task.optimizer is not None and params:
-            slots = self.task.optimizer.state(self.form.tree(params), own)
-            self._slots = self._slots or Tree(slots)
-            state["slots"] = as_numpy(self._slots.parts(slots))
-        return state
-
-    def try_out(self, state: State, batch: Any) -> None:
-        """Run a member on a few rows without computing anything, and see what there is to sum up."""
-        self.maskable = self._tells_rows(state, batch) and all(m.maskable for m in self.task.metrics)
-        for train in (True, False):
-            _, found = shapes(lambda s, b, train=train: self._losses(s, b, None, train)[0], state, batch)
-        self._fresh = {
-            f"{name}/{key}": np.asarray(value)
-            for name, parts in found.items()
-            for key, value in self.task.metric(name).begun(parts).items()
-        }
-
-    def fresh_metrics(self) -> Parts:
-        """A member's accumulators at the beginning of an epoch."""
-        return self._fresh
-
-    def train(self, state: State, hyper: Any, batch: Any, weights: Any) -> tuple[State, Any, Any]:
-        """One step."""
-        import optax
-
-        assert self.task.optimizer is not None
-        assert self._slots is not None
-        loss_of = self._loss_of(state, batch, weights)
-        (loss, (found, after)), gradients = jax.value_and_grad(loss_of, has_aux=True)(state["params"])
-        finite = jnp.isfinite(sum((g * 0).sum() for g in gradients.values()))
-        if self.task.clip:
-            gradients = _clipped(gradients, state["member"]["clip_norm"])
-        # A forward may change weights itself, as nnx.SpectralNorm does: these are what the optimizer steps.
-        params, slots = self.form.tree(after["params"]), self._slots.tree(state["slots"])
-
-        def value_of(tree: Any) -> Any:
-            return loss_of(self.form.flat(tree))[0]
-
-        # Some transformations go by the loss: Polyak's steps, the plateau's; and those that search along a line.
-        tree = self.form.tree(gradients)
-        extra = self.task.optimizer.taken(value=loss, grad=tree, value_fn=value_of)
-        updates, slots = self.task.optimizer.transformation.update(tree, slots, params, **extra)
-        new = {
-            "params": self.form.flat(optax.apply_updates(params, updates)),
-            "buffers": after["buffers"],
-            "slots": self._slots.parts(slots),
-        }
-        kept: State = {part: _as_before(tensors, state[part]) for part, tensors in new.items()}
-        kept["metrics"] = self._added(state["metrics"], found)
-        return kept, jnp.isfinite(loss), finite
-
-    def felt(self, state: State, batch: Any, weights: Any) -> dict[str, Any]:
-        """What a step makes of a batch before its optimizer does."""
-        loss_of = self._loss_of(state, batch, weights)
-        (loss, (found, after)), gradients = jax.value_and_grad(loss_of, has_aux=True)(state["params"])
-        return {**after, "loss": loss, "gradients": gradients, "metrics": self._added(state["metrics"], found)}
-
-    def _loss_of(self, state: State, batch: Any, weights: Any) -> Callable[[Parts], Any]:
-        def loss_of(params: Parts) -> Any:
-            (loss, found), after = self._losses({**state, "params": params}, batch, weights, True)
-            return loss, (found, after)
-
-        return loss_of
-
-    def evaluate(self, state: State, metrics: Parts, batch: Any, weights: Any) -> tuple[Parts, State]:
-        """The accumulators with a batch added."""
-        (_, found), after = self._losses(state, batch, weights, False)
-        return self._added(metrics, found), _changed(after, state)
-
-    def results(self, metrics: Parts) -> Parts:
-        """The loss and the metrics from their accumulators."""
-        found = _by_metric(metrics)
-        order = [name for name in ("loss", *(m.name for m in self.task.metrics)) if name in found]
-        return {name: self.task.metric(name).value(found[name]) for name in dict.fromkeys([*order, *found])}
-
-    def predict(self, state: State, x: Any) -> tuple[Any, State]:
-        """The outputs on inputs."""
-        x = self._cast(x)
-        call = self.form.call
-        outputs, after = self._run(state, False, lambda model: widened(call(model, x), self.task.precision))
-        return outputs, _changed(after, state)
-
-    def write_back(self, member: Member, state: State) -> None:
-        """Put a member's arrays into its module, or make a new pair of them."""
-        member.model = self.form.write_back(member.model, state["params"], state["buffers"])
-
-    def check_targets(self, output_shape: tuple[int, ...], target: Any, name: str | None) -> None:
-        """Refuse targets that the loss can't take."""
-        if self.task.loss is not None and hasattr(target, "shape"):
-            check_targets(self.task.loss, output_shape, target, name)
-
-    def label_check(self, output_shape: tuple[int, ...]) -> Callable[[Any], None] | None:
-        """A function that refuses a batch with targets out of range."""
-        loss = self.task.loss
-        if loss is None:
-            return None
-
-        def check(batch: Any) -> None:
-            if isinstance(batch, tuple) and len(batch) == 2 and hasattr(batch[1], "shape"):
-                check_range(loss, output_shape, batch[1])
-
-        return check
-
-    def _losses(self, state: State, batch: Any, weights: Any, train: bool) -> Any:
-        """(loss, parts of the metrics), and the params and buffers afterwards."""
-        if self.task.loss is not None and isinstance(batch, tuple) and len(batch) == 2:
-            batch = self._cast(batch[0]), batch[1]
-        else:
-            batch = self._cast(batch)
-        return self._run(state, train, lambda model: self.task.run(self.form.call, model, batch, weights))
-
-    def _run(self, state: State, train: bool, use: Callable[[Any], Any]) -> tuple[Any, State]:
-        member = state["member"]
-        key = jax.random.fold_in(key_of(member["key"]), member["step"])
-        given = self._cast(state["params"])
-        result, params, buffers = self.form.run(given, state["buffers"], key, use, train=train)
-        # Of those that it left alone, what was there before they were cast.
-        kept = {
-            name: before if params[name] is given[name] else params[name].astype(before.dtype)
-            for name, before in state["params"].items()
-        }
-        return result, {"params": kept, "buffers": buffers}
-
-    def _cast(self, tree: Any) -> Any:
-        """A tree in the precision to compute in; weights and their updates stay in float32."""
-        dtype = PRECISIONS[self.task.precision]
-        if dtype is None:
-            return tree
-        return jax.tree.map(lambda a: a.astype(dtype) if a.dtype == jnp.float32 else a, tree)
-
-    def _added(self, metrics: Parts, found: Mapping[str, Parts]) -> Parts:
-        before = _by_metric(metrics)
-        return {
-            f"{name}/{key}": value
-            for name, parts in found.items()
-            for key, value in self.task.metric(name).joined(before[name], parts).items()
-        }
-
-    def _tells_rows(self, state: State, batch: Any) -> bool:
-        """Whether the loss is told row by row."""
-        loss = self.task.loss
-        if loss is None or not (isinstance(batch, tuple) and len(batch) == 2):
-            return False
-
-        def counted(state: State, batch: Any) -> Any:
-            return loss.rows(self.predict(state, batch[0])[0], batch[1])[1]
-
-        return shapes(counted, state, batch) is not None
-
-
-def _by_metric(metrics: Parts) -> dict[str, Parts]:
-    found: dict[str, Parts] = {}
-    for path, value in metrics.items():
-        name, _, key = path.rpartition("/")
-        found.setdefault(name, {})[key] = value
-    return found
-
-
-def _clipped(gradients: Parts, most: Any) -> Parts:
-    # As optax.clip_by_global_norm does it.
-    norm = jnp.sqrt(sum((g**2).sum() for g in gradients.values()))
-    return {key: jnp.where(norm < most, g, g / norm * most) for key, g in gradients.items()}
-
-
-def _changed(after: State, before: State) -> State:
-    """Those of the params and buffers that a model has put others in the place of."""
-    return {
-        part: _as_before({name: own[name] for name in own if own[name] is not before[part][name]}, before[part])
-        for part, own in after.items()
-    }
-
-
-def _as_before(new: Parts, old: Parts) -> Parts:
-    """The new tensors in the dtypes of the old: a step never changes what a member is made of."""
-    return {key: jnp.asarray(value, old[key].dtype) for key, value in new.items()}
+def make_engine(
+    members: Sequence[Member],
+    task: Task,
+    columns: Mapping[str, np.ndarray],
+    device: jax.Device,
+    *,
+    fused: bool,
+    programs: Programs | None = None,
+) -> JaxEngine:
+    """Return the engine of a lane. Programs are found by the structure of the members."""
+    return JaxEngine(members, task, device, fused=fused)

@@ -13,7 +13,7 @@ from modelfleet.frameworks.keras.labels import label_check
 from modelfleet.frameworks.keras.plain import become_plain
 from modelfleet.frameworks.keras.recipe import task_of
 from modelfleet.frameworks.keras.steps import Steps
-from modelfleet.frameworks.protocol import CannotFuseError
+from modelfleet.frameworks.protocol import CannotFuseError, Engine
 from modelfleet.members import Member
 
 Loss = Callable[[dict[str, Any]], tuple[Any, Any]]
@@ -40,7 +40,7 @@ class KerasDefinition(Definition):
         own = self.steps.state(member.model)
         return {
             part: {key: np.asarray(ops.convert_to_numpy(value)) for key, value in own[part].items()}
-            for part in ("params", "buffers", "slots")
+            for part in ("params", "buffers", "optimizer")
         }
 
     def try_out(self, state: State, batch: Any) -> None:
@@ -51,27 +51,25 @@ class KerasDefinition(Definition):
         """A member's metrics before its first batch."""
         return {key: np.asarray(ops.convert_to_numpy(value)) for key, value in self.steps.fresh_metrics().items()}
 
-    def train(self, state: State, hyper: Any, batch: Any, weights: Any) -> tuple[State, Any, Any]:
-        """One step by the model's own loss and optimizer."""
-        steps = self.steps
-        (value, buffers, metrics), gradients = self._gradients(state, batch, weights)
-        params, slots = steps.apply(state["params"], state["slots"], gradients)
-        good_loss = ops.isfinite(value)
-        # An optimizer that scales the loss passes over gradients that are not finite, and tries a smaller scale.
-        good_gradient = ops.full_like(good_loss, True) if steps.scales_loss else _finite(gradients)
-        return {"params": params, "buffers": buffers, "slots": slots, "metrics": metrics}, good_loss, good_gradient
+    def gradients(self, state: State, batch: Any, weights: Any) -> dict[str, Any]:
+        """Return what a step makes of a batch before its optimizer does."""
 
-    def felt(self, state: State, batch: Any, weights: Any) -> dict[str, Any]:
-        """What a step makes of a batch before its optimizer does."""
-        (value, buffers, metrics), found = self._gradients(state, batch, weights)
-        gradients = {name: g for name, g in found.items() if g is not None}
+        def loss(params: dict[str, Any]) -> tuple[Any, Any]:
+            return self.steps.loss(params, state["buffers"], state["metrics"], state["optimizer"], batch, weights)
+
+        (value, buffers, metrics), found = self.differentiate(loss, state["params"])
+        gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
         return {"loss": value, "gradients": gradients, "buffers": buffers, "metrics": metrics}
 
-    def _gradients(self, state: State, batch: Any, weights: Any) -> tuple[Any, dict[str, Any]]:
-        def loss(params: dict[str, Any]) -> tuple[Any, Any]:
-            return self.steps.loss(params, state["buffers"], state["metrics"], state["slots"], batch, weights)
-
-        return self.differentiate(loss, state["params"])
+    def apply(self, state: State, hyper: Any, found: dict[str, Any]) -> tuple[State, Any, Any]:
+        """Return the state after an update by the model's own optimizer."""
+        gradients, good_loss = found["gradients"], ops.isfinite(found["loss"])
+        params, optimizer = self.steps.apply(state["params"], state["optimizer"], gradients)
+        # An optimizer that scales the loss passes over gradients that are not finite, and tries a smaller scale.
+        scales = self.steps.scales_loss
+        good_gradient = ops.full_like(good_loss, True) if scales else _finite(gradients)
+        new = {"params": params, "optimizer": optimizer, "buffers": found["buffers"], "metrics": found["metrics"]}
+        return new, good_loss, good_gradient
 
     def evaluate(
         self, state: State, metrics: dict[str, Any], batch: Any, weights: Any
@@ -93,7 +91,7 @@ class KerasDefinition(Definition):
         """Put a member's weights, seeds and optimizer's variables into its model."""
         # Copies: JAX may go on reading NumPy's memory in place, and this is the engine's own.
         self.steps.write_back(
-            member.model, {part: _copied(state[part]) for part in ("params", "buffers", "slots")}
+            member.model, {part: _copied(state[part]) for part in ("params", "buffers", "optimizer")}
         )
 
     def inputs(self, data: Any) -> Any:
@@ -115,7 +113,9 @@ class KerasDefinition(Definition):
 
 
 class KerasEngine(FunctionalEngine):
-    """A functional engine whose members' optimizers live in their models, too: what these hold is the truth."""
+    """A functional engine whose members' models hold the state of their optimizers, too."""
+
+    held = ("params", "buffers", "optimizer")
 
     def __init__(
         self,
@@ -159,36 +159,13 @@ class KerasEngine(FunctionalEngine):
         if reason is not None:
             become_plain(self, self._members, reason)
 
-    def adopt(self, position: int, other: Any, source: int) -> None:
+    def adopt(self, position: int, other: Engine, source: int) -> None:
         """Take over the number of steps a member has taken. Its optimizer's state is in its model."""
-        step = self.tensor(other.steps_taken()[[source]].astype(np.int32))
-        taken = self.backend.put(self.state["member"]["step"], self._rows([position]), step)
-        self.state = {**self.state, "member": {**self.state["member"], "step": taken}}
+        self.write([position], {"member": {"step": other.read([source], ("member",))["member"]["step"]}})
 
     def still_shared(self, members: Sequence[Member]) -> bool:
         """Whether all members are compiled as they were when the lane was made."""
         return not self._keras.steps.stale and all(task_of(member.model) is self.task for member in members)
-
-    def restack(self, positions: np.ndarray, members: Sequence[Member], *, working: bool = False) -> None:
-        """Take the weights and the optimizer's variables of these members from their models again."""
-        fresh, side = self._stacked(members), self._side(working)
-        own = {part: side[part] for part in ("params", "buffers", "slots")}
-        part = {name: {key: self.tensor(fresh[name][key]) for key in keys} for name, keys in own.items()}
-        new = {**side, **self.programs.put(own, self._rows(positions), part)}
-        if side is self.state:
-            self.state = new
-        else:
-            assert self._whole is not None
-            self._whole = new, self._whole[1]
-
-    def write_out(self, row: int, working: bool, member: Member) -> None:
-        """Copy one member's state into its model and its optimizer."""
-        side = self._side(working)
-        own = {
-            part: {key: tensor[row] for key, tensor in side[part].items()}
-            for part in ("params", "buffers", "slots")
-        }
-        self._definition.write_back(member, self.backend.exactly(own))
 
 
 def _copied(arrays: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -196,4 +173,4 @@ def _copied(arrays: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _finite(gradients: dict[str, Any]) -> Any:
-    return ops.all(ops.stack([ops.all(ops.isfinite(g)) for g in gradients.values() if g is not None]))
+    return ops.all(ops.stack([ops.all(ops.isfinite(gradient)) for gradient in gradients.values()]))

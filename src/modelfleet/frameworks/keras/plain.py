@@ -6,7 +6,7 @@ place, as `fit` does. Only two things differ from `fit`. On torch, draws come fr
 step whose loss or weights are not finite is undone: the member keeps its last good state.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib import import_module
 from typing import Any
@@ -15,18 +15,19 @@ import keras
 import numpy as np
 from keras import ops, tree
 
-from modelfleet.errors import InputError
+from modelfleet.errors import InputError, StrategyError
 from modelfleet.frameworks import batches, protocol
 from modelfleet.frameworks.explaining import batch_error
 from modelfleet.frameworks.keras.optimizers import built, left_unbuilt
 from modelfleet.frameworks.keras.recipe import task_of
 from modelfleet.frameworks.keras.steps import slot_keys, structural_keys
 from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS
+from modelfleet.frameworks.stacked import Positions
 from modelfleet.joining import joined
 from modelfleet.members import Member
 from modelfleet.trees import map_tree
+from modelfleet.types import State
 
-WEIGHTS = ("params", "buffers")
 BACKEND = keras.backend.backend()
 
 
@@ -39,6 +40,7 @@ class PlainEngine(protocol.Engine):
     prospect = 1.0
     untraced: str | None = None
     compiling = False
+    positions = slots = np.zeros(1, dtype=np.int64)
 
     def __init__(self, members: Sequence[Member], task: Any, device: Any, reason: str | None = None) -> None:
         (member,) = members
@@ -103,6 +105,17 @@ class PlainEngine(protocol.Engine):
         if steps is None and bool(np.all(ops.convert_to_numpy(active))) and self._trouble == FINE:
             self._take_step(data if shared else map_tree(lambda leaf: leaf[0], data))
 
+    def gradients(self, data: Any, weights: Any = None, *, shared: bool) -> Any:
+        """Raise `StrategyError`: a train step of the model's own has no parts."""
+        raise StrategyError(
+            f"member {self._member.name!r} trains by its model's own train_step, which can't be taken in parts. "
+            f"Leave train_step as Keras has it, and compile without run_eagerly."
+        )
+
+    def apply(self, hyper: Any, active: Any, gradients: Any) -> None:
+        """Raise `StrategyError`: a train step of the model's own has no parts."""
+        self.gradients(None, shared=False)
+
     def train_some(self, slots: np.ndarray, hyper: Any, data: Any, *, shared: bool, pace: Any = None) -> None:
         """Take one step on data that were cut."""
         self.train(hyper, np.ones(1, dtype=bool), data, None, shared=shared)
@@ -110,7 +123,7 @@ class PlainEngine(protocol.Engine):
     def _take_step(self, batch: Any) -> None:
         if self.model.optimizer is not None:
             built(self.model)
-        before = self._copied(("params", "buffers", "slots", "metrics"))
+        before = self._copied(("params", "buffers", "optimizer", "metrics"))
         with self._drawing(self._member.seed):
             self._logs = self._called("train", batch)
         if not _finite(self._logs.get("loss", 0.0)):
@@ -170,6 +183,10 @@ class PlainEngine(protocol.Engine):
             found = self._called("predict", (x,))
         return map_tree(lambda leaf: np.asarray(ops.convert_to_numpy(leaf))[None], found)
 
+    def predict_some(self, positions: Positions, data: Any, counts: np.ndarray) -> Any:
+        """Return the outputs on the member's rows, as NumPy arrays `(1, row, …)`."""
+        return self.predict(data, shared=False, counts=counts)
+
     def inputs(self, data: Any) -> Any:
         """Return the x of (x,), (x, y) and (x, y, sample_weight), or the batch itself."""
         return batches.weighted_inputs(data)
@@ -188,8 +205,8 @@ class PlainEngine(protocol.Engine):
         """Padded rows are cut off: nothing is known of what a step of one's own does with weights."""
         return False
 
-    def rows_apart(self, batch: Any) -> bool:
-        """Return False: nobody knows, and one member has no need of padding."""
+    def rows_apart(self, inputs: Any) -> bool:
+        """Return False: that is not known, and one member needs no padding."""
         return False
 
     def row_weights(self, counts: np.ndarray, size: int) -> Any:
@@ -220,62 +237,57 @@ class PlainEngine(protocol.Engine):
         if self.model.compiled:
             self.model.reset_metrics()
 
-    def narrow(self, members: np.ndarray) -> None:
+    def narrow(self, positions: np.ndarray) -> None:
         """Do nothing: there is one member."""
 
     def widen(self) -> None:
         """Do nothing: there is one member."""
 
-    def adopt(self, position: int, other: Any, source: int) -> None:
+    def adopt(self, position: int, other: protocol.Engine, source: int) -> None:
         """Take over the number of steps that the member has taken."""
-        self._step = int(other.steps_taken()[source])
+        self._step = _number(other.read([source], ("member",))["member"]["step"])
 
     def still_shared(self, members: Sequence[Member]) -> bool:
         """Return whether the member is compiled as it was when the lane was made."""
         return all(task_of(member.model) is self.task for member in members)
 
-    def restack(self, positions: np.ndarray, members: Sequence[Member], *, working: bool = False) -> None:
+    def gather(self, members: Sequence[Member]) -> State:
+        """Return nothing: the model is the state."""
+        return {}
+
+    def scatter(self, positions: Positions, members: Sequence[Member]) -> None:
         """Do nothing: the model is the state."""
 
-    def write_out(self, row: int, working: bool, member: Member) -> None:
-        """Do nothing: the model is the state."""
-
-    def write_back(self, members: Sequence[Member]) -> None:
-        """Do nothing: the model is the state."""
-
-    def snapshot(self, row: int, working: bool = True) -> Any:
-        """Return a copy of the weights, `(1, …)` each."""
-        found = self._variables()
-        return {part: {key: v.value[None] * 1 for key, v in found[part].items()} for part in WEIGHTS}
-
-    def restore(self, row: int, working: bool, snapshot: Any) -> None:
-        """Give the member the weights of a snapshot."""
-        self._put({part: {key: value[0] for key, value in snapshot[part].items()} for part in WEIGHTS})
-
-    def tensors(self) -> dict[str, Any]:
-        """Return all of the state by path, `(1, …)` each, as arrays that `arrays.host` takes."""
-        own = self._variables()
-        found = {f"{part}/{key}": v.value[None] * 1 for part, some in own.items() for key, v in some.items()}
-        for name, number in (("step", self._step), ("trouble", self._trouble)):
-            found[f"member/{name}"] = ops.convert_to_tensor(np.array([number], dtype=np.int32))
+    def read(self, positions: Positions, parts: Collection[str] | None = None) -> State:
+        """Return a copy of the member's state, `(1, …)`."""
+        found: State = {
+            part: {key: variable.value[None] * 1 for key, variable in own.items()}
+            for part, own in self._variables().items()
+            if parts is None or part in parts
+        }
+        if parts is None or "member" in parts:
+            numbers = {"step": self._step, "trouble": self._trouble}
+            found["member"] = {
+                name: ops.convert_to_tensor(np.array([number], dtype=np.int32)) for name, number in numbers.items()
+            }
         return found
 
-    def load(self, tensors: Mapping[str, Any]) -> None:
-        """Take up the state that `tensors` gave, or NumPy arrays of it."""
-        slots = any(name.startswith("slots/") for name in tensors)  # there are none before the first step
-        if slots:
+    def write(self, positions: Positions, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replace the member's state by part and name."""
+        if state.get("optimizer"):  # there is none before the first step
             built(self.model)
-        for part, some in self._variables().items():
-            for key, variable in some.items() if slots or part != "slots" else ():
-                given = tensors[f"{part}/{key}"][0]
-                if isinstance(given, np.ndarray | np.generic) and str(variable.dtype) == "bfloat16":
-                    given = import_module(f"modelfleet.frameworks.{BACKEND}.arrays").from_host(
-                        np.asarray(given), variable.value
-                    )
-                variable.assign(given)
-        self._step, self._trouble = (
-            int(np.asarray(ops.convert_to_numpy(tensors[f"member/{name}"]))[0]) for name in ("step", "trouble")
-        )
+        for part, own in self._variables().items():
+            for key, variable in own.items():
+                if key not in state.get(part, {}):
+                    continue
+                value = state[part][key][0]
+                if isinstance(value, np.ndarray | np.generic) and str(variable.dtype) == "bfloat16":
+                    arrays = import_module(f"modelfleet.frameworks.{BACKEND}.arrays")
+                    value = arrays.from_host(np.asarray(value), variable.value)
+                variable.assign(value)
+        member = state.get("member", {})
+        self._step = _number(member["step"]) if "step" in member else self._step
+        self._trouble = _number(member["trouble"]) if "trouble" in member else self._trouble
 
     def stream(self) -> AbstractContextManager[Any]:
         """Return nothing to step within."""
@@ -395,7 +407,7 @@ class PlainEngine(protocol.Engine):
         return {
             "params": dict(zip(structural_keys(trained), trained, strict=True)),
             "buffers": dict(zip(structural_keys(kept), kept, strict=True)),
-            "slots": dict(zip(slot_keys(slots, trained), slots, strict=True)),
+            "optimizer": dict(zip(slot_keys(slots, trained), slots, strict=True)),
             "metrics": dict(zip(structural_keys(metrics), metrics, strict=True)),
         }
 
@@ -423,6 +435,11 @@ def _with_strings(leaf: Any) -> Any:
     """Return an array of strings as TensorFlow's; any other as it is."""
     strings = isinstance(leaf, np.ndarray) and leaf.dtype.kind == "O"
     return ops.convert_to_tensor(leaf, dtype="string") if strings else leaf
+
+
+def _number(value: Any) -> int:
+    """Return the number in a tensor or array `(1,)`."""
+    return int(np.asarray(ops.convert_to_numpy(value))[0])
 
 
 def _finite(value: Any) -> bool:

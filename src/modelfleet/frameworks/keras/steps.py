@@ -53,7 +53,7 @@ class Steps:
         self.keys = {
             "params": structural_keys(self.trained),
             "buffers": structural_keys(self.kept),
-            "slots": slot_keys(self.update.variables, self.trained) if self.update else [],
+            "optimizer": slot_keys(self.update.variables, self.trained) if self.update else [],
         }
 
     @property
@@ -82,14 +82,14 @@ class Steps:
         }
         if self.update is not None and not model.optimizer.built:
             slots = map(ops.convert_to_tensor, self._slots_before(model))
-            values["slots"] = dict(zip(self.keys["slots"], slots, strict=True))
+            values["optimizer"] = dict(zip(self.keys["optimizer"], slots, strict=True))
         return {**values, "metrics": self.fresh_metrics()}
 
     def write_back(self, model: keras.Model, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Give a model the values of a state: its weights, its seeds and its optimizer's variables."""
         if self.update is not None and not model.optimizer.built:
-            own = zip(self.keys["slots"], self._slots_before(model), strict=True)
-            if not all(np.array_equal(ops.convert_to_numpy(state["slots"][key]), value) for key, value in own):
+            own = zip(self.keys["optimizer"], self._slots_before(model), strict=True)
+            if not all(np.array_equal(ops.convert_to_numpy(state["optimizer"][key]), value) for key, value in own):
                 built(model)
         for part, found in self._variables(model).items():
             for key, variable in found.items():
@@ -127,7 +127,7 @@ class Steps:
         self, params: Values, buffers: Values, metrics: Values, slots: Values, batch: Any, weights: Any = None
     ) -> tuple[Any, tuple[Any, Values, Values]]:
         """The loss to differentiate, and (the loss itself, new buffers, new metrics) of a train step."""
-        mapping = [*self._mapping(params, buffers, metrics), *self._pairs("slots", self._slots, slots)]
+        mapping = [*self._mapping(params, buffers, metrics), *self._pairs("optimizer", self._slots, slots)]
         with self._scope(mapping, training=True) as scope:
             loss = self._forward(batch, weights, training=True)
             scaled = loss if self.optimizer is None else self.optimizer.scale_loss(loss)
@@ -136,7 +136,7 @@ class Steps:
     def apply(self, params: Values, slots: Values, gradients: Mapping[str, Any]) -> tuple[Values, Values]:
         """One update by the optimizer. A gradient may be None, or missing."""
         assert self.update is not None
-        names, slot_names = self.keys["params"], self.keys["slots"]
+        names, slot_names = self.keys["params"], self.keys["optimizer"]
         own = [gradients.get(key) for key in names]
         values = [params[key] for key in names]
         new, new_slots = self.update([slots[key] for key in slot_names], own, self.trained, values)
@@ -226,7 +226,7 @@ class Steps:
         variables = model.variables
         found = {part: [variables[place] for place in places] for part, places in self._places.items()}
         if self.update is None or model.optimizer.built:
-            found["slots"] = model.optimizer.variables if self.update is not None else []
+            found["optimizer"] = model.optimizer.variables if self.update is not None else []
         return {part: dict(zip(self.keys[part], own, strict=True)) for part, own in found.items()}
 
     def _slots_before(self, model: keras.Model) -> list[np.ndarray]:

@@ -34,10 +34,14 @@ class TensorFlowDefinition(KerasDefinition):
             self.steps.apart = "its optimizer clips the gradient of an embedding"
         return rest, found
 
-    def felt(self, state: State, batch: Any, weights: Any) -> dict[str, Any]:
-        """What a step makes of a batch before its optimizer does; gradients of embeddings as whole tables."""
-        found = super().felt(state, batch, weights)
+    def gradients(self, state: State, batch: Any, weights: Any) -> dict[str, Any]:
+        """Return what a step makes of a batch before its optimizer does, with whole tables for embeddings."""
+        found = super().gradients(state, batch, weights)
         return {**found, "gradients": {name: tf.convert_to_tensor(g) for name, g in found["gradients"].items()}}
+
+    def train(self, state: State, hyper: Any, batch: Any, weights: Any) -> tuple[State, Any, Any]:
+        """Take a whole step. Here the gradient of an embedding stays the rows that were looked up."""
+        return self.apply(state, hyper, super().gradients(state, batch, weights))
 
     def try_out(self, state: State, batch: Any) -> None:
         """Make the metrics for batches like this one, and see whether the model takes it."""

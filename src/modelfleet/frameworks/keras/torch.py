@@ -17,7 +17,7 @@ from keras.src.random.seed_generator import draw_seed
 from torch import Tensor
 
 from modelfleet.errors import InputError
-from modelfleet.frameworks import batches
+from modelfleet.frameworks import batches, protocol
 from modelfleet.frameworks.functional import Replica, padding
 from modelfleet.frameworks.keras.frozen import is_double
 from modelfleet.frameworks.keras.labels import label_check
@@ -26,19 +26,20 @@ from modelfleet.frameworks.keras.plain import become_plain, evaluation_offset
 from modelfleet.frameworks.keras.recipe import task_of
 from modelfleet.frameworks.keras.steps import Steps, outputs
 from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, CannotFuseError
-from modelfleet.frameworks.torch import arrays, engine, programs, steps
+from modelfleet.frameworks.stacked import Positions, StackedState, stack
+from modelfleet.frameworks.torch import arrays, fused, programs, steps
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.base import on_host
 from modelfleet.frameworks.torch.counting import Coefficients
 from modelfleet.frameworks.torch.devices import out_of_memory
 from modelfleet.frameworks.torch.random.operations import DrawFromStreams
 from modelfleet.frameworks.torch.random.streams import Streams
-from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, Program, trace, untraced
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree
+from modelfleet.types import State
 
-PARTS = ("params", "buffers", "slots", "metrics")
+PARTS = ("params", "buffers", "optimizer", "metrics")
 
 
 class LaneSteps(steps.Steps):
@@ -72,27 +73,71 @@ class LaneSteps(steps.Steps):
         fused: bool,
     ) -> Tensor:
         """One step of every active member, in place; gives the losses `(member,)`."""
-        member = state["member"]
-        live = active & (member["trouble"] == FINE)
+        own = {part: state[part] for part in PARTS}
 
         def step(own: State, data: Any, weights: Any) -> Any:
-            gradients, (loss, buffers, metrics) = self._gradients(own, data, weights, fused=fused)
-            params, slots = self.own.apply(own["params"], own["slots"], gradients)
-            finite = torch.isfinite(torch.stack([(g * 0).sum() for g in gradients.values()]).sum())
-            if self.own.scales_loss:  # and by itself passes over gradients that are not finite
-                finite = torch.ones_like(finite)
-            return {"params": params, "buffers": buffers, "slots": slots, "metrics": metrics}, loss, finite
+            return self._applied(own, self._gradients(own, data, weights, fused=fused))
+
+        with self._keras(state, fused):
+            found = steps.mapped(step, (own, data, weights), _axes(shared_data), fused=fused)
+        return self._keep(state, active, *found)
+
+    def gradients(
+        self,
+        state: State,
+        shared: dict[str, Tensor],
+        data: Any,
+        weights: Tensor | None,
+        *,
+        shared_data: bool,
+        fused: bool,
+    ) -> Any:
+        """Return every member's gradients, and its loss, buffers and metrics."""
+
+        def found(own: State, data: Any, weights: Any) -> Any:
+            return self._gradients(own, data, weights, fused=fused)
 
         own = {part: state[part] for part in PARTS}
         with self._keras(state, fused):
-            new, loss, finite = steps.mapped(step, (own, data, weights), _axes(shared_data), fused=fused)
+            return steps.mapped(found, (own, data, weights), _axes(shared_data), fused=fused)
+
+    def apply(
+        self,
+        state: State,
+        shared: dict[str, Tensor],
+        coefficients: Coefficients,
+        active: Tensor,
+        found: Any,
+        *,
+        shared_data: bool,
+        fused: bool,
+    ) -> Tensor:
+        """Update every active member in place by what `gradients` found; gives the losses `(member,)`."""
+        own = {part: state[part] for part in PARTS}
+        with self._keras(state, fused):
+            new = steps.mapped(self._applied, (own, found), (0, 0), fused=fused)
+        return self._keep(state, active, *new)
+
+    def _applied(self, own: State, found: Any) -> tuple[State, Tensor, Tensor]:
+        """Return one member's state after an update, its loss, and whether its gradient was finite."""
+        gradients, (loss, buffers, metrics) = found
+        params, optimizer = self.own.apply(own["params"], own["optimizer"], gradients)
+        finite = torch.isfinite(torch.stack([(g * 0).sum() for g in gradients.values()]).sum())
+        if self.own.scales_loss:  # and by itself passes over gradients that are not finite
+            finite = torch.ones_like(finite)
+        return {"params": params, "buffers": buffers, "optimizer": optimizer, "metrics": metrics}, loss, finite
+
+    def _keep(self, state: State, active: Tensor, new: State, loss: Tensor, finite: Tensor) -> Tensor:
+        """Write the new state of the active members whose loss and gradient are finite; gives the losses."""
+        member = state["member"]
+        live = active & (member["trouble"] == FINE)
         good_loss = torch.isfinite(loss)
         keep = live & good_loss & finite
         # First all that is to be kept, and only then the writing: so equal results between can be shared.
         kept = [
             (tensor, torch.where(_like(keep, tensor), new[part][name].to(tensor.dtype), tensor))
-            for part, tensors in own.items()
-            for name, tensor in tensors.items()
+            for part in PARTS
+            for name, tensor in state[part].items()
         ]
         for tensor, value in kept:
             tensor.copy_(value)
@@ -140,7 +185,7 @@ class LaneSteps(steps.Steps):
         """One member's gradients, of the variables that have one; and its loss, buffers and metrics."""
 
         def loss_of(params: Any) -> Any:
-            return self.own.loss(params, own["buffers"], own["metrics"], own["slots"], data, weights)
+            return self.own.loss(params, own["buffers"], own["metrics"], own["optimizer"], data, weights)
 
         if fused:
             gradients, aux = torch.func.grad(loss_of, has_aux=True)(own["params"])
@@ -208,8 +253,10 @@ class LaneSteps(steps.Steps):
             yield
 
 
-class Engine(engine.Engine):
+class Engine(fused.FusedEngine):
     """The Keras-on-torch side of a lane (see `modelfleet.lanes.Lane`)."""
+
+    held = ("params", "buffers", "optimizer")
 
     def __init__(
         self,
@@ -230,7 +277,7 @@ class Engine(engine.Engine):
         self._batch = 0  # the number of the next batch to evaluate or predict
         # Nothing is `shared`: every Keras model has variables of its own.
         self._begin(members[0].name, programs, device)
-        self.state = self._from_models(members)
+        self.stacked = StackedState(self._from_models(members), len(members), states.Rows(device))
 
     @property
     def _steps(self) -> LaneSteps:
@@ -318,6 +365,12 @@ class Engine(engine.Engine):
         args = (self._reading(self.state), self.shared, data)
         return self.programs.program("predict", args, shared)[0](leaves(args))
 
+    def predict_some(self, positions: Positions, data: Any, counts: np.ndarray) -> Any:
+        """Return the outputs of some members, each on rows of its own, as NumPy arrays `(member, row, …)`."""
+        self._batch += 1
+        args = (self._reading(self.read(positions, ("params", "buffers", "member"))), self.shared, data)
+        return map_tree(on_host, self.programs.program("predict", args, False)[0](leaves(args)))
+
     @staticmethod
     def inputs(data: Any) -> Any:
         """The x of (x,), (x, y) and (x, y, sample_weight), or the batch itself."""
@@ -341,28 +394,31 @@ class Engine(engine.Engine):
 
     # --- state ---------------------------------------------------------------------------------------------------
 
-    def adopt(self, position: int, other: Any, source: int) -> None:
+    def adopt(self, position: int, other: protocol.Engine, source: int) -> None:
         """Take over the number of steps a member has taken. Its optimizer's state is in its model."""
-        self.state["member"]["step"][position] = int(other.steps_taken()[source])
+        self.write([position], {"member": {"step": other.read([source], ("member",))["member"]["step"]}})
 
     def still_shared(self, members: Sequence[Member]) -> bool:
         """Whether all members are compiled as they were when the lane was made."""
         return not self._steps.own.stale and all(task_of(member.model) is self.task for member in members)
 
-    def restack(self, positions: np.ndarray, members: Sequence[Member], *, working: bool = False) -> None:
-        """Take the members at these rows from their models again: weights and the optimizer's variables."""
-        new = self._from_models(members)
-        states.put(self._kept(self._side(working)), self.tensor(positions), self._kept(new))
+    def gather(self, members: Sequence[Member]) -> State:
+        """Return the weights and the optimizer's variables that the models of some members hold."""
+        found = [self._steps.own.state(member.model) for member in members]
+        return stack(
+            [{part: own[part] for part in self.held} for own in found],
+            lambda tensors: states.stack(tensors, self.device),
+        )
 
-    def write_out(self, row: int, working: bool, member: Member) -> None:
-        """Copy one member's state into its model and optimizer."""
-        own = map_tree(lambda tensor: tensor[row], self._kept(self._side(working)))
-        self._steps.own.write_back(member.model, own)
-
-    def write_back(self, members: Sequence[Member]) -> None:
-        """Copy every member's state into its own model and optimizer."""
+    def scatter(self, positions: Positions, members: Sequence[Member]) -> None:
+        """Copy the state of some members into their models and optimizers."""
+        state = self.stacked.read(positions, self.held, copy=False)
         for row, member in enumerate(members):
-            self.write_out(row, True, member)
+            self._steps.own.write_back(member.model, map_tree(lambda tensor, row=row: tensor[row], state))
+
+    def refresh(self, positions: Positions, members: Sequence[Member]) -> None:
+        """Replace the state of some members by what their models hold."""
+        self.write(positions, self.gather(members))
 
     # --- checks --------------------------------------------------------------------------------------------------
 
@@ -428,23 +484,15 @@ class Engine(engine.Engine):
         return {}
 
     def _from_models(self, members: Sequence[Member]) -> State:
-        found = [self._steps.own.state(member.model) for member in members]
-        state: State = {
-            part: {name: states.stack([own[part][name] for own in found], self.device) for name in found[0][part]}
-            for part in PARTS
-        }
+        state = self.gather(members)
         width = len(members)
+        state["metrics"] = self._fresh_metrics(width)
         state["member"] = {
             "seed": torch.tensor([member.seed for member in members], device=self.device),
             "step": torch.zeros(width, dtype=states.exact(self.device), device=self.device),
             "trouble": torch.zeros(width, dtype=torch.int64, device=self.device),
         }
         return state
-
-    @staticmethod
-    def _kept(state: State) -> State:
-        """What a member's model and its optimizer hold of a state."""
-        return {part: state[part] for part in ("params", "buffers", "slots")}
 
     def _reading(self, state: State, metrics: dict[str, Tensor] | None = None) -> State:
         """What a forward pass reads of a state; with metrics to add to, if they are given.
@@ -455,10 +503,6 @@ class Engine(engine.Engine):
         member = {"seed": seed, "step": state["member"]["step"]}
         found = {"params": state["params"], "buffers": state["buffers"], "member": member}
         return found if metrics is None else {**found, "metrics": metrics}
-
-    @staticmethod
-    def _weights(state: State) -> State:
-        return {part: state[part] for part in ("params", "buffers")}
 
 
 class _Programs(programs.Programs):

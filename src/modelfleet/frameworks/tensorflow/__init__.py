@@ -7,7 +7,7 @@ from modelfleet.frameworks import files
 from modelfleet.frameworks.batches import inputs
 from modelfleet.frameworks.tensorflow import arrays
 from modelfleet.frameworks.tensorflow.devices import accelerators, choose, memory, native
-from modelfleet.frameworks.tensorflow.engine import Engine
+from modelfleet.frameworks.tensorflow.engine import make_engine
 from modelfleet.frameworks.tensorflow.models import (
     check_model,
     copy_model,
@@ -30,7 +30,6 @@ PRECISIONS = ("float32",)
 __all__ = [
     "NAME",
     "PRECISIONS",
-    "Engine",
     "Replica",
     "Schedules",
     "accelerators",
@@ -44,6 +43,7 @@ __all__ = [
     "fill",
     "inputs",
     "is_model",
+    "make_engine",
     "memory",
     "native",
     "prepare",

@@ -37,10 +37,10 @@ class _Prediction(Definition):
     def try_out(self, state: State, batch: Any) -> None:
         raise self._refusal()
 
-    def train(self, state: State, hyper: Any, batch: Any, weights: Any) -> tuple[State, Any, Any]:
+    def gradients(self, state: State, batch: Any, weights: Any) -> dict[str, Any]:
         raise self._refusal()
 
-    def felt(self, state: State, batch: Any, weights: Any) -> dict[str, Any]:
+    def apply(self, state: State, hyper: Any, found: dict[str, Any]) -> tuple[State, Any, Any]:
         raise self._refusal()
 
     def evaluate(
@@ -55,19 +55,17 @@ class _Prediction(Definition):
         return InputError(f"member {self._name!r} can only predict. Give a keras.Model to train or evaluate.")
 
 
-class Engine(FunctionalEngine):
-    """The engine of a lane (see `protocol.Engine`)."""
-
-    def __init__(
-        self,
-        members: Sequence[Member],
-        task: Any,
-        columns: Mapping[str, np.ndarray],
-        device: str,
-        *,
-        fused: bool,
-        programs: Programs | None = None,
-    ) -> None:
-        definition = programs.definition if programs else _Prediction(members[0], task)
-        super().__init__(members, definition, TensorFlowBackend(device), fused=fused, programs=programs)
-        self.several = 1
+def make_engine(
+    members: Sequence[Member],
+    task: Any,
+    columns: Mapping[str, np.ndarray],
+    device: str,
+    *,
+    fused: bool,
+    programs: Programs | None = None,
+) -> FunctionalEngine:
+    """Return the engine of a lane of one member, which predicts."""
+    definition = programs.definition if programs else _Prediction(members[0], task)
+    engine = FunctionalEngine(members, definition, TensorFlowBackend(device), fused=fused, programs=programs)
+    engine.several = 1
+    return engine

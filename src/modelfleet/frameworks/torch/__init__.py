@@ -15,7 +15,7 @@ from modelfleet.frameworks.torch.building import (
     weights_key,
 )
 from modelfleet.frameworks.torch.devices import accelerators, choose, memory, native, threads, use_threads
-from modelfleet.frameworks.torch.engines import engine as Engine
+from modelfleet.frameworks.torch.engine import make_engine
 from modelfleet.frameworks.torch.malloc import keeping_pages
 from modelfleet.frameworks.torch.process_group import ProcessGroup as Group
 from modelfleet.frameworks.torch.recipe import compile, prepare
@@ -30,7 +30,6 @@ NAME = "torch"
 __all__ = [
     "NAME",
     "PRECISIONS",
-    "Engine",
     "Group",
     "Replica",
     "Schedules",
@@ -46,6 +45,7 @@ __all__ = [
     "inputs",
     "is_model",
     "keeping_pages",
+    "make_engine",
     "memory",
     "native",
     "prepare",

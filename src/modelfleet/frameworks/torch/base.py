@@ -16,6 +16,8 @@ from modelfleet.frameworks.torch.losses import check_range, check_targets
 from modelfleet.joining import joined
 from modelfleet.trees import leaves, map_tree
 
+CARRIED = {"optimizer": None, "member": ("step", "scale", "good")}  # what a member takes along to another engine
+
 
 class TorchEngine(protocol.Engine, ABC):
     """The parts of a torch engine that do not depend on how its steps are run."""

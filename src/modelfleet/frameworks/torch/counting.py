@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from modelfleet.frameworks.torch.optimizers import STEP, computing
-from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.task import Task
+from modelfleet.types import State
 
 STEPS_AHEAD = 64  # for which the optimizer's numbers are worked out at a time
 
@@ -64,8 +64,8 @@ class Ahead:
         optimizer, member = self._task.optimizer, state["member"]["step"]
         if self._alike is None:
             self._alike = _alike(state, self._unused or frozenset(), counts=optimizer.counts)
-        counts = state["slots"].get(STEP)
-        done = torch.stack([member if counts is None else counts[names[0]] for names in self._alike]).unsqueeze(1)
+        counts = state["optimizer"]
+        done = torch.stack([counts.get(f"{STEP}/{names[0]}", member) for names in self._alike]).unsqueeze(1)
         # (class, step, member). What takes no part in the steps to come does not count them.
         passing = torch.arange(1, steps + 1, dtype=done.dtype, device=done.device).reshape(1, -1, 1)
         taking = [names[0] not in (self._unused or ()) for names in self._alike]
@@ -96,7 +96,7 @@ def _alike(state: State, unused: frozenset[str], *, counts: bool) -> list[tuple[
     names = list(state["params"])
     if not counts or not names:
         return [tuple(names)]
-    table = torch.stack([state["slots"][STEP][name] for name in names]).tolist()
+    table = torch.stack([state["optimizer"][f"{STEP}/{name}"] for name in names]).tolist()
     classes: dict[Any, list[str]] = {}
     for name, row in zip(names, table, strict=True):
         classes.setdefault((name in unused, tuple(row)), []).append(name)

@@ -8,7 +8,7 @@ is not finite is not taken: the member keeps its last good weights and buffers.
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from modelfleet.errors import InputError, StrategyError
 from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, SCALE
+from modelfleet.frameworks.stacked import WEIGHTS, Positions
 from modelfleet.frameworks.torch import arrays, plain_optimizer, plain_parallel
 from modelfleet.frameworks.torch import state as states
-from modelfleet.frameworks.torch.base import TorchEngine, explained, on_host
+from modelfleet.frameworks.torch.base import CARRIED, TorchEngine, explained, on_host
 from modelfleet.frameworks.torch.modes import in_mode, training_modes
 from modelfleet.frameworks.torch.process_group import ProcessGroup
 from modelfleet.frameworks.torch.python_state.undo import undoing_side_effects
@@ -28,14 +29,13 @@ from modelfleet.frameworks.torch.random.detection import DrawDetector
 from modelfleet.frameworks.torch.random.eager import DrawRecord, DrawsIfNeeded, EagerDraws, WordCache
 from modelfleet.frameworks.torch.random.streams import DrawShapes
 from modelfleet.frameworks.torch.row_independence import divide_by_rows
-from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.steps import GROWTH_STEPS, SMALLEST_SCALE, Steps
 from modelfleet.frameworks.torch.task import PRECISIONS, Task, call, logits
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree
+from modelfleet.types import State
 
 FIRST_SCALE = 65536.0  # torch.amp.GradScaler's
-WEIGHTS = ("params", "frozen", "buffers")
 
 
 class PlainEngine(TorchEngine):
@@ -49,6 +49,7 @@ class PlainEngine(TorchEngine):
     compiling = False
     untraced = None
     program = "plain torch"
+    positions = slots = np.zeros(1, dtype=np.int64)
 
     def __init__(
         self, members: Sequence[Member], task: Task, columns: Mapping[str, np.ndarray], device: torch.device
@@ -91,12 +92,11 @@ class PlainEngine(TorchEngine):
         found = dict(self.model.named_parameters())
         if list(map(id, found.values())) == list(map(id, self._params.values())):
             return
-        slots = self._slots(self._params)
-        before = self._params
+        state, before = self._optimizer_state(self._params), self._params
         self._bind()
         for name, parameter in self._params.items():
             if before.get(name) is parameter:
-                own = {slot: tensors[name][0] for slot, tensors in slots.items()}
+                own = {slot: state[f"{slot}/{name}"][0] for slot in self.task.optimizer.slots}
                 plain_optimizer.write_slots(self._optimizer, parameter, own, self._step)
 
     @property
@@ -140,6 +140,33 @@ class PlainEngine(TorchEngine):
             if self._takes_part(active):
                 self._take_step(self._own(data, shared, None if steps is None else step), weights)
 
+    def gradients(self, data: Any, weights: Tensor | None = None, *, shared: bool) -> dict[str, Any]:
+        """Return what a step makes of a batch before its optimizer does; the model's buffers stay as they are."""
+        kept = self._kept_buffers()
+        self._optimizer.zero_grad(set_to_none=True)
+        scale = self._scale if self.task.precision == "fp16" else None
+        try:
+            loss, sums = self._backward(self._own(data, shared), None if weights is None else weights[0], scale)
+            gradients = {name: p.grad.unsqueeze(0) for name, p in self._params.items() if p.grad is not None}
+            buffers = {name: tensor.clone().unsqueeze(0) for name, tensor in self.model.named_buffers()}
+        finally:
+            self._put_back(kept)
+        gradients = self._stored({"gradients": gradients})["gradients"]
+        return {"gradients": gradients, "loss": loss, "sums": sums, "buffers": buffers, "scale": scale}
+
+    def apply(self, hyper: Any, active: Tensor, gradients: dict[str, Any]) -> None:
+        """Update the member by what `gradients` returned."""
+        self._use(hyper)
+        if not self._takes_part(active):
+            return
+        loss, self._skipped = gradients["loss"], True
+        for name, gradient in self._stored({"gradients": gradients["gradients"]})["gradients"].items():
+            self._params[name].grad = gradient[0].clone()
+        self._trouble = self._update(gradients["scale"]) if math.isfinite(loss) else LOSS
+        if not self._skipped:
+            self._fill({"buffers": gradients["buffers"]})
+            self._count(loss, gradients["sums"])
+
     def train_some(self, slots: np.ndarray, hyper: Any, data: Any, *, shared: bool, pace: Any) -> None:
         """Take one step on data cut for it."""
         if self._trouble == FINE:
@@ -162,12 +189,7 @@ class PlainEngine(TorchEngine):
 
     def _take_step(self, batch: Any, weights: Tensor | None) -> None:
         """Do what a plain loop does: forward, backward, clip, update."""
-        kept = [
-            (module, name, buffer, buffer.clone())
-            for module in self._buffered
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
+        kept = self._kept_buffers()
         self._optimizer.zero_grad(set_to_none=True)
         scale = self._scale if self.task.precision == "fp16" else None
         self._skipped = True
@@ -177,11 +199,13 @@ class PlainEngine(TorchEngine):
         finally:
             if self._skipped:
                 self._put_back(kept)
-        if self._skipped:
-            return
+        if not self._skipped:
+            self._count(loss, sums)
+
+    def _count(self, loss: float, sums: Mapping[str, Any]) -> None:
+        """Note a step, and add its loss and metrics to the sums of the epoch."""
         self._step += 1
-        sums["loss"] = loss * float(sums["rows"])
-        for name, total in sums.items():
+        for name, total in {**sums, "loss": loss * float(sums["rows"])}.items():
             self._sums[name] = self._sums.get(name, 0.0) + _exact(total)
 
     def _backward(self, batch: Any, weights: Tensor | None, scale: float | None) -> tuple[float, dict[str, Any]]:
@@ -298,6 +322,11 @@ class PlainEngine(TorchEngine):
         """Return the outputs on a batch of inputs, without the slot axis."""
         return self._looked(lambda: logits(call(self.model, self._own(data, shared))))
 
+    def predict_some(self, positions: Positions, data: Any, counts: np.ndarray) -> Any:
+        """Return the outputs on the member's rows, as NumPy arrays `(1, row, …)`."""
+        outputs = self.predict(map_tree(lambda leaf: leaf[:, : counts[0]], data), shared=False)
+        return map_tree(lambda tensor: on_host(tensor)[None], outputs)
+
     def rows(self, outputs: Any, slot: int, count: int) -> Any:
         """Return the real rows of a batch of outputs, on the host."""
         return map_tree(lambda t: on_host(t[:count]), outputs)
@@ -306,12 +335,12 @@ class PlainEngine(TorchEngine):
         """Return False: one member has no need of padding."""
         return False
 
-    def rows_apart(self, batch: Any) -> bool:
-        """Return False: nobody knows, and one member has no need of padding."""
+    def rows_apart(self, inputs: Any) -> bool:
+        """Return False: that is not known, and one member needs no padding."""
         return False
 
     def _looked(self, run: Any) -> Any:
-        """Run something on the model in evaluation mode, with gradients only where it needs them."""
+        """Run something on the model in evaluation in_mode, with gradients only where it needs them."""
         with self._in_mode(train=False), self._drawing("evaluate"), self._autocast():
             if not self._needs_grad:
                 try:
@@ -331,7 +360,7 @@ class PlainEngine(TorchEngine):
         return map_tree(lambda leaf: (leaf[step] if shared else leaf[step, 0]).clone(), data)
 
     def _in_mode(self, *, train: bool) -> AbstractContextManager[None]:
-        # A model that is in training mode is trained as it is; nothing need be put back.
+        # A model that is in training in_mode is trained as it is; nothing need be put back.
         if train and self.model.training:
             return nullcontext()
         return in_mode(self.model, train=train, given=self._modes)
@@ -356,6 +385,14 @@ class PlainEngine(TorchEngine):
 
     # --- buffers -------------------------------------------------------------------------------------------------
 
+    def _kept_buffers(self) -> list[tuple[nn.Module, str, Tensor, Tensor]]:
+        return [
+            (module, name, buffer, buffer.clone())
+            for module in self._buffered
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
     def _put_back(self, kept: Sequence[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
         """Give the buffers the numbers they had before the step, and let the gradients go."""
         with torch.no_grad():
@@ -368,14 +405,14 @@ class PlainEngine(TorchEngine):
 
     @property
     def state(self) -> State:
-        """Return all of the state as a fused lane of this one member has it; weights are views of the model's."""
+        """The state as a fused lane of this one member has it; weights are views of the model's."""
         exact = states.exact(self.device)
         sums = {
             name: torch.tensor([float(total)], dtype=exact, device=self.device)
             for name, total in self._sums.items()
         }
-        slots = self._slots(states.trained(self.model))
-        return {**self._weights(), "slots": self._laid(slots), "member": self._numbers(), "sums": sums}
+        optimizer = self._stored({"optimizer": self._optimizer_state(states.trained(self.model))})
+        return {**self._weights(), **optimizer, "member": self._numbers(), "sums": sums}
 
     def _numbers(self) -> dict[str, Tensor]:
         found = {
@@ -389,35 +426,62 @@ class PlainEngine(TorchEngine):
         return found
 
     def _weights(self) -> State:
+        return self._weights_of(self.model)
+
+    def _weights_of(self, model: nn.Module) -> State:
         parts = {"params": states.trained, "frozen": states.kept, "buffers": states.buffers}
-        return self._laid(
+        return self._stored(
             {
-                part: {name: tensor.detach().unsqueeze(0) for name, tensor in find(self.model).items()}
+                part: {name: tensor.detach().unsqueeze(0) for name, tensor in find(model).items()}
                 for part, find in parts.items()
             }
         )
 
-    def _slots(self, params: Mapping[str, nn.Parameter]) -> plain_optimizer.Slots:
+    def _optimizer_state(self, params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         hyper = {name: torch.tensor([value]) for name, value in self._hyper.items()}
-        return plain_optimizer.read_slots(self.task.optimizer, self._optimizer, params, hyper)
+        slots = plain_optimizer.read_slots(self.task.optimizer, self._optimizer, params, hyper)
+        return {f"{slot}/{name}": tensor for slot, tensors in slots.items() for name, tensor in tensors.items()}
 
-    def _laid(self, parts: Mapping[str, Mapping[str, Tensor]]) -> State:
-        """Return stacked tensors in the layout that fused lanes store them in, or back from it."""
+    def _stored(self, state: Mapping[str, Mapping[str, Tensor]]) -> State:
+        """Return a state in the layout that fused lanes store it in, or back from it."""
         return {
-            part: {name: self._turned(name, tensor) for name, tensor in tensors.items()}
-            for part, tensors in parts.items()
+            part: {
+                name: states.turned(name.rpartition("/")[2], tensor, self._layout)
+                for name, tensor in tensors.items()
+            }
+            for part, tensors in state.items()
         }
 
-    def _turned(self, name: str, tensor: Tensor) -> Tensor:
-        return tensor.transpose(1, 2) if name in self._layout and tensor.dim() == 3 else tensor
+    def read(self, positions: Positions, parts: Collection[str] | None = None) -> State:
+        """Return a copy of the member's state, `(1, …)`."""
+        state = self._weights() if parts is not None and set(parts) <= set(WEIGHTS) else self.state
+        return {
+            part: {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+            for part, tensors in state.items()
+            if parts is None or part in parts
+        }
 
-    def snapshot(self, row: int, working: bool = True) -> State:
-        """Return a copy of the member's weights."""
-        return {part: map_tree(torch.clone, tensors) for part, tensors in self._weights().items()}
-
-    def restore(self, row: int, working: bool, snapshot: State) -> None:
-        """Give the member the weights of a snapshot."""
-        self._fill(snapshot)
+    def write(self, positions: Positions, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replace the member's state by part and name."""
+        own = self.state if any(isinstance(leaf, np.ndarray) for leaf in leaves(state)) else {}
+        double = torch.empty(0, dtype=torch.float64)
+        given: State = {
+            part: {
+                name: arrays.from_host(value, own.get(part, {}).get(name, double))
+                if isinstance(value, np.ndarray)
+                else value
+                for name, value in tensors.items()
+            }
+            for part, tensors in state.items()
+        }
+        self._fill({part: given.get(part, {}) for part in WEIGHTS})
+        member = given.get("member", {})
+        self._take_numbers({name: tensor[0] for name, tensor in member.items()})
+        if "trouble" in member:
+            self._trouble = int(member["trouble"][0])
+        self._fill_optimizer(self._stored({"optimizer": given.get("optimizer", {})})["optimizer"])
+        if "sums" in given:
+            self._sums = {name: float(tensor[0]) for name, tensor in given["sums"].items()}
 
     def _fill(self, weights: Mapping[str, Mapping[str, Tensor]]) -> None:
         own = {name: tensor for tensors in self._weights().values() for name, tensor in tensors.items()}
@@ -430,61 +494,38 @@ class PlainEngine(TorchEngine):
                         path, _, last = name.rpartition(".")
                         self.model.get_submodule(path)._buffers[last] = tensor[0].to(self.device, copy=True)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the state by path: `params/0.weight` and so on."""
-        return {name: tensor.contiguous() for name, tensor in states.named(self.state).items()}
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take up the state that `tensors` gave."""
-        own = states.named(self.state)
-        given: dict[str, dict[str, Tensor]] = {}
-        for path, value in tensors.items():
-            part, _, name = path.partition("/")
-            if isinstance(value, np.ndarray):
-                value = arrays.from_host(value, own.get(path, torch.empty(0, dtype=torch.float64)))
-            given.setdefault(part, {})[name] = value
-        self._fill({part: given.get(part, {}) for part in WEIGHTS})
-        self._take_numbers({name: tensor[0] for name, tensor in given["member"].items()})
-        self._trouble = int(given["member"]["trouble"][0])
-        slots = given.get("slots", {})
-        self._fill_slots(
-            {f"slots/{path}": self._turned(path.partition("/")[2], t)[0] for path, t in slots.items()}
-        )
-        self._sums = {name: float(tensor[0]) for name, tensor in given.get("sums", {}).items()}
-
     def adopt(self, position: int, other: Any, source: int) -> None:
-        """Take the optimizer's state and the step count over from another engine of the same optimizer.
+        """Write what still fits of the optimizer state and the step count that a member has in another engine.
 
-        What was given another shape meanwhile begins anew.
+        A parameter that was given another shape meanwhile begins at its initial state.
         """
         theirs = other.carried(source)
-        self._take_numbers(
-            {name: theirs[f"member/{name}"] for name in ("step", "scale", "good") if f"member/{name}" in theirs}
-        )
-        self._fill_slots(theirs)
+        names = [name for name in CARRIED["member"] or () if name in theirs["member"]]
+        self._take_numbers({name: theirs["member"][name][0] for name in names})
+        self._fill_optimizer(theirs["optimizer"])
 
-    def carried(self, row: int) -> dict[str, Tensor]:
-        """Return the optimizer's state and the step count by path, for another engine to take over.
+    def carried(self, position: int) -> State:
+        """Return the optimizer's state and the step count for another engine to adopt.
 
-        Parameters that are frozen now are among them.
+        Parameters that are frozen now are among them. Parameters that the user has replaced are not.
         """
         current = dict(self.model.named_parameters())
         kept = {name: parameter for name, parameter in self._params.items() if current.get(name) is parameter}
-        parts = {"slots": self._slots(kept), "member": self._numbers()}
-        return {path: tensor[0] for path, tensor in states.named(parts).items()}
+        return {"optimizer": map_tree(torch.clone, self._optimizer_state(kept)), "member": self._numbers()}
 
-    def _fill_slots(self, given: Mapping[str, Tensor]) -> None:
-        """Give the optimizer the state of each parameter, by path and as the model's parameters lie."""
+    def _fill_optimizer(self, given: Mapping[str, Tensor]) -> None:
+        """Give the optimizer the state of each parameter, `(1, …)` in the layout of the model's parameters."""
         for name, parameter in self._params.items():
-            own = {slot: given.get(f"slots/{slot}/{name}") for slot in self.task.optimizer.slots}
-            found = {slot: tensor for slot, tensor in own.items() if tensor is not None}
+            own = {slot: given.get(f"{slot}/{name}") for slot in self.task.optimizer.slots}
+            found = {slot: tensor[0] for slot, tensor in own.items() if tensor is not None}
             if found.keys() == own.keys() and all(
                 t.dim() == 0 or t.shape == parameter.shape for t in found.values()
             ):
                 plain_optimizer.write_slots(self._optimizer, parameter, found, self._step)
 
     def _take_numbers(self, member: Mapping[str, Tensor]) -> None:
-        self._step = int(member["step"])
+        if "step" in member:
+            self._step = int(member["step"])
         if "scale" in member:
             self._scale, self._good = float(member["scale"]), int(member["good"])
 
@@ -503,7 +544,7 @@ class PlainEngine(TorchEngine):
         self._rebind()
         self._buffered = [module for module in self.model.modules() if module._buffers]
 
-    def narrow(self, members: np.ndarray) -> None:
+    def narrow(self, positions: np.ndarray) -> None:
         """Do nothing: there is one member."""
 
     def widen(self) -> None:
@@ -513,24 +554,24 @@ class PlainEngine(TorchEngine):
         """Return True: one member shares nothing."""
         return True
 
-    def restack(self, positions: np.ndarray, members: Sequence[Member], *, working: bool = False) -> None:
-        """Take the weights from the member's model again, if it is not the very one that is stepped."""
-        if self.model is not self._member.model:
-            _copy_weights(self._member.model, self.model)
-        self._rebind()
-
     def objects(self) -> Iterable[tuple[str, nn.Module]]:
         """Return the modules of the model that is stepped."""
         return self.model.named_modules()
 
-    def write_out(self, row: int, working: bool, member: Member) -> None:
-        """Copy the weights into the member's model, if it is not the very one that is stepped."""
-        if self.model is not member.model:
-            _copy_weights(self.model, member.model)
+    def gather(self, members: Sequence[Member]) -> State:
+        """Return the weights that the member's model holds."""
+        return self._weights_of(members[0].model)
 
-    def write_back(self, members: Sequence[Member]) -> None:
-        """Copy the weights into the member's model, if it is not the very one that is stepped."""
-        self.write_out(0, True, members[0])
+    def scatter(self, positions: Positions, members: Sequence[Member]) -> None:
+        """Copy the weights into the member's model, if that is not the very one that is stepped."""
+        if self.model is not members[0].model:
+            _copy_weights(self.model, members[0].model)
+
+    def refresh(self, positions: Positions, members: Sequence[Member]) -> None:
+        """Take the weights from the member's model, if that is not the very one that is stepped."""
+        if self.model is not members[0].model:
+            _copy_weights(members[0].model, self.model)
+        self._rebind()
 
     # --- checks --------------------------------------------------------------------------------------------------
 

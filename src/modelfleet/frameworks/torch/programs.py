@@ -17,15 +17,17 @@ from modelfleet.frameworks.torch.modes import in_mode
 from modelfleet.frameworks.torch.python_state.checks import StatefulError, refuse_unstackable
 from modelfleet.frameworks.torch.python_state.snapshot import PythonSnapshot
 from modelfleet.frameworks.torch.python_state.undo import restoring_python, restoring_tensors, undoing_side_effects
-from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.steps import Steps
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.frameworks.torch.tracing.parameters import NeedsGradientError
 from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, Program, trace, untraced
 from modelfleet.trees import leaves, map_tree
+from modelfleet.types import State
 
 Key = tuple[Any, ...]
-TRAINING = ("train", "gradients", "update")  # whole, or the two halves of a step whose rows are on several devices
+# A whole step; its parts; and the parts of a step whose rows are on several devices.
+TRAINING = ("train", "gradients", "apply", "row_gradients", "row_apply")
+APPLYING = ("apply", "row_apply")
 MOST_KEPT = 16  # states of the model's Python whose programs are kept
 ByWidth = dict[int, tuple[Program, Compiler]]
 _NO_VIEW = (
@@ -105,20 +107,26 @@ class Programs:
             program.run(*self._flat(lead), *leaves(rest), *program.outside)
         return program.unused
 
-    def gradients(
+    def row_gradients(
         self, lead: Sequence[Any], rest: Sequence[Any], *, shared_data: bool, pace: tuple[int, float | None]
     ) -> tuple[Tensor, Tensor]:
         """The first half of a train step, on some rows of a batch; what it gives is to be summed over all rows."""
-        program, compiler = self.program("gradients", (*lead, *rest), shared_data)
+        program, compiler = self.program("row_gradients", (*lead, *rest), shared_data)
         compiler.consider(*pace)
         with torch.no_grad():
             flat, columns = program.run(*self._flat(lead), *leaves(rest), *program.outside)
         return flat, columns
 
-    def update(self, lead: Sequence[Any], rest: Sequence[Any]) -> None:
-        """The second half of a train step, in place."""
+    def gradients(self, lead: Sequence[Any], rest: Sequence[Any], *, shared_data: bool) -> dict[str, Any]:
+        """Return what a step makes of a batch before its optimizer does."""
+        args = (*lead, *rest)
+        with torch.no_grad():
+            return self.program("gradients", args, shared_data)[0](leaves(args))
+
+    def apply(self, kind: str, lead: Sequence[Any], rest: Sequence[Any]) -> None:
+        """Run the second part of a train step in place: "apply", or "row_apply" for rows on several devices."""
         # Never compiled: the devices of a group would have it compiled at different steps, and round differently.
-        program, _ = self.program("update", (*lead, *rest), False)
+        program, _ = self.program(kind, (*lead, *rest), False)
         with torch.no_grad():  # what is outside may take gradients
             program.run(*self._flat(lead), *leaves(rest), *program.outside)
 
@@ -211,7 +219,7 @@ class Programs:
         # What is left out, the weights and the numbers per member, follows from the structure and the width.
         data = _key(args[-2:] if kind == "train" else args[2:], 0 if shared_data else 1)
         # Neither does what is shared follow from the structure, nor which parameters have counted the same steps.
-        counted = tuple(args[2]) if kind in ("train", "update") else ()
+        counted = tuple(args[2]) if kind in ("train", *APPLYING) else ()
         family = (kind, shared_data, tuple(args[1]), counted, data)
         width = len(args[0]["member"]["seed"])
         programs = self._programs.setdefault(family, {})
@@ -230,8 +238,10 @@ class Programs:
         step: Callable[..., Any] = getattr(self.steps, kind)
         data = {
             "train": (True, True, not shared_data, True),
-            "gradients": (not shared_data, True, False),
-            "update": (True, True, True, True),
+            "gradients": (not shared_data, True),
+            "apply": (True, True, True),
+            "row_gradients": (not shared_data, True, False),
+            "row_apply": (True, True, True, True),
             "evaluate": (not shared_data, True),
         }
         stacked = (True, False, *data.get(kind, (not shared_data,)))
@@ -275,7 +285,7 @@ class Programs:
     ) -> None:
         """Run a step's Python once as it is, for the first member: to see what it draws, and which parameters take
         part in the loss. What else is wrong with it, tracing will tell."""
-        if kind == "update":
+        if kind in APPLYING:
             return
         harmless = partial(self._is_cache, kind, watch)
         with (
@@ -302,7 +312,7 @@ class Programs:
                 raise StatefulError(f"running it changes {changed[0]}")
 
     def _is_cache(self, kind: str, watch: PythonSnapshot) -> bool:
-        """Whether what a forward in evaluation mode has left is a cache that `model.train()` empties.
+        """Whether what a forward in evaluation in_mode has left is a cache that `model.train()` empties.
 
         timm's LeViT and others keep their attention biases so. A program computes them anew at every batch.
         """
@@ -361,7 +371,7 @@ def held(model: nn.Module) -> AbstractContextManager[Any]:
 
 @contextmanager
 def borrowed(steps: Steps, *, train: bool) -> Iterator[None]:
-    """Have a model to oneself, in training or evaluation mode, to run its Python with some member's weights."""
+    """Have a model to oneself, in training or evaluation in_mode, to run its Python with some member's weights."""
     with held(steps.model), in_mode(steps.model, train=train, given=steps.modes):
         yield
 

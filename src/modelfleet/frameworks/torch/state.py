@@ -3,7 +3,7 @@
 A state is a plain dict of dicts of tensors, so that selecting members, saving and resuming are one line each:
 
     params    trained parameters, in the layout that is fastest to multiply with
-    slots     the optimizer's state, in the same layout: {slot: {parameter: tensor}}
+    optimizer the optimizer's state, in the same layout, by names such as `exp_avg/0.weight`
     frozen    parameters that take no gradient
     buffers   running statistics and the like
     member    per-member scalars: seed, step, trouble, and with float16 the loss scale
@@ -16,10 +16,12 @@ once, without a member axis.
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-State = dict[str, dict[str, Any]]
+from modelfleet.frameworks.torch import arrays
+from modelfleet.types import State
 
 
 def transposed(model: nn.Module) -> frozenset[str]:
@@ -52,6 +54,11 @@ def placed(tensor: Tensor, device: torch.device, *, transpose: bool = False) -> 
     return (tensor.transpose(-1, -2) if transpose else tensor).contiguous()
 
 
+def turned(name: str, tensor: Tensor, layout: frozenset[str]) -> Tensor:
+    """Return a stacked tensor that belongs to a parameter in the parameter's own layout, or back from it."""
+    return tensor.transpose(1, 2) if name in layout and tensor.dim() == 3 else tensor
+
+
 def exact(device: torch.device) -> torch.dtype:
     """The dtype for sums and counts: float64 wherever the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
@@ -72,19 +79,48 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_buffers())
 
 
+class Rows:
+    """Operations on rows of stacked tensors (see `stacked.Tensors`); rows are written in place."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def rows(self, numbers: np.ndarray) -> Tensor:
+        """Return row numbers on the device."""
+        return torch.from_numpy(np.asarray(numbers, np.int64)).to(self._device)
+
+    def take(self, tree: State, rows: Tensor) -> State:
+        """Return a copy of some rows of every tensor."""
+        return select(tree, rows)
+
+    def put(self, tree: State, rows: Tensor, values: State) -> State:
+        """Write rows into the tensors."""
+        put(tree, rows, values)
+        return tree
+
+    def like(self, value: Tensor | np.ndarray, tensor: Tensor) -> Tensor:
+        """Return a tensor or a host array on the device, with the dtype of another tensor."""
+        if isinstance(value, np.ndarray):
+            value = arrays.from_host(value, tensor)
+        return value.to(tensor)
+
+    def replace(self, tensor: Tensor, value: Tensor | np.ndarray) -> Tensor:
+        """Write all rows of a tensor."""
+        return tensor.copy_(arrays.from_host(value, tensor) if isinstance(value, np.ndarray) else value)
+
+
 def select(state: State, rows: Tensor) -> State:
-    """The state of some of the members, copied, in the order of `rows`."""
+    """Return a copy of the state of some members, in the order of `rows`."""
     return {part: _map(tensors, lambda t: t.index_select(0, rows)) for part, tensors in state.items()}
 
 
 def put(state: Any, rows: Tensor, part: Any) -> None:
-    """Write the state of some members, as `select` gave it, back into the whole."""
+    """Write the state of some members, as `select` returns it, into the state of all."""
     if isinstance(state, dict):
-        for name, whole in state.items():  # by name: what was read from a file is in another order
-            if not isinstance(whole, dict) or whole:  # and has nothing for what is empty
-                put(whole, rows, part[name])
+        for name, whole in state.items():
+            put(whole, rows, part[name])
     else:
-        state.index_copy_(0, rows, part.to(state.device))
+        state.index_copy_(0, rows, part)
 
 
 def tensors(state: Any) -> list[Tensor]:
@@ -92,16 +128,6 @@ def tensors(state: Any) -> list[Tensor]:
     if isinstance(state, dict):
         return [tensor for value in state.values() for tensor in tensors(value)]
     return [state]
-
-
-def named(state: Any, prefix: str = "") -> dict[str, Tensor]:
-    """All tensors of a state by their path, such as `params/0.weight`."""
-    if not isinstance(state, dict):
-        return {prefix: state}
-    found: dict[str, Tensor] = {}
-    for key, value in state.items():
-        found.update(named(value, f"{prefix}/{key}" if prefix else key))
-    return found
 
 
 def write_back(models: Iterable[nn.Module], state: State, layout: frozenset[str]) -> None:

@@ -23,11 +23,12 @@ from modelfleet.frameworks.torch.python_state.undo import undoing_side_effects
 from modelfleet.frameworks.torch.random.eager import EagerDraws
 from modelfleet.frameworks.torch.random.operations import DrawFromStreams
 from modelfleet.frameworks.torch.random.streams import BatchRows, DrawShapes, Streams
-from modelfleet.frameworks.torch.state import State, exact
+from modelfleet.frameworks.torch.state import exact
 from modelfleet.frameworks.torch.task import PRECISIONS, Task, call, logits
 from modelfleet.frameworks.torch.tracing.batching_rules import BatchingRules
 from modelfleet.frameworks.torch.tracing.parameters import NeedsGradientError, ParameterMode
 from modelfleet.trees import leaves, map_tree
+from modelfleet.types import State
 
 GROWTH_STEPS = 2000  # torch.amp.GradScaler's interval, growth and backoff
 SMALLEST_SCALE = 2.0**-24
@@ -96,8 +97,25 @@ class Steps:
 
         `coefficients` are the optimizer's numbers for this step, `(member,)` each, by the parameters they are for.
         """
+        found = self.gradients(state, shared, data, weights, shared_data=shared_data, fused=fused)
+        return self.apply(state, shared, coefficients, active, found, shared_data=shared_data, fused=fused)
+
+    def gradients(
+        self,
+        state: State,
+        shared: dict[str, Tensor],
+        data: Any,
+        weights: Tensor | None,
+        *,
+        shared_data: bool,
+        fused: bool,
+    ) -> dict[str, Any]:
+        """Return what a step makes of a batch before its optimizer does, `(member, …)` each.
+
+        The "gradients" of the parameters that take part, the "loss", the "sums" of the metrics, and the "buffers"
+        after the forward pass.
+        """
         member, task = state["member"], self.task
-        live = active & (member["trouble"] == FINE)
         scale = member.get("scale")
 
         def loss_of(params: Any, frozen: Any, buffers: Any, data: Any, weights: Any, scale: Any) -> Any:
@@ -111,13 +129,28 @@ class Steps:
             gradients, (loss, sums, buffers) = _gradients(loss_of, args, (0, 0, 0, axis, 0, 0), fused=fused)
         # As in torch, a parameter without a gradient is left alone, by weight decay and momentum too.
         gradients = {name: g for name, g in gradients.items() if name not in self.unused}
-
         if scale is not None:
             gradients = {name: (g / _like(scale, g)).to(g.dtype) for name, g in gradients.items()}
-        self._apply(state, coefficients, live, gradients, loss, sums, buffers=buffers)
+        return {"gradients": gradients, "loss": loss, "sums": dict(sums), "buffers": buffers}
+
+    def apply(
+        self,
+        state: State,
+        shared: dict[str, Tensor],
+        coefficients: Coefficients,
+        active: Tensor,
+        found: dict[str, Any],
+        *,
+        shared_data: bool,
+        fused: bool,
+    ) -> Tensor:
+        """Update every active member in place by what `gradients` found; gives the losses `(member,)`."""
+        live = active & (state["member"]["trouble"] == FINE)
+        gradients, loss, sums = found["gradients"], found["loss"], found["sums"]
+        self._apply(state, coefficients, live, gradients, loss, sums, buffers=found["buffers"])
         return loss
 
-    def gradients(
+    def row_gradients(
         self,
         state: State,
         shared: dict[str, Tensor],
@@ -168,7 +201,7 @@ class Steps:
         return flat, torch.stack([column.to(dtype) for column in columns], 1)
 
     def nothing(self, state: State) -> tuple[Tensor, Tensor]:
-        """What `gradients` gives for no rows."""
+        """Return what `row_gradients` gives for no rows."""
         params, seed = state["params"], state["member"]["seed"]
         numbers = sum(pairs(p[0]).numel() for p in params.values())
         columns = 3 + len(_summed(state)) + len(params)
@@ -177,7 +210,7 @@ class Steps:
             torch.zeros(len(seed), columns, dtype=exact(seed.device), device=seed.device),
         )
 
-    def update(
+    def row_apply(
         self,
         state: State,
         shared: dict[str, Tensor],
@@ -191,7 +224,7 @@ class Steps:
     ) -> Tensor:
         """The second half of a train step, in place; gives the losses `(member,)`.
 
-        `flat` and `columns` are what `gradients` gave, summed over all rows of the batch.
+        `flat` and `columns` are what `row_gradients` gave, summed over all rows of the batch.
         """
         params = state["params"]
         total, count, rows, *rest = columns.unbind(1)
@@ -230,14 +263,14 @@ class Steps:
         numbers = {name: own for names, own in coefficients.items() for name in names}
         for name, gradient in gradients.items():
             parameter = state["params"][name]
-            slots = {slot: tensors[name] for slot, tensors in state["slots"].items() if slot != STEP}
+            slots = {slot: state["optimizer"][f"{slot}/{name}"] for slot in task.optimizer.slots if slot != STEP}
             updated, new_slots = task.optimizer.apply(parameter, gradient, slots, numbers[name])
             stepping = keep if used is None else keep & used[name]
             keep_new(stepping, parameter, updated)
             for slot, tensor in slots.items():
                 keep_new(stepping, tensor, new_slots[slot])
-            if STEP in state["slots"]:
-                count = state["slots"][STEP][name]
+            count = state["optimizer"].get(f"{STEP}/{name}")
+            if count is not None:
                 count.add_(stepping.to(count.dtype))
         for name, buffer in (buffers or {}).items():
             _refuse_another(name, state["buffers"][name], buffer)

@@ -1,0 +1,80 @@
+"""Predicting for some members of a lane, each on rows of its own, in one call for as many members as possible.
+
+The numbers of members and of rows are padded to powers of two. So under load, with other members and other numbers
+of rows in every call, only a few sizes are ever traced.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from modelfleet.frameworks.protocol import Engine
+from modelfleet.trees import leaves, map_tree, map_trees, structure
+from modelfleet.types import Tree
+
+
+def predict_rows(engine: Engine, arrays: Any, positions: Sequence[int], rows: Sequence[Tree]) -> list[Tree]:
+    """Return the outputs of some members on rows of their own.
+
+    Args:
+        engine: The engine of the members' lane.
+        arrays: The adapter's module of that name.
+        positions: The members' positions in the lane.
+        rows: For each member, a tree of NumPy arrays `(row, …)` with one row or more.
+
+    Returns:
+        For each member a tree of NumPy arrays as its model gives it, `(row, …)` where the output has a row for
+        each input. They equal the outputs of the member alone on these rows.
+    """
+    forms: dict[Any, list[int]] = {}
+    for number, tree in enumerate(rows):
+        form = structure(tree), tuple((leaf.dtype.str, leaf.shape[1:]) for leaf in leaves(tree))
+        forms.setdefault(form, []).append(number)
+    found: dict[int, Tree] = {}
+    for numbers in forms.values():
+        counts = np.array([len(leaves(rows[number])[0]) for number in numbers])
+        size = bucket(int(counts.max()))
+        if (counts == size).all() or _rows_apart(engine, arrays, [rows[number] for number in numbers], size):
+            groups = [(numbers, size)]
+        else:  # rows that feel each other must not feel padding
+            sizes = np.unique(counts).tolist()
+            groups = [([n for n, c in zip(numbers, counts, strict=True) if c == size], size) for size in sizes]
+        for own, size in groups:
+            outputs = _predict(engine, arrays, [positions[n] for n in own], [rows[n] for n in own], size)
+            found.update(zip(own, outputs, strict=True))
+    return [found[number] for number in range(len(rows))]
+
+
+def bucket(count: int) -> int:
+    """Return the smallest power of two that is at least `count`."""
+    return 1 << (count - 1).bit_length()
+
+
+def _predict(engine: Engine, arrays: Any, positions: Sequence[int], rows: Sequence[Tree], size: int) -> list[Tree]:
+    """Return the outputs of members on rows of one form, padded to `size`."""
+    more = bucket(len(rows)) - len(rows)
+    counts = np.array([*(len(leaves(tree)[0]) for tree in rows), *[0] * more])
+    data = _stacked(arrays, [*rows, *[rows[0]] * more], size, engine.device)
+    outputs = engine.predict_some([*positions, *[positions[0]] * more], data, counts)
+
+    def own(leaf: np.ndarray, number: int) -> np.ndarray:
+        by_row = leaf.ndim > 1 and leaf.shape[1] == size
+        return leaf[number, : counts[number]] if by_row else leaf[number]
+
+    return [map_tree(lambda leaf, number=number: own(leaf, number), outputs) for number in range(len(rows))]
+
+
+def _rows_apart(engine: Engine, arrays: Any, rows: Sequence[Tree], size: int) -> bool:
+    longest = max(rows, key=lambda tree: len(leaves(tree)[0]))
+    padded = _stacked(arrays, [longest], size, engine.device)
+    return engine.rows_apart(map_tree(lambda leaf: leaf[0], padded))
+
+
+def _stacked(arrays: Any, rows: Sequence[Tree], size: int, device: Any) -> Tree:
+    """Return rows of several members as tensors `(member, size, …)`. Padding repeats a member's first row."""
+
+    def padded(leaf: np.ndarray) -> np.ndarray:
+        return leaf if len(leaf) == size else np.concatenate([leaf, np.repeat(leaf[:1], size - len(leaf), 0)])
+
+    return map_trees(lambda found: arrays.place(np.stack([padded(leaf) for leaf in found]), device), rows)
