@@ -22,7 +22,7 @@ MAX_TRACEBACK = 4000  # characters
 
 @dataclass(frozen=True)
 class Reply:
-    """The outcome of a batch. Every row is in one of the parts, has an error, or is left."""
+    """Outcome of a batch. Every row is in one of the parts, has an error, or is left."""
 
     parts: tuple[Part, ...] = ()
     """Outputs as trees of NumPy arrays `(row, …)`, in the order of the rows."""

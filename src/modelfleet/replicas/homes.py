@@ -7,7 +7,7 @@ MAX_IDLE_USERS = 10_000  # users without open requests whose home is remembered:
 
 
 class Homes:
-    """The home replica of each user."""
+    """Home replica of each user."""
 
     def __init__(self, replicas: Sequence[str]) -> None:
         self._by_user: dict[Hashable, str] = {}

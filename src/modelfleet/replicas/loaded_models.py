@@ -1,4 +1,4 @@
-"""The models that one replica's worker holds, kept up to date with those of the pool."""
+"""Models that one replica's worker holds, kept up to date with those of the pool."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ Ask = Callable[[Load | Switch], Exception | None]
 
 
 class LoadedModels:
-    """The model that a replica answers with, and the one that is loaded to replace it."""
+    """Model that a replica answers with, and the one that is loaded to replace it."""
 
     def __init__(self, state: PoolState, replica: str) -> None:
         self._state, self._replica = state, replica

@@ -3,20 +3,19 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal
+from typing import Any
 
 from modelfleet.each import Each
 from modelfleet.errors import FleetError, InputError
 from modelfleet.feeds import is_loader
 from modelfleet.replicas.options import Balance, Isolation
 from modelfleet.replicas.pool import Replicas
+from modelfleet.replicas.progress_bar import Progress, progress_bar
 from modelfleet.replicas.reading import Reading, outcome
 from modelfleet.replicas.row_limit import MAX_BATCHES
 from modelfleet.replicas.rows import rows_of
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import Data, Model, Precision, Tree
-from modelfleet.words import count
 
 PROGRESS_INTERVAL = 0.5  # seconds
 SECONDS_AT_ONCE = 0.1  # of work that a replica is given at once: offline, no user waits for a single row
@@ -25,7 +24,6 @@ STREAM_ROWS_AHEAD = 2  # rows of streams that are read ahead
 ARRAY_ROWS_AHEAD = 4  # rows of arrays that wait in the queue at least, while there are more
 MAX_UNCLAIMED = 4  # rows that are answered before the caller takes their answers from `imap`
 
-Progress = Literal["auto"] | bool
 Answer = tuple[Hashable, Tree, int, bool]
 """A user, the answers or an error, the number of rows, and True for the user's last."""
 
@@ -165,7 +163,7 @@ def imap(
             print(user, answer if isinstance(answer, Exception) else answer.shape)
     """
     users = _users(data)
-    shown = _progress_bar(progress)
+    shown = progress_bar(progress)
     replicas = Replicas(
         model,
         devices=devices,
@@ -184,7 +182,7 @@ def imap(
 
 
 class _AnswerStream(Iterator[tuple[Hashable, Tree]]):
-    """The iterator of `imap`. Dropping it closes the replicas."""
+    """Iterator of `imap`. Dropping it closes the replicas."""
 
     def __init__(self, replicas: Replicas, answers: Generator[tuple[Hashable, Tree], None, None]) -> None:
         self._replicas, self._answers = replicas, answers
@@ -378,32 +376,3 @@ def _users(data: Data) -> Mapping[Hashable, Data]:
     if not values:
         raise InputError("there are no users in the data. Give mf.each({user: rows}) with at least one.")
     return values
-
-
-def _progress_bar(progress: Progress) -> Callable[..., AbstractContextManager[Callable[[int], None]]]:
-    """Return a context manager whose function updates a progress bar, given how many users have failed."""
-    if progress not in ("auto", True, False):
-        raise InputError(f'progress is {progress!r}, expected "auto", True or False.')
-
-    @contextmanager
-    def shown(replicas: Replicas, rows: int, reading: Reading) -> Iterator[Callable[[int], None]]:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        console = Console()
-        if not progress or (progress == "auto" and not console.is_interactive):
-            yield lambda failed: None
-            return
-        columns = (TextColumn("rows"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-        with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
-            task = bar.add_task("", total=None)
-
-            def show(failed: int) -> None:
-                more = reading.rows()
-                done = sum(replica.rows for replica in replicas.stats().replicas.values())
-                text = f"{count(failed, 'user')} failed" if failed else ""
-                bar.update(task, completed=done, total=None if more is None else rows + more, description=text)
-
-            yield show
-
-    return shown

@@ -1,4 +1,4 @@
-"""The model of replicas: a model, a function of rows, or a factory that makes either in every worker."""
+"""Model of replicas: a model, a function of rows, or a factory that makes either in every worker."""
 
 import contextvars
 import random
@@ -27,7 +27,7 @@ class Source:
     """Where replicas get their model from."""
 
     value: Model
-    """The model; or a factory, as long as what it makes is unknown."""
+    """Model; or a factory, as long as what it makes is unknown."""
     framework: Any
     """Adapter of the model's framework; `UnknownFramework` for a factory."""
 

@@ -1,4 +1,4 @@
-"""The replicas' queue: which rows go next, to which replica, and the outcome of every row.
+"""Replicas' queue: which rows go next, to which replica, and the outcome of every row.
 
 No threads, clocks or frameworks: the time is passed in as `now`, outputs are opaque trees, and the owner holds one
 lock around every call.
@@ -391,9 +391,8 @@ class Queue:
 
     def _fair_rows(self, replica: str) -> int:
         """Return how many new rows a replica may take: the end of a long job must not wait for a slow one."""
-        rows = None
-        if self._areas.homes is None:
-            rows = self._speeds.fair_rows(replica, self._areas.live, self.counts.waiting_rows)
+        alone = self._areas.homes is not None
+        rows = None if alone else self._speeds.fair_rows(replica, self._areas.live, self.counts.waiting_rows)
         if rows is None:
             return self._batch_size
         if rows > self._batch_size:  # beyond a batch only half of it, as speeds are not that exact

@@ -201,7 +201,7 @@ def outcome(future: Future[Any]) -> Tree | Exception:
 
 
 class _Stream:
-    """The stream of one user, and the outcomes of its rows so far."""
+    """Stream of one user, and the outcomes of its rows so far."""
 
     def __init__(self, user: Hashable, loader: Data) -> None:
         self.user = user
@@ -215,7 +215,7 @@ class _Stream:
         self.ended = False
         """True once no more rows will be submitted."""
         self.raised: BaseException | None = None
-        """The error of its loader."""
+        """Error of its loader."""
         self.error: Exception | None = None
         """Why none of its rows can be answered."""
         with suppress(Exception):  # of a user's own __len__; reading the stream will show whether it works

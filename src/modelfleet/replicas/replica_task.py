@@ -1,4 +1,4 @@
-"""The task of a replica's worker: one model on one device, answering batch after batch."""
+"""Task of a replica's worker: one model on one device, answering batch after batch."""
 
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
@@ -65,7 +65,7 @@ def _serve(spec: ReplicaSpec) -> Generator[Reply, Question, None]:
 
 
 class _Models:
-    """The model that answers, and one that is to replace it."""
+    """Model that answers, and one that is to replace it."""
 
     def __init__(self, spec: ReplicaSpec) -> None:
         self._current = _answerer(spec)

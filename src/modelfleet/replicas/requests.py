@@ -1,4 +1,4 @@
-"""The values of the queue: requests, spans of their rows, and batches of spans."""
+"""Values of the queue: requests, spans of their rows, and batches of spans."""
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field

@@ -5,7 +5,7 @@ FIRST_PATIENCE, MAX_PATIENCE = 8, 1024  # batches without trouble before more ro
 
 
 class RowLimit:
-    """The number of rows that a replica has memory for: half of what was too many.
+    """Number of rows that a replica has memory for: half of what was too many.
 
     Whatever took the memory may release it: after a while, twice as many rows are tried again.
     """
@@ -33,7 +33,7 @@ class RowLimit:
 
 
 class BatchCount:
-    """The number of batches that a replica is given at once: several quick ones, as each costs its owner time."""
+    """Number of batches that a replica is given at once: several quick ones, as each costs its owner time."""
 
     def __init__(self, seconds_at_once: float) -> None:
         self.batches = 1

@@ -1,4 +1,4 @@
-"""The state that `Replicas` and its driver threads share, under one lock."""
+"""State that `Replicas` and its driver threads share, under one lock."""
 
 import asyncio
 import threading
@@ -45,7 +45,7 @@ class ModelVersion:
 
 
 class PoolState:
-    """The queue, the futures, the models and the end of a pool of replicas.
+    """Queue, the futures, the models and the end of a pool of replicas.
 
     `lock` guards all of it. Methods take the lock themselves, except for those that say otherwise.
     """

@@ -1,4 +1,4 @@
-"""The fork server: a small clean process that starts a program's workers by forking itself.
+"""Fork server: a small clean process that starts a program's workers by forking itself.
 
 It has imported what workers need, and nothing of the user's: so a worker starts at once, and the user's script is
 never run again. It has one thread, computes nothing, and ends when its owner does; its workers end with it.

@@ -60,7 +60,7 @@ def unpack(parcel: Parcel, descriptors: list[int]) -> Any:
 
 
 class Outbox:
-    """The sending end of a conversation. Its messages reuse shared memory, which grows as needed.
+    """Sending end of a conversation. Its messages reuse shared memory, which grows as needed.
 
     There are two segments, for messages in turns: one can be written while the other is read.
     """
@@ -114,7 +114,7 @@ class _Segment:
 
 
 class Inbox:
-    """The receiving end of a conversation. A message's arrays are overwritten when the next but one is sent."""
+    """Receiving end of a conversation. A message's arrays are overwritten when the next but one is sent."""
 
     def __init__(self) -> None:
         self._segments: list[tuple[int, memoryview]] = []  # the last two that were written

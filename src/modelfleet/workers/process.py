@@ -41,7 +41,7 @@ class ProcessWorker:
         self.last_job: object = None
         self.busy = self.starting = False
         self.files: FileStamps = {}
-        """The user's own modules that the process has loaded."""
+        """User's own modules that the process has loaded."""
         self.idle_since = 0.0
         self._messages: deque[tuple[str, Any, list[int]]] = deque()  # read, but not received yet
         self._outbox, self._inbox = Outbox(), Inbox()

@@ -1,4 +1,4 @@
-"""The protocol of a worker, wherever it runs.
+"""Protocol of a worker, wherever it runs.
 
 A worker runs tasks. A task is a generator function. Each item that it yields goes to the worker's owner, and each
 `yield` evaluates to the owner's answer:
@@ -35,7 +35,7 @@ class Worker(Protocol):
     """Runs one task at a time. Every method raises `WorkerDiedError` once the worker is gone."""
 
     last_job: object
-    """What the worker last worked on. Its owner may set this, so that `Place.hire` can find the worker again."""
+    """Job that the worker last did. Its owner may set this, so that `Place.hire` can find the worker again."""
     max_ahead: int
     """How many answers may be sent before their items are received. With 1, the worker can begin the next
     answer while its last item is on the way."""
@@ -136,12 +136,12 @@ class Place(Protocol):
 
     @property
     def name(self) -> str:
-        """The device as users name it: "cuda:0", "cpu:1", "ray:0"."""
+        """Device as users name it: "cuda:0", "cpu:1", "ray:0"."""
         ...
 
     @property
     def device(self) -> str:
-        """The device as the worker itself names it."""
+        """Device as the worker itself names it."""
         ...
 
     @property

@@ -32,7 +32,7 @@ except ModuleNotFoundError as error:
 RayParcel = tuple[bytes, list[np.ndarray]]
 """A pickle, and the bytes of the arrays beside it."""
 Message = tuple[str, RayParcel]
-"""The kind of a message, and its contents."""
+"""Kind of a message, and its contents."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The user's source files that a worker has loaded, to notice when they change."""
+"""User's source files that a worker has loaded, to notice when they change."""
 
 import os
 import sys

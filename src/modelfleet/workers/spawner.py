@@ -99,11 +99,11 @@ class WorkerProcess:
 
 
 class ForkServer:
-    """The process that starts workers, as its owner knows it."""
+    """Process that starts workers, as its owner knows it."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self.environment = environment
-        """The variables that it was started with, of those that libraries read as they load."""
+        """Variables that it was started with, of those that libraries read as they load."""
         self.abandoned = False
         """True once it has failed to start a worker."""
         heartbeat = Heartbeat.create()

@@ -72,7 +72,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Loss:
-    """The end of a worker."""
+    """End of a worker."""
 
     error: Exception
     started: bool
@@ -82,7 +82,7 @@ class Loss:
 
     @property
     def reason(self) -> str:
-        """The error in words. The message of `WorkerDiedError` is complete in itself."""
+        """Error in words. The message of `WorkerDiedError` is complete in itself."""
         if isinstance(self.error, WorkerDiedError):
             return str(self.error)
         return f"{type(self.error).__name__}: {self.error}"

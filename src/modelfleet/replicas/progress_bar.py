@@ -1,0 +1,42 @@
+"""A progress bar for `map` and `imap`."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Literal
+
+from modelfleet.errors import InputError
+from modelfleet.replicas.pool import Replicas
+from modelfleet.replicas.reading import Reading
+from modelfleet.words import count
+
+Progress = Literal["auto"] | bool
+
+
+def progress_bar(progress: Progress) -> Callable[..., AbstractContextManager[Callable[[int], None]]]:
+    """Return a context manager whose function updates a progress bar, given how many users have failed."""
+    if progress not in ("auto", True, False):
+        raise InputError(f'progress is {progress!r}, expected "auto", True or False.')
+
+    @contextmanager
+    def shown(replicas: Replicas, rows: int, reading: Reading) -> Iterator[Callable[[int], None]]:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        console = Console()
+        if not progress or (progress == "auto" and not console.is_interactive):
+            yield lambda failed: None
+            return
+        columns = (TextColumn("rows"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+        with Bar(*columns, TimeRemainingColumn(), console=console) as bar:
+            task = bar.add_task("", total=None)
+
+            def show(failed: int) -> None:
+                more = reading.rows()
+                done = sum(replica.rows for replica in replicas.stats().replicas.values())
+                text = f"{count(failed, 'user')} failed" if failed else ""
+                bar.update(task, completed=done, total=None if more is None else rows + more, description=text)
+
+            yield show
+
+    return shown
