@@ -5,20 +5,19 @@ Classes are on the last axis of an output, `(row, …, class)`, as everywhere in
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from modelfleet.errors import InputError, unknown
+from modelfleet.errors import InputError
 from modelfleet.fingerprints import fingerprint
 from modelfleet.frameworks.jax.arrays import as_numpy
+from modelfleet.frameworks.losses import IGNORED, TargetKind, check_shape, find_loss, out_of_range
+from modelfleet.types import LossLike
 
-IGNORED = -100  # the class index that is left out of cross_entropy and nll
-
-Kind = Literal["classes or probabilities", "classes", "values", "fractions", "signs", "any"]
-Array = Any  # of JAX or NumPy
+Array = jax.Array | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Loss:
 
     name: str
     rows: Callable[[Any, Any], tuple[Array, Array | None]]
-    kind: Kind = "any"
+    kind: TargetKind = "any"
     function: Callable[[Any, Any], Any] | None = None
     """What a person gave; None for those that have a name."""
 
@@ -41,17 +40,10 @@ class Loss:
         return self.name if self.function is None else fingerprint(self.function)
 
 
-def resolve(loss: Any) -> Loss:
-    """The loss of a name, or of a function that takes an output and a target."""
-    if isinstance(loss, str):
-        name = _ALIASES.get(loss, loss)
-        if name not in LOSSES:
-            raise unknown("loss", loss, [*LOSSES, *_ALIASES])
-        return LOSSES[name]
-    if not callable(loss) or isinstance(loss, type):
-        shown = f"the class {loss.__name__}" if isinstance(loss, type) else f"a {type(loss).__name__}"
-        raise InputError(f"the loss is {shown}. Pass a name or a function of output and target.")
-    return _of_function(loss)
+def resolve(loss: LossLike) -> Loss:
+    """Return the loss of a name, or of a function that takes an output and a target."""
+    named = find_loss(loss, LOSSES)
+    return _of_function(loss) if named is None else named
 
 
 def weighted(loss: Loss, output: Any, target: Any, weights: Array | None) -> Array:
@@ -85,13 +77,14 @@ def check_targets(loss: Loss, output_shape: tuple[int, ...], target: Any, member
         raise InputError(f"{whose}{error}") from None
 
 
-def check_range(loss: Loss, output_shape: tuple[int, ...], target: Any) -> None:
-    """Refuse targets with values that the loss can't take, such as labels without a class."""
+def check_range(loss: Loss, output_shape: tuple[int, ...], target: Array) -> None:
+    """Raise InputError for targets with values that the loss can't take, such as labels without a class."""
     target = np.asarray(target)
-    wrong, expected = _out_of_range(loss, output_shape, target)
-    if wrong.any():
-        place = tuple(int(axis) for axis in np.argwhere(wrong)[0])
-        raise InputError(f"the target in row {place[0]} is {target[place].item()}, but {expected}.")
+    found = out_of_range(loss.name, loss.kind, output_shape[-1], target)
+    if found is not None and found[0].any():
+        wrong, expected = found
+        first = tuple(int(axis) for axis in np.argwhere(wrong)[0])
+        raise InputError(f"the target in row {first[0]} is {target[first].item()}, but {expected}.")
 
 
 def matched(name: str, output: Any, target: Any) -> tuple[Array, Array]:
@@ -116,48 +109,8 @@ def is_float(array: Any) -> bool:
     return jnp.issubdtype(array.dtype, jnp.floating)
 
 
-def _check_fit(name: str, kind: Kind, shape: tuple[int, ...], target: Any) -> None:
-    """Refuse a target whose shape and dtype do not fit an output of `shape`."""
-    got = tuple(target.shape)
-    if kind not in ("classes", "classes or probabilities"):
-        if got != shape:
-            alike = got[:1] == shape[:1] and np.prod(got) == np.prod(shape)
-            advice = f" Reshape the target to {_any_rows(shape)}." if alike else ""
-            raise InputError(
-                f"the output is {shape}, but the target is {got}; {name} needs both of one shape.{advice}"
-            )
-        return
-    if len(shape) < 2:
-        raise InputError(f"the output is {shape}, but {name} needs a score for every class: (row, …, class).")
-    if got == shape[:-1]:
-        if is_float(target):
-            raise InputError(f"the target holds class indices as {target.dtype}. Pass them as integers.")
-        return
-    if not (got == shape and is_float(target) and kind == "classes or probabilities"):
-        choice = ", or floating-point probabilities of the output's shape" if kind != "classes" else ""
-        raise InputError(
-            f"the output is {shape}, but the target is {got} of {target.dtype}; {name} needs class indices of "
-            f"shape {_any_rows(shape[:-1])}{choice}. The output's last axis is the class."
-        )
-
-
-def _any_rows(shape: tuple[int, ...]) -> str:
-    return "(row,)" if len(shape) == 1 else f"(row, {', '.join(map(str, shape[1:]))})"
-
-
-def _out_of_range(loss: Loss, shape: tuple[int, ...], target: np.ndarray) -> tuple[np.ndarray, str]:
-    """Which targets the loss can't take, and what it takes."""
-    if loss.kind == "fractions":
-        return ~((target >= 0) & (target <= 1)), f"{loss.name} takes 0 to 1"
-    if loss.kind == "signs":
-        return np.abs(target) != 1, f"{loss.name} takes -1 and 1"
-    if loss.kind in ("values", "any") or is_float(target):
-        return np.zeros(0, dtype=bool), ""
-    classes = shape[-1]
-    wrong = (target < 0) | (target >= classes)
-    if loss.name in ("cross_entropy", "nll"):
-        wrong &= target != IGNORED
-    return wrong, f"the model gives {classes} classes: labels go from 0 to {classes - 1}"
+def _check_fit(name: str, kind: TargetKind, shape: tuple[int, ...], target: Array) -> None:
+    check_shape(name, kind, shape, tuple(target.shape), str(target.dtype), class_axis=-1)
 
 
 def _of_function(function: Callable[[Any, Any], Any]) -> Loss:
@@ -185,7 +138,7 @@ def _per_row(values: Array, counted: Array) -> tuple[Array, Array]:
     return values.astype(dtype).reshape(rows, -1).sum(1), counted.astype(dtype).reshape(rows, -1).sum(1)
 
 
-def _of_values(name: str, function: Callable[[Array, Array], Array], kind: Kind = "values") -> Loss:
+def _of_values(name: str, function: Callable[[Array, Array], Array], kind: TargetKind = "values") -> Loss:
     """A loss between the elements of an output and of a target of its shape."""
 
     def rows(output: Any, target: Any) -> tuple[Array, Array]:
@@ -195,7 +148,7 @@ def _of_values(name: str, function: Callable[[Array, Array], Array], kind: Kind 
     return Loss(name, rows, kind)
 
 
-def _of_classes(name: str, function: Callable[[Array, Array], Array], kind: Kind = "classes") -> Loss:
+def _of_classes(name: str, function: Callable[[Array, Array], Array], kind: TargetKind = "classes") -> Loss:
     """A loss of scores `(row, …, class)` and class indices `(row, …)` or probabilities `(row, …, class)`."""
 
     def rows(output: Any, target: Any) -> tuple[Array, Array]:
@@ -270,10 +223,4 @@ LOSSES: dict[str, Loss] = {
         ),
         _of_values("soft_margin", lambda output, target: jax.nn.softplus(-target * output), "signs"),
     )
-}
-
-_ALIASES = {
-    "l1": "mae",
-    "binary_cross_entropy": "bce",
-    "binary_cross_entropy_with_logits": "bce_with_logits",
 }

@@ -4,20 +4,20 @@ JAX has no float64 unless it is told so, and an epoch has more rows than float32
 two numbers, `(2, …)`: the sum, and what was lost of it by rounding.
 """
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 
-from modelfleet.errors import InputError, unknown
-from modelfleet.frameworks.jax.losses import IGNORED, LOSSES, matched, shape_of
-from modelfleet.frameworks.metrics import listed
+from modelfleet.errors import InputError
+from modelfleet.frameworks import metrics as common
+from modelfleet.frameworks.jax.losses import LOSSES, matched, shape_of
+from modelfleet.frameworks.losses import IGNORED
+from modelfleet.types import MetricLike
 
 Array = Any  # of JAX
 Parts = dict[str, Array]
-Function = Callable[[Any, Any], Any]
 
 
 def added(sums: Array, value: Array) -> Array:
@@ -67,12 +67,12 @@ class Metric:
         }
 
 
-def resolve(metrics: Sequence[str | Function | Mapping[str, Function]]) -> tuple[Metric, ...]:
-    """The metrics of names ("accuracy", "top_5", …), functions of output and target, or named functions.
+def resolve(metrics: Sequence[MetricLike]) -> tuple[Metric, ...]:
+    """Return the metrics of names ("accuracy", "top_5", …), functions, or mappings of names to functions.
 
-    A function gives a scalar per batch; its epoch's value is the mean, every batch weighing its rows.
+    A function gives one number per batch. Its value for an epoch is the mean over the rows.
     """
-    return listed(metrics, _named, _from_function)
+    return common.resolve(metrics, _METRICS, _top, _from_function)
 
 
 def mean(name: str) -> Metric:
@@ -80,24 +80,11 @@ def mean(name: str) -> Metric:
     return Metric(name, lambda output, target, weights: {}, _mean)
 
 
-def _named(name: str) -> Metric:
-    if (match := re.fullmatch(r"top_([1-9]\d*)", name)) is not None:
-        return _top(int(match[1]))
-    if name not in _METRICS:
-        raise unknown("metric", name, [*_METRICS, "top_5"])
-    return _METRICS[name]
-
-
-def _from_function(function: Function, name: str) -> Metric:
-    if not callable(function):
-        raise InputError(
-            f"the metric {name!r} is a {type(function).__name__}. Pass a name or a function of output and target."
-        )
-
+def _from_function(function: common.Function, name: str) -> Metric:
     def parts(output: Any, target: Any, weights: Array) -> Parts:
         value = jnp.asarray(function(output, target))
         if value.size != 1:
-            raise InputError(f"the metric {name!r} gave {value.shape}; expected one number for the batch.")
+            raise common.not_one_number(name, value.shape)
         rows = weights.sum()
         return {"total": value.reshape(()) * rows, "count": rows}
 
@@ -137,7 +124,7 @@ def _top(k: int) -> Metric:
     def parts(output: Array, target: Array, weights: Array) -> Parts:
         scores, labels = _scores_and_labels(name, output, target)
         if scores.shape[-1] < k:
-            raise InputError(f"{name} needs at least {k} classes, but the model gives {scores.shape[-1]}.")
+            raise common.too_few_classes(k, scores.shape[-1])
         label = jnp.maximum(labels, 0)[..., None]
         score = jnp.take_along_axis(scores, label, axis=-1)
         # Asked this way round, a NaN is not among the best; of equal scores, the first counts as the higher.

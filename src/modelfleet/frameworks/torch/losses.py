@@ -2,19 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from modelfleet.errors import InputError, unknown
+from modelfleet.errors import InputError
+from modelfleet.frameworks.losses import IGNORED, TargetKind, check_shape, find_loss, out_of_range, takes_classes
 from modelfleet.frameworks.torch.structure import signature
-
-IGNORED = -100  # the class index that torch leaves out of cross_entropy and nll_loss
-
-Kind = Literal["classes or probabilities", "classes", "values", "fractions", "signs", "any"]
+from modelfleet.types import LossLike
 
 
 @dataclass(frozen=True)
@@ -30,21 +28,15 @@ class Loss:
     name: str
     rows: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None
     plain: Callable[[Any, Any], Tensor]
-    kind: Kind = "any"
+    kind: TargetKind = "any"
     parts: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]] | None = None
 
 
-def resolve(loss: str | Callable[[Any, Any], Any]) -> Loss:
-    """The loss of a name, or of a function or `nn.Module` that takes an output and a target."""
-    if isinstance(loss, str):
-        name = _ALIASES.get(loss, loss)
-        if name not in LOSSES:
-            raise unknown("loss", loss, [*LOSSES, *_ALIASES])
-        return LOSSES[name]
-    if isinstance(loss, type):
-        raise InputError(f"the loss is the class {loss.__name__}. Pass an instance: {loss.__name__}().")
-    if not callable(loss):
-        raise InputError(f"the loss is a {type(loss).__name__}. Pass a name or a function of output and target.")
+def resolve(loss: LossLike) -> Loss:
+    """Return the loss of a name, or of a function or `nn.Module` that takes an output and a target."""
+    named = find_loss(loss, LOSSES)
+    if named is not None:
+        return named
     for stock, function, module in _STOCK:
         if loss is function or (type(loss) is module and signature(loss) == signature(module())):
             return stock
@@ -116,11 +108,14 @@ def check_targets(loss: Loss, output_shape: tuple[int, ...], target: Any, member
 
 
 def check_range(loss: Loss, output_shape: tuple[int, ...], target: Tensor, whose: str = "") -> None:
-    """Refuse targets with values that the loss can't take, such as labels without a class."""
-    wrong, expected = _out_of_range(loss, output_shape, target)
-    if wrong.any():
-        place = tuple(wrong.nonzero()[0].tolist())
-        raise InputError(f"{whose}the target in row {place[0]} is {target[place].item()}, but {expected}.")
+    """Raise InputError for targets with values that the loss can't take, such as labels without a class."""
+    if takes_classes(loss.kind) and not target.is_floating_point():
+        target = target.long()
+    found = out_of_range(loss.name, loss.kind, output_shape[1] if len(output_shape) > 1 else 0, target)
+    if found is not None and found[0].any():
+        wrong, expected = found
+        first = tuple(wrong.nonzero()[0].tolist())
+        raise InputError(f"{whose}the target in row {first[0]} is {target[first].item()}, but {expected}.")
 
 
 def matched(name: str, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,49 +141,9 @@ def shape_of(name: str, output: Any) -> tuple[int, ...]:
     return tuple(output.shape)
 
 
-def _check_fit(name: str, kind: Kind, shape: tuple[int, ...], target: Tensor) -> None:
-    """Refuse a target whose shape and dtype do not fit an output of `shape`."""
-    got, dtype = tuple(target.shape), str(target.dtype).removeprefix("torch.")
-    if kind not in ("classes", "classes or probabilities"):
-        if got != shape:
-            alike = got[:1] == shape[:1] and torch.Size(got).numel() == torch.Size(shape).numel()
-            advice = f" Reshape the target to {_any_rows(shape)}." if alike else ""
-            raise InputError(
-                f"the output is {shape}, but the target is {got}; {name} needs both of one shape.{advice}"
-            )
-        return
-    if len(shape) < 2:
-        raise InputError(f"the output is {shape}, but {name} needs a score for every class: (row, class, …).")
-    indices = shape[:1] + shape[2:]
-    if got == indices and target.is_floating_point():
-        raise InputError(f"the target holds class indices as {dtype}. Pass them as integers, such as int64.")
-    if got == shape and target.is_floating_point() and kind == "classes or probabilities":
-        return
-    if got != indices:
-        choice = ", or floating-point probabilities of the output's shape" if kind != "classes" else ""
-        raise InputError(
-            f"the output is {shape}, but the target is {got} of {dtype}; {name} needs class indices of shape "
-            f"{_any_rows(indices)}{choice}. The output's second axis is the class."
-        )
-
-
-def _any_rows(shape: tuple[int, ...]) -> str:
-    return "(row,)" if len(shape) == 1 else f"(row, {', '.join(map(str, shape[1:]))})"
-
-
-def _out_of_range(loss: Loss, shape: tuple[int, ...], target: Tensor) -> tuple[Tensor, str]:
-    """Which targets the loss can't take, and what it takes."""
-    if loss.kind == "fractions":
-        return ~((target >= 0) & (target <= 1)), f"{loss.name} takes 0 to 1"
-    if loss.kind == "signs":
-        return target.abs() != 1, f"{loss.name} takes -1 and 1"
-    if loss.kind == "values" or target.is_floating_point():
-        return torch.zeros(0, dtype=torch.bool), ""
-    labels, classes = target.long(), shape[1]
-    wrong = (labels < 0) | (labels >= classes)
-    if loss.name in ("cross_entropy", "nll"):
-        wrong &= labels != IGNORED
-    return wrong, f"the model gives {classes} classes: labels go from 0 to {classes - 1}"
+def _check_fit(name: str, kind: TargetKind, shape: tuple[int, ...], target: Tensor) -> None:
+    dtype = str(target.dtype).removeprefix("torch.")
+    check_shape(name, kind, shape, tuple(target.shape), dtype, class_axis=1)
 
 
 def _per_row(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,7 +152,7 @@ def _per_row(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
     return values.to(dtype).flatten(1).sum(1), counted.to(dtype).flatten(1).sum(1)
 
 
-def _of_values(name: str, function: Callable[..., Tensor], kind: Kind = "values") -> Loss:
+def _of_values(name: str, function: Callable[..., Tensor], kind: TargetKind = "values") -> Loss:
     """A loss between the elements of an output and of a target of its shape."""
 
     def rows(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,7 +165,7 @@ def _of_values(name: str, function: Callable[..., Tensor], kind: Kind = "values"
     return Loss(name, rows, plain, kind)
 
 
-def _of_classes(name: str, function: Callable[..., Tensor], kind: Kind = "classes") -> Loss:
+def _of_classes(name: str, function: Callable[..., Tensor], kind: TargetKind = "classes") -> Loss:
     """A loss of scores `(row, class, …)` and class indices `(row, …)` or probabilities `(row, class, …)`."""
 
     def fit(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -281,9 +236,3 @@ _STOCK: tuple[tuple[Loss, Callable[..., Tensor], type[nn.Module]], ...] = (
 )
 
 LOSSES: dict[str, Loss] = {loss.name: loss for loss, _, _ in _STOCK}
-
-_ALIASES = {
-    "l1": "mae",
-    "binary_cross_entropy": "bce",
-    "binary_cross_entropy_with_logits": "bce_with_logits",
-}

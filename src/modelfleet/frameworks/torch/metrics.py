@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelfleet.errors import InputError, unknown
-from modelfleet.frameworks.metrics import listed
-from modelfleet.frameworks.torch.losses import IGNORED, LOSSES, matched, shape_of
+from modelfleet.errors import InputError
+from modelfleet.frameworks import metrics as common
+from modelfleet.frameworks.losses import IGNORED
+from modelfleet.frameworks.torch.losses import LOSSES, matched, shape_of
+from modelfleet.types import MetricLike
 
 Sums = Callable[[Any, Any, Tensor], dict[str, Tensor]]
-Function = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -34,32 +35,19 @@ class Metric:
     maskable: bool = True
 
 
-def resolve(metrics: Sequence[str | Function | Mapping[str, Function]]) -> tuple[Metric, ...]:
-    """The metrics of names ("accuracy", "top_5", …), functions of output and target, or named functions.
+def resolve(metrics: Sequence[MetricLike]) -> tuple[Metric, ...]:
+    """Return the metrics of names ("accuracy", "top_5", …), functions, or mappings of names to functions.
 
-    A function gives a scalar per batch; its epoch's value is the mean, every batch weighing its rows.
+    A function gives one number per batch. Its value for an epoch is the mean over the rows.
     """
-    return listed(metrics, _named, _from_function)
+    return common.resolve(metrics, _METRICS, _top, _from_function)
 
 
-def _named(name: str) -> Metric:
-    if (match := re.fullmatch(r"top_([1-9]\d*)", name)) is not None:
-        return _top(int(match[1]))
-    if name not in _METRICS:
-        raise unknown("metric", name, [*_METRICS, "top_5"])
-    return _METRICS[name]
-
-
-def _from_function(function: Function, name: str) -> Metric:
-    if not callable(function):
-        raise InputError(
-            f"the metric {name!r} is a {type(function).__name__}. Pass a name or a function of output and target."
-        )
-
+def _from_function(function: common.Function, name: str) -> Metric:
     def sums(output: Any, target: Any, weights: Tensor) -> dict[str, Tensor]:
         value = torch.as_tensor(function(output, target), device=weights.device)
         if value.numel() != 1:
-            raise InputError(f"the metric {name!r} gave {tuple(value.shape)}; expected one number for the batch.")
+            raise common.not_one_number(name, value.shape)
         rows = _wide(weights).sum()
         return {"total": _wide(value.detach()).reshape(()) * rows, "count": rows}
 
@@ -107,7 +95,7 @@ def _top(k: int) -> Metric:
     def sums(output: Tensor, target: Tensor, weights: Tensor) -> dict[str, Tensor]:
         scores, labels = _scores_and_labels(name, output, target)
         if scores.shape[1] < k:
-            raise InputError(f"{name} needs at least {k} classes, but the model gives {scores.shape[1]}.")
+            raise common.too_few_classes(k, scores.shape[1])
         label = labels.clamp(min=0).unsqueeze(1)
         score = scores.gather(1, label)
         classes = torch.arange(scores.shape[1], device=scores.device).view(-1, *[1] * (scores.ndim - 2))
