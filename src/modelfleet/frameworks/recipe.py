@@ -10,7 +10,7 @@ from modelfleet.each import spread
 from modelfleet.errors import InputError
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
-from modelfleet.types import Kind, ScheduleLike
+from modelfleet.types import ScheduleLike
 
 TaskType = TypeVar("TaskType", covariant=True)
 
@@ -25,7 +25,7 @@ class Prepared(Generic[TaskType]):
     """Hyperparameters `(member,)` that are not part of the members' state."""
 
 
-def require_compiled(members: Sequence[Member], kind: Kind) -> None:
+def require_compiled(members: Sequence[Member], kind: str) -> None:
     """Raise InputError unless `kind` is "predict", the only verb that works without a recipe."""
     if kind != "predict":
         verb = "evaluate" if kind == "evaluate" else "fit"

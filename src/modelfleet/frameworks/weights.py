@@ -7,7 +7,7 @@ from typing import NamedTuple
 class Spec(NamedTuple):
     """Shape and dtype of a tensor, in words that all frameworks share."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int | None, ...]
     dtype: str
 
     def __str__(self) -> str:

@@ -22,45 +22,12 @@ from modelfleet.frameworks.jax.engine import Engine
 from modelfleet.frameworks.jax.recipe import compile, prepare
 from modelfleet.frameworks.jax.replica import replica as Replica
 from modelfleet.frameworks.jax.replica import weight_bytes
-from modelfleet.frameworks.jax.schedules import Schedules
 from modelfleet.frameworks.jax.settings import settings, using
 from modelfleet.frameworks.jax.structure import difference, signature, trained_twice
 from modelfleet.frameworks.jax.task import PRECISIONS
+from modelfleet.frameworks.schedules import NoSchedules as Schedules
 
 NAME = "jax"
 
 # JAX would take three quarters of a GPU's memory at its first use, and others may need it.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-
-__all__ = [
-    "NAME",
-    "PRECISIONS",
-    "Engine",
-    "Replica",
-    "Schedules",
-    "accelerators",
-    "arrays",
-    "check_model",
-    "choose",
-    "compile",
-    "copy_model",
-    "difference",
-    "files",
-    "fill",
-    "inputs",
-    "is_model",
-    "memory",
-    "native",
-    "prepare",
-    "randomness",
-    "restore_randomness",
-    "rngs",
-    "seeding",
-    "settings",
-    "signature",
-    "stacked_weights",
-    "trained_twice",
-    "using",
-    "weight_bytes",
-    "weights_key",
-]

@@ -12,18 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from modelfleet.errors import InputError
+from modelfleet.frameworks.arrays import host, is_array, size
 
-Array = Any  # of NumPy or JAX
+Array = jax.Array | np.ndarray
 
-
-def is_array(value: Any) -> bool:
-    """Whether `place` can take it: arrays of NumPy, torch, JAX, TensorFlow, pandas and polars."""
-    return hasattr(value, "__array__") and not isinstance(value, type)
-
-
-def size(leaf: Any) -> int:
-    """The length of the first axis."""
-    return int(leaf.shape[0])
+__all__ = ["as_numpy", "concatenate", "from_host", "host", "index", "is_array", "place", "size", "stack", "take"]
+__all__ += ["reduced", "restored"]
 
 
 def place(leaf: Any, device: jax.Device | None, *, copy: bool = False) -> Array:
@@ -58,12 +52,6 @@ def concatenate(tensors: Sequence[Array]) -> Array:
 def stack(tensors: Sequence[Array]) -> Array:
     """One array, joined along a new first axis."""
     return _library(tensors).stack(list(tensors))
-
-
-def host(tensor: Array) -> np.ndarray:
-    """An array's numbers as a NumPy array; of bfloat16, which not every reader has, the bits."""
-    array = np.asarray(tensor)
-    return array.view(np.int16) if array.dtype.name == "bfloat16" else array
 
 
 def from_host(array: np.ndarray, like: Array) -> np.ndarray:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from modelfleet.errors import InputError
-from modelfleet.frameworks.jax.models import is_module, is_pair, key_data, key_of, like, named_leaves, raw
+from modelfleet.frameworks.jax.models import Array, is_module, is_pair, key_data, key_of, like, named_leaves, raw
+from modelfleet.frameworks.weights import Spec, mismatch
 
 
 def is_model(value: object) -> bool:
@@ -73,14 +74,9 @@ def stacked_weights(models: Sequence[Any]) -> dict[str, np.ndarray]:
 
 def fill(model: Any, tensors: Mapping[str, Any]) -> str | None:
     """Copy weights into a model; gives the first thing that does not fit instead, if there is one."""
-    own = _weights(model)
-    for name in (*own, *tensors):
-        if name not in tensors:
-            return f"it has a {name!r} that the folder does not"
-        if name not in own:
-            return f"it has no {name!r}"
-        if own[name].shape != tensors[name].shape or own[name].dtype != tensors[name].dtype:
-            return f"its {name!r} is {_spec(own[name])}, the folder's is {_spec(tensors[name])}"
+    wrong = mismatch(_specs(_weights(model)), _specs(tensors))
+    if wrong is not None:
+        return wrong
     if is_module(model):
         from flax import nnx
 
@@ -124,5 +120,5 @@ def _weights(model: Any) -> dict[str, Any]:
     return {name: raw(leaf) for name, leaf in named_leaves(_tree(model))}
 
 
-def _spec(array: Any) -> str:
-    return f"{tuple(array.shape)} {array.dtype}"
+def _specs(arrays: Mapping[str, Array]) -> dict[str, Spec]:
+    return {name: Spec(tuple(array.shape), str(array.dtype)) for name, array in arrays.items()}

@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from modelfleet.errors import InputError
 from modelfleet.frameworks import metrics as common
@@ -16,7 +18,7 @@ from modelfleet.frameworks.jax.losses import LOSSES, matched, shape_of
 from modelfleet.frameworks.losses import IGNORED
 from modelfleet.types import MetricLike
 
-Array = Any  # of JAX
+Array = jax.Array | np.ndarray
 Parts = dict[str, Array]
 
 
@@ -160,6 +162,7 @@ def _unfit(name: str, output: Array, target: Array) -> InputError:
 def _from_loss(name: str) -> Metric:
     def parts(output: Array, target: Array, weights: Array) -> Parts:
         sums, counts = LOSSES[name].rows(output, target)
+        assert counts is not None  # every loss with a name tells its rows apart
         return _weighted(sums, counts, weights)
 
     return Metric(name, parts, _mean)

@@ -16,6 +16,7 @@ import numpy as np
 from modelfleet.errors import InputError
 from modelfleet.frameworks.jax.structure import freeze, is_module, named_leaves, statics
 
+Array = jax.Array | np.ndarray
 Parts = dict[str, Any]  # arrays by structural key
 Use = Callable[[Any], Any]
 

@@ -8,33 +8,16 @@ import functools
 import sys
 import types
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
+from modelfleet.frameworks.structure import Opaque, Signature
+
 # What `Module.train` and `eval` set: a lane sets these itself, as the step asks for it.
 _MODES = frozenset({"deterministic", "use_running_average"})
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Signature:
-    """A model's structure as a value: equal for two models if and only if they may be fused."""
-
-    entries: tuple[tuple[str, Hashable], ...]
-    _hash: int = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash(self.entries))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Signature):
-            return NotImplemented
-        return self is other or (self._hash == other._hash and self.entries == other.entries)
 
 
 @dataclass(frozen=True)
@@ -53,22 +36,6 @@ class _Again:
 
     def __str__(self) -> str:
         return f"the same as {self.first or 'the model'}"
-
-
-@dataclass(frozen=True, eq=False)
-class _Opaque:
-    """A value that can only be compared with itself."""
-
-    value: Any
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Opaque) and self.value is other.value
-
-    def __str__(self) -> str:
-        return f"a {type(self.value).__name__} of its own"
 
 
 def is_module(model: Any) -> bool:
@@ -191,7 +158,7 @@ def freeze(value: Any) -> Hashable:
         return ("partial", freeze(value.func), tuple(map(freeze, value.args)), keywords)
     if isinstance(value, jax.Array | np.ndarray):
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
-            return _Opaque(value)
+            return Opaque(value)
         if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
             value = jax.random.key_data(value)
         array = np.asarray(value)
@@ -205,7 +172,7 @@ def freeze(value: Any) -> Hashable:
     try:
         hash(value)
     except TypeError:
-        return _Opaque(value)
+        return Opaque(value)
     return value
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from modelfleet.errors import InputError
 from modelfleet.fingerprints import fingerprint
+from modelfleet.frameworks.batches import input_and_target, loss_and_metrics
 from modelfleet.frameworks.jax import metrics
 from modelfleet.frameworks.jax.losses import Loss, weighted
 from modelfleet.frameworks.jax.metrics import Metric
@@ -16,7 +17,7 @@ from modelfleet.frameworks.jax.optimizers import Optimizer
 
 PRECISIONS = {"float32": None, "bf16": jnp.bfloat16, "fp16": jnp.float16}  # to train in: not fp16
 
-Array = Any  # of JAX
+Array = jax.Array
 
 
 @dataclass(frozen=True)
@@ -61,16 +62,11 @@ class Task:
             mask = weights
         rows = weights.sum()
         if self.objective is not None:
-            loss, extra = _loss_and_extra(self.objective(model, batch))
+            loss, extra = loss_and_metrics(self.objective(model, batch), jax.Array)
             found = {name: {"total": jnp.asarray(value) * rows, "count": rows} for name, value in extra.items()}
         else:
             assert self.loss is not None
-            if not isinstance(batch, tuple) or len(batch) != 2:
-                raise InputError(
-                    f"the loss {self.loss.name!r} needs (x, y), but the data hold {_form(batch)}. "
-                    f"Give (x, y), or compile with an objective, which takes any batch."
-                )
-            x, target = batch
+            x, target = input_and_target(batch, self.loss.name)
             output = widened(call(model, x))
             loss = weighted(self.loss, output, target, mask)
             seen = jax.lax.stop_gradient(output)
@@ -81,16 +77,6 @@ class Task:
     def metric(self, name: str) -> Metric:
         """The metric of a name; the loss, and what an objective gives, are means."""
         return next((metric for metric in self.metrics if metric.name == name), None) or metrics.mean(name)
-
-
-def _loss_and_extra(result: Any) -> tuple[Any, Mapping[str, Any]]:
-    if isinstance(result, jax.Array):
-        return result, {}
-    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
-        return result
-    raise InputError(
-        f"the objective returned {type(result).__name__}; expected a loss, or a loss and a dict of metrics."
-    )
 
 
 def _scalar(loss: Any) -> Array:
@@ -105,12 +91,6 @@ def widened(output: Any, precision: str = "bf16") -> Any:
     halves = (jnp.bfloat16, PRECISIONS[precision] or jnp.bfloat16)
     # What is no array stays: JAX says of it where it is among the outputs.
     return jax.tree.map(lambda a: a.astype(jnp.float32) if getattr(a, "dtype", None) in halves else a, output)
-
-
-def _form(batch: Any) -> str:
-    if isinstance(batch, Mapping):
-        return f"a dict of {', '.join(map(str, batch))}"
-    return f"{len(batch)} arrays" if isinstance(batch, tuple | list) else "one array"
 
 
 def _count(batch: Any) -> int:

@@ -28,9 +28,9 @@ from modelfleet.frameworks.keras.datasets import as_loader
 from modelfleet.frameworks.keras.frozen import Frozen, frozen, weight_bytes
 from modelfleet.frameworks.keras.plain import PlainEngine
 from modelfleet.frameworks.keras.recipe import compile, prepare
-from modelfleet.frameworks.keras.schedules import Schedules
 from modelfleet.frameworks.keras.settings import settings, using
 from modelfleet.frameworks.keras.structure import difference, signature, trained_twice
+from modelfleet.frameworks.schedules import NoSchedules as Schedules
 from modelfleet.members import Member
 
 NAME = "keras"
@@ -69,41 +69,3 @@ def Engine(  # noqa: N802  (a class in other adapters)
 def Replica(model: Any, device: Any, precision: str) -> Any:  # noqa: N802  (a class in other adapters)
     """Answers batches with a model that was `frozen`, here or where it came from."""
     return _engine.replica(model.model if isinstance(model, Frozen) else model, device)
-
-
-__all__ = [
-    "GOES_ON",
-    "NAME",
-    "PRECISIONS",
-    "Engine",
-    "Replica",
-    "Schedules",
-    "accelerators",
-    "arrays",
-    "as_loader",
-    "check_model",
-    "choose",
-    "compile",
-    "copy_model",
-    "difference",
-    "files",
-    "fill",
-    "frozen",
-    "inputs",
-    "is_model",
-    "memory",
-    "native",
-    "prepare",
-    "randomness",
-    "restore_randomness",
-    "seeding",
-    "settings",
-    "signature",
-    "stacked_weights",
-    "trained_twice",
-    "using",
-    "weight_bytes",
-    "weighted",
-    "weights_key",
-    "wrap",
-]

@@ -14,6 +14,7 @@ from modelfleet.errors import InputError
 from modelfleet.frameworks.keras.optimizers import twin
 from modelfleet.frameworks.keras.own_code import put_together, taken_apart
 from modelfleet.frameworks.keras.steps import structural_keys
+from modelfleet.frameworks.weights import Spec, mismatch
 from modelfleet.words import unstopped
 
 _GENERATOR = "global_seed_generator"  # what keras.random draws from if it is given no seed
@@ -91,15 +92,9 @@ def stacked_weights(models: Sequence[keras.Model]) -> dict[str, Any]:
 def fill(model: keras.Model, tensors: Mapping[str, Any]) -> str | None:
     """Copy weights into a model; gives the first thing that does not fit instead, if there is one."""
     own = _weights(model)
-    for name in (*own, *tensors):
-        if name not in tensors:
-            return f"it has a {name!r} that the folder does not"
-        if name not in own:
-            return f"it has no {name!r}"
-        theirs = tuple(tensors[name].shape), keras.backend.standardize_dtype(tensors[name].dtype)
-        mine = tuple(own[name].shape), keras.backend.standardize_dtype(own[name].dtype)
-        if mine != theirs:
-            return f"its {name!r} is {mine[0]} {mine[1]}, the folder's is {theirs[0]} {theirs[1]}"
+    wrong = mismatch(_specs(own), _specs(tensors))
+    if wrong is not None:
+        return wrong
     for name, variable in own.items():
         variable.assign(tensors[name])
     for layer in model._flatten_layers():
@@ -138,3 +133,10 @@ def restore_randomness(state: Any) -> None:
 
 def _weights(model: keras.Model) -> dict[str, Any]:
     return dict(zip(structural_keys(model.variables), model.variables, strict=True))
+
+
+def _specs(tensors: Mapping[str, Any]) -> dict[str, Spec]:
+    return {
+        name: Spec(tuple(tensor.shape), keras.backend.standardize_dtype(tensor.dtype))
+        for name, tensor in tensors.items()
+    }

@@ -20,7 +20,8 @@ from keras.src.utils.python_utils import is_default
 
 from modelfleet.errors import InputError
 from modelfleet.frameworks import randomness
-from modelfleet.frameworks.keras.structure import Signature, difference, signature
+from modelfleet.frameworks.keras.structure import difference, signature
+from modelfleet.frameworks.structure import Signature
 
 _LAMBDA = "<lambda>"
 _naming = threading.RLock()  # names are changed for a while, for all threads

@@ -13,7 +13,8 @@ from modelfleet.errors import InputError, unknown
 from modelfleet.fingerprints import fingerprint
 from modelfleet.frameworks.keras.optimizers import built
 from modelfleet.frameworks.keras.structure import owned_by
-from modelfleet.frameworks.keras.values import Opaque, Owned, freeze, show
+from modelfleet.frameworks.keras.values import Owned, freeze, show
+from modelfleet.frameworks.structure import Opaque
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
 

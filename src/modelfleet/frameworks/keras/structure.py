@@ -6,14 +6,14 @@ alike, they count as unlike.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import keras
 from keras import tree
 from keras.src.utils.backend_utils import DynamicBackend
 
-from modelfleet.frameworks.keras.values import NOTHING, Opaque, Owned, freeze, show, unnumbered
+from modelfleet.frameworks.keras.values import NOTHING, Owned, freeze, show, unnumbered
+from modelfleet.frameworks.structure import Opaque, Signature
 
 _LAYER = frozenset(vars(keras.layers.Layer())) | {"name", "_name"}
 # What Keras keeps on a model for itself, some of it from the first `compile` or `fit` on.
@@ -39,16 +39,6 @@ _REMAINS = frozenset(
     {"_dropout_mask", "_recurrent_dropout_mask", "is_gptq_calibrated", "is_awq_calibrated"}
     | {"gptq_unpacked_column_size", "awq_unpacked_column_size"}
 )
-
-
-@dataclass(frozen=True)
-class Signature:
-    """A model's structure as a value: equal for two models if and only if they may be fused."""
-
-    entries: tuple[tuple[str, Hashable], ...]
-
-    def __hash__(self) -> int:
-        return hash(self.entries)
 
 
 class _Weight(NamedTuple):

@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import re
-import sys
 import types
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -12,10 +11,10 @@ import keras
 import numpy as np
 from keras.src.utils.naming import to_snake_case
 
+from modelfleet.frameworks.structure import Opaque, cell_contents, is_importable, shorten
+
 NOTHING = "·"
 """In the place of what is compared elsewhere, or does not count: how a weight was initialized."""
-
-_LONG = 60  # characters of a value that a message shows
 
 _UNTOLD = (keras.initializers.Initializer, keras.KerasTensor, keras.Optimizer)
 _STATEFUL = (keras.layers.Layer, keras.Variable, keras.random.SeedGenerator)
@@ -25,21 +24,6 @@ _METRIC = frozenset(vars(keras.metrics.Metric())) | _NAMES | {"_built", "built"}
 
 Owned = Mapping[int, Hashable]
 """What belongs to a model, by its id: the place of each of its layers, variables and seeds."""
-
-
-class Opaque:
-    """A value that can't be looked into, and so equals itself only."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Opaque) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
 
 
 def freeze(value: Any, owned: Owned | None = None) -> Hashable:
@@ -86,7 +70,7 @@ class _Freezer:
             case set() | frozenset():
                 return "set", frozenset(map(self, value))
             case types.FunctionType():
-                return value if _importable(value) else self._of_function(value)
+                return value if is_importable(value) else self._of_function(value)
             case types.MethodType():
                 return "method", self(value.__func__), self(value.__self__)
             case functools.partial():
@@ -94,7 +78,7 @@ class _Freezer:
         return self._of_object(value)
 
     def _of_function(self, function: types.FunctionType) -> Hashable:
-        cells = tuple(self(_contents(cell)) for cell in function.__closure__ or ())
+        cells = tuple(self(cell_contents(cell)) for cell in function.__closure__ or ())
         told = self(function.__defaults__), self(function.__kwdefaults__), self(vars(function))
         # Functions of one code that were defined in two places may read unlike globals.
         return "function", function.__code__, id(function.__globals__), *told, cells
@@ -127,8 +111,7 @@ def unnumbered(name: str, of: Any) -> str:
 
 def show(frozen: Hashable) -> str:
     """A frozen value as a reader knows it."""
-    text = _text(frozen)
-    return text if len(text) <= _LONG else f"{text[: _LONG - 1]}…"
+    return shorten(_text(frozen))
 
 
 def _text(frozen: Any) -> str:
@@ -150,18 +133,3 @@ def _text(frozen: Any) -> str:
         case (type() as kind, *rest):
             return f"{kind.__qualname__}({', '.join(map(_text, rest))})"
     return f"a {type(frozen.value).__name__}" if isinstance(frozen, Opaque) else str(frozen)
-
-
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a variable that is not yet assigned
-        return None
-
-
-def _importable(value: Any) -> bool:
-    """Whether a function is the one that its module has under its name."""
-    found: object = sys.modules.get(value.__module__)
-    for name in value.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is value

@@ -4,24 +4,10 @@ No fleet takes them: nothing here knows how they would be trained. So this is no
 has only what replicas ask of an adapter.
 """
 
+from modelfleet.frameworks import arrays
 from modelfleet.frameworks.batches import inputs
-from modelfleet.frameworks.python import arrays
 from modelfleet.frameworks.python.devices import choose, memory, native
 from modelfleet.frameworks.python.replica import Replica, is_model, needed, weight_bytes
 
 NAME = "python"
 PRECISIONS = ("float32",)  # a function computes in whatever it likes
-
-__all__ = [
-    "NAME",
-    "PRECISIONS",
-    "Replica",
-    "arrays",
-    "choose",
-    "inputs",
-    "is_model",
-    "memory",
-    "native",
-    "needed",
-    "weight_bytes",
-]

@@ -10,18 +10,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-Array = Any  # of NumPy or TensorFlow
+from modelfleet.frameworks.arrays import host, is_array, size
+
+Array = tf.Tensor | np.ndarray
+
+__all__ = ["STRINGS", "concatenate", "from_host", "host", "index", "is_array", "place", "size", "stack", "take"]
 STRINGS = True  # TensorFlow computes with them; here they are arrays of objects
-
-
-def is_array(value: Any) -> bool:
-    """Whether `place` can take it: arrays of NumPy, torch, JAX, TensorFlow, pandas and polars."""
-    return hasattr(value, "__array__") and not isinstance(value, type)
-
-
-def size(leaf: Any) -> int:
-    """The length of the first axis."""
-    return int(leaf.shape[0])
 
 
 def place(leaf: Any, device: str | None, *, copy: bool = False, exact: bool = False) -> Array:
@@ -65,15 +59,9 @@ def stack(tensors: Sequence[Array]) -> Array:
     return tf.stack(list(tensors)) if any(map(tf.is_tensor, tensors)) else np.stack(list(tensors))
 
 
-def host(tensor: Array) -> np.ndarray:
-    """An array's numbers as a NumPy array; of bfloat16, which not every reader has, the bits."""
-    array = np.asarray(tensor)
-    return array.view(np.int16) if array.dtype.name == "bfloat16" else array
-
-
 def from_host(array: np.ndarray, like: Array) -> np.ndarray:
     """What `host` gave, in the dtype of another."""
-    dtype = like.dtype.as_numpy_dtype if tf.is_tensor(like) else like.dtype
+    dtype = getattr(like.dtype, "as_numpy_dtype", like.dtype)
     return array.view(dtype) if np.dtype(dtype).name == "bfloat16" else array
 
 

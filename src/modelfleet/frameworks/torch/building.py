@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from modelfleet.errors import InputError
 from modelfleet.frameworks.torch.extra import difference, extra_states, is_extra, set_extra_states
+from modelfleet.frameworks.weights import Spec, mismatch
 from modelfleet.trees import leaves
 
 
@@ -97,18 +98,11 @@ def stacked_weights(models: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> str | None:
     """Copy weights into a model; gives the first thing that does not fit instead, if there is one."""
-    own = dict(_tensors(model))
-    kept = {name: tensor for name, tensor in tensors.items() if not is_extra(name)}
-    for name in (*own, *kept):
-        if name not in tensors:
-            return f"it has a {name!r} that the folder does not"
-        if name not in own:
-            return f"it has no {name!r}"
-        if own[name].shape != tensors[name].shape or own[name].dtype != tensors[name].dtype:
-            return f"its {name!r} is {_spec(own[name])}, the folder's is {_spec(tensors[name])}"
-    refused = difference(model, tensors)
-    if refused is not None:
-        return refused
+    own = _tensors(model)
+    wrong = mismatch(_specs(own), _specs({name: t for name, t in tensors.items() if not is_extra(name)}))
+    wrong = wrong or difference(model, tensors)
+    if wrong is not None:
+        return wrong
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
@@ -127,5 +121,5 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **buffers}
 
 
-def _spec(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+def _specs(tensors: Mapping[str, Tensor]) -> dict[str, Spec]:
+    return {name: Spec(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}

@@ -1,27 +1,19 @@
 """From what `compile` was told to every member's task and hyperparameters, checked."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from modelfleet.each import Each, spread
 from modelfleet.errors import InputError, unknown
+from modelfleet.frameworks.recipe import Prepared, check_objective, clip_norms, require_compiled
 from modelfleet.frameworks.torch import hyperparameters, losses, metrics, schedules
 from modelfleet.frameworks.torch.modes import enter_training
 from modelfleet.frameworks.torch.task import PRECISIONS, Task
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A recipe for named members: the task of each, and the hyperparameters as columns `(member,)`."""
-
-    tasks: list[Task]
-    columns: dict[str, np.ndarray]
-    schedules: list[object]
 
 
 def compile(recipe: Recipe, members: Sequence[Member]) -> None:
@@ -30,14 +22,10 @@ def compile(recipe: Recipe, members: Sequence[Member]) -> None:
     _refuse_scaling_half(recipe, members)
 
 
-def prepare(recipe: Recipe | None, members: Sequence[Member], kind: str) -> Prepared:
+def prepare(recipe: Recipe | None, members: Sequence[Member], kind: str) -> Prepared[Task]:
     """The tasks and hyperparameters of members; predicting needs no recipe."""
     if recipe is None:
-        if kind != "predict":
-            verb = "evaluate" if kind == "evaluate" else "fit"
-            raise InputError(
-                f"call compile before {verb}: member {members[0].name!r} needs to know its loss and its optimizer."
-            )
+        require_compiled(members, kind)
         recipe = Recipe("sgd")
     _refuse_scaling_half(recipe, members)
     if kind == "train":
@@ -59,21 +47,16 @@ def _refuse_scaling_half(recipe: Recipe, members: Sequence[Member]) -> None:
                 )
 
 
-def _prepare(recipe: Recipe, names: Sequence[str]) -> Prepared:
+def _prepare(recipe: Recipe, names: Sequence[str]) -> Prepared[Task]:
     """Check a recipe and spread it over the members."""
     given = dict(recipe.hyperparameters or {})
-    if recipe.loss is not None and recipe.objective is not None:
-        raise InputError("compile got both a loss and an objective. Give one: an objective computes its own loss.")
-    if recipe.objective is not None and recipe.metrics:
-        raise InputError(
-            "compile got metrics beside an objective. Let the objective return them: (loss, {name: value})."
-        )
+    check_objective(recipe)
     if recipe.precision not in PRECISIONS:
         raise unknown("precision", recipe.precision, PRECISIONS)
     optimizer, hyper = hyperparameters.resolve(recipe.optimizer, given)
     columns = hyperparameters.columns(hyper, names)
     if recipe.clip_norm is not None:
-        columns["clip_norm"] = _clip_column(recipe.clip_norm, names)
+        columns["clip_norm"] = np.array(clip_norms(recipe.clip_norm, names))
     task = Task(
         optimizer=optimizer,
         loss=None if recipe.loss is None else losses.resolve(recipe.loss),
@@ -93,12 +76,4 @@ def _prepare(recipe: Recipe, names: Sequence[str]) -> Prepared:
     wanted = spread(recipe.schedule, names, "schedule")
     for schedule in wanted if isinstance(recipe.schedule, Each) else wanted[:1]:
         schedules.resolve(schedule)
-    return Prepared(tasks, columns, wanted)
-
-
-def _clip_column(clip_norm: object, names: Sequence[str]) -> np.ndarray:
-    values = spread(clip_norm, names, "clip_norm")
-    for name, value in zip(names, values, strict=True):
-        if value is not None and (not isinstance(value, int | float) or not value > 0):
-            raise InputError(f"clip_norm of member {name!r} is {value!r}; expected a number above 0, or None.")
-    return np.array([np.inf if value is None else float(value) for value in values])
+    return Prepared(tasks, wanted, columns)

@@ -5,13 +5,13 @@ compute alike, they count as unlike.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from modelfleet.frameworks.structure import Signature
 from modelfleet.frameworks.torch.values import Freezer, differ, show
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -25,25 +25,6 @@ _BOOKKEEPING = frozenset(vars(nn.Module())) | {
     "name_or_path",
     "warnings_issued",
 }
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Signature:
-    """A model's structure as a value: equal for two models if and only if they may be fused."""
-
-    entries: tuple[tuple[str, Hashable], ...]
-    _hash: int = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash(self.entries))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Signature):
-            return NotImplemented
-        return self is other or (self._hash == other._hash and self.entries == other.entries)
 
 
 class _Module(NamedTuple):

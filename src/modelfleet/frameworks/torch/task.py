@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from modelfleet.errors import InputError
 from modelfleet.fingerprints import fingerprint
+from modelfleet.frameworks.batches import input_and_target, loss_and_metrics
 from modelfleet.frameworks.torch.losses import Loss, weighted
 from modelfleet.frameworks.torch.metrics import Metric
 from modelfleet.frameworks.torch.optimizers import Optimizer
@@ -63,10 +64,10 @@ class Task:
         """Return one member's loss on a batch, the sums of the metrics, and how many rows count."""
         rows = weights.sum() if weights is not None else _count(batch)
         if self.objective is not None:
-            loss, extra = _loss_and_extra(self.objective(model, batch))
+            loss, extra = loss_and_metrics(self.objective(model, batch), Tensor)
             sums = {name: torch.as_tensor(value).detach() * rows for name, value in extra.items()}
         elif self.loss is not None:
-            x, target = _pair(self.loss, batch)
+            x, target = input_and_target(batch, self.loss.name)
             output = logits(call(model, x))
             if weights is not None:
                 loss = weighted(self.loss, output, target, weights)
@@ -95,7 +96,7 @@ class Task:
         taken as the mean over its rows; `dividing.divide` has seen that it is.
         """
         if self.loss is not None and self.loss.parts is not None and self.objective is None:
-            x, target = _pair(self.loss, batch)
+            x, target = input_and_target(batch, self.loss.name)
             output = logits(call(model, x))
             total, count = self.loss.parts(output, target)
             sums = {
@@ -106,7 +107,7 @@ class Task:
         if self.objective is not None or self.loss is None or self.loss.rows is None:
             loss, sums = self.run(model, batch, weights)
             return loss * sums["rows"], sums["rows"], sums
-        x, target = _pair(self.loss, batch)
+        x, target = input_and_target(batch, self.loss.name)
         output = logits(call(model, x))
         totals, counts = self.loss.rows(output, target)
         if weights is None:
@@ -201,38 +202,12 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, Tensor) or any(_holds_tensors(part) for part in parts)
 
 
-def _pair(loss: Loss, batch: Any) -> tuple[Any, Any]:
-    """The x and y that a loss needs."""
-    if not isinstance(batch, tuple) or len(batch) != 2:
-        raise InputError(
-            f"the loss {loss.name!r} needs (x, y), but the data hold {_form(batch)}. "
-            f"Give (x, y), or compile with an objective, which takes any batch."
-        )
-    return batch
-
-
-def _loss_and_extra(result: Any) -> tuple[Tensor, Mapping[str, Any]]:
-    if isinstance(result, Tensor):
-        return result, {}
-    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
-        return result
-    raise InputError(
-        f"the objective returned {type(result).__name__}; expected a loss, or a loss and a dict of metrics."
-    )
-
-
 def _scalar(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise InputError(f"the loss is a {type(loss).__name__}; expected a tensor of one number.")
     if loss.numel() != 1:
         raise InputError(f"the loss is {tuple(loss.shape)}; expected one number, such as the batch's mean.")
     return loss.reshape(()) if loss.dim() else loss
-
-
-def _form(batch: Any) -> str:
-    if isinstance(batch, Mapping):
-        return f"a dict of {', '.join(map(str, batch))}"
-    return f"{len(batch)} arrays" if isinstance(batch, tuple | list) else "one array"
 
 
 def _count(batch: Any) -> int:

@@ -5,7 +5,6 @@ import hashlib
 import logging
 import re
 import struct
-import sys
 import types
 import weakref
 from collections import defaultdict, deque
@@ -18,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+from modelfleet.frameworks.structure import MAX_SHOWN, Opaque, cell_contents, is_importable, shorten
 
 _SCALARS = frozenset(
     {int, bool, str, bytes, range}
@@ -41,8 +42,6 @@ _CLASS_BOOKKEEPING = frozenset(
     | {"__firstlineno__", "__static_attributes__"}
 )
 
-_LONG = 60  # characters: a text beyond this is told by its first part that differs
-
 
 class Leaf(NamedTuple):
     """A value without parts."""
@@ -56,21 +55,6 @@ class Tree(NamedTuple):
 
     kind: Hashable
     parts: tuple[tuple[str, Hashable], ...]
-
-
-class Opaque:
-    """A value that can't be looked into, and so equals itself only."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Opaque) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
 
 
 class Freezer:
@@ -107,7 +91,7 @@ class Freezer:
 
     def freeze_class(self, cls: type) -> Hashable:
         """The class itself; its contents if it is made anew per model, in a function or by parametrize."""
-        return cls if _importable(cls) else self.freeze(cls)
+        return cls if is_importable(cls) else self.freeze(cls)
 
     def _freeze_new(self, value: Any) -> Hashable:
         kind = type(value)
@@ -129,9 +113,9 @@ class Freezer:
             case set() | frozenset():
                 return Leaf(self.freeze_class(kind), frozenset(self.freeze(element) for element in value))
             case type():
-                return value if _importable(value) else self._tree(*_parts_of_class(value))
+                return value if is_importable(value) else self._tree(*_parts_of_class(value))
             case types.FunctionType():
-                return Leaf(kind, value) if _importable(value) else self._tree(kind, _parts_of_function(value))
+                return Leaf(kind, value) if is_importable(value) else self._tree(kind, _parts_of_function(value))
         if isinstance(value, _COMPARABLE):
             return Leaf(kind, value)
         parts = _parts_of_builtin(value)
@@ -149,19 +133,19 @@ def differ(name: str, value: Hashable, other: Hashable) -> str:
         if isinstance(side, Opaque):
             return f"attribute {name} of type {type(side.value).__name__} can't be compared"
     text, other_text = show(value), show(other)
-    unclear = text == other_text or max(len(text), len(other_text)) > _LONG
+    unclear = text == other_text or max(len(text), len(other_text)) > MAX_SHOWN
     if unclear and isinstance(value, Tree) and isinstance(other, Tree) and value.kind == other.kind:
         return _differ_in_part(name, value, other)
     if text == other_text:
-        return f"{name} is another {_cut(text)}"
-    return f"{name} is {_cut(text)}, not {_cut(other_text)}"
+        return f"{name} is another {shorten(text)}"
+    return f"{name} is {shorten(text)}, not {shorten(other_text)}"
 
 
 def _differ_in_part(name: str, value: Tree, other: Tree) -> str:
     ours, theirs = dict(value.parts), dict(other.parts)
     for label, part in ours.items():
         if label not in theirs:
-            return f"{name}{label} is {_cut(show(part))}, the other has none"
+            return f"{name}{label} is {shorten(show(part))}, the other has none"
         if part != theirs[label]:
             return differ(name + label, part, theirs[label])
     missing = [label for label in theirs if label not in ours]
@@ -220,14 +204,6 @@ def _freeze_tensor(tensor: Tensor) -> Hashable:
     return _digest(what, str(tensor.dtype).removeprefix("torch."), tensor.shape, data)
 
 
-def _importable(value: Any) -> bool:
-    """Whether a class or function is the one that its module has under its name."""
-    found: object = sys.modules.get(value.__module__)
-    for name in value.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is value
-
-
 def _parts_of_class(cls: type) -> tuple[Leaf, list[tuple[str, Any]]]:
     own = [(f".{name}", item) for name, item in sorted(vars(cls).items()) if name not in _CLASS_BOOKKEEPING]
     return Leaf("class", cls.__qualname__), [("'s module", cls.__module__), ("'s bases", cls.__bases__), *own]
@@ -238,17 +214,10 @@ def _parts_of_function(function: types.FunctionType) -> list[tuple[str, Any]]:
     return [
         ("", function.__code__),
         ("'s default values", (function.__defaults__, function.__kwdefaults__)),
-        *((f"'s {name}", _cell_contents(cell)) for name, cell in cells),
+        *((f"'s {name}", cell_contents(cell)) for name, cell in cells),
         *_attributes(function),
         ("'s globals", Opaque(function.__globals__)),
     ]
-
-
-def _cell_contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a variable that is not yet assigned
-        return None
 
 
 def _parts_of_builtin(value: Any) -> list[tuple[str, Any]] | None:
@@ -317,7 +286,3 @@ def _keeps_hidden_state(cls: type) -> bool:
     """Whether instances hold more than attributes: files, generators, locks, whatever is written in C."""
     words = len(_slots(cls)) + (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0)
     return cls.__itemsize__ > 0 or cls.__basicsize__ > object.__basicsize__ + words * struct.calcsize("P")
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONG else f"{text[: _LONG - 1]}…"
