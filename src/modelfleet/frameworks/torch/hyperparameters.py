@@ -9,7 +9,8 @@ import numpy as np
 
 from modelfleet.each import Each, spread
 from modelfleet.errors import InputError, unknown
-from modelfleet.frameworks.torch.optimizers import ALGORITHMS, Optimizer
+from modelfleet.frameworks.torch.algorithms import ALGORITHMS
+from modelfleet.frameworks.torch.optimizers import Optimizer
 
 # Where torch's optimizers choose an implementation, not a result: taken, and without effect here.
 SWITCHES = frozenset({"foreach", "fused", "capturable", "differentiable"})

@@ -16,13 +16,14 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, SCALE, CannotFuseError
+from modelfleet.frameworks.torch.algorithms import STEP
 from modelfleet.frameworks.torch.asking import Asking, NeedsGradientError
+from modelfleet.frameworks.torch.coefficients import computing, pairs
 from modelfleet.frameworks.torch.counting import Coefficients
 from modelfleet.frameworks.torch.drawing import DrawFromStreams
 from modelfleet.frameworks.torch.eager_draws import EagerDraws
 from modelfleet.frameworks.torch.guards import undone
 from modelfleet.frameworks.torch.modes import modes
-from modelfleet.frameworks.torch.optimizers import STEP, computing, pairs
 from modelfleet.frameworks.torch.random import Draws, Part, Streams
 from modelfleet.frameworks.torch.rules import Rules
 from modelfleet.frameworks.torch.state import State, exact
