@@ -163,7 +163,7 @@ def reduced(value: Any) -> Any:
     framework = {"torch": "torch", "jaxlib": "jax"}.get(root)  # JAX's arrays are of its part in C++
     if framework is not None and framework in sys.modules:
         return adapter(framework).arrays.reduced(value)
-    models = sys.modules.get("modelfleet.frameworks.keras.frozen")
+    models = sys.modules.get("modelfleet.frameworks.keras.replica")
     return NotImplemented if models is None else models.reduced(value)
 
 

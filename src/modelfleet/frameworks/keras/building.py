@@ -11,8 +11,8 @@ from keras import ops
 from keras.src.backend.common import global_state
 
 from modelfleet.errors import InputError
+from modelfleet.frameworks.keras.custom_objects import put_together, take_apart
 from modelfleet.frameworks.keras.optimizers import twin
-from modelfleet.frameworks.keras.own_code import put_together, taken_apart
 from modelfleet.frameworks.keras.steps import structural_keys
 from modelfleet.frameworks.weights import Spec, mismatch
 from modelfleet.words import unstopped
@@ -57,7 +57,7 @@ def check_model(model: keras.Model, name: str) -> None:
 def copy_model(model: keras.Model) -> keras.Model:
     """A model of its own with the same weights, compiled alike, and with its optimizer where that is."""
     try:
-        copied: Any = put_together(*taken_apart(model))
+        copied: Any = put_together(*take_apart(model))
     except Exception as error:  # whatever a class of one's own may not be able to tell about itself
         raise InputError(
             f"a {type(model).__name__} can't be copied: {unstopped(error)}. "
