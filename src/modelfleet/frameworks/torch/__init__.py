@@ -1,4 +1,4 @@
-"""Torch models in fleets. What the layers above use of torch is named here."""
+"""Torch models in fleets. Exports the names of `protocol.Adapter`."""
 
 from modelfleet.frameworks.batches import inputs
 from modelfleet.frameworks.torch import arrays, files

@@ -1,4 +1,4 @@
-"""Losses by name, told row by row so that padded rows can be weighted out."""
+"""Losses of torch members, computed per row so that padded rows can be left out."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,22 +14,27 @@ from modelfleet.frameworks.losses import IGNORED, TargetKind, check_shape, find_
 from modelfleet.frameworks.torch.structure import signature
 from modelfleet.types import LossLike
 
+PartsOfBatch = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
+
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss of an output and a target.
-
-    `rows` gives the sum of the loss over each row's elements and how many they are, both `(row,)`; it is None
-    for a function that only tells its mean. `plain` gives the mean over all, as `torch.nn.functional` would.
-    `kind` says what the targets are. `parts`, of some losses without `rows`, gives a sum and a count for a part of
-    a batch: the batch's loss is the sum of all sums over that of all counts. A count of None: the loss is a sum.
-    """
+    """A loss of an output and a target."""
 
     name: str
     rows: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None
+    """Return the sum of the loss over each row's elements and their number, both `(row,)`.
+
+    None for a user's function, which only returns a mean.
+    """
     plain: Callable[[Any, Any], Tensor]
+    """Return the mean over all elements, as `torch.nn.functional` does."""
     kind: TargetKind = "any"
-    parts: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]] | None = None
+    parts: PartsOfBatch | None = None
+    """For some losses without `rows`: return a sum and a count for a part of a batch.
+
+    The batch's loss is the sum of all sums over the sum of all counts. If the count is None, the loss is a sum.
+    """
 
 
 def resolve(loss: LossLike) -> Loss:
@@ -43,8 +48,8 @@ def resolve(loss: LossLike) -> Loss:
     return Loss(getattr(loss, "__name__", type(loss).__name__), None, loss, parts=_parts(loss))
 
 
-def _parts(loss: Callable[[Any, Any], Any]) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]] | None:
-    """How one of torch's own modules adds up over the parts of a batch, where that is no mean of their means."""
+def _parts(loss: Callable[[Any, Any], Any]) -> PartsOfBatch | None:
+    """Return `Loss.parts` for torch's own modules whose loss is not the mean of its parts' losses."""
     if type(loss) not in {module for _, _, module in _STOCK}:
         return None
     assert isinstance(loss, nn.Module)
@@ -55,7 +60,7 @@ def _parts(loss: Callable[[Any, Any], Any]) -> Callable[[Tensor, Tensor], tuple[
     classes: Any = loss
 
     def parts(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        if target.is_floating_point():  # probabilities: a mean over the rows
+        if target.is_floating_point():  # probabilities: the loss is a mean over the rows
             mean, count = loss(output, target), target.numel() // target.shape[1]
             return mean * count, torch.as_tensor(count, dtype=mean.dtype, device=mean.device)
         there = target != classes.ignore_index
@@ -74,21 +79,25 @@ def _parts(loss: Callable[[Any, Any], Any]) -> Callable[[Tensor, Tensor], tuple[
 
 
 def weighted(loss: Loss, output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
-    """The mean of the loss over the rows' elements, where each row weighs `weights` `(row,)`.
+    """Return the mean of the loss over the rows' elements, with `weights` `(row,)`.
 
-    With all weights 1 it is the plain mean, with all weights 0 it is 0.
+    With all weights 1 it is the plain mean; with all weights 0 it is 0.
     """
-    assert loss.rows is not None, f"the loss {loss.name} can't be told row by row"
+    assert loss.rows is not None, f"the loss {loss.name} has no values per row"
     sums, counts = loss.rows(output, target)
-    # Where every label is ignored, torch gives 0 / 0, and so do we; but a member without rows has no loss.
+    # If every label is ignored, the loss is 0 / 0, as in torch. A member without rows has a loss of 0.
     size = torch.where(weights.any(), (weights * counts).sum(), 1)
     return (weights * sums).sum() / size
 
 
 def check_targets(loss: Loss, output_shape: tuple[int, ...], target: Any, member: str | None = None) -> None:
-    """Refuse targets that the loss can't take: of a wrong shape or dtype, or with values out of range.
+    """Raise InputError for targets of a wrong shape or dtype, or with values out of range.
 
-    `output_shape` is that of the model's output for any number of rows; `target` holds all rows of the data.
+    Args:
+        loss: The loss.
+        output_shape: Shape of the model's output for any number of rows.
+        target: All rows of the data.
+        member: Name of the member, for errors.
     """
     if loss.kind == "any":
         return
@@ -119,20 +128,20 @@ def check_range(loss: Loss, output_shape: tuple[int, ...], target: Tensor, whose
 
 
 def matched(name: str, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-    """An output and a target of its shape, both in one dtype."""
+    """Return an output and a target in one dtype. Raises InputError if their shapes differ."""
     _check_fit(name, "values", shape_of(name, output), target)
     return _same_dtype(output, target)
 
 
 def _same_dtype(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    # float64, as NumPy has it, says nothing about the precision wanted; float32 beside a half does.
+    # A float64 target is NumPy's default, and no wish for precision. A float32 target beside a half is one.
     known = target.dtype if target.is_floating_point() else output.dtype
     dtype = torch.promote_types(output.dtype, torch.float32 if known == torch.float64 else known)
     return output.to(dtype), target.to(dtype)
 
 
 def shape_of(name: str, output: Any) -> tuple[int, ...]:
-    """The shape of an output, which must be one tensor."""
+    """Return the shape of an output. Raises InputError if the output is not one tensor."""
     if not isinstance(output, Tensor):
         raise InputError(
             f"the model gives a {type(output).__name__}, but {name} needs a tensor. "
@@ -147,13 +156,13 @@ def _check_fit(name: str, kind: TargetKind, shape: tuple[int, ...], target: Tens
 
 
 def _per_row(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    # In float32 at least: sums of halves are rough, and a half can't count beyond 2048.
+    # At least in float32: sums of halves are rough, and a half can't count beyond 2048.
     dtype = torch.promote_types(values.dtype, torch.float32)
     return values.to(dtype).flatten(1).sum(1), counted.to(dtype).flatten(1).sum(1)
 
 
 def _of_values(name: str, function: Callable[..., Tensor], kind: TargetKind = "values") -> Loss:
-    """A loss between the elements of an output and of a target of its shape."""
+    """Return a loss between the elements of an output and a target of the same shape."""
 
     def rows(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         values = function(*matched(name, output, target), reduction="none").unsqueeze(-1)
@@ -166,20 +175,20 @@ def _of_values(name: str, function: Callable[..., Tensor], kind: TargetKind = "v
 
 
 def _of_classes(name: str, function: Callable[..., Tensor], kind: TargetKind = "classes") -> Loss:
-    """A loss of scores `(row, class, …)` and class indices `(row, …)` or probabilities `(row, class, …)`."""
+    """Return a loss of scores `(row, class, …)` with class indices `(row, …)` or probabilities of their shape."""
 
-    def fit(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def match(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         _check_fit(name, kind, shape_of(name, output), target)
         return _same_dtype(output, target) if target.is_floating_point() else (output, target.long())
 
     def rows(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        output, target = fit(output, target)
+        output, target = match(output, target)
         values = function(output, target, reduction="none").unsqueeze(-1)
         counted = torch.ones_like(values) if target.is_floating_point() else (target != IGNORED).unsqueeze(-1)
         return _per_row(values, counted)
 
     def plain(output: Tensor, target: Tensor) -> Tensor:
-        return function(*fit(output, target), reduction="mean")
+        return function(*match(output, target), reduction="mean")
 
     return Loss(name, rows, plain, kind)
 
@@ -188,7 +197,7 @@ def _reduced(values: Tensor, reduction: str) -> Tensor:
     return values.mean() if reduction == "mean" else values
 
 
-# torch 2.13 has no batching rules for these three, and F's would loop over the members.
+# torch 2.13 has no batching rules for the next three in F, and would loop over the members.
 
 
 def _kl_div(output: Tensor, target: Tensor, *, reduction: str) -> Tensor:
@@ -206,7 +215,7 @@ def _multi_margin(output: Tensor, target: Tensor, *, reduction: str) -> Tensor:
     return _reduced((margins * others).sum(1) / output.shape[1], reduction)
 
 
-# Each with the function and the module of torch that it equals.
+# Each loss with the function and the module of torch that it equals.
 _STOCK: tuple[tuple[Loss, Callable[..., Tensor], type[nn.Module]], ...] = (
     (
         _of_classes("cross_entropy", F.cross_entropy, "classes or probabilities"),

@@ -1,4 +1,4 @@
-"""From what `compile` was told to every member's task and hyperparameters, checked."""
+"""From the recipe of `compile` to every member's task and hyperparameters, checked."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,25 +17,28 @@ from modelfleet.recipe import Recipe
 
 
 def compile(recipe: Recipe, members: Sequence[Member]) -> None:
-    """Check a recipe for these members: every error of it now, none later."""
+    """Raise InputError if the recipe has an error for any of these members."""
     _prepare(recipe, [member.name for member in members])
-    _refuse_scaling_half(recipe, members)
+    _check_loss_scaling(recipe, members)
 
 
 def prepare(recipe: Recipe | None, members: Sequence[Member], kind: str) -> Prepared[Task]:
-    """The tasks and hyperparameters of members; predicting needs no recipe."""
+    """Return the tasks and hyperparameters of members. Predicting needs no recipe."""
     if recipe is None:
         require_compiled(members, kind)
         recipe = Recipe("sgd")
-    _refuse_scaling_half(recipe, members)
+    _check_loss_scaling(recipe, members)
     if kind == "train":
         for member in members:
             enter_training(member.model)
     return _prepare(recipe, [member.name for member in members])
 
 
-def _refuse_scaling_half(recipe: Recipe, members: Sequence[Member]) -> None:
-    """Refuse to scale the loss of float16 parameters, whose gradients can't hold the scale; so does GradScaler."""
+def _check_loss_scaling(recipe: Recipe, members: Sequence[Member]) -> None:
+    """Raise InputError for float16 parameters with a scaled loss, which their gradients can't hold.
+
+    torch's GradScaler refuses them, too.
+    """
     if recipe.precision != "fp16":
         return
     for member in members:
@@ -48,7 +51,7 @@ def _refuse_scaling_half(recipe: Recipe, members: Sequence[Member]) -> None:
 
 
 def _prepare(recipe: Recipe, names: Sequence[str]) -> Prepared[Task]:
-    """Check a recipe and spread it over the members."""
+    """Check a recipe and return its values for each member."""
     given = dict(recipe.hyperparameters or {})
     check_objective(recipe)
     if recipe.precision not in PRECISIONS:
@@ -73,7 +76,7 @@ def _prepare(recipe: Recipe, names: Sequence[str]) -> Prepared[Task]:
         if key not in distinct:
             distinct[key] = replace(task, optimizer=replace(optimizer, flags=own))
         tasks.append(distinct[key])
-    wanted = spread(recipe.schedule, names, "schedule")
-    for schedule in wanted if isinstance(recipe.schedule, Each) else wanted[:1]:
+    chosen = spread(recipe.schedule, names, "schedule")
+    for schedule in chosen if isinstance(recipe.schedule, Each) else chosen[:1]:
         schedules.resolve(schedule)
-    return Prepared(tasks, wanted, columns)
+    return Prepared(tasks, chosen, columns)

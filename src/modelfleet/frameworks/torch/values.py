@@ -1,4 +1,4 @@
-"""Plain Python values as hashable ones: what a module's attributes hold, compared by content."""
+"""Values of a module's attributes as hashable ones that compare by content."""
 
 import functools
 import hashlib
@@ -25,16 +25,16 @@ _SCALARS = frozenset(
     | {types.NoneType, types.EllipsisType, types.NotImplementedType, types.CodeType}
     | {torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
-# Values whose own == is right: by content, or by identity where there is one of a kind.
+# Values whose own == is right: it compares content, or there is only one such object.
 _COMPARABLE = (
     *(re.Pattern, PurePath, np.dtype, np.ufunc, types.ModuleType, logging.Logger),
     *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
 )
 
-# What Hugging Face configs note about where they came from.
+# Where a Hugging Face config came from.
 _ORIGIN = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
 
-# What Python keeps in a class that says nothing about what its instances do.
+# Entries of a class that do not affect what its instances do.
 _CLASS_BOOKKEEPING = frozenset(
     {"__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__abstractmethods__", "_abc_impl"}
     | {"__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__"}
@@ -51,29 +51,29 @@ class Leaf(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """A value with parts. A part's label is what names it after the name of the whole: `[0]`, `.stride`."""
+    """A value with parts. A part's label follows the name of the whole, as in `[0]` and `.stride`."""
 
     kind: Hashable
     parts: tuple[tuple[str, Hashable], ...]
 
 
 class Freezer:
-    """Makes hashable values of one model's attributes, equal where the contents are.
+    """Turns the values of one model's attributes into hashable ones, which are equal if the contents are.
 
-    `names` gives the names of the model's own modules and tensors by id: an attribute that holds one of them
-    refers to it by name, while any other tensor counts by its numbers.
+    `names` returns the names of the model's own modules and tensors by id. An attribute that holds one of them
+    refers to it by name; any other tensor is compared by its numbers.
     """
 
     def __init__(self, names: Callable[[], dict[int, str]]) -> None:
         self._find_names = names
-        self._known: dict[int, tuple[object, Hashable]] = {}  # holds the objects, so that no id is used twice
+        self._known: dict[int, tuple[object, Hashable]] = {}  # keeps the objects alive, so that ids stay unique
 
     @functools.cached_property
     def _names(self) -> dict[int, str]:
         return self._find_names()
 
     def freeze(self, value: Any) -> Hashable:
-        """`value` as a hashable one. An object met twice is read once; a cycle ends where it closes."""
+        """Return `value` as a hashable one. An object is read once; a cycle ends where it closes."""
         kind = type(value)
         if kind in _SCALARS:
             return Leaf(kind, value)
@@ -90,7 +90,7 @@ class Freezer:
         return frozen
 
     def freeze_class(self, cls: type) -> Hashable:
-        """The class itself; its contents if it is made anew per model, in a function or by parametrize."""
+        """Return the class itself, or its contents if each model has its own, from a function or parametrize."""
         return cls if is_importable(cls) else self.freeze(cls)
 
     def _freeze_new(self, value: Any) -> Hashable:
@@ -128,7 +128,7 @@ class Freezer:
 
 
 def differ(name: str, value: Hashable, other: Hashable) -> str:
-    """Say where two frozen values called `name` differ first: "features.3.stride is 2, not 1"."""
+    """Return where two frozen values called `name` first differ, as in "features.3.stride is 2, not 1"."""
     for side in (value, other):
         if isinstance(side, Opaque):
             return f"attribute {name} of type {type(side.value).__name__} can't be compared"
@@ -153,7 +153,7 @@ def _differ_in_part(name: str, value: Tree, other: Tree) -> str:
 
 
 def show(frozen: Hashable) -> str:
-    """A frozen value as a reader knows it; of an object, its class alone."""
+    """Return a frozen value as text; an object as the name of its class."""
     match frozen:
         case Tree(kind, parts) if isinstance(kind, type) and issubclass(kind, list | tuple):
             inner = ", ".join(show(part) for _, part in parts)
@@ -221,11 +221,11 @@ def _parts_of_function(function: types.FunctionType) -> list[tuple[str, Any]]:
 
 
 def _parts_of_builtin(value: Any) -> list[tuple[str, Any]] | None:
-    """The parts of what Python and numpy keep outside of an object's attributes; None for other objects."""
+    """Return the parts that Python and NumPy keep outside of an object's attributes; None for other objects."""
     match value:
         case int() | float() | complex() | str() | bytes() | bytearray():
             base: Any = next(base for base in type(value).__mro__ if base.__module__ == "builtins")
-            return [("", base.__repr__(value))]  # of a subclass, whose own may say less
+            return [("", base.__repr__(value))]  # a subclass may override __repr__
         case list() | tuple() | deque():
             return [(f"[{index}]", item) for index, item in enumerate(value)]
         case defaultdict():
@@ -283,6 +283,6 @@ def _slots(cls: type) -> list[str]:
 
 
 def _keeps_hidden_state(cls: type) -> bool:
-    """Whether instances hold more than attributes: files, generators, locks, whatever is written in C."""
+    """Return True if instances hold more than attributes, like files, locks and other objects written in C."""
     words = len(_slots(cls)) + (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0)
     return cls.__itemsize__ > 0 or cls.__basicsize__ > object.__basicsize__ + words * struct.calcsize("P")
