@@ -1,4 +1,4 @@
-"""JAX models in fleets: Flax NNX modules and `(params, apply)` pairs. What the layers above use is named here."""
+"""JAX models in fleets: Flax NNX modules and `(params, apply)` pairs. Exports the names of `protocol.Adapter`."""
 
 import os
 
@@ -29,5 +29,5 @@ from modelfleet.frameworks.schedules import NoSchedules as Schedules
 
 NAME = "jax"
 
-# JAX would take three quarters of a GPU's memory at its first use, and others may need it.
+# JAX would take three quarters of a GPU's memory at its first use, which other programs may need.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

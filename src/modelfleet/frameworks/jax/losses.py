@@ -1,6 +1,6 @@
-"""Losses by name, told row by row so that padded rows can be weighted out. They agree with torch's of their names.
+"""Losses of JAX members, computed per row so that padded rows can be left out. They agree with torch's losses.
 
-Classes are on the last axis of an output, `(row, …, class)`, as everywhere in JAX.
+Classes are on the last axis of an output, `(row, …, class)`, as usual in JAX.
 """
 
 from collections.abc import Callable
@@ -22,21 +22,21 @@ Array = jax.Array | np.ndarray
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss of an output and a target.
-
-    `rows` gives the sum of the loss over each row's elements and how many they are, both `(row,)`. For a function
-    that tells only its mean it gives that mean, a scalar, and None. `kind` says what the targets are.
-    """
+    """A loss of an output and a target."""
 
     name: str
     rows: Callable[[Any, Any], tuple[Array, Array | None]]
+    """Return the sum of the loss over each row's elements and their number, both `(row,)`.
+
+    A user's function that returns only a mean gives that mean and None.
+    """
     kind: TargetKind = "any"
     function: Callable[[Any, Any], Any] | None = None
-    """What a person gave; None for those that have a name."""
+    """The user's own function; None for losses with a name."""
 
     @property
     def summary(self) -> str:
-        """The loss in a few letters, the same in every process; another one for a function that was edited."""
+        """A short text that is the same in every process, and changes when a user's function is edited."""
         return self.name if self.function is None else fingerprint(self.function)
 
 
@@ -47,7 +47,7 @@ def resolve(loss: LossLike) -> Loss:
 
 
 def weighted(loss: Loss, output: Any, target: Any, weights: Array | None) -> Array:
-    """The mean of the loss over the rows' elements, where each row weighs `weights` `(row,)`; None: all alike.
+    """Return the mean of the loss over the rows' elements, with `weights` `(row,)`, or without if that is None.
 
     With all weights 0 it is 0.
     """
@@ -56,13 +56,13 @@ def weighted(loss: Loss, output: Any, target: Any, weights: Array | None) -> Arr
         return sums
     if weights is None:
         return sums.sum() / counts.sum()
-    # Where every label is ignored it is 0 / 0, as in torch; but a member without rows has no loss.
+    # If every label is ignored, the loss is 0 / 0, as in torch. A member without rows has a loss of 0.
     size = jnp.where((weights != 0).any(), (weights * counts).sum(), 1)
     return jnp.where(weights == 0, 0, weights * sums).sum() / size
 
 
 def check_targets(loss: Loss, output_shape: tuple[int, ...], target: Any, member: str | None = None) -> None:
-    """Refuse targets that the loss can't take: of a wrong shape or dtype, or with values out of range."""
+    """Raise InputError for targets of a wrong shape or dtype, or with values out of range."""
     if loss.kind == "any":
         return
     whose = "" if member is None else f"member {member!r}: "
@@ -88,14 +88,14 @@ def check_range(loss: Loss, output_shape: tuple[int, ...], target: Array) -> Non
 
 
 def matched(name: str, output: Any, target: Any) -> tuple[Array, Array]:
-    """An output and a target of its shape, both in one dtype."""
+    """Return an output and a target in one dtype. Raises InputError if their shapes differ."""
     _check_fit(name, "values", shape_of(name, output), target)
     dtype = jnp.promote_types(output.dtype, jnp.float32)
     return output.astype(dtype), jnp.asarray(target, dtype)
 
 
 def shape_of(name: str, output: Any) -> tuple[int, ...]:
-    """The shape of an output, which must be one array."""
+    """Return the shape of an output. Raises InputError if the output is not one array."""
     if not hasattr(output, "shape"):
         raise InputError(
             f"the model gives a {type(output).__name__}, but {name} needs an array. "
@@ -104,8 +104,8 @@ def shape_of(name: str, output: Any) -> tuple[int, ...]:
     return tuple(output.shape)
 
 
-def is_float(array: Any) -> bool:
-    """Whether an array holds fractions."""
+def is_float(array: Array) -> bool:
+    """Return True for an array of floating-point numbers."""
     return jnp.issubdtype(array.dtype, jnp.floating)
 
 
@@ -114,7 +114,7 @@ def _check_fit(name: str, kind: TargetKind, shape: tuple[int, ...], target: Arra
 
 
 def _of_function(function: Callable[[Any, Any], Any]) -> Loss:
-    """A loss of a person's own: one number for the batch, or one or more for every row."""
+    """Return the loss of a user's function, which returns one number, or one or more for every row."""
     name = getattr(function, "__name__", type(function).__name__)
 
     def rows(output: Any, target: Any) -> tuple[Array, Array | None]:
@@ -132,14 +132,14 @@ def _of_function(function: Callable[[Any, Any], Any]) -> Loss:
 
 
 def _per_row(values: Array, counted: Array) -> tuple[Array, Array]:
-    # In float32 at least: sums of halves are rough, and a half can't count beyond 2048.
+    # At least in float32: sums of halves are rough, and a half can't count beyond 2048.
     dtype = jnp.promote_types(values.dtype, jnp.float32)
     rows = len(values)
     return values.astype(dtype).reshape(rows, -1).sum(1), counted.astype(dtype).reshape(rows, -1).sum(1)
 
 
 def _of_values(name: str, function: Callable[[Array, Array], Array], kind: TargetKind = "values") -> Loss:
-    """A loss between the elements of an output and of a target of its shape."""
+    """Return a loss between the elements of an output and a target of the same shape."""
 
     def rows(output: Any, target: Any) -> tuple[Array, Array]:
         values = function(*matched(name, output, target))
@@ -149,7 +149,7 @@ def _of_values(name: str, function: Callable[[Array, Array], Array], kind: Targe
 
 
 def _of_classes(name: str, function: Callable[[Array, Array], Array], kind: TargetKind = "classes") -> Loss:
-    """A loss of scores `(row, …, class)` and class indices `(row, …)` or probabilities `(row, …, class)`."""
+    """Return a loss of scores `(row, …, class)` with class indices `(row, …)` or probabilities of their shape."""
 
     def rows(output: Any, target: Any) -> tuple[Array, Array]:
         _check_fit(name, kind, shape_of(name, output), target)
@@ -185,7 +185,7 @@ def _huber(output: Array, target: Array) -> Array:
 
 @jax.custom_jvp
 def _bce(output: Array, target: Array) -> Array:
-    # As in torch, a logarithm is never below -100, and neither is the slope infinite at 0 and 1.
+    # As in torch, logarithms are clamped at -100, and the slope is finite at 0 and 1.
     yes, no = jnp.maximum(jnp.log(output), -100), jnp.maximum(jnp.log1p(-output), -100)
     return -(target * yes + (1 - target) * no)
 

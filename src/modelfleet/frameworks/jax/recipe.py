@@ -1,4 +1,7 @@
-"""From what `compile` was told to every member's task, checked."""
+"""From the recipe of `compile` to every member's task, checked.
+
+There are no columns: each member's own numbers are in its state.
+"""
 
 from collections.abc import Sequence
 
@@ -11,12 +14,12 @@ from modelfleet.recipe import Recipe
 
 
 def compile(recipe: Recipe, members: Sequence[Member]) -> None:
-    """Check a recipe for these members: every error of it now, none later."""
+    """Raise InputError if the recipe has an error for any of these members."""
     _prepare(recipe, [member.name for member in members])
 
 
 def prepare(recipe: Recipe | None, members: Sequence[Member], kind: str) -> Prepared[Task]:
-    """The tasks of members; predicting needs no recipe."""
+    """Return the tasks of members. Predicting needs no recipe."""
     if recipe is None:
         require_compiled(members, kind)
         return Prepared([Task()] * len(members), [None] * len(members))

@@ -1,6 +1,6 @@
-"""TensorFlow's own models in fleets, to predict. What the layers above use is named here.
+"""TensorFlow's own models in fleets, which only predict. Exports the names of `protocol.Adapter`.
 
-Keras models on TensorFlow are Keras's (`modelfleet.frameworks.keras`), which trains them through `backend` here.
+Keras models on TensorFlow belong to `modelfleet.frameworks.keras`, which trains them through `backend` here.
 """
 
 from modelfleet.frameworks import files
