@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -213,7 +213,7 @@ def test_schedules_of_each_members_own() -> None:
     by_epoch = partial(lr_scheduler.StepLR, step_size=1, gamma=0.5)
     cycle = partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=steps, cycle_momentum=False)
     # What compile is told, and torch's own form of it with when it steps.
-    schedules: dict[str, tuple[Any, Any, str]] = {
+    schedules: dict[str, tuple[Any, Any, Literal["epoch", "step"]]] = {
         "a": ("cosine", partial(lr_scheduler.CosineAnnealingLR, T_max=steps), "step"),
         "b": (by_epoch, by_epoch, "epoch"),
         "c": (None, None, "epoch"),

@@ -36,8 +36,8 @@ REFUSED = {
     "an explicit strategy": re.compile(r'strategy="'),  # that these members can't have
     "nothing to train": re.compile(r"has no (parameter|trainable variable|weights that are trained)"),
     "a setting of the optimizer": re.compile(r"Nesterov needs"),
-    "complex numbers in files": re.compile(r"safetensors does not hold torch.complex128"),
-    "a schedule of unknown length": re.compile(r"the schedule '\w+' goes by the number of steps"),
+    "complex numbers in files": re.compile(r"safetensors does not support torch.complex128"),
+    "a schedule of unknown length": re.compile(r"the schedule '\w+' depends on the number of steps"),
     "no value for a member that has joined since": re.compile(r"each\(\.\.\.\) has no value for"),
     TRAINED_TWICE: re.compile(r"share the trained parameter"),
 }

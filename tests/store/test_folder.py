@@ -406,7 +406,7 @@ def test_a_data_file_is_never_named_as_a_path(tmp_path: Path, name: str) -> None
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        (torch.zeros(2, dtype=torch.complex128), "does not hold torch.complex128"),
+        (torch.zeros(2, dtype=torch.complex128), "does not support torch.complex128"),
         (torch.eye(2).to_sparse(), "tensor 'w' is torch.sparse_coo"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Frameworks: each adapter is a package of the same module names, the only place that knows its framework."""
+"""Frameworks. Each adapter is a package of the same module names, and the only place that knows its framework."""
 
 import inspect
 import sys
@@ -11,13 +11,14 @@ import numpy as np
 
 from modelfleet.errors import InputError, MissingExtraError, refuse_masked
 from modelfleet.frameworks.protocol import Adapter
+from modelfleet.types import Model, Tensor
 from modelfleet.words import unstopped
 
-# In this order: a Keras model is a torch module, too, where torch is its backend, and a tf.Module elsewhere.
+# The order matters: a Keras model is also a torch module or a tf.Module, depending on its backend.
 ADAPTERS = ("keras", "jax", "torch", "tensorflow")
 
 _ROOTS = {"keras": "keras", "flax": "jax", "jax": "jax", "torch": "torch", "tensorflow": "tensorflow"}
-# What an adapter imports, and the extra that brings it.
+# Packages that adapters import, and the extra that installs each.
 _EXTRAS = {
     "torch": "torch",
     "keras": "keras",
@@ -28,8 +29,12 @@ _EXTRAS = {
 }
 
 
-def adapter_of(model: Any, name: str) -> Adapter:
-    """The adapter for a member's model, found by the framework its class comes from."""
+def adapter_of(model: Model, name: str) -> Adapter:
+    """Return the adapter for a member's model, by the framework of its class.
+
+    Raises:
+        InputError: No framework knows the model.
+    """
     for framework in _frameworks(model):
         found = adapter(framework)
         if found.is_model(model):
@@ -42,8 +47,8 @@ def adapter_of(model: Any, name: str) -> Adapter:
     )
 
 
-def _frameworks(model: Any) -> list[str]:
-    """The frameworks that a model may be of, the likeliest first."""
+def _frameworks(model: Model) -> list[str]:
+    """Return the frameworks that a model may belong to, the most specific first."""
     if isinstance(model, tuple) and len(model) == 2 and callable(model[1]):
         return ["jax"]
     roots = {_ROOTS.get(cls.__module__.partition(".")[0]) for cls in type(model).__mro__}
@@ -51,7 +56,11 @@ def _frameworks(model: Any) -> list[str]:
 
 
 def adapter(framework: str) -> Any:
-    """The adapter of a framework by its name; imports the framework."""
+    """Return the adapter of a framework by name. Imports the framework.
+
+    Raises:
+        MissingExtraError: A package that the adapter needs is not installed.
+    """
     try:
         return import_module(f"modelfleet.frameworks.{framework}")
     except ModuleNotFoundError as error:
@@ -61,23 +70,27 @@ def adapter(framework: str) -> Any:
         raise MissingExtraError(package, _EXTRAS[package], f"a fleet of {framework} models") from error
 
 
-def build(factory: Callable[..., Any], arguments: Mapping[str, Any], seed: int, name: str) -> Any:
-    """A member's model. Its first weights depend on its seed alone; the caller's generators are left alone.
+def build(factory: Callable[..., Model], arguments: Mapping[str, Any], seed: int, name: str) -> Model:
+    """Return a member's model. Its initial weights depend on its seed alone; global generators are restored.
 
-    A factory that takes a `seed` or, for Flax, `rngs` is given them from the member's seed if nobody else did.
+    A factory that takes a `seed` or, for Flax, `rngs` gets them from the member's seed, unless `arguments` has
+    them.
+
+    Raises:
+        InputError: The factory does not take the arguments, or returns something that is not a model.
     """
     arguments = dict(arguments)
-    takes = _signature(factory)
-    asked = () if takes is None else takes.parameters
+    signature = _signature(factory)
+    parameters = () if signature is None else signature.parameters
     with ExitStack() as seeded:
         for framework in ADAPTERS:
             if framework in sys.modules:
                 seeded.enter_context(adapter(framework).seeding(seed))
-        if "seed" in asked and "seed" not in arguments:
+        if "seed" in parameters and "seed" not in arguments:
             arguments["seed"] = seed
-        if "rngs" in asked and "rngs" not in arguments:
+        if "rngs" in parameters and "rngs" not in arguments:
             arguments["rngs"] = adapter("jax").rngs(seed)
-        _check_keywords(takes, arguments, name)
+        _check_keywords(signature, arguments, name)
         model = factory(**arguments)
     if not _frameworks(model):
         raise InputError(
@@ -88,51 +101,53 @@ def build(factory: Callable[..., Any], arguments: Mapping[str, Any], seed: int, 
 
 
 def _signature(factory: Callable[..., Any]) -> inspect.Signature | None:
-    """What a factory takes; None if only calling it tells, as of one written in C."""
+    """Return a factory's signature, or None if it has none, like functions written in C."""
     try:
         if not isinstance(factory, type):
             return inspect.signature(factory)
-        # Of a class, its __init__: a metaclass (Flax's) may take anything.
+        # For a class, use its __init__: the metaclass (of Flax) takes any arguments.
         _, *parameters = inspect.signature(factory.__init__).parameters.values()
         return inspect.Signature(parameters)
     except (TypeError, ValueError):
         return None
 
 
-def _check_keywords(takes: inspect.Signature | None, arguments: Mapping[str, Any], name: str) -> None:
-    if takes is None:
+def _check_keywords(signature: inspect.Signature | None, arguments: Mapping[str, Any], name: str) -> None:
+    if signature is None:
         return
     try:
-        takes.bind(**arguments)
+        signature.bind(**arguments)
     except TypeError as error:
         keywords = ", ".join(f"{key}={value!r}" for key, value in arguments.items()) or "no keywords"
         raise InputError(
             f"member {name!r}: the factory can't be called with {keywords}: {unstopped(error)}. "
-            f"Give a factory that takes these, and needs no others."
+            f"Give a factory that takes these keywords and requires no others."
         ) from error
 
 
 def loaded() -> list[Any]:
-    """The adapters of the frameworks that this process has imported."""
+    """Return the adapters of the frameworks that this process has imported."""
     found = []
     for name in ADAPTERS:
         if name in sys.modules:
-            with suppress(MissingExtraError):  # it is there, and what else our adapter would need is not
+            with suppress(MissingExtraError):  # a package that its adapter needs is missing
                 found.append(adapter(name))
     return found
 
 
 def settings(framework: str | None) -> dict[str, Mapping[str, Any]]:
-    """What this program has set in a framework that changes its numbers; in all that it has imported, if none is
-    known."""
-    found = [adapter(framework)] if framework in ADAPTERS else loaded()
-    own = {one.NAME: getattr(one, "settings", dict)() for one in found}
-    return {name: values for name, values in own.items() if values}
+    """Return the settings of a framework that change a model's numbers, by framework.
+
+    If the framework is not known, return the settings of all frameworks that this process has imported.
+    """
+    adapters = [adapter(framework)] if framework in ADAPTERS else loaded()
+    found = {one.NAME: getattr(one, "settings", dict)() for one in adapters}
+    return {name: values for name, values in found.items() if values}
 
 
 @contextmanager
 def using(settings: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
-    """Compute with what `settings` gave, in another process or thread."""
+    """Apply settings of `settings()` within this context, in another process or thread."""
     with ExitStack() as stack:
         for name, own in settings.items():
             stack.enter_context(adapter(name).using(own))
@@ -141,7 +156,7 @@ def using(settings: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
 
 @contextmanager
 def computing() -> Iterator[None]:
-    """Keep the memory that one step frees for the next one, until this is over."""
+    """Keep the memory that a step frees for the next step, within this context."""
     with ExitStack() as stack:
         if "modelfleet.frameworks.torch" in sys.modules:
             stack.enter_context(adapter("torch").keeping_pages())
@@ -150,7 +165,7 @@ def computing() -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Have frameworks compute as they do by default, whatever contexts a verb was called in."""
+    """Undo the contexts that a verb was called in, such as `torch.no_grad`, within this context."""
     with ExitStack() as stack:
         if "modelfleet.frameworks.torch" in sys.modules:
             stack.enter_context(adapter("torch").undisturbed())
@@ -158,17 +173,17 @@ def undisturbed() -> Iterator[None]:
 
 
 def reduced(value: Any) -> Any:
-    """How to pickle a framework's tensor by its NumPy array, or a model of Keras; NotImplemented for all else."""
+    """Return how to pickle a tensor by its NumPy array, or a Keras model; NotImplemented for other values."""
     root = type(value).__module__.partition(".")[0]
-    framework = {"torch": "torch", "jaxlib": "jax"}.get(root)  # JAX's arrays are of its part in C++
+    framework = {"torch": "torch", "jaxlib": "jax"}.get(root)  # the class of JAX's arrays is in jaxlib
     if framework is not None and framework in sys.modules:
         return adapter(framework).arrays.reduced(value)
-    models = sys.modules.get("modelfleet.frameworks.keras.frozen")
+    models = sys.modules.get("modelfleet.frameworks.keras.replica")
     return NotImplemented if models is None else models.reduced(value)
 
 
-def as_numpy(value: Any) -> np.ndarray:
-    """An array of any framework as NumPy's, wherever it is."""
+def as_numpy(value: Tensor) -> np.ndarray:
+    """Return an array of any framework and device as a NumPy array."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return adapter("torch").arrays.as_numpy(value)
@@ -177,11 +192,15 @@ def as_numpy(value: Any) -> np.ndarray:
 
 
 def wrapped(callbacks: Sequence[Any]) -> Any:
-    """A framework's own callbacks as one of modelfleet's, which keeps their order."""
+    """Return callbacks of Keras as one callback of modelfleet, which calls them in the same order.
+
+    Raises:
+        InputError: A callback is neither modelfleet's nor Keras's.
+    """
     for callback in callbacks:
         if "keras" not in {cls.__module__.partition(".")[0] for cls in type(callback).__mro__}:
             raise InputError(
-                f"callbacks hold a {type(callback).__module__}.{type(callback).__qualname__}. Give subclasses of "
+                f"callbacks has a {type(callback).__module__}.{type(callback).__qualname__}. Give subclasses of "
                 f"modelfleet.Callback, or callbacks of Keras."
             )
     return adapter("keras").wrap(callbacks)

@@ -1,60 +1,90 @@
-"""Arrays of JAX, TensorFlow and NumPy in safetensors files: what the store needs (`store.Files`)."""
+"""Arrays of JAX, TensorFlow and NumPy in safetensors files, as the store needs them (`store.Files`).
+
+`save` and `load` do the same for any framework that safetensors knows.
+"""
 
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Literal
 
 import numpy as np
 
 from modelfleet.errors import MissingExtraError, StoreError
+from modelfleet.types import Arrays, Tensor
+
+Get = Callable[[Any, str], Tensor]
+"""Return one tensor, or a part of it, from an open safetensors file."""
 
 
-def write(path: Path, tensors: Mapping[str, Any]) -> None:
-    """Write arrays of any device and layout; each is stored whole."""
-    safetensors = _safetensors()
+def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write arrays of any device and layout. Each array is stored whole."""
+    safetensors = import_safetensors("keras")
     from safetensors.numpy import save_file
 
     packed = {name: np.ascontiguousarray(np.asarray(tensor)) for name, tensor in tensors.items()}
-    # `ascontiguousarray` makes a scalar an array of one number.
+    # `ascontiguousarray` turns a scalar into an array of one number.
     packed = {name: array.reshape(np.shape(tensors[name])) for name, array in packed.items()}
+    save(path, packed, save_file, safetensors)
+
+
+def read(path: Path) -> Arrays:
+    """Read all arrays of a file."""
+    return load(path, "np", lambda file, name: np.array(file.get_tensor(name)), import_safetensors("keras"))
+
+
+def read_row(path: Path, row: int, names: Sequence[str] | None = None) -> Arrays:
+    """Read one row of every array, or of the arrays in `names`, without reading the others."""
+    get: Get = lambda file, name: np.array(file.get_slice(name)[row])  # noqa: E731
+    return load(path, "np", get, import_safetensors("keras"), names)
+
+
+def save(
+    path: Path, tensors: Mapping[str, Tensor], save_file: Callable[..., None], safetensors: ModuleType
+) -> None:
+    """Write tensors with the `save_file` of their framework.
+
+    Raises:
+        OSError: The disk refused the file.
+        StoreError: The file can't hold the tensors, or can't be written for another reason.
+    """
     try:
-        save_file(packed, path)
+        save_file(tensors, path)
     except safetensors.SafetensorError as error:
-        # safetensors 0.8 tells a full disk only in words: "I/O error: … (os error 28)".
+        # safetensors 0.8 reports a full disk only in its text: "I/O error: … (os error 28)".
         code = re.search(r"\(os error (\d+)\)", str(error))
         if code is None:
             raise StoreError(f"{path} can't be written: {error}.") from error
         raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
     except KeyError as error:  # how save_file refuses a dtype
-        raise StoreError(f"an array can't be saved: safetensors does not hold {error}.") from error
+        raise StoreError(f"a tensor can't be saved: safetensors does not support {error}.") from error
 
 
-def read(path: Path) -> dict[str, np.ndarray]:
-    """All arrays of a file."""
-    return _read(path, lambda file, name: file.get_tensor(name))
+def load(
+    path: Path,
+    framework: Literal["np", "pt"],
+    get: Get,
+    safetensors: ModuleType,
+    names: Sequence[str] | None = None,
+) -> dict[str, Tensor]:
+    """Return what `get` reads for each of `names`, or for every tensor of the file.
 
-
-def read_row(path: Path, row: int, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-    """One row of every array, or of those in `names`, without reading the others."""
-    return _read(path, lambda file, name: file.get_slice(name)[row], names)
-
-
-def _read(
-    path: Path, get: Callable[[Any, str], np.ndarray], names: Sequence[str] | None = None
-) -> dict[str, np.ndarray]:
-    safetensors = _safetensors()
+    Raises:
+        StoreError: The file can't be read.
+    """
     try:
-        with safetensors.safe_open(path, framework="np") as file:
-            return {name: np.array(get(file, name)) for name in (file.keys() if names is None else names)}
+        with safetensors.safe_open(path, framework=framework) as file:
+            return {name: get(file, name) for name in (file.keys() if names is None else names)}
     except (safetensors.SafetensorError, OSError, RuntimeError, TypeError) as error:
         raise StoreError(f"{path} can't be read: {error}.") from error
 
 
-def _safetensors() -> Any:
+def import_safetensors(extra: str) -> ModuleType:
+    """Return the package `safetensors`, or raise an error that names the extra to install."""
     try:
         import safetensors
     except ImportError as error:
-        raise MissingExtraError("safetensors", "keras", "saving and loading weights") from error
+        raise MissingExtraError("safetensors", extra, "saving and loading weights") from error
     return safetensors

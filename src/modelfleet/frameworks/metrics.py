@@ -1,31 +1,61 @@
-"""What `compile(metrics=...)` may hold, whatever the framework."""
+"""Metrics of `compile`, as far as all frameworks have them in common: names, and functions of the user."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from modelfleet.errors import InputError
+from modelfleet.errors import InputError, unknown
+from modelfleet.types import MetricLike
 
-Metric = TypeVar("Metric")
+Function = Callable[[Any, Any], Any]
+"""A user's metric: a function of output and target that returns one number for the batch."""
 
 
-def listed(
-    metrics: Sequence[Any], named: Callable[[str], Metric], of_function: Callable[[Any, str], Metric]
+class Named(Protocol):
+    """A metric with a name."""
+
+    @property
+    def name(self) -> str:
+        """The metric's name in a history."""
+        ...
+
+
+Metric = TypeVar("Metric", bound=Named)
+
+
+def resolve(
+    metrics: Sequence[MetricLike],
+    known: Mapping[str, Metric],
+    top: Callable[[int], Metric],
+    from_function: Callable[[Function, str], Metric],
 ) -> tuple[Metric, ...]:
-    """The metrics of names ("accuracy", "top_5", …), functions of output and target, or named functions.
+    """Return the metrics of names ("accuracy", "top_5", …), functions, or mappings of names to functions.
 
-    A framework says what a name means and what it makes of a function; its metrics have a `name`.
+    Args:
+        metrics: What `compile` got.
+        known: The framework's metrics by name.
+        top: Makes the metric that counts a row if its label is among the k best.
+        from_function: Makes a metric of a function and its name.
+
+    Raises:
+        InputError: A name is unknown or taken, or a metric is neither a name nor a function.
     """
     if isinstance(metrics, str | Mapping) or callable(metrics):
         metrics = [metrics]
-    found: list[Any] = []
+    found: list[Metric] = []
     for metric in metrics:
         if isinstance(metric, str):
-            found.append(named(metric))
-        elif isinstance(metric, Mapping):
-            found += [of_function(function, name) for name, function in metric.items()]
-        else:
-            found.append(of_function(metric, getattr(metric, "__name__", type(metric).__name__)))
-    taken = {"loss"}  # what every history has
+            found.append(_find(metric, known, top))
+            continue
+        named = metric.items() if isinstance(metric, Mapping) else [(_name(metric), metric)]
+        for name, function in named:
+            if not callable(function):
+                raise InputError(
+                    f"the metric {name!r} is a {type(function).__name__}. Pass a name or a function of output "
+                    f"and target."
+                )
+            found.append(from_function(function, name))
+    taken = {"loss"}  # every history has a loss
     for metric in found:
         if metric.name in taken:
             raise InputError(
@@ -34,3 +64,25 @@ def listed(
             )
         taken.add(metric.name)
     return tuple(found)
+
+
+def not_one_number(name: str, shape: Sequence[int]) -> InputError:
+    """Return the error for a user's metric that gave more than one number for a batch."""
+    return InputError(f"the metric {name!r} gave {tuple(shape)}; expected one number for the batch.")
+
+
+def too_few_classes(k: int, classes: int) -> InputError:
+    """Return the error for top_k of a model with fewer than k classes."""
+    return InputError(f"top_{k} needs at least {k} classes, but the model gives {classes}.")
+
+
+def _find(name: str, known: Mapping[str, Metric], top: Callable[[int], Metric]) -> Metric:
+    if (match := re.fullmatch(r"top_([1-9]\d*)", name)) is not None:
+        return top(int(match[1]))
+    if name not in known:
+        raise unknown("metric", name, [*known, "top_5"])
+    return known[name]
+
+
+def _name(metric: Any) -> str:
+    return getattr(metric, "__name__", type(metric).__name__)

@@ -1,8 +1,9 @@
-"""What a model gave for a batch, as a tree of NumPy arrays `(row, …)`: nothing of it is dropped.
+"""A model's outputs for a batch, as a tree of NumPy arrays `(row, …)`.
 
-Dicts, lists, tuples and named tuples stay what they are; dataclasses come out as dicts of their fields. A list
-with one entry per row becomes an array of these entries. What has no rows, such as a number for the whole batch,
-is refused by its name: a batch may hold the rows of several users, and nobody could say whose it is.
+Dicts, lists, tuples and named tuples keep their type; dataclasses become dicts of their fields. A list with one
+entry per row becomes an array of these entries. Nothing is dropped: an output without rows, such as a number for
+the whole batch, is refused by name. A batch may hold rows of several users, and such an output would belong to
+none of them.
 """
 
 import dataclasses
@@ -16,25 +17,26 @@ from modelfleet.errors import InputError
 from modelfleet.trees import leaves, map_tree
 
 Path = tuple[Any, ...]
-_WHOLE = (int, np.integer)
+_INTEGERS = (int, np.integer)
 _NUMBERS = (bool, int, float, complex, np.bool_, np.number)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Lengths:
-    """How many entries there were in each part of the outputs for another number of rows."""
+    """Number of entries in each part of the outputs for another number of rows."""
 
     rows: int
     found: Mapping[tuple[bool, Path], int]
-    """By whether it was a list, and where."""
+    """The number by (is a list or tuple, path)."""
 
 
 class Outputs:
-    """Asks one model, reads its outputs, and remembers which of them have one entry per row.
+    """Reads the outputs of one model, and remembers which of them have one entry per row.
 
-    host: gives the NumPy array of a tensor, a list of arrays of a ragged one, and None of what is no tensor;
-        raises `InputError` for one that can't be told row by row.
-    opened: what an object of a library holds, as a dict or as the one value that is meant.
+    Args:
+        host: Returns a tensor as a NumPy array, a ragged tensor as a list of arrays, and None for anything else.
+            Raises InputError for a tensor that has no rows.
+        opened: Returns the content of a library's own output object, as a dict or as a single value.
     """
 
     def __init__(
@@ -47,10 +49,10 @@ class Outputs:
         self._compared = False
 
     def of(self, rows: Any, ask: Callable[[Any], Any]) -> Any:
-        """What `ask` gives for rows, as a tree of arrays.
+        """Return what `ask` returns for some rows, as a tree of arrays.
 
-        The first time it is asked before, for another number of rows: only that tells whether as many entries as
-        rows are chance, as of the two layers of a network that was asked for two rows.
+        The first call asks for another number of rows, too. Only that shows if as many entries as rows are chance:
+        a network may return a list of its two layers for a batch of two rows.
         """
         count = len(leaves(rows)[0])
         other = None if self._compared else self._of_another_number(rows, count, ask)
@@ -62,7 +64,7 @@ class Outputs:
         return read
 
     def _of_another_number(self, rows: Any, count: int, ask: Callable[[Any], Any]) -> _Lengths | None:
-        other = count // 2 if count > 1 else 2  # a size that programs are compiled for, too
+        other = count // 2 if count > 1 else 2  # a size for which programs are compiled anyway
         try:
             found = ask(map_tree(lambda leaf: leaf.repeat(2, 0) if count == 1 else leaf[:other], rows))
         except Exception:  # a model may refuse other numbers of rows, and raise anything
@@ -76,7 +78,7 @@ class Outputs:
                 yield from self._lengths(part, (*path, key))
             return
         several = isinstance(value, list | tuple)
-        with suppress(Exception):  # there is much that has no length
+        with suppress(Exception):  # many values have no length
             yield (several, path), len(value)
         if several:
             for number, part in enumerate(value):
@@ -107,10 +109,10 @@ class Outputs:
         raise _refused(_described(value), path, count)
 
     def _is_by_row(self, value: Any, path: Path, count: int, other: _Lengths | None) -> bool | None:
-        """Whether an array or a list has one entry per row; None if nobody knows."""
-        there = None if other is None else other.found.get((isinstance(value, list | tuple), path))
-        if other is not None and path not in self._by_row and len(value) == count and there in (other.rows, count):
-            self._by_row[path] = there == other.rows
+        """Return True if an array or list has one entry per row, and None if that is unknown."""
+        size = None if other is None else other.found.get((isinstance(value, list | tuple), path))
+        if other is not None and path not in self._by_row and len(value) == count and size in (other.rows, count):
+            self._by_row[path] = size == other.rows
         return self._by_row.get(path)
 
     def _array(self, value: Any, path: Path) -> np.ndarray | list[Any] | None:
@@ -120,7 +122,7 @@ class Outputs:
             raise InputError(f"the model gave {_named(path)}{error}") from error
 
     def _entry(self, value: Any, path: Path) -> Any:
-        """What a row was given, with NumPy's arrays for tensors."""
+        """Return the output for one row, with tensors as NumPy arrays."""
         value = self._opened(value)
         array = self._array(value, path)
         if array is not None:
@@ -143,7 +145,7 @@ def _is_record(value: Any) -> bool:
 
 
 def _fields(value: Any) -> dict[Any, Any]:
-    """The parts of a mapping, named tuple or dataclass by name."""
+    """Return the parts of a mapping, named tuple or dataclass by name."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, tuple):
@@ -152,19 +154,19 @@ def _fields(value: Any) -> dict[Any, Any]:
 
 
 def _record(value: Any, read: Callable[[Any, Any], Any]) -> Any:
-    """The same with its parts read; a dataclass as a dict."""
+    """Return a record with its parts read; a dataclass becomes a dict."""
     fields = {key: read(key, part) for key, part in _fields(value).items()}
     return type(value)(*fields.values()) if isinstance(value, tuple) else fields
 
 
 def _entries(values: Sequence[Any], path: Path, count: int) -> np.ndarray:
-    """An array `(row,)` of what each row was given."""
+    """Return the outputs of single rows as an array `(row,)`."""
     if len(values) != count:
         raise _refused(f"a list of {len(values)} entries", path, count)
     if all(isinstance(value, _NUMBERS) for value in values):
         numbers = np.array(values)
-        if numbers.dtype.kind in "fc" and all(isinstance(value, _WHOLE) for value in values):
-            numbers = np.array(values, dtype=object)  # no integer dtype holds them all, and floats not exactly
+        if numbers.dtype.kind in "fc" and all(isinstance(value, _INTEGERS) for value in values):
+            numbers = np.array(values, dtype=object)  # no integer dtype holds them, and floats would round
         return numbers
     found = np.empty(count, dtype=object)
     for number, value in enumerate(values):

@@ -1,4 +1,4 @@
-"""The global generators that loaders may draw from, whatever framework their members are of."""
+"""Global random generators that loaders may draw from: Python's, NumPy's and those of the frameworks."""
 
 import random
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ State = dict[str, np.ndarray]
 
 
 def state() -> State:
-    """The state of Python's generator, of NumPy's global one, and of those of the frameworks that are loaded."""
+    """Return the state of Python's generator, NumPy's, and those of the frameworks that are imported."""
     version, words, gauss = random.getstate()
     legacy = np.random.get_state(legacy=False)
     inner = legacy["state"]
@@ -31,7 +31,7 @@ def state() -> State:
 
 
 def restore(state: Mapping[str, np.ndarray]) -> None:
-    """Put the generators back into a state; those that it does not hold stay as they are."""
+    """Restore the generators that `state` contains. The others stay as they are."""
     if "python/words" in state:
         version, *words = (int(word) for word in state["python/words"])
         gauss = float(state["python/gauss"][0])
@@ -46,7 +46,7 @@ def restore(state: Mapping[str, np.ndarray]) -> None:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Leave the generators as they were."""
+    """Restore the generators when this context ends."""
     before = state()
     try:
         yield

@@ -1,57 +1,80 @@
-"""For tests of one's own: train one member alone, the plain way, and compare.
+"""For your own tests: train one member alone with a plain loop, and compare.
 
     expected = testing.alone(fleet["3"], "3", (x, y), optimizer="adam", loss="mse", lr=1e-3, epochs=2)
     fleet.fit((x, y), epochs=2)
     difference, where = testing.largest_difference(fleet["3"], expected)
 
-A module for each framework, named after it, has `alone` for its models, and `weights`: {name: array}.
+The module of each framework, named after it, has `alone` for its models, and `weights`, which returns {name:
+array}.
 """
 
 from collections.abc import Callable, Collection
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from modelfleet import frameworks
+from modelfleet.members import member_seed
+from modelfleet.testing.reference import Training
+from modelfleet.types import Data, LossLike, Model, OptimizerLike, Precision, ScheduleLike
 
 
 def alone(
-    model: Any,
+    model: Model,
     name: str,
-    data: Any,
+    data: Data,
     *,
-    optimizer: Any,
-    loss: Any = None,
-    objective: Callable[[Any, Any], Any] | None = None,
+    optimizer: OptimizerLike,
+    loss: LossLike = None,
+    objective: Callable[[Model, Any], Any] | None = None,
     seed: int = 0,
     epochs: int = 1,
     batch_size: int = 32,
     shuffle: bool = True,
     clip_norm: float | None = None,
-    precision: str = "float32",
-    schedule: Callable[[Any], Any] | None = None,
-    schedule_per: str = "epoch",
+    precision: Precision = "float32",
+    schedule: ScheduleLike = None,
+    schedule_per: Literal["epoch", "step"] = "epoch",
     **hyperparameters: Any,
-) -> Any:
-    """A copy of `model`, trained as the member `name` of a fleet would be, by a plain loop of its framework.
+) -> Model:
+    """Return a copy of `model`, trained as the member `name` of a fleet, but by a plain loop of its framework.
 
-    The arguments are those of `Fleet` (seed), `compile` and `fit`, with one value where a fleet may have
-    `each(...)`. Nothing is fused or traced here, and the optimizers, schedulers, clipping and losses are the
-    framework's own. Only the member's random streams are modelfleet's: the order of its rows and its dropout.
+    Nothing is fused or traced. Optimizers, schedulers, clipping and losses are the framework's own. Only the
+    member's random streams are modelfleet's: the order of its rows and its dropout.
 
-    schedule: what makes a scheduler of an optimizer.
-    schedule_per: whether it steps per "epoch" or per "step".
+    Args:
+        model: The model. It is not changed.
+        name: Name of the member, which decides its random streams together with `seed`.
+        data: Arrays `(x, y)`.
+        optimizer: As for `Fleet.compile`; for a Keras model that is compiled, None.
+        loss: As for `Fleet.compile`.
+        objective: As for `Fleet.compile`.
+        seed: Seed of the fleet.
+        epochs: Number of epochs.
+        batch_size: Rows per batch.
+        shuffle: Shuffle the rows in every epoch.
+        clip_norm: Largest norm of the gradient.
+        precision: As for `Fleet.compile`.
+        schedule: Function that makes a scheduler for an optimizer (torch), or a schedule of Optax or Keras.
+        schedule_per: When a scheduler steps: after each "epoch" or after each "step".
+        **hyperparameters: Hyperparameters of the optimizer, such as `lr`.
+
+    Returns:
+        The trained copy.
+
+    Example:
+        ```python
+        expected = testing.alone(net, "0", (x, y), optimizer="adam", loss="mse", lr=1e-3)
+        ```
     """
-    return _reference(model).alone(
-        model,
-        name,
-        data,
+    training = Training(
+        name=name,
         optimizer=optimizer,
         loss=loss,
         objective=objective,
-        seed=seed,
+        seed=member_seed(seed, name),
         epochs=epochs,
         batch_size=batch_size,
         shuffle=shuffle,
@@ -59,22 +82,32 @@ def alone(
         precision=precision,
         schedule=schedule,
         schedule_per=schedule_per,
-        **hyperparameters,
+        hyperparameters=hyperparameters,
     )
+    return _reference(model).alone(model, data, training)
 
 
-def largest_difference(model: Any, other: Any, *, ignoring: Collection[str] = ()) -> tuple[float, str]:
-    """How far the weights and buffers of two models are apart at most, and the name of that tensor.
+def largest_difference(model: Model, other: Model, *, ignoring: Collection[str] = ()) -> tuple[float, str]:
+    """Return the largest difference between the weights and buffers of two models, and the name of that tensor.
 
-    Relative to the largest magnitude within each tensor. `ignoring` names tensors to leave out.
+    Args:
+        model: A model.
+        other: A model of the same structure.
+        ignoring: Names of tensors to leave out.
+
+    Returns:
+        The difference, relative to the largest magnitude within the tensor, and the tensor's name.
+
+    Raises:
+        ValueError: The models have different weights, or `ignoring` names a weight that does not exist.
     """
     weights = _reference(model).weights
     first, second = weights(model), weights(other)
     if first.keys() != second.keys():
         raise ValueError(f"the models have different weights: {sorted(first.keys() ^ second.keys())}.")
-    strangers = set(ignoring) - first.keys()
-    if strangers:
-        raise ValueError(f"there is no {sorted(strangers)[0]!r} to ignore. Weights: {', '.join(first)}.")
+    unknown = set(ignoring) - first.keys()
+    if unknown:
+        raise ValueError(f"there is no {sorted(unknown)[0]!r} to ignore. Weights: {', '.join(first)}.")
     worst = (0.0, "")
     for name in first:
         a, b = first[name].astype(np.float64), second[name].astype(np.float64)
@@ -85,5 +118,5 @@ def largest_difference(model: Any, other: Any, *, ignoring: Collection[str] = ()
     return worst
 
 
-def _reference(model: Any) -> ModuleType:
+def _reference(model: Model) -> ModuleType:
     return import_module(f"modelfleet.testing.{frameworks.adapter_of(model, 'model').NAME}")

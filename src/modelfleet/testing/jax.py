@@ -1,6 +1,6 @@
-"""One JAX model trained alone, as a person would write it: the reference that fleets are compared with.
+"""The reference for JAX members: one model, trained alone by a loop as a user would write it.
 
-As little as can be is shared with the fused path: what is wrong there must not be wrong here in the same way.
+The loop shares as little as possible with the fused path, so that an error there is not repeated here.
 """
 
 import functools
@@ -14,8 +14,11 @@ import numpy as np
 import optax
 from flax import nnx
 
-from modelfleet.members import member_seed
-from modelfleet.streams import permutations
+from modelfleet.testing.reference import Training
+from modelfleet.types import Arrays, Data, Model, Tree
+
+LossOf = Callable[[Model, Callable[[Tree], Tree], Tree], jax.Array]
+"""Loss of a model, a function that calls it on inputs, and a batch."""
 
 LOSSES: Mapping[str, Callable[[Any, Any], jax.Array]] = {
     "cross_entropy": lambda o, y: optax.softmax_cross_entropy_with_integer_labels(o, y).mean(),
@@ -26,51 +29,33 @@ LOSSES: Mapping[str, Callable[[Any, Any], jax.Array]] = {
 }
 
 
-def alone(
-    model: Any,
-    name: str,
-    data: Any,
-    *,
-    optimizer: Any,
-    loss: Any,
-    objective: Callable[[Any, Any], Any] | None,
-    seed: int,
-    epochs: int,
-    batch_size: int,
-    shuffle: bool,
-    clip_norm: float | None,
-    precision: str,
-    schedule: Callable[[Any], Any] | None,
-    schedule_per: str = "step",
-    **hyperparameters: Any,
-) -> Any:
-    """A trained copy of `model`; see `modelfleet.testing.alone`. `schedule` is one of Optax.
+def alone(model: Model, data: Data, training: Training) -> Model:
+    """Return a trained copy of `model` (see `modelfleet.testing.alone`). Every step runs its Python.
 
-    Nothing is compiled: every step runs its Python.
+    Raises:
+        ValueError: The precision is not float32.
     """
-    if precision != "float32":
-        raise ValueError(f"a JAX model is trained alone in float32 only, not in {precision}.")
-    update = _transformation(optimizer, schedule, clip_norm, hyperparameters)
-    own_seed = member_seed(seed, name)
-    batches = (
-        batch
-        for epoch in range(epochs)
-        for batch in _batches(data, own_seed if shuffle else None, epoch, batch_size)
-    )
+    if training.precision != "float32":
+        raise ValueError(f"a JAX model is trained alone in float32 only, not in {training.precision}.")
+    update = _transformation(training)
+    batches = (batch for epoch in range(training.epochs) for batch in _batches(data, epoch, training))
 
-    def loss_of(model: Any, call: Callable[[Any], Any], batch: Any) -> Any:
-        if objective is not None:
-            result = objective(model, batch)
+    def loss_of(model: Model, call: Callable[[Tree], Tree], batch: Tree) -> jax.Array:
+        if training.objective is not None:
+            result = training.objective(model, batch)
             return result[0] if isinstance(result, tuple) else result
         x, target = batch
-        return jnp.mean((LOSSES[loss] if isinstance(loss, str) else loss)(call(x), target))
+        loss = LOSSES[training.loss] if isinstance(training.loss, str) else training.loss
+        return jnp.mean(loss(call(x), target))
 
     if isinstance(model, nnx.Module):
         return _train_module(nnx.clone(model), update, loss_of, batches)
-    return _train_pair(model, update, loss_of, batches, own_seed)
+    return _train_pair(model, update, loss_of, batches, training.seed)
 
 
-def _train_module(model: Any, update: Any, loss_of: Callable[..., Any], batches: Iterator[Any]) -> Any:
+def _train_module(
+    model: nnx.Module, update: optax.GradientTransformation, loss_of: LossOf, batches: Iterator[Tree]
+) -> nnx.Module:
     model.train()
     optimizer = nnx.Optimizer(model, update, wrt=nnx.Param)
 
@@ -80,12 +65,14 @@ def _train_module(model: Any, update: Any, loss_of: Callable[..., Any], batches:
     return model
 
 
-def _train_pair(model: Any, update: Any, loss_of: Callable[..., Any], batches: Iterator[Any], seed: int) -> Any:
+def _train_pair(
+    model: Model, update: optax.GradientTransformation, loss_of: LossOf, batches: Iterator[Tree], seed: int
+) -> Model:
     params, apply = model
     takes = inspect.signature(apply).parameters
     words = jnp.array([seed >> 32, seed & 0xFFFFFFFF], dtype=jnp.uint32)
     base = jax.random.wrap_key_data(words, impl="threefry2x32")
-    slots = update.init(params)
+    state = update.init(params)
 
     for number, batch in enumerate(batches):
         given = {"rng": jax.random.fold_in(base, number), "train": True}
@@ -94,34 +81,33 @@ def _train_pair(model: Any, update: Any, loss_of: Callable[..., Any], batches: I
         def loss(params: Any, own: Any = own, batch: Any = batch) -> Any:
             return loss_of((params, own), lambda x: own(params, x), batch)
 
-        changes, slots = update.update(jax.grad(loss)(params), slots, params)
+        changes, state = update.update(jax.grad(loss)(params), state, params)
         params = optax.apply_updates(params, changes)
     return type(model)(params, apply) if hasattr(model, "_fields") else (params, apply)
 
 
-def _transformation(optimizer: Any, schedule: Any, clip_norm: float | None, given: Mapping[str, Any]) -> Any:
+def _transformation(training: Training) -> optax.GradientTransformation:
+    optimizer, given = training.optimizer, training.hyperparameters
     if isinstance(optimizer, str):
         optimizer = getattr(optax, optimizer)
     if not isinstance(optimizer, optax.GradientTransformation):
         given = {"learning_rate" if key == "lr" else key: value for key, value in given.items()}
-        optimizer = optimizer(**given) if schedule is None else optimizer(learning_rate=schedule, **given)
-    return optimizer if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
+        rate = {} if training.schedule is None else {"learning_rate": training.schedule}
+        optimizer = optimizer(**rate, **given)
+    if training.clip_norm is None:
+        return optimizer
+    return optax.chain(optax.clip_by_global_norm(training.clip_norm), optimizer)
 
 
-def _batches(data: Any, seed: int | None, epoch: int, size: int) -> Iterator[Any]:
-    rows = len(jax.tree.leaves(data)[0])
-    order = np.arange(rows)
-    if seed is not None:
-        order = permutations(np.array([seed]), epoch, np.array([rows]))[0]
-    for start in range(0, rows, size):
-        chosen = order[start : start + size]
-        yield jax.tree.map(lambda leaf, chosen=chosen: jnp.asarray(leaf[chosen]), data)
+def _batches(data: Data, epoch: int, training: Training) -> Iterator[Tree]:
+    for rows in training.rows(len(jax.tree.leaves(data)[0]), epoch):
+        yield jax.tree.map(lambda leaf, rows=rows: jnp.asarray(leaf[rows]), data)
 
 
-def weights(model: Any) -> dict[str, np.ndarray]:
-    """All that a module or a pair's params hold, by path."""
+def weights(model: Model) -> Arrays:
+    """Return all arrays of a module, or of a pair's params, by path."""
     tree = nnx.state(model) if isinstance(model, nnx.Module) else model[0]
-    found: dict[str, np.ndarray] = {}
+    found: Arrays = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)

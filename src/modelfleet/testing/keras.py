@@ -1,6 +1,5 @@
-"""The plain way to train a Keras model: its own `train_on_batch`, for comparison."""
+"""The reference for Keras members: one model, trained alone by its own `train_on_batch`."""
 
-from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -8,74 +7,53 @@ import keras
 import numpy as np
 
 from modelfleet.frameworks import keras as adapter
-from modelfleet.members import Member, member_seed
+from modelfleet.members import Member
 from modelfleet.recipe import Recipe
-from modelfleet.streams import permutations
+from modelfleet.testing.reference import Training
 from modelfleet.trees import leaves, map_tree
+from modelfleet.types import Arrays, Data
 
-UNTRACED = 20  # steps on TensorFlow: to trace one takes as long as to take a dozen
+MAX_UNTRACED = 20  # steps on TensorFlow: tracing a step takes as long as a dozen steps
 
 
-def alone(
-    model: keras.Model,
-    name: str,
-    data: Any,
-    *,
-    optimizer: Any,
-    loss: Any,
-    objective: Callable[[Any, Any], Any] | None,
-    seed: int,
-    epochs: int,
-    batch_size: int,
-    shuffle: bool,
-    clip_norm: float | None,
-    precision: str,
-    schedule: Any,
-    schedule_per: str,
-    **hyperparameters: Any,
-) -> keras.Model:
-    """A trained copy of `model`; see `modelfleet.testing.alone`. With no optimizer it stays compiled as it is."""
+def alone(model: keras.Model, data: Data, training: Training) -> keras.Model:
+    """Return a trained copy of `model` (see `modelfleet.testing.alone`).
+
+    Without an optimizer, the copy is compiled as `model` is.
+    """
     model = adapter.copy_model(model)
-    if optimizer is not None:
+    if training.optimizer is not None:
         recipe = Recipe(
-            optimizer,
-            loss,
-            objective=objective,
-            clip_norm=clip_norm,
-            precision=precision,
-            schedule=schedule,
-            hyperparameters=hyperparameters,
+            training.optimizer,
+            training.loss,
+            objective=training.objective,
+            clip_norm=training.clip_norm,
+            precision=training.precision,
+            schedule=training.schedule,
+            hyperparameters=training.hyperparameters,
         )
-        adapter.compile(recipe, [Member(name, model, 0, adapter)])
-    own_seed = member_seed(seed, name)
+        adapter.compile(recipe, [Member(training.name, model, 0, adapter)])
     arrays = map_tree(np.asarray, data)
-    steps = epochs * -(-len(leaves(arrays)[0]) // batch_size)
-    untraced = keras.backend.backend() == "tensorflow" and steps <= UNTRACED and not model.run_eagerly
+    count = len(leaves(arrays)[0])
+    total = training.epochs * -(-count // training.batch_size)
+    untraced = keras.backend.backend() == "tensorflow" and total <= MAX_UNTRACED and not model.run_eagerly
     if untraced:
         model.run_eagerly = True
-    taken = 0
-    for epoch in range(epochs):
-        for batch in _batches(arrays, own_seed if shuffle else None, epoch, batch_size):
+    steps = 0
+    for epoch in range(training.epochs):
+        for rows in training.rows(count, epoch):
+            batch = map_tree(lambda leaf, rows=rows: leaf[rows], arrays)
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-            with _streams(own_seed, taken):
+            with _streams(training.seed, steps):
                 model.train_on_batch(x, y, sample_weight)
-            taken += 1
+            steps += 1
     if untraced:
-        model.run_eagerly, model.train_function = False, None  # who trains it on has it traced
+        model.run_eagerly, model.train_function = False, None  # later training is traced
     return model
 
 
-def _batches(data: Any, seed: int | None, epoch: int, size: int) -> Iterator[Any]:
-    rows = len(leaves(data)[0])
-    order = np.arange(rows)
-    if seed is not None:
-        order = permutations(np.array([seed]), epoch, np.array([rows]))[0]
-    for start in range(0, rows, size):
-        yield map_tree(lambda leaf, start=start: leaf[order[start : start + size]], data)
-
-
 def _streams(seed: int, step: int) -> AbstractContextManager[Any]:
-    """On torch, a member's dropout is drawn from modelfleet's streams; elsewhere from the model's own seeds."""
+    """Draw dropout from modelfleet's streams on torch. Other backends draw from the model's own seeds."""
     if keras.backend.backend() != "torch":
         return nullcontext()
     from modelfleet.frameworks.keras.torch import drawing
@@ -83,6 +61,6 @@ def _streams(seed: int, step: int) -> AbstractContextManager[Any]:
     return drawing(seed, step)
 
 
-def weights(model: keras.Model) -> dict[str, np.ndarray]:
-    """Weights by their place and name: Keras numbers the names of layers through the process."""
-    return {f"{place}.{v.name}": keras.ops.convert_to_numpy(v.value) for place, v in enumerate(model.weights)}
+def weights(model: keras.Model) -> Arrays:
+    """Return weights by position and name. Keras numbers the names of layers across the process."""
+    return {f"{index}.{v.name}": keras.ops.convert_to_numpy(v.value) for index, v in enumerate(model.weights)}

@@ -1,13 +1,12 @@
-"""One torch model trained alone, as a person would write it: the reference that fleets are compared with.
+"""The reference for torch members: one model, trained alone by a loop as a user would write it.
 
-As little as can be is shared with the fused path: what is wrong there must not be wrong here in the same way.
+The loop shares as little as possible with the fused path, so that an error there is not repeated here.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,9 +14,9 @@ from torch.nn import functional as F
 from modelfleet.frameworks.torch.arrays import place
 from modelfleet.frameworks.torch.random.operations import DrawFromStreams
 from modelfleet.frameworks.torch.random.streams import Streams
-from modelfleet.members import member_seed
-from modelfleet.streams import permutations
+from modelfleet.testing.reference import Training
 from modelfleet.trees import leaves, map_tree
+from modelfleet.types import Arrays, Data, Tree
 
 
 class Lion(torch.optim.Optimizer):
@@ -68,69 +67,47 @@ LOSSES: Mapping[str, Callable[[Any, Any], Tensor]] = {
 PRECISIONS = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def alone(
-    model: nn.Module,
-    name: str,
-    data: Any,
-    *,
-    optimizer: str | type[torch.optim.Optimizer],
-    loss: str | Callable[[Any, Any], Tensor] | None,
-    objective: Callable[[nn.Module, Any], Any] | None,
-    seed: int,
-    epochs: int,
-    batch_size: int,
-    shuffle: bool,
-    clip_norm: float | None,
-    precision: str,
-    schedule: Callable[[torch.optim.Optimizer], Any] | None,
-    schedule_per: str,
-    **hyperparameters: Any,
-) -> nn.Module:
-    """A trained copy of `model`; see `modelfleet.testing.alone`."""
+def alone(model: nn.Module, data: Data, training: Training) -> nn.Module:
+    """Return a trained copy of `model` (see `modelfleet.testing.alone`)."""
     model = copy.deepcopy(model)
     if not model.training:
         model.train()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     device = parameters[0].device
-    make = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
-    update = make(parameters, **hyperparameters)
-    scheduler = None if schedule is None else schedule(update)
-    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
-    own_seed = member_seed(seed, name)
+    named = isinstance(training.optimizer, str)
+    make = OPTIMIZERS[training.optimizer] if named else training.optimizer
+    optimizer = make(parameters, **training.hyperparameters)
+    scheduler = None if training.schedule is None else training.schedule(optimizer)
+    scaler = torch.amp.GradScaler(device.type, enabled=training.precision == "fp16")
+    dtype = PRECISIONS[training.precision]
     tensors = map_tree(lambda leaf: place(leaf, device), data)
-    taken = 0  # steps that changed the weights: the member's random streams count these
-    for epoch in range(epochs):
-        for batch in _batches(tensors, own_seed if shuffle else None, epoch, batch_size):
-            update.zero_grad()
-            streams = Streams(torch.tensor(own_seed, device=device), torch.tensor(taken, device=device))
-            cast = torch.autocast(device.type, PRECISIONS[precision], enabled=precision != "float32")
+    steps = 0  # steps that changed the weights: the member's random streams count these
+    for epoch in range(training.epochs):
+        for rows in training.rows(len(leaves(tensors)[0]), epoch):
+            chosen = torch.from_numpy(rows).to(device)
+            batch = map_tree(lambda leaf, chosen=chosen: leaf[chosen], tensors)
+            optimizer.zero_grad()
+            streams = Streams(torch.tensor(training.seed, device=device), torch.tensor(steps, device=device))
+            cast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
             with DrawFromStreams(streams), cast:
-                value = _loss(model, batch, loss, objective)
-            scaler.scale(value).backward()
-            scaler.unscale_(update)
-            if clip_norm is not None:
-                nn.utils.clip_grad_norm_(parameters, clip_norm)
+                loss = _loss(model, batch, training)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            if training.clip_norm is not None:
+                nn.utils.clip_grad_norm_(parameters, training.clip_norm)
             scale = scaler.get_scale()
-            scaler.step(update)
+            scaler.step(optimizer)
             scaler.update()
-            taken += scaler.get_scale() >= scale
-            if scheduler is not None and schedule_per == "step":
+            steps += scaler.get_scale() >= scale
+            if scheduler is not None and training.schedule_per == "step":
                 scheduler.step()
-        if scheduler is not None and schedule_per == "epoch":
+        if scheduler is not None and training.schedule_per == "epoch":
             scheduler.step()
     return model
 
 
-def _batches(data: Any, seed: int | None, epoch: int, size: int) -> Iterator[Any]:
-    rows = len(leaves(data)[0])
-    order = torch.arange(rows)
-    if seed is not None:
-        order = torch.from_numpy(permutations(np.array([seed]), epoch, np.array([rows]))[0])
-    for chosen in order.split(size):
-        yield map_tree(lambda leaf, chosen=chosen: leaf[chosen.to(leaf.device)], data)
-
-
-def _loss(model: nn.Module, batch: Any, loss: Any, objective: Any) -> Tensor:
+def _loss(model: nn.Module, batch: Tree, training: Training) -> Tensor:
+    loss, objective = training.loss, training.objective
     if objective is not None:
         result = objective(model, batch)
         return result[0] if isinstance(result, tuple) else result
@@ -143,7 +120,7 @@ def _loss(model: nn.Module, batch: Any, loss: Any, objective: Any) -> Tensor:
     return function(model(*x) if isinstance(x, tuple | list) else model(x), target)
 
 
-def weights(model: nn.Module) -> dict[str, np.ndarray]:
-    """Parameters and buffers by name, in double precision: NumPy has no bfloat16."""
+def weights(model: nn.Module) -> Arrays:
+    """Return parameters and buffers by name, in double precision, since NumPy has no bfloat16."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return {name: tensor.detach().double().cpu().numpy() for name, tensor in tensors}

@@ -83,7 +83,7 @@ def test_a_schedule_of_optax_gives_the_rate() -> None:
     ("recipe", "message"),
     [
         ({"optimizer": "adm"}, "unknown optimizer 'adm'. Did you mean 'adam'"),
-        ({"optimizer": 3}, "optimizer 3 is none of Optax"),
+        ({"optimizer": 3}, "optimizer 3 is not one of Optax"),
         (
             {"hyperparameters": {"momentom": 0.9}},
             "unknown hyperparameter of sgd 'momentom'. Did you mean 'momentum'",

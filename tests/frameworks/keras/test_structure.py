@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tests.frameworks.keras import models
 
-from modelfleet.frameworks.keras.recipe import task_of
 from modelfleet.frameworks.keras.structure import difference, signature, trained_twice
+from modelfleet.frameworks.keras.task import task_of
 
 layers = keras.layers
 

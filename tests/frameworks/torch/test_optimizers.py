@@ -320,7 +320,7 @@ def test_bad_names_are_named_with_the_nearest_right_one() -> None:
         resolve("adam", {"weight_decy": 0.1})
     with pytest.raises(InputError, match="hyperparameter of adam 'momentum'"):
         resolve("adam", {"momentum": 0.9})
-    with pytest.raises(InputError, match=r"ASGD is not one that fleets have. Give one of adadelta, adagrad"):
+    with pytest.raises(InputError, match=r"ASGD is not available in fleets. Give one of adadelta, adagrad"):
         resolve(torch.optim.ASGD, {})
     with pytest.raises(InputError, match="amsgrad of adam is 'yes', expected True or False"):
         resolve("adam", {"amsgrad": "yes"})
@@ -340,5 +340,5 @@ def test_a_subclass_is_not_taken_for_its_parent() -> None:
     class Mine(torch.optim.SGD):
         pass
 
-    with pytest.raises(InputError, match="Mine is not one that fleets have"):
+    with pytest.raises(InputError, match="Mine is not available in fleets"):
         resolve(Mine, {})

@@ -1,4 +1,4 @@
-"""JAX models in fleets: Flax NNX modules and `(params, apply)` pairs. What the layers above use is named here."""
+"""JAX models in fleets: Flax NNX modules and `(params, apply)` pairs. Exports the names of `protocol.Adapter`."""
 
 import os
 
@@ -22,45 +22,12 @@ from modelfleet.frameworks.jax.engine import make_engine
 from modelfleet.frameworks.jax.recipe import compile, prepare
 from modelfleet.frameworks.jax.replica import replica as Replica
 from modelfleet.frameworks.jax.replica import weight_bytes
-from modelfleet.frameworks.jax.schedules import Schedules
 from modelfleet.frameworks.jax.settings import settings, using
 from modelfleet.frameworks.jax.structure import difference, signature, trained_twice
 from modelfleet.frameworks.jax.task import PRECISIONS
+from modelfleet.frameworks.schedules import NoSchedules as Schedules
 
 NAME = "jax"
 
-# JAX would take three quarters of a GPU's memory at its first use, and others may need it.
+# JAX would take three quarters of a GPU's memory at its first use, which other programs may need.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-
-__all__ = [
-    "NAME",
-    "PRECISIONS",
-    "Replica",
-    "Schedules",
-    "accelerators",
-    "arrays",
-    "check_model",
-    "choose",
-    "compile",
-    "copy_model",
-    "difference",
-    "files",
-    "fill",
-    "inputs",
-    "is_model",
-    "make_engine",
-    "memory",
-    "native",
-    "prepare",
-    "randomness",
-    "restore_randomness",
-    "rngs",
-    "seeding",
-    "settings",
-    "signature",
-    "stacked_weights",
-    "trained_twice",
-    "using",
-    "weight_bytes",
-    "weights_key",
-]

@@ -1,7 +1,7 @@
-"""Arrays of any kind for JAX, and the few operations that feeds need of them.
+"""Arrays of any kind for JAX, and the operations on them that feeds need.
 
-Where JAX computes on the CPU, data stay in NumPy's memory: gathering rows there costs least, and a program reads
-several steps of them in one call. For accelerators they are put on the device once.
+If JAX computes on the CPU, data stay in NumPy's memory: gathering rows is cheapest there, and a program reads
+several steps of them in one call. For accelerators, data are put on the device once.
 """
 
 from collections.abc import Sequence
@@ -12,24 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from modelfleet.errors import InputError
+from modelfleet.frameworks.arrays import host, is_array, size
 
-Array = Any  # of NumPy or JAX
+Array = jax.Array | np.ndarray
 
-
-def is_array(value: Any) -> bool:
-    """Whether `place` can take it: arrays of NumPy, torch, JAX, TensorFlow, pandas and polars."""
-    return hasattr(value, "__array__") and not isinstance(value, type)
-
-
-def size(leaf: Any) -> int:
-    """The length of the first axis."""
-    return int(leaf.shape[0])
+__all__ = ["as_numpy", "concatenate", "from_host", "host", "index", "is_array", "place", "size", "stack", "take"]
+__all__ += ["reduced", "restored"]
 
 
 def place(leaf: Any, device: jax.Device | None, *, copy: bool = False) -> Array:
-    """An array for a device; None: wherever it is now. It may share memory unless `copy`.
+    """Return an array for a device, or on its own device if that is None. It may share memory unless `copy`.
 
-    In the dtypes that JAX has: unless it was told to use 64 bits, float64 becomes float32 and int64 int32.
+    The array gets a dtype that JAX has: unless JAX uses 64 bits, float64 becomes float32 and int64 becomes int32.
+
+    Raises:
+        InputError: An integer does not fit the dtype.
     """
     if not isinstance(leaf, jax.Array):
         leaf = _canonical(as_numpy(leaf))
@@ -41,56 +38,52 @@ def place(leaf: Any, device: jax.Device | None, *, copy: bool = False) -> Array:
 
 
 def index(positions: np.ndarray, device: jax.Device | None) -> Array:
-    """Row numbers for `take`, on a device."""
+    """Return row numbers for `take`, on a device."""
     return positions if device is None or device.platform == "cpu" else jax.device_put(positions, device)
 
 
 def take(tensor: Array, index: Array) -> Array:
-    """The rows of an array at an index of one to three axes: `(*index axes, …)`."""
+    """Return the rows of an array at an index of one to three axes: `(*index axes, …)`."""
     return tensor.take(index, axis=0)
 
 
 def concatenate(tensors: Sequence[Array]) -> Array:
-    """One array, joined along the first axis."""
+    """Join arrays along the first axis."""
     return _library(tensors).concatenate(list(tensors))
 
 
 def stack(tensors: Sequence[Array]) -> Array:
-    """One array, joined along a new first axis."""
+    """Join arrays along a new first axis."""
     return _library(tensors).stack(list(tensors))
 
 
-def host(tensor: Array) -> np.ndarray:
-    """An array's numbers as a NumPy array; of bfloat16, which not every reader has, the bits."""
-    array = np.asarray(tensor)
-    return array.view(np.int16) if array.dtype.name == "bfloat16" else array
-
-
 def from_host(array: np.ndarray, like: Array) -> np.ndarray:
-    """What `host` gave, in the dtype of another."""
+    """Return an array of `host` in the dtype of `like`."""
     return array.view(like.dtype) if np.dtype(like.dtype).name == "bfloat16" else array
 
 
 def reduced(value: Any) -> Any:
-    """How to pickle an array without copying its numbers; NotImplemented for all else."""
-    # Weakly typed ones are numbers of Python: small, and JAX knows how to keep them so.
+    """Return how to pickle an array without copying its numbers; NotImplemented for other values."""
+    # Weakly typed arrays come from Python numbers. They are small, and JAX pickles them as such.
     if not isinstance(value, jax.Array) or value.weak_type or len(value.devices()) > 1:
         return NotImplemented
     return restored, (host(value), value.dtype.name)
 
 
 def restored(array: np.ndarray, dtype: str) -> jax.Array:
-    """The array that `reduced` took apart: on the CPU, in the very memory. Who computes with it puts it elsewhere;
-    on the first of several GPUs the weights of all their workers would come together."""
-    with jax.enable_x64(True):  # whatever is set here: the array was one of JAX's as it is
+    """Return a pickled array on the CPU, in the same memory.
+
+    On JAX's default device, the first of several GPUs would get the weights of all workers.
+    """
+    with jax.enable_x64(True):  # the array had this dtype in JAX, whatever this process has set
         return jax.device_put(array.view(jnp.dtype(dtype)), jax.devices("cpu")[0])
 
 
 def as_numpy(leaf: Any) -> np.ndarray:
-    """An array of any kind as NumPy's, in its own dtype."""
+    """Return an array of any kind as a NumPy array of its own dtype."""
     if not hasattr(leaf, "detach"):
         return np.asarray(leaf)
-    # Of torch, whose bfloat16 NumPy knows by the name of ml_dtypes only: float32 holds the same numbers.
+    # A torch tensor. NumPy can't read its bfloat16, but float32 holds the same numbers.
     leaf = leaf.detach().cpu()
     return np.asarray(leaf.float()).astype(jnp.bfloat16) if "bfloat16" in str(leaf.dtype) else np.asarray(leaf)
 
@@ -104,10 +97,10 @@ def _canonical(array: np.ndarray) -> np.ndarray:
     if dtype == array.dtype:
         return array
     if array.dtype.kind in "iu" and array.size:
-        most = np.iinfo(dtype)
+        limits = np.iinfo(dtype)
         low, high = array.min(), array.max()
-        if low < most.min or high > most.max:
-            wrong = low if low < most.min else high
+        if low < limits.min or high > limits.max:
+            wrong = low if low < limits.min else high
             raise InputError(
                 f"the data hold {wrong}, which does not fit {dtype}. Have JAX use 64 bits "
                 f'(jax.config.update("jax_enable_x64", True)), or give smaller numbers.'

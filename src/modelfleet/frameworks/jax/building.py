@@ -1,6 +1,6 @@
-"""Models as the layers above handle them: checked, copied, and their weights for files."""
+"""JAX models as the layers above handle them: checked, copied, and their weights for files."""
 
-from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Hashable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,29 +9,31 @@ import jax.numpy as jnp
 import numpy as np
 
 from modelfleet.errors import InputError
-from modelfleet.frameworks.jax.models import is_module, is_pair, key_data, key_of, like, named_leaves, raw
+from modelfleet.frameworks.jax.models import Array, is_module, is_pair, key_data, key_of, like, named_leaves, raw
+from modelfleet.frameworks.weights import Spec, mismatch
+from modelfleet.types import Arrays, Model, Tree
 
 
 def is_model(value: object) -> bool:
-    """Whether it is a Flax NNX module, or a pair of params and a function."""
+    """Return True for a Flax NNX module, or a pair of params and a function."""
     return is_module(value) or is_pair(value)
 
 
 @contextmanager
 def seeding(seed: int) -> Iterator[None]:
-    """JAX has no generators to seed: a factory that takes `rngs` or `seed` is given them."""
+    """Do nothing: JAX has no global generator. A factory gets `rngs` or `seed` if it takes them."""
     yield
 
 
 def rngs(seed: int) -> Any:
-    """Random streams of Flax for a factory."""
+    """Return random streams of Flax for a factory."""
     from flax import nnx
 
     return nnx.Rngs(key_of(key_data(seed)))
 
 
-def check_model(model: Any, name: str) -> None:
-    """Refuse a model whose weights are not there, or are no arrays."""
+def check_model(model: Model, name: str) -> None:
+    """Raise InputError for a model whose weights are abstract, or not arrays."""
     for path, leaf in named_leaves(_tree(model)):
         if isinstance(leaf, int | float | complex) and not hasattr(leaf, "dtype"):
             raise InputError(
@@ -42,8 +44,8 @@ def check_model(model: Any, name: str) -> None:
             raise InputError(f"member {name!r}: its {path!r} is abstract, without values. Load its weights.")
 
 
-def copy_model(model: Any) -> Any:
-    """A model of its own with the same weights."""
+def copy_model(model: Model) -> Model:
+    """Return a copy of a model, with the same weights."""
     if is_module(model):
         from flax import nnx
 
@@ -53,34 +55,29 @@ def copy_model(model: Any) -> Any:
 
 
 def randomness() -> None:
-    """JAX has no global generator."""
+    """Return None: JAX has no global generator."""
 
 
-def restore_randomness(state: Any) -> None:
-    """JAX has no global generator."""
+def restore_randomness(state: None) -> None:
+    """Do nothing."""
 
 
-def weights_key(model: Any) -> tuple[Any, ...]:
-    """What models must have in common for their weights to be stacked in one file."""
+def weights_key(model: Model) -> Hashable:
+    """Return what models must have in common for their weights to be stacked in one file."""
     return tuple((name, np.shape(leaf), str(leaf.dtype)) for name, leaf in _weights(model).items())
 
 
-def stacked_weights(models: Sequence[Any]) -> dict[str, np.ndarray]:
-    """The weights of models of one key, `(member, …)` each."""
-    own = [_weights(model) for model in models]
-    return {name: np.stack([np.asarray(weights[name]) for weights in own]) for name in own[0]}
+def stacked_weights(models: Sequence[Model]) -> Arrays:
+    """Return the weights of models with one key, `(member, …)` each."""
+    weights = [_weights(model) for model in models]
+    return {name: np.stack([np.asarray(own[name]) for own in weights]) for name in weights[0]}
 
 
-def fill(model: Any, tensors: Mapping[str, Any]) -> str | None:
-    """Copy weights into a model; gives the first thing that does not fit instead, if there is one."""
-    own = _weights(model)
-    for name in (*own, *tensors):
-        if name not in tensors:
-            return f"it has a {name!r} that the folder does not"
-        if name not in own:
-            return f"it has no {name!r}"
-        if own[name].shape != tensors[name].shape or own[name].dtype != tensors[name].dtype:
-            return f"its {name!r} is {_spec(own[name])}, the folder's is {_spec(tensors[name])}"
+def fill(model: Model, tensors: Mapping[str, Array]) -> str | None:
+    """Copy weights into a model. If they do not fit, change nothing and return the first difference."""
+    wrong = mismatch(_specs(_weights(model)), _specs(tensors))
+    if wrong is not None:
+        return wrong
     if is_module(model):
         from flax import nnx
 
@@ -91,8 +88,8 @@ def fill(model: Any, tensors: Mapping[str, Any]) -> str | None:
     return _fill_containers(model[0], "", tensors)
 
 
-def _fill_containers(node: Any, path: str, tensors: Mapping[str, Any]) -> str | None:
-    """Put arrays into a tree of dicts and lists, in place: the pair that holds it can't be changed."""
+def _fill_containers(node: Tree, path: str, tensors: Mapping[str, Array]) -> str | None:
+    """Put arrays into a tree of dicts and lists, in place, since a pair can't be changed."""
     if isinstance(node, MutableMapping):
         items = list(node.items())
     elif isinstance(node, MutableSequence):
@@ -112,7 +109,7 @@ def _fill_containers(node: Any, path: str, tensors: Mapping[str, Any]) -> str | 
     return None
 
 
-def _tree(model: Any) -> Any:
+def _tree(model: Model) -> Tree:
     if not is_module(model):
         return model[0]
     from flax import nnx
@@ -120,9 +117,9 @@ def _tree(model: Any) -> Any:
     return nnx.state(model)
 
 
-def _weights(model: Any) -> dict[str, Any]:
+def _weights(model: Model) -> dict[str, Array]:
     return {name: raw(leaf) for name, leaf in named_leaves(_tree(model))}
 
 
-def _spec(array: Any) -> str:
-    return f"{tuple(array.shape)} {array.dtype}"
+def _specs(arrays: Mapping[str, Array]) -> dict[str, Spec]:
+    return {name: Spec(tuple(array.shape), str(array.dtype)) for name, array in arrays.items()}

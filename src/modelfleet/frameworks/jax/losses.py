@@ -1,61 +1,53 @@
-"""Losses by name, told row by row so that padded rows can be weighted out. They agree with torch's of their names.
+"""Losses of JAX members, computed per row so that padded rows can be left out. They agree with torch's losses.
 
-Classes are on the last axis of an output, `(row, …, class)`, as everywhere in JAX.
+Classes are on the last axis of an output, `(row, …, class)`, as usual in JAX.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from modelfleet.errors import InputError, unknown
+from modelfleet.errors import InputError
 from modelfleet.fingerprints import fingerprint
 from modelfleet.frameworks.jax.arrays import as_numpy
+from modelfleet.frameworks.losses import IGNORED, TargetKind, check_shape, find_loss, out_of_range
+from modelfleet.types import LossLike
 
-IGNORED = -100  # the class index that is left out of cross_entropy and nll
-
-Kind = Literal["classes or probabilities", "classes", "values", "fractions", "signs", "any"]
-Array = Any  # of JAX or NumPy
+Array = jax.Array | np.ndarray
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss of an output and a target.
-
-    `rows` gives the sum of the loss over each row's elements and how many they are, both `(row,)`. For a function
-    that tells only its mean it gives that mean, a scalar, and None. `kind` says what the targets are.
-    """
+    """A loss of an output and a target."""
 
     name: str
     rows: Callable[[Any, Any], tuple[Array, Array | None]]
-    kind: Kind = "any"
+    """Return the sum of the loss over each row's elements and their number, both `(row,)`.
+
+    A user's function that returns only a mean gives that mean and None.
+    """
+    kind: TargetKind = "any"
     function: Callable[[Any, Any], Any] | None = None
-    """What a person gave; None for those that have a name."""
+    """The user's own function; None for losses with a name."""
 
     @property
     def summary(self) -> str:
-        """The loss in a few letters, the same in every process; another one for a function that was edited."""
+        """A short text that is the same in every process, and changes when a user's function is edited."""
         return self.name if self.function is None else fingerprint(self.function)
 
 
-def resolve(loss: Any) -> Loss:
-    """The loss of a name, or of a function that takes an output and a target."""
-    if isinstance(loss, str):
-        name = _ALIASES.get(loss, loss)
-        if name not in LOSSES:
-            raise unknown("loss", loss, [*LOSSES, *_ALIASES])
-        return LOSSES[name]
-    if not callable(loss) or isinstance(loss, type):
-        shown = f"the class {loss.__name__}" if isinstance(loss, type) else f"a {type(loss).__name__}"
-        raise InputError(f"the loss is {shown}. Pass a name or a function of output and target.")
-    return _of_function(loss)
+def resolve(loss: LossLike) -> Loss:
+    """Return the loss of a name, or of a function that takes an output and a target."""
+    named = find_loss(loss, LOSSES)
+    return _of_function(loss) if named is None else named
 
 
 def weighted(loss: Loss, output: Any, target: Any, weights: Array | None) -> Array:
-    """The mean of the loss over the rows' elements, where each row weighs `weights` `(row,)`; None: all alike.
+    """Return the mean of the loss over the rows' elements, with `weights` `(row,)`, or without if that is None.
 
     With all weights 0 it is 0.
     """
@@ -64,13 +56,13 @@ def weighted(loss: Loss, output: Any, target: Any, weights: Array | None) -> Arr
         return sums
     if weights is None:
         return sums.sum() / counts.sum()
-    # Where every label is ignored it is 0 / 0, as in torch; but a member without rows has no loss.
+    # If every label is ignored, the loss is 0 / 0, as in torch. A member without rows has a loss of 0.
     size = jnp.where((weights != 0).any(), (weights * counts).sum(), 1)
     return jnp.where(weights == 0, 0, weights * sums).sum() / size
 
 
 def check_targets(loss: Loss, output_shape: tuple[int, ...], target: Any, member: str | None = None) -> None:
-    """Refuse targets that the loss can't take: of a wrong shape or dtype, or with values out of range."""
+    """Raise InputError for targets of a wrong shape or dtype, or with values out of range."""
     if loss.kind == "any":
         return
     whose = "" if member is None else f"member {member!r}: "
@@ -85,24 +77,25 @@ def check_targets(loss: Loss, output_shape: tuple[int, ...], target: Any, member
         raise InputError(f"{whose}{error}") from None
 
 
-def check_range(loss: Loss, output_shape: tuple[int, ...], target: Any) -> None:
-    """Refuse targets with values that the loss can't take, such as labels without a class."""
+def check_range(loss: Loss, output_shape: tuple[int, ...], target: Array) -> None:
+    """Raise InputError for targets with values that the loss can't take, such as labels without a class."""
     target = np.asarray(target)
-    wrong, expected = _out_of_range(loss, output_shape, target)
-    if wrong.any():
-        place = tuple(int(axis) for axis in np.argwhere(wrong)[0])
-        raise InputError(f"the target in row {place[0]} is {target[place].item()}, but {expected}.")
+    found = out_of_range(loss.name, loss.kind, output_shape[-1], target)
+    if found is not None and found[0].any():
+        wrong, expected = found
+        first = tuple(int(axis) for axis in np.argwhere(wrong)[0])
+        raise InputError(f"the target in row {first[0]} is {target[first].item()}, but {expected}.")
 
 
 def matched(name: str, output: Any, target: Any) -> tuple[Array, Array]:
-    """An output and a target of its shape, both in one dtype."""
+    """Return an output and a target in one dtype. Raises InputError if their shapes differ."""
     _check_fit(name, "values", shape_of(name, output), target)
     dtype = jnp.promote_types(output.dtype, jnp.float32)
     return output.astype(dtype), jnp.asarray(target, dtype)
 
 
 def shape_of(name: str, output: Any) -> tuple[int, ...]:
-    """The shape of an output, which must be one array."""
+    """Return the shape of an output. Raises InputError if the output is not one array."""
     if not hasattr(output, "shape"):
         raise InputError(
             f"the model gives a {type(output).__name__}, but {name} needs an array. "
@@ -111,57 +104,17 @@ def shape_of(name: str, output: Any) -> tuple[int, ...]:
     return tuple(output.shape)
 
 
-def is_float(array: Any) -> bool:
-    """Whether an array holds fractions."""
+def is_float(array: Array) -> bool:
+    """Return True for an array of floating-point numbers."""
     return jnp.issubdtype(array.dtype, jnp.floating)
 
 
-def _check_fit(name: str, kind: Kind, shape: tuple[int, ...], target: Any) -> None:
-    """Refuse a target whose shape and dtype do not fit an output of `shape`."""
-    got = tuple(target.shape)
-    if kind not in ("classes", "classes or probabilities"):
-        if got != shape:
-            alike = got[:1] == shape[:1] and np.prod(got) == np.prod(shape)
-            advice = f" Reshape the target to {_any_rows(shape)}." if alike else ""
-            raise InputError(
-                f"the output is {shape}, but the target is {got}; {name} needs both of one shape.{advice}"
-            )
-        return
-    if len(shape) < 2:
-        raise InputError(f"the output is {shape}, but {name} needs a score for every class: (row, …, class).")
-    if got == shape[:-1]:
-        if is_float(target):
-            raise InputError(f"the target holds class indices as {target.dtype}. Pass them as integers.")
-        return
-    if not (got == shape and is_float(target) and kind == "classes or probabilities"):
-        choice = ", or floating-point probabilities of the output's shape" if kind != "classes" else ""
-        raise InputError(
-            f"the output is {shape}, but the target is {got} of {target.dtype}; {name} needs class indices of "
-            f"shape {_any_rows(shape[:-1])}{choice}. The output's last axis is the class."
-        )
-
-
-def _any_rows(shape: tuple[int, ...]) -> str:
-    return "(row,)" if len(shape) == 1 else f"(row, {', '.join(map(str, shape[1:]))})"
-
-
-def _out_of_range(loss: Loss, shape: tuple[int, ...], target: np.ndarray) -> tuple[np.ndarray, str]:
-    """Which targets the loss can't take, and what it takes."""
-    if loss.kind == "fractions":
-        return ~((target >= 0) & (target <= 1)), f"{loss.name} takes 0 to 1"
-    if loss.kind == "signs":
-        return np.abs(target) != 1, f"{loss.name} takes -1 and 1"
-    if loss.kind in ("values", "any") or is_float(target):
-        return np.zeros(0, dtype=bool), ""
-    classes = shape[-1]
-    wrong = (target < 0) | (target >= classes)
-    if loss.name in ("cross_entropy", "nll"):
-        wrong &= target != IGNORED
-    return wrong, f"the model gives {classes} classes: labels go from 0 to {classes - 1}"
+def _check_fit(name: str, kind: TargetKind, shape: tuple[int, ...], target: Array) -> None:
+    check_shape(name, kind, shape, tuple(target.shape), str(target.dtype), class_axis=-1)
 
 
 def _of_function(function: Callable[[Any, Any], Any]) -> Loss:
-    """A loss of a person's own: one number for the batch, or one or more for every row."""
+    """Return the loss of a user's function, which returns one number, or one or more for every row."""
     name = getattr(function, "__name__", type(function).__name__)
 
     def rows(output: Any, target: Any) -> tuple[Array, Array | None]:
@@ -179,14 +132,14 @@ def _of_function(function: Callable[[Any, Any], Any]) -> Loss:
 
 
 def _per_row(values: Array, counted: Array) -> tuple[Array, Array]:
-    # In float32 at least: sums of halves are rough, and a half can't count beyond 2048.
+    # At least in float32: sums of halves are rough, and a half can't count beyond 2048.
     dtype = jnp.promote_types(values.dtype, jnp.float32)
     rows = len(values)
     return values.astype(dtype).reshape(rows, -1).sum(1), counted.astype(dtype).reshape(rows, -1).sum(1)
 
 
-def _of_values(name: str, function: Callable[[Array, Array], Array], kind: Kind = "values") -> Loss:
-    """A loss between the elements of an output and of a target of its shape."""
+def _of_values(name: str, function: Callable[[Array, Array], Array], kind: TargetKind = "values") -> Loss:
+    """Return a loss between the elements of an output and a target of the same shape."""
 
     def rows(output: Any, target: Any) -> tuple[Array, Array]:
         values = function(*matched(name, output, target))
@@ -195,8 +148,8 @@ def _of_values(name: str, function: Callable[[Array, Array], Array], kind: Kind 
     return Loss(name, rows, kind)
 
 
-def _of_classes(name: str, function: Callable[[Array, Array], Array], kind: Kind = "classes") -> Loss:
-    """A loss of scores `(row, …, class)` and class indices `(row, …)` or probabilities `(row, …, class)`."""
+def _of_classes(name: str, function: Callable[[Array, Array], Array], kind: TargetKind = "classes") -> Loss:
+    """Return a loss of scores `(row, …, class)` with class indices `(row, …)` or probabilities of their shape."""
 
     def rows(output: Any, target: Any) -> tuple[Array, Array]:
         _check_fit(name, kind, shape_of(name, output), target)
@@ -232,7 +185,7 @@ def _huber(output: Array, target: Array) -> Array:
 
 @jax.custom_jvp
 def _bce(output: Array, target: Array) -> Array:
-    # As in torch, a logarithm is never below -100, and neither is the slope infinite at 0 and 1.
+    # As in torch, logarithms are clamped at -100, and the slope is finite at 0 and 1.
     yes, no = jnp.maximum(jnp.log(output), -100), jnp.maximum(jnp.log1p(-output), -100)
     return -(target * yes + (1 - target) * no)
 
@@ -270,10 +223,4 @@ LOSSES: dict[str, Loss] = {
         ),
         _of_values("soft_margin", lambda output, target: jax.nn.softplus(-target * output), "signs"),
     )
-}
-
-_ALIASES = {
-    "l1": "mae",
-    "binary_cross_entropy": "bce",
-    "binary_cross_entropy_with_logits": "bce_with_logits",
 }

@@ -1,27 +1,29 @@
-"""Metrics of an epoch, summed up on the device batch by batch.
+"""Metrics of JAX members, summed on the device batch by batch.
 
-JAX has no float64 unless it is told so, and an epoch has more rows than float32 can count. So every sum is kept as
-two numbers, `(2, …)`: the sum, and what was lost of it by rounding.
+JAX has no float64 by default, and float32 can't count the rows of an epoch. So every sum is kept as two numbers,
+`(2, …)`: the sum, and what rounding has lost of it.
 """
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
-from modelfleet.errors import InputError, unknown
-from modelfleet.frameworks.jax.losses import IGNORED, LOSSES, matched, shape_of
-from modelfleet.frameworks.metrics import listed
+from modelfleet.errors import InputError
+from modelfleet.frameworks import metrics as common
+from modelfleet.frameworks.jax.losses import LOSSES, matched, shape_of
+from modelfleet.frameworks.losses import IGNORED
+from modelfleet.types import MetricLike
 
-Array = Any  # of JAX
+Array = jax.Array | np.ndarray
 Parts = dict[str, Array]
-Function = Callable[[Any, Any], Any]
 
 
 def added(sums: Array, value: Array) -> Array:
-    """A sum `(2, …)` with a value added: the error of the addition goes to its second number."""
+    """Add a value to a sum `(2, …)`, whose second number collects the rounding errors."""
     total, rest = sums
     new = total + value
     part = new - total
@@ -32,9 +34,9 @@ def added(sums: Array, value: Array) -> Array:
 class Metric:
     """A number per member and epoch.
 
-    `parts` gives numbers of one member's batch from its output, target and row weights `(row,)`; `joined` adds
-    them to those of the batches before, beginning with what `begun` gives; and `value` makes the metric of them.
-    Padded rows weigh 0 and leave no trace, unless the metric is not `maskable`.
+    `parts` returns numbers for one member's batch, from its output, target and row weights `(row,)`. `joined` adds
+    them to the parts of earlier batches, starting from `begun`. `value` computes the metric from the joined parts.
+    Padded rows have weight 0 and do not count. A metric that is not `maskable` must only see real rows.
     """
 
     name: str
@@ -42,62 +44,50 @@ class Metric:
     value: Callable[[Parts], Array]
     maskable: bool = True
     moments: bool = False
-    """Whether the parts are a count, a mean and a sum of squares around it, rather than sums."""
+    """True if the parts are a count, a mean and a sum of squares around the mean, instead of sums."""
 
     def begun(self, parts: Parts) -> Parts:
-        """What `joined` begins with."""
+        """Return the parts with which `joined` starts."""
         if self.moments:
             return {name: jnp.zeros_like(value) for name, value in parts.items()}
         return {name: jnp.zeros((2, *jnp.shape(value)), jnp.float32) for name, value in parts.items()}
 
     def joined(self, before: Parts, parts: Parts) -> Parts:
-        """The parts of some batches and of one more."""
+        """Return the parts of some batches and one more."""
         if not self.moments:
             return {name: added(before[name], value.astype(jnp.float32)) for name, value in parts.items()}
-        # The variance of two sets from those of each (Chan et al. 1979): nothing large is subtracted.
+        # The variance of two sets from the variances of each (Chan et al. 1979), without subtracting large
+        # numbers.
         count = before["count"] + parts["count"]
-        share = parts["count"] / jnp.maximum(count, 1)
+        fraction = parts["count"] / jnp.maximum(count, 1)
         step = parts["mean"] - before["mean"]
-        squares = before["squares"] + parts["squares"] + step**2 * before["count"] * share
+        squares = before["squares"] + parts["squares"] + step**2 * before["count"] * fraction
         return {
             "count": count,
-            "mean": before["mean"] + step * share,
+            "mean": before["mean"] + step * fraction,
             "squares": squares,
             "residual": before["residual"] + parts["residual"],
         }
 
 
-def resolve(metrics: Sequence[str | Function | Mapping[str, Function]]) -> tuple[Metric, ...]:
-    """The metrics of names ("accuracy", "top_5", …), functions of output and target, or named functions.
+def resolve(metrics: Sequence[MetricLike]) -> tuple[Metric, ...]:
+    """Return the metrics of names ("accuracy", "top_5", …), functions, or mappings of names to functions.
 
-    A function gives a scalar per batch; its epoch's value is the mean, every batch weighing its rows.
+    A function gives one number per batch. Its value for an epoch is the mean over the rows.
     """
-    return listed(metrics, _named, _from_function)
+    return common.resolve(metrics, _METRICS, _top, _from_function)
 
 
 def mean(name: str) -> Metric:
-    """The mean of a number that is known for every batch: its parts are a total and a count."""
+    """Return a metric that is the mean of a number per batch. Its parts are a total and a count."""
     return Metric(name, lambda output, target, weights: {}, _mean)
 
 
-def _named(name: str) -> Metric:
-    if (match := re.fullmatch(r"top_([1-9]\d*)", name)) is not None:
-        return _top(int(match[1]))
-    if name not in _METRICS:
-        raise unknown("metric", name, [*_METRICS, "top_5"])
-    return _METRICS[name]
-
-
-def _from_function(function: Function, name: str) -> Metric:
-    if not callable(function):
-        raise InputError(
-            f"the metric {name!r} is a {type(function).__name__}. Pass a name or a function of output and target."
-        )
-
+def _from_function(function: common.Function, name: str) -> Metric:
     def parts(output: Any, target: Any, weights: Array) -> Parts:
         value = jnp.asarray(function(output, target))
         if value.size != 1:
-            raise InputError(f"the metric {name!r} gave {value.shape}; expected one number for the batch.")
+            raise common.not_one_number(name, value.shape)
         rows = weights.sum()
         return {"total": value.reshape(()) * rows, "count": rows}
 
@@ -124,9 +114,9 @@ def _accuracy(output: Array, target: Array, weights: Array) -> Parts:
 
 
 def _binary(output: Array, target: Array) -> tuple[Array, Array]:
-    """One logit per label: which are on the right side of 0."""
+    """Return which logits are on the right side of 0, and which labels count."""
     if target.size != output.size:
-        raise _unfit("accuracy", output, target)
+        raise _wrong_shapes("accuracy", output, target)
     target = target.reshape(output.shape)
     return (output > 0) == (target > 0.5), target != IGNORED
 
@@ -137,10 +127,10 @@ def _top(k: int) -> Metric:
     def parts(output: Array, target: Array, weights: Array) -> Parts:
         scores, labels = _scores_and_labels(name, output, target)
         if scores.shape[-1] < k:
-            raise InputError(f"{name} needs at least {k} classes, but the model gives {scores.shape[-1]}.")
+            raise common.too_few_classes(k, scores.shape[-1])
         label = jnp.maximum(labels, 0)[..., None]
         score = jnp.take_along_axis(scores, label, axis=-1)
-        # Asked this way round, a NaN is not among the best; of equal scores, the first counts as the higher.
+        # Compared this way round, a NaN is not among the best. Of equal scores, the first counts as higher.
         below = (scores < score) | ((scores == score) & (jnp.arange(scores.shape[-1]) >= label))
         return _weighted(*_rows((~below).sum(-1) < k, labels != IGNORED), weights)
 
@@ -148,22 +138,22 @@ def _top(k: int) -> Metric:
 
 
 def _rows(right: Array, counted: Array) -> tuple[Array, Array]:
-    """How many are right, and how many count, in each row."""
+    """Return how many labels are right, and how many count, in each row."""
     rows = len(right)
     return (right & counted).reshape(rows, -1).sum(1), counted.reshape(rows, -1).sum(1)
 
 
 def _scores_and_labels(name: str, output: Array, target: Array) -> tuple[Array, Array]:
-    """Scores `(row, …, class)` and labels `(row, …)`, from either of the forms in which people have them."""
+    """Return scores `(row, …, class)` and labels `(row, …)`, from either of the usual forms."""
     if len(shape_of(name, output)) >= 2:
         if target.shape == output.shape:  # one-hot, or probabilities
             return output, target.argmax(-1)
         if target.shape == output.shape[:-1]:
             return output, target.astype(jnp.int32)
-    raise _unfit(name, output, target)
+    raise _wrong_shapes(name, output, target)
 
 
-def _unfit(name: str, output: Array, target: Array) -> InputError:
+def _wrong_shapes(name: str, output: Array, target: Array) -> InputError:
     return InputError(
         f"{name} can't compare an output {tuple(output.shape)} with a target {tuple(target.shape)}. It takes "
         f"scores (row, …, class) with class indices (row, …) or one-hot targets, or one logit with 0 and 1."
@@ -173,6 +163,7 @@ def _unfit(name: str, output: Array, target: Array) -> InputError:
 def _from_loss(name: str) -> Metric:
     def parts(output: Array, target: Array, weights: Array) -> Parts:
         sums, counts = LOSSES[name].rows(output, target)
+        assert counts is not None  # every loss with a name tells its rows apart
         return _weighted(sums, counts, weights)
 
     return Metric(name, parts, _mean)
@@ -193,11 +184,14 @@ def _r2_parts(output: Array, target: Array, weights: Array) -> Parts:
 
 
 def _r2(parts: Parts) -> Array:
-    """1 - residual / variance, averaged over the outputs of a row; of a constant target 1 if met, else 0."""
+    """Return 1 - residual / variance, averaged over the outputs of a row.
+
+    For a constant target it is 1 if the predictions are exact, and 0 otherwise.
+    """
     residual, squares = parts["residual"], parts["squares"]
-    constant = squares <= parts["count"] * parts["mean"] ** 2 * 1e-12  # nothing but rounding is left
-    met = jnp.where(residual == 0, 1.0, 0.0)
-    value = jnp.where(constant, met, 1 - residual / jnp.where(constant, 1, squares)).mean()
+    constant = squares <= parts["count"] * parts["mean"] ** 2 * 1e-12  # only rounding is left
+    exact = jnp.where(residual == 0, 1.0, 0.0)
+    value = jnp.where(constant, exact, 1 - residual / jnp.where(constant, 1, squares)).mean()
     return jnp.where(parts["count"] == 0, jnp.nan, value)
 
 

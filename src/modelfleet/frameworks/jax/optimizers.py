@@ -1,7 +1,8 @@
-"""Optimizers of Optax: by name, as functions that make one, or made already.
+"""Optimizers of Optax: a name, a function that makes one, or a gradient transformation.
 
-What may differ between fused members is in the optimizer's state, one value per member: the learning rate always,
-and every number that was given by `each`. All else is part of the program, and unlike values need unlike lanes.
+Values that may differ between fused members are in the optimizer's state, one per member: the learning rate, and
+every number that is given as `each(...)`. All other values are part of the program, so that members need equal
+ones.
 """
 
 import functools
@@ -16,9 +17,10 @@ import numpy as np
 
 from modelfleet.each import Each, spread
 from modelfleet.errors import InputError, MissingExtraError, unknown
+from modelfleet.types import OptimizerLike, ScheduleLike, Tree
 from modelfleet.words import unstopped
 
-# With the learning rates of torch's optimizers where Optax has none.
+# Default learning rates: those of torch's optimizers, since Optax has none.
 NAMES: Mapping[str, float] = {
     "sgd": 1e-3,
     "adam": 1e-3,
@@ -44,7 +46,8 @@ NAMES: Mapping[str, float] = {
 class Optimizer:
     """A gradient transformation of Optax, or a function that makes one.
 
-    `fixed` are arguments for it; `own` names those whose values are each member's own, and are in the state.
+    `fixed` are arguments of the function. `own` names the arguments of which each member has its own value, in its
+    state.
     """
 
     name: str
@@ -54,28 +57,28 @@ class Optimizer:
 
     @functools.cached_property
     def transformation(self) -> Any:
-        """The transformation; its own hyperparameters are to be set in its state."""
+        """The transformation. Its state holds the member's own hyperparameters."""
         optax = _optax()
         if isinstance(self.make, optax.GradientTransformation):
             return optax.with_extra_args_support(self.make)
         if not self.own:
             return optax.with_extra_args_support(self.make(**dict(self.fixed)))
-        return optax.GradientTransformationExtraArgs(self._begun, self._update)
+        return optax.GradientTransformationExtraArgs(self._init, self._update)
 
     def taken(self, **extra: Any) -> dict[str, Any]:
-        """Those of the extra arguments that the transformation takes."""
+        """Return the extra arguments that the transformation takes."""
         takes = _arguments(self.transformation.update)
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
             return extra
         return {name: value for name, value in extra.items() if name in takes}
 
-    def state(self, params: Any, values: Mapping[str, float]) -> Any:
-        """The state for a tree of params and a member's own hyperparameters."""
+    def state(self, params: Tree, values: Mapping[str, float]) -> Tree:
+        """Return the initial state for a tree of params and a member's own hyperparameters."""
         if not self.own:
             return _initial(self)(params)
         return _initial(self)(params, {name: np.asarray(values[name], float) for name in self.own})
 
-    def _begun(self, params: Any, values: Mapping[str, Any] | None = None) -> "_OwnState":
+    def _init(self, params: Any, values: Mapping[str, Any] | None = None) -> "_OwnState":
         values = dict.fromkeys(self.own, 0.0) if values is None else values
         return _OwnState(
             {name: jax.numpy.asarray(values[name], float) for name in self.own}, self._made(values).init(params)
@@ -87,38 +90,38 @@ class Optimizer:
         return updates, _OwnState(state.values, inner)
 
     def _made(self, values: Mapping[str, Any]) -> Any:
-        return self.make(**dict(self.fixed), **{name: _like_a_number(values[name]) for name in self.own})
+        return self.make(**dict(self.fixed), **{name: _weakly_typed(values[name]) for name in self.own})
 
 
 class _OwnState(NamedTuple):
-    """A member's own hyperparameters, and the state of the transformation that is made of them."""
+    """A member's own hyperparameters, and the state of the transformation that is made with them."""
 
     values: dict[str, Any]
     inner: Any
 
 
-def _like_a_number(value: Any) -> Any:
-    """A scalar that takes the dtype of what it is computed with, as a number of Python's does.
+def _weakly_typed(value: Any) -> Any:
+    """Return a scalar that takes the dtype of the other operand, like a Python number.
 
-    `optax.inject_hyperparams` rounds hyperparameters to the params' dtype, where 0.999 is 1 in bfloat16.
+    `optax.inject_hyperparams` would round hyperparameters to the params' dtype: in bfloat16, 0.999 is 1.
     """
     if isinstance(value, float):
         return value
     value = jax.numpy.asarray(value)
-    # jax 0.10 has no other way to make a weak type of one that is being traced.
+    # jax 0.10 has no other way to give a traced value a weak type.
     return jax.lax.convert_element_type_p.bind(value, new_dtype=value.dtype, weak_type=True, sharding=None)
 
 
 @functools.lru_cache(maxsize=64)
 def _initial(optimizer: Optimizer) -> Callable[..., Any]:
-    """The first state for a tree of params, as a program, for all recipes that have this optimizer."""
+    """Return the compiled `init` of an optimizer, shared by all recipes with this optimizer."""
     return jax.jit(optimizer.transformation.init)
 
 
 def resolve(
-    optimizer: Any, schedule: Any, given: Mapping[str, Any], names: Sequence[str]
+    optimizer: OptimizerLike, schedule: ScheduleLike, given: Mapping[str, Any], names: Sequence[str]
 ) -> tuple[list[Optimizer], list[dict[str, float]]]:
-    """Every member's optimizer, the same object for members that may be fused, and its own hyperparameters."""
+    """Return every member's optimizer and own hyperparameters. Members that may be fused get the same object."""
     chosen = spread(optimizer, names, "optimizer")
     schedules = spread(schedule, names, "schedule")
     settings = {key: spread(value, names, key) for key, value in given.items()}
@@ -126,24 +129,24 @@ def resolve(
     known: dict[Optimizer, Optimizer] = {}
     optimizers: list[Optimizer] = []
     values: list[dict[str, float]] = []
-    for row, name in enumerate(names):
-        own = {key: column[row] for key, column in settings.items()}
+    for position, name in enumerate(names):
+        own = {key: column[position] for key, column in settings.items()}
         try:
-            found, numbers = _resolve(chosen[row], schedules[row], own, varied)
+            found, numbers = _resolve(chosen[position], schedules[position], own, varied)
             optimizers.append(known.setdefault(found, found))
         except InputError as error:
             raise InputError(f"member {name!r}: {error}") from None if isinstance(optimizer, Each) else error
-        except TypeError as error:  # a value that is part of the program, and can't be compared
+        except TypeError as error:  # a value of the program that can't be compared
             raise InputError(
-                f"member {name!r}: the optimizer can't be had with {own}: {unstopped(error)}. "
-                f"Make the transformation yourself, and give it in place of the name."
+                f"member {name!r}: the optimizer does not take {own}: {unstopped(error)}. "
+                f"Make the transformation yourself, and pass it instead of the name."
             ) from error
         values.append(numbers)
     return optimizers, values
 
 
 def _resolve(
-    optimizer: Any, schedule: Any, given: Mapping[str, Any], varied: set[str]
+    optimizer: OptimizerLike, schedule: ScheduleLike, given: Mapping[str, Any], varied: set[str]
 ) -> tuple[Optimizer, dict[str, float]]:
     optax = _optax()
     if schedule is not None and not callable(schedule):
@@ -158,7 +161,7 @@ def _resolve(
         if extra:
             raise InputError(
                 f"compile got {extra[0]} beside an optimizer that is made already. Give it to the optimizer "
-                f"itself, or pass what makes the optimizer: optax.adam in place of optax.adam(1e-3)."
+                f"itself, or pass the function that makes it: optax.adam instead of optax.adam(1e-3)."
             )
         return Optimizer("an Optax transformation", optimizer), {}
     name, make = _maker(optimizer)
@@ -186,11 +189,11 @@ def _resolve(
 
 @functools.lru_cache(maxsize=64)
 def _accumulating(optimizer: Any) -> Any:
-    """The transformation of an `optax.MultiSteps`; of one, always the same."""
+    """Return the transformation of an `optax.MultiSteps`, always as the same object."""
     return optimizer.gradient_transformation()
 
 
-def _maker(optimizer: Any) -> tuple[str, Callable[..., Any]]:
+def _maker(optimizer: OptimizerLike) -> tuple[str, Callable[..., Any]]:
     if isinstance(optimizer, str):
         name = optimizer.lower().replace("-", "_")
         if name not in NAMES:
@@ -198,10 +201,10 @@ def _maker(optimizer: Any) -> tuple[str, Callable[..., Any]]:
         return name, getattr(_optax(), name)
     if not callable(optimizer):
         raise InputError(
-            f"optimizer {optimizer!r} is none of Optax. Give a name ({', '.join(sorted(NAMES))}), a function that "
-            f"makes one, such as optax.adam, or what it makes: optax.adam(1e-3)."
+            f"optimizer {optimizer!r} is not one of Optax. Give a name ({', '.join(sorted(NAMES))}), a function "
+            f"that makes one, such as optax.adam, or what it makes: optax.adam(1e-3)."
         )
-    return getattr(optimizer, "__name__", "a function of one's own"), optimizer
+    return getattr(optimizer, "__name__", "a custom function"), optimizer
 
 
 def _arguments(make: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -209,7 +212,7 @@ def _arguments(make: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 
 def _settings(name: str, given: Mapping[str, Any], takes: Mapping[str, Any], rate: str) -> dict[str, Any]:
-    """What was given, by the names that the optimizer has for it: `lr`, and torch's `betas`."""
+    """Return hyperparameters by the optimizer's own names; `lr` and torch's `betas` are translated."""
     settings: dict[str, Any] = {}
     for key, value in given.items():
         if key == "lr":

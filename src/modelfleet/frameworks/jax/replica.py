@@ -1,6 +1,4 @@
-"""A JAX model as it is, to be asked only."""
-
-from typing import Any
+"""JAX models that only predict."""
 
 import jax
 import numpy as np
@@ -12,10 +10,11 @@ from modelfleet.frameworks.jax.engine import JaxDefinition
 from modelfleet.frameworks.jax.models import is_module, raw
 from modelfleet.frameworks.jax.task import Task
 from modelfleet.members import Member
+from modelfleet.types import Model, Tree
 
 
-def replica(model: Any, device: jax.Device, precision: str) -> functional.Replica:
-    """Answers batches with a model. On the CPU its weights are not copied."""
+def replica(model: Model, device: jax.Device, precision: str) -> functional.Replica:
+    """Return a replica that answers batches with a model. On the CPU its weights are not copied."""
     definition = JaxDefinition(model, Task(precision=precision))
     state = definition.state(Member("model", model, 0, adapter("jax")))
     state["member"]["step"] = np.int32(0)
@@ -27,16 +26,16 @@ def replica(model: Any, device: jax.Device, precision: str) -> functional.Replic
     )
 
 
-def lent(tree: Any, device: jax.Device) -> Any:
-    """NumPy's arrays on a device; on the CPU in the same memory, if that is aligned as JAX has its own.
+def lent(tree: Tree, device: jax.Device) -> Tree:
+    """Return NumPy arrays on a device; on the CPU in the same memory, if that is aligned as JAX requires.
 
-    Nobody writes there: a program that is to write over an array that somebody else has makes a copy (jax 0.10).
+    Nothing writes there: a program that donates an array which is in use elsewhere makes a copy (jax 0.10).
     """
     return jax.device_put(tree, device)
 
 
-def weight_bytes(model: Any) -> int:
-    """What a model's weights take."""
+def weight_bytes(model: Model) -> int:
+    """Return the size of a model's weights in bytes."""
     if is_module(model):
         from flax import nnx
 

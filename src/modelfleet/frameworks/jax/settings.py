@@ -1,4 +1,4 @@
-"""What a program sets in JAX that changes a model's numbers, for worker processes and threads to set, too."""
+"""Settings of JAX that change a model's numbers, so that worker processes and threads can apply them, too."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -8,7 +8,7 @@ import jax
 
 
 def settings() -> dict[str, Any]:
-    """The settings that are not JAX's defaults, in this thread."""
+    """Return the settings of this thread that are not JAX's defaults."""
     config: Any = jax.config
     found: dict[str, Any] = {}
     if config.jax_enable_x64:
@@ -20,7 +20,7 @@ def settings() -> dict[str, Any]:
 
 @contextmanager
 def using(settings: Mapping[str, Any]) -> Iterator[None]:
-    """Compute with what `settings` gave, in this thread."""
+    """Apply settings of `settings()` within this context, in this thread."""
     with ExitStack() as stack:
         stack.enter_context(jax.enable_x64(settings.get("x64", False)))
         if "matmul_precision" in settings:

@@ -1,40 +1,24 @@
-"""The structure of a JAX model: all that decides what it computes, except its weights.
+"""Structure of a JAX model: everything that decides what it computes, except its weights.
 
-Models of equal signature run as one program with stacked weights. Where it can't be told whether two models
-compute alike, they count as unlike.
+Models with equal signatures run as one program with stacked weights. If it is unknown whether two models compute
+the same, they count as different.
 """
 
 import functools
 import sys
 import types
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-# What `Module.train` and `eval` set: a lane sets these itself, as the step asks for it.
+from modelfleet.frameworks.structure import Opaque, Signature
+from modelfleet.types import Model, Tree
+
+# Attributes that `Module.train` and `eval` set. A lane sets them itself for each step.
 _MODES = frozenset({"deterministic", "use_running_average"})
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Signature:
-    """A model's structure as a value: equal for two models if and only if they may be fused."""
-
-    entries: tuple[tuple[str, Hashable], ...]
-    _hash: int = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash(self.entries))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Signature):
-            return NotImplemented
-        return self is other or (self._hash == other._hash and self.entries == other.entries)
 
 
 @dataclass(frozen=True)
@@ -55,36 +39,20 @@ class _Again:
         return f"the same as {self.first or 'the model'}"
 
 
-@dataclass(frozen=True, eq=False)
-class _Opaque:
-    """A value that can only be compared with itself."""
-
-    value: Any
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Opaque) and self.value is other.value
-
-    def __str__(self) -> str:
-        return f"a {type(self.value).__name__} of its own"
-
-
-def is_module(model: Any) -> bool:
-    """Whether it is a Flax NNX module. There are none before somebody has imported Flax."""
+def is_module(model: Model) -> bool:
+    """Return True for a Flax NNX module. There are none before Flax is imported."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(model, nnx.Module)
 
 
-def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """Every leaf of a tree with its path, as in `layers.0.kernel`."""
+def named_leaves(tree: Tree) -> list[tuple[str, Any]]:
+    """Return every leaf of a tree with its path, such as `layers.0.kernel`."""
     found = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in found]
 
 
-def signature(model: Any) -> Signature:
-    """Tell the structure of a model."""
+def signature(model: Model) -> Signature:
+    """Return the structure of a model."""
     if is_module(model):
         return Signature(tuple(_entries(model, "", {})))
     params, apply = model
@@ -94,7 +62,7 @@ def signature(model: Any) -> Signature:
 
 
 def difference(a: Signature, b: Signature) -> str | None:
-    """Say where `a` first differs from `b`, as in "layers.0.kernel is (4, 8), not (4, 16)"; None if nowhere."""
+    """Return where `a` first differs from `b`, as in "layers.0.kernel is (4, 8), not (4, 16)"; None if nowhere."""
     if a == b:
         return None
     ours, theirs = dict(a.entries), dict(b.entries)
@@ -107,10 +75,10 @@ def difference(a: Signature, b: Signature) -> str | None:
     return "its parts are in another order" if missing is None else f"has no {missing}"
 
 
-def trained_twice(models: Sequence[Any]) -> tuple[int, int, str] | None:
-    """Two of `models` that would train the very same variable, by position, and its name in the second.
+def trained_twice(models: Sequence[Model]) -> tuple[int, int, str] | None:
+    """Return the positions of two models that would train the same variable, and its name in the second.
 
-    Arrays never change, so pairs share nothing that is trained; modules may share an `nnx.Param`.
+    Modules may share an `nnx.Param`. Pairs share nothing that is trained, since arrays never change.
     """
     owners: dict[int, int] = {}
     for position, model in enumerate(models):
@@ -125,7 +93,7 @@ def trained_twice(models: Sequence[Any]) -> tuple[int, int, str] | None:
 
 
 def _entries(node: Any, path: str, seen: dict[int, str]) -> Iterator[tuple[str, Hashable]]:
-    """Every part of a module with its path, parents first."""
+    """Yield every part of a module with its path, parents first."""
     from flax import nnx
 
     if isinstance(node, nnx.Variable | nnx.Pytree | dict | list | tuple | jax.Array | np.ndarray):
@@ -135,7 +103,7 @@ def _entries(node: Any, path: str, seen: dict[int, str]) -> Iterator[tuple[str, 
             return
     if isinstance(node, nnx.Variable):
         yield path, _tensor(type(node).__name__, node.get_value())
-        # An axis name, a sharding: what else a layer may read of a variable.
+        # A layer may also read a variable's metadata, such as an axis name or a sharding.
         for name, value in sorted(node.get_metadata().items()):
             yield f"{path}.{name}", freeze(value)
     elif isinstance(node, jax.Array | np.ndarray):
@@ -144,7 +112,7 @@ def _entries(node: Any, path: str, seen: dict[int, str]) -> Iterator[tuple[str, 
         yield path, type(node)
         stock = type(node).__module__.startswith("flax.")
         for name, value in sorted(vars(node).items()):
-            # Of Flax's own layers, what was for making their weights alone.
+            # In Flax's own layers, `…_init` is only for making the weights.
             if not name.startswith("_pytree__") and name not in _MODES and not (stock and name.endswith("_init")):
                 yield from _entries(value, f"{path}.{name}" if path else name, seen)
     elif isinstance(node, Mapping):
@@ -160,7 +128,7 @@ def _entries(node: Any, path: str, seen: dict[int, str]) -> Iterator[tuple[str, 
 
 
 def statics(node: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:
-    """Every Python value that a module holds beside its variables, with its path; and its classes."""
+    """Yield every Python value that a module holds beside its variables, and its classes, with their paths."""
     from flax import nnx
 
     seen = set() if seen is None else seen
@@ -179,7 +147,7 @@ def statics(node: Any, path: str = "", seen: set[int] | None = None) -> Iterator
 
 
 def freeze(value: Any) -> Hashable:
-    """A plain value as one that can be compared: functions by their code and what they close over."""
+    """Return a plain value as one that can be compared. Functions compare by code and closure."""
     if isinstance(value, types.FunctionType):
         cells = tuple(freeze(cell.cell_contents) for cell in value.__closure__ or ())
         defaults = (*(value.__defaults__ or ()), *sorted((value.__kwdefaults__ or {}).items()))
@@ -191,7 +159,7 @@ def freeze(value: Any) -> Hashable:
         return ("partial", freeze(value.func), tuple(map(freeze, value.args)), keywords)
     if isinstance(value, jax.Array | np.ndarray):
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
-            return _Opaque(value)
+            return Opaque(value)
         if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
             value = jax.random.key_data(value)
         array = np.asarray(value)
@@ -201,11 +169,11 @@ def freeze(value: Any) -> Hashable:
     if isinstance(value, list | tuple):
         return (type(value), *map(freeze, value))
     if isinstance(value, float | int | complex):
-        return (type(value), repr(value))  # 1, 1.0 and True are unlike; NaN is like NaN
+        return (type(value), repr(value))  # 1, 1.0 and True differ; NaN equals NaN
     try:
         hash(value)
     except TypeError:
-        return _Opaque(value)
+        return Opaque(value)
     return value
 
 

@@ -1,4 +1,4 @@
-"""What the members of a lane are to do: how a batch becomes a loss and the numbers of the metrics."""
+"""Tasks of JAX members: how a batch becomes a loss and the parts of metrics."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -6,25 +6,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from modelfleet.errors import InputError
 from modelfleet.fingerprints import fingerprint
+from modelfleet.frameworks.batches import input_and_target, loss_and_metrics
 from modelfleet.frameworks.jax import metrics
 from modelfleet.frameworks.jax.losses import Loss, weighted
 from modelfleet.frameworks.jax.metrics import Metric
 from modelfleet.frameworks.jax.optimizers import Optimizer
+from modelfleet.types import Model, Tree
 
-PRECISIONS = {"float32": None, "bf16": jnp.bfloat16, "fp16": jnp.float16}  # to train in: not fp16
+PRECISIONS = {"float32": None, "bf16": jnp.bfloat16, "fp16": jnp.float16}  # fp16 is only for predicting
 
-Array = Any  # of JAX
+Array = jax.Array | np.ndarray
 
 
 @dataclass(frozen=True)
 class Task:
-    """The loss, metrics, optimizer and precision that the members of one lane have in common.
+    """Loss, metrics, optimizer and precision that the members of one lane have in common.
 
-    `own` has each member's own numbers, by its name: the hyperparameters in its optimizer's state, and its
-    `clip_norm`.
+    `own` has each member's own numbers by its name: hyperparameters in its optimizer's state, and its `clip_norm`.
     """
 
     optimizer: Optimizer | None = None
@@ -37,7 +39,7 @@ class Task:
 
     @property
     def summary(self) -> str:
-        """The task in a line, for checkpoints: what must be the same for a run to go on."""
+        """The task in one line, for checkpoints. A run can be resumed only with an equal summary."""
         optimizer = "no optimizer" if self.optimizer is None else self.optimizer.name
         fixed = () if self.optimizer is None else self.optimizer.fixed
         plain = [f"{key}={value}" for key, value in fixed if isinstance(value, bool | int | float | str | None)]
@@ -49,11 +51,13 @@ class Task:
             loss = self.loss.summary
         return ", ".join([optimizer, *plain, loss, *(metric.name for metric in self.metrics), self.precision])
 
-    def run(self, call: Callable[[Any, Any], Any], model: Any, batch: Any, weights: Array | None) -> Any:
-        """One member's loss on a batch, and the parts of its metrics, by metric.
+    def run(
+        self, call: Callable[[Model, Tree], Tree], model: Model, batch: Tree, weights: Array | None
+    ) -> tuple[Array, Mapping[str, Mapping[str, Array]]]:
+        """Return one member's loss on a batch, and the parts of its metrics, by metric.
 
-        `call` runs the model on inputs. `weights` is `(row,)`, 1 for a row that counts and 0 for padding; without
-        it every row counts.
+        `call` runs the model on inputs. `weights` is `(row,)`: 1 for a row that counts and 0 for padding. If it is
+        None, every row counts.
         """
         if weights is None:
             weights, mask = jnp.ones(_count(batch), jnp.float32), None
@@ -61,16 +65,11 @@ class Task:
             mask = weights
         rows = weights.sum()
         if self.objective is not None:
-            loss, extra = _loss_and_extra(self.objective(model, batch))
+            loss, extra = loss_and_metrics(self.objective(model, batch), jax.Array)
             found = {name: {"total": jnp.asarray(value) * rows, "count": rows} for name, value in extra.items()}
         else:
             assert self.loss is not None
-            if not isinstance(batch, tuple) or len(batch) != 2:
-                raise InputError(
-                    f"the loss {self.loss.name!r} needs (x, y), but the data hold {_form(batch)}. "
-                    f"Give (x, y), or compile with an objective, which takes any batch."
-                )
-            x, target = batch
+            x, target = input_and_target(batch, self.loss.name)
             output = widened(call(model, x))
             loss = weighted(self.loss, output, target, mask)
             seen = jax.lax.stop_gradient(output)
@@ -79,18 +78,8 @@ class Task:
         return loss, {"loss": {"total": loss * rows, "count": rows}, **found}
 
     def metric(self, name: str) -> Metric:
-        """The metric of a name; the loss, and what an objective gives, are means."""
+        """Return the metric of a name. The loss, and the metrics of an objective, are means."""
         return next((metric for metric in self.metrics if metric.name == name), None) or metrics.mean(name)
-
-
-def _loss_and_extra(result: Any) -> tuple[Any, Mapping[str, Any]]:
-    if isinstance(result, jax.Array):
-        return result, {}
-    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
-        return result
-    raise InputError(
-        f"the objective returned {type(result).__name__}; expected a loss, or a loss and a dict of metrics."
-    )
 
 
 def _scalar(loss: Any) -> Array:
@@ -100,18 +89,12 @@ def _scalar(loss: Any) -> Array:
     return loss.astype(jnp.promote_types(loss.dtype, jnp.float32)).reshape(())
 
 
-def widened(output: Any, precision: str = "bf16") -> Any:
-    """An output in float32, where it was computed in halves."""
+def widened(output: Tree, precision: str = "bf16") -> Tree:
+    """Return an output with halves cast to float32."""
     halves = (jnp.bfloat16, PRECISIONS[precision] or jnp.bfloat16)
-    # What is no array stays: JAX says of it where it is among the outputs.
+    # Other values stay: JAX's own error says where they are among the outputs.
     return jax.tree.map(lambda a: a.astype(jnp.float32) if getattr(a, "dtype", None) in halves else a, output)
 
 
-def _form(batch: Any) -> str:
-    if isinstance(batch, Mapping):
-        return f"a dict of {', '.join(map(str, batch))}"
-    return f"{len(batch)} arrays" if isinstance(batch, tuple | list) else "one array"
-
-
-def _count(batch: Any) -> int:
+def _count(batch: Tree) -> int:
     return jax.tree.leaves(batch)[0].shape[0]

@@ -1,12 +1,10 @@
-"""Keras models in fleets, on the backend that Keras has in this process.
-
-What the layers above use of Keras is named here.
-"""
+"""Keras models in fleets, on the backend of this process. Exports the names of `protocol.Adapter`."""
 
 from importlib import import_module
 from typing import Any
 
 import keras
+import numpy as np
 
 from modelfleet.frameworks.batches import weighted_inputs as inputs
 from modelfleet.frameworks.keras.building import (
@@ -21,20 +19,21 @@ from modelfleet.frameworks.keras.building import (
     weights_key,
 )
 from modelfleet.frameworks.keras.callbacks import wrap
-from modelfleet.frameworks.keras.classes import weighted
+from modelfleet.frameworks.keras.class_weights import weighted
 from modelfleet.frameworks.keras.datasets import as_loader
-from modelfleet.frameworks.keras.engine import backend_module, make_engine
-from modelfleet.frameworks.keras.frozen import Frozen, frozen, weight_bytes
+from modelfleet.frameworks.keras.engine import make_engine
 from modelfleet.frameworks.keras.recipe import compile, prepare
-from modelfleet.frameworks.keras.schedules import Schedules
+from modelfleet.frameworks.keras.replica import frozen, weight_bytes
+from modelfleet.frameworks.keras.replica import replica as Replica
 from modelfleet.frameworks.keras.settings import settings, using
 from modelfleet.frameworks.keras.structure import difference, signature, trained_twice
+from modelfleet.frameworks.schedules import NoSchedules as Schedules
 
 NAME = "keras"
-PRECISIONS = ("float32",)  # a model has its own dtype policy
-GOES_ON = True  # with `steps_per_epoch`, an epoch of arrays goes on where the last one stopped
+PRECISIONS = ("float32",)  # any other comes from the model's dtype policy
+GOES_ON = True  # with `steps_per_epoch`, an epoch of arrays starts where the last one stopped
 
-_PARTS = {  # whose arrays, devices and files each backend goes by
+_PARTS = {  # for each backend, the modules of its arrays, devices and files
     "jax": ("jax.arrays", "jax.devices", "files"),
     "tensorflow": ("tensorflow.arrays", "tensorflow.devices", "files"),
     "torch": ("torch.arrays", "torch.devices", "torch.files"),
@@ -46,46 +45,3 @@ accelerators, choose = _devices.accelerators, _devices.choose
 memory, native = _devices.memory, _devices.native
 if keras.backend.backend() == "torch":
     threads, use_threads = _devices.threads, _devices.use_threads
-
-
-def Replica(model: Any, device: Any, precision: str) -> Any:  # noqa: N802  (a class in other adapters)
-    """Answers batches with a model that was `frozen`, here or where it came from."""
-    return backend_module.replica(model.model if isinstance(model, Frozen) else model, device)
-
-
-__all__ = [
-    "GOES_ON",
-    "NAME",
-    "PRECISIONS",
-    "Replica",
-    "Schedules",
-    "accelerators",
-    "arrays",
-    "as_loader",
-    "check_model",
-    "choose",
-    "compile",
-    "copy_model",
-    "difference",
-    "files",
-    "fill",
-    "frozen",
-    "inputs",
-    "is_model",
-    "make_engine",
-    "memory",
-    "native",
-    "prepare",
-    "randomness",
-    "restore_randomness",
-    "seeding",
-    "settings",
-    "signature",
-    "stacked_weights",
-    "trained_twice",
-    "using",
-    "weight_bytes",
-    "weighted",
-    "weights_key",
-    "wrap",
-]

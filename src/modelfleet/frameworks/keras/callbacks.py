@@ -1,4 +1,4 @@
-"""Keras's callbacks in a fit of a fleet: every Keras member has its own, called in Keras's order."""
+"""Callbacks of Keras in a fleet's fit. Every Keras member has its own, called in Keras's order."""
 
 import copy
 import math
@@ -15,16 +15,20 @@ from modelfleet.frameworks.keras.plain import BACKEND, become_plain
 from modelfleet.words import unstopped
 
 _PATHS = ("filepath", "filename", "log_dir")
-_UNCALLED = (  # a fleet's steps come several in a call, and for many members at once
+_UNCALLED = (  # a fleet takes several steps of many members in one call
     *("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end"),
     *("on_test_begin", "on_test_end", "on_test_batch_begin", "on_test_batch_end"),
 )
-_BLIND = (callbacks.CSVLogger, callbacks.History, callbacks.TerminateOnNaN)  # they do not look at the model
+_WITHOUT_MODEL = (callbacks.CSVLogger, callbacks.History, callbacks.TerminateOnNaN)  # they do not read the model
 _READERS = (callbacks.ModelCheckpoint,)  # they do not change it
 
 
 def wrap(given: Sequence[callbacks.Callback]) -> "PerMember":
-    """All callbacks of Keras that a fit was given, as one of modelfleet's."""
+    """Return all callbacks of Keras in a fit as one callback of modelfleet.
+
+    Raises:
+        InputError: A callback has hooks that a fleet does not call.
+    """
     for callback in given:
         _check(callback)
     return PerMember(given)
@@ -33,11 +37,11 @@ def wrap(given: Sequence[callbacks.Callback]) -> "PerMember":
 def _check(callback: callbacks.Callback) -> None:
     if isinstance(callback, callbacks.BackupAndRestore):
         raise InputError(
-            "BackupAndRestore is of one model's fit. Use modelfleet.Checkpoint, which keeps all members."
+            "BackupAndRestore works with one model's fit. Use modelfleet.Checkpoint, which keeps all members."
         )
     for hook in _UNCALLED:
         own = getattr(type(callback), hook) is not getattr(callbacks.Callback, hook) or hook in vars(callback)
-        # Members whose numbers went bad are set aside anyway; a checkpoint per epoch has nothing to do per batch.
+        # A fleet stops members with bad numbers itself. A checkpoint per epoch does nothing per batch.
         idle = isinstance(callback, callbacks.TerminateOnNaN) or (
             isinstance(callback, callbacks.ModelCheckpoint) and callback.save_freq == "epoch"
         )
@@ -49,12 +53,11 @@ def _check(callback: callbacks.Callback) -> None:
 
 
 class PerMember:
-    """The callbacks of Keras, for every Keras member on its own (see `modelfleet.Callback`).
+    """Callbacks of Keras, for every Keras member on its own (see `modelfleet.Callback`).
 
-    The first Keras member works with the objects that were given, the others with copies. Each given object has
-    them all in its `members`, by name. A member's callbacks are called one after the other at each moment, in the
-    order given, as Keras does. They see their member's model with the weights and the optimizer of this moment,
-    and may change both.
+    The first Keras member uses the given objects, the others use copies. Each given object has all of them in its
+    `members`, by name. At each hook, a member's callbacks are called in the given order, as in Keras. They see
+    their member's model with its current weights and optimizer, and may change both.
     """
 
     together = False
@@ -63,16 +66,16 @@ class PerMember:
     def __init__(self, given: Sequence[callbacks.Callback]) -> None:
         self._given = list(given)
         self._own: dict[str, list[Any]] = {}
-        self._begun: dict[str, int] = {}  # the last epoch that was begun
-        self._noted: dict[str, list[str]] = {}  # what callbacks have added to the history
+        self._begun: dict[str, int] = {}  # the last epoch that has started
+        self._noted: dict[str, list[str]] = {}  # metrics that callbacks have added to the history
         self._logs: dict[str, dict[str, float]] = {}
         self._paths: list[tuple[Any, str, str]] = []
         self._trained: dict[str, list[bool]] = {}
         self._remembered: dict[str, Any] = {}
         self._weights: dict[str, Any] = {}
-        # Who does not look at a model needs no model that is up to date.
-        self._looking = not all(_blind(callback) for callback in self._given)
-        self._changing = not all(_blind(one) or isinstance(one, _READERS) for one in self._given)
+        # The model needs to be up to date only for callbacks that read it.
+        self._reads_model = not all(_ignores_model(callback) for callback in self._given)
+        self._changes_model = not all(_ignores_model(one) or isinstance(one, _READERS) for one in self._given)
 
     @property
     def kinds(self) -> list[str]:
@@ -84,7 +87,7 @@ class PerMember:
         names = [name for name in run.active if run.framework(name).NAME == "keras"]
         self._own = {name: [] for name in names}
         for callback in self._given:
-            for name, own in _shared_out(callback, names).items():
+            for name, own in _by_member(callback, names).items():
                 self._own[name].append(own)
         for name, owns in self._own.items():
             model = self._synced(run, name)
@@ -94,11 +97,11 @@ class PerMember:
                 own.set_params({"verbose": 0, "epochs": run.epochs_of(name), "steps": run.steps_of(name)})
                 own.set_model(model)
                 if run.epoch and hasattr(own, "append"):
-                    own.append = True  # a resumed run goes on in its file
+                    own.append = True  # a resumed run appends to its file
             for own in owns:
                 own.on_train_begin({})
             self._restore(name, owns)
-            if self._begun.get(name) != run.epoch:  # or it was begun before the checkpoint was taken
+            if self._begun.get(name) != run.epoch:  # otherwise it started before the checkpoint
                 self._begin(name, run.epoch, model)
             self._taken(run, name, model)
 
@@ -106,7 +109,7 @@ class PerMember:
         """Do nothing: `wants_steps` is False."""
 
     def on_epoch_end(self, run: Any) -> None:
-        """End the epoch of those that took part in it, and begin their next."""
+        """End the epoch of the members that took part in it, and begin their next."""
         for name in run.active:
             if name not in self._own:
                 continue
@@ -119,7 +122,10 @@ class PerMember:
                 own.on_epoch_end(epoch, logs)
                 if model.stop_training and stopped_by is None:
                     stopped_by = type(own).__name__
-            for key, value in logs.items():  # what they noted, such as the learning rate, belongs to the history
+            for (
+                key,
+                value,
+            ) in logs.items():  # callbacks may add values, such as the learning rate
                 if key not in told or value is not told[key]:
                     recorded.setdefault(key, [math.nan] * (epoch + 1))[-1] = float(value)
                 if key not in told and key not in noted:
@@ -150,7 +156,7 @@ class PerMember:
         }
 
     def restore_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state` gave."""
+        """Restore the result of `state`."""
         self._remembered = dict(state["callbacks"])
         self._begun, self._noted = dict(state["begun"]), dict(state["noted"])
         self._logs = {name: dict(logs) for name, logs in state["logs"].items()}
@@ -161,14 +167,14 @@ class PerMember:
         for name, owns in self._own.items():
             for number, own in enumerate(owns):
                 if getattr(own, "best_weights", None) is not None:
-                    # As tensors of the backend: its files take no others.
+                    # As tensors of the backend, which are all that its files take.
                     tensors = [keras.ops.convert_to_tensor(array) for array in own.best_weights]
                     best = {f"{index:03}": tensor for index, tensor in enumerate(tensors)}
                     found.setdefault(name, {})[f"{number:03}"] = best
         return found
 
     def restore_arrays(self, arrays: Mapping[str, Any]) -> None:
-        """Take back what `arrays` gave."""
+        """Restore the result of `arrays`."""
         self._weights = dict(arrays)
 
     def _begin(self, name: str, epoch: int, model: Any) -> None:
@@ -189,7 +195,7 @@ class PerMember:
             owns[int(number)].best_weights = [keras.ops.convert_to_numpy(best[key]) for key in sorted(best)]
 
     def _set_paths(self, own: Any, name: str, *, alone: bool) -> None:
-        """Have a member write into files of its own, as long as the fit takes."""
+        """Give a member's callback its own paths for the duration of the fit."""
         for attribute in _PATHS:
             path = getattr(own, attribute, None)
             if isinstance(path, str) and (not alone or "{name}" in path):
@@ -197,33 +203,33 @@ class PerMember:
                 setattr(own, attribute, own_path(path, name))
 
     def _synced(self, run: Any, name: str) -> Any:
-        model = run.sync(name) if self._looking else run.fleet[name]
+        model = run.sync(name) if self._reads_model else run.fleet[name]
         self._trained[name] = _trained(model)
         return model
 
     def _taken(self, run: Any, name: str, model: Any, *, over: bool = False) -> None:
-        if not self._changing:
+        if not self._changes_model:
             return
         if self._trained[name] != _trained(model) and not over:
             _refreeze(run, name, model)
         run.take(name)
 
 
-def _shared_out(callback: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Return each member's own: what it had in an earlier fit, the object itself for the first, or a copy."""
+def _by_member(callback: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Return each member's callback: the one of an earlier fit, the given object, or a copy of it."""
     before: dict[str, Any] = vars(callback).get("members", {})
     found = {name: before[name] for name in names if name in before}
     given = any(own is callback for own in found.values())
     if names and not given and (len(names) == 1 or names[0] not in found):
         found[names[0]] = callback
-    # The model of an earlier fit and the others' copies are not the callback's own.
+    # The model of an earlier fit and the other members' copies are not copied.
     left = (vars(callback).get("_model"), before)
     for name in names:
         if name in found:
             continue
         try:
             found[name] = copy.deepcopy(callback, {id(one): one for one in left if one is not None})
-        except Exception as error:  # whatever an attribute may raise
+        except Exception as error:  # an attribute may raise anything
             raise InputError(
                 f"{type(callback).__name__} can't be copied for member {name!r}: {unstopped(error)}. "
                 f"Every Keras member needs a callback of its own. Give the class a __deepcopy__, or use a "
@@ -240,9 +246,9 @@ def _trained(model: Any) -> list[bool]:
 
 
 def _refreeze(run: Any, name: str, model: Any) -> None:
-    """Do what Keras does when a callback has set `trainable`: that depends on its backend.
+    """Do what Keras does after a callback has set `trainable`, which depends on the backend.
 
-    On TensorFlow a step that was traced goes on as it is until the next compile. On torch it counts at once. On
+    On TensorFlow, a traced step does not change until the next compile. On torch, the change applies at once. On
     JAX, Keras's own fit raises.
     """
     if BACKEND == "tensorflow" and int(model.optimizer.iterations) > 0:
@@ -258,9 +264,9 @@ def _refreeze(run: Any, name: str, model: Any) -> None:
     model.reset_metrics()
 
 
-def _blind(callback: Any) -> bool:
+def _ignores_model(callback: Any) -> bool:
     stopper = type(callback) is callbacks.EarlyStopping and not callback.restore_best_weights
-    return stopper or type(callback) in _BLIND
+    return stopper or type(callback) in _WITHOUT_MODEL
 
 
 def own_path(path: str, name: str) -> str:
@@ -273,7 +279,7 @@ def own_path(path: str, name: str) -> str:
 
 
 def _plain(own: Any) -> dict[str, Any]:
-    """Return the attributes of a callback that change: numbers, words and truths."""
+    """Return the attributes of a callback that JSON can hold: numbers, strings and booleans."""
     return {
         key: value.item() if isinstance(value, np.generic) else value
         for key, value in vars(own).items()

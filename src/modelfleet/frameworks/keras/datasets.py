@@ -1,20 +1,25 @@
-"""Keras's own data sets as loaders: told of the beginning and the end of every epoch, as by Keras's `fit`."""
+"""Data sets of Keras as loaders, with hooks at the start and the end of every epoch, as in Keras's `fit`."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import keras
 
-
-def as_loader(data: Any, *, again: bool) -> Any:
-    """Return a loader for a `PyDataset`, and anything else as it is. `again`: each reading is one of its own."""
-    return _Told(data, again) if isinstance(data, keras.utils.PyDataset) else data
+from modelfleet.types import Data
 
 
-class _Told:
-    """The batches of a `PyDataset`, with its `on_epoch_begin` and `on_epoch_end` called when Keras calls them."""
+def as_loader(data: Data, *, again: bool) -> Data:
+    """Return a loader for a `PyDataset`, and any other data as they are.
 
-    def __init__(self, dataset: Any, again: bool) -> None:
+    With `again`, every iteration counts as the first.
+    """
+    return _DatasetLoader(data, again) if isinstance(data, keras.utils.PyDataset) else data
+
+
+class _DatasetLoader:
+    """Loader of a `PyDataset` that calls its `on_epoch_begin` and `on_epoch_end` when Keras does."""
+
+    def __init__(self, dataset: keras.utils.PyDataset, again: bool) -> None:
         self._dataset = dataset
         self._again = again
         self._opened = False
@@ -22,7 +27,7 @@ class _Told:
     def __len__(self) -> int:
         steps = self._dataset.num_batches
         if steps is None:
-            raise TypeError("this data set goes on and on")
+            raise TypeError("this data set is endless")
         return int(steps)
 
     def __iter__(self) -> Iterator[Any]:

@@ -9,10 +9,10 @@ from keras import ops
 
 from modelfleet.frameworks import batches
 from modelfleet.frameworks.functional import Definition, FunctionalEngine, Programs, State
-from modelfleet.frameworks.keras.labels import label_check
+from modelfleet.frameworks.keras.losses import label_check
 from modelfleet.frameworks.keras.plain import become_plain
-from modelfleet.frameworks.keras.recipe import task_of
 from modelfleet.frameworks.keras.steps import Steps
+from modelfleet.frameworks.keras.task import task_of
 from modelfleet.frameworks.protocol import CannotFuseError, Engine
 from modelfleet.members import Member
 

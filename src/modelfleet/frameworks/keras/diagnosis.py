@@ -1,8 +1,8 @@
-"""What `modelfleet doctor` asks of Keras alone."""
+"""Facts about Keras for `modelfleet doctor`."""
 
 import keras
 
 
 def backend() -> str:
-    """The backend that Keras has in this process."""
+    """Return the backend that Keras has in this process."""
     return keras.backend.backend()

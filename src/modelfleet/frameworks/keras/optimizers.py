@@ -1,21 +1,73 @@
-"""A Keras optimizer's update as a pure function: the values of variables in, their new values out."""
+"""Optimizers of Keras: from what `compile` got to an optimizer, and its update as a pure function."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import keras
+import numpy as np
 from keras import ops
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
+from modelfleet.errors import InputError, unknown
+from modelfleet.types import OptimizerLike, Tensor
+
+OPTIMIZERS: Mapping[str, type[keras.Optimizer]] = {
+    cls.__name__.lower(): cls
+    for cls in vars(keras.optimizers).values()
+    if isinstance(cls, type) and cls not in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer)
+}
+ALIASES = {"lr": "learning_rate", "eps": "epsilon"}  # hyperparameters that have another name in Keras
 _BACKENDS = "keras.src.backend."
 
 
-class Update:
-    """The update of one optimizer, which must be built, and is left alone.
+def resolve(optimizer: OptimizerLike, given: dict[str, Any], name: str) -> keras.Optimizer:
+    """Return a new optimizer for one member.
 
-    Keras's own `stateless_apply` is refused on TensorFlow (its optimizers write to `tf.Variable`s) and updates
-    in place on torch (they use fused operations). Both keep to it once those overrides are set aside.
+    Args:
+        optimizer: A name, a class of Keras's optimizers, or an optimizer, whose settings are copied.
+        given: Hyperparameters, by Keras's names.
+        name: Name of the member, for errors.
+
+    Raises:
+        InputError: The optimizer is unknown, or does not take a hyperparameter.
+    """
+    if "betas" in given:
+        given["beta_1"], given["beta_2"] = given.pop("betas")
+    rate = given.get("learning_rate")
+    if isinstance(rate, int | float | np.number) and not isinstance(rate, bool):
+        given["learning_rate"] = float(rate)
+        if not 0 <= given["learning_rate"] < float("inf"):
+            raise InputError(f"lr of member {name!r} is {rate!r}; expected a number of at least 0.")
+    config: Mapping[str, Any] = {}
+    if isinstance(optimizer, keras.optimizers.Optimizer):
+        kind, config = type(optimizer), optimizer.get_config()
+        if not isinstance(optimizer._learning_rate, keras.Variable):
+            config = {**config, "learning_rate": optimizer._learning_rate}  # a schedule, as it is
+        config.pop("name", None)
+    elif isinstance(optimizer, type) and issubclass(optimizer, keras.optimizers.Optimizer):
+        kind = optimizer
+    elif isinstance(optimizer, str) and optimizer.lower().replace("_", "") in OPTIMIZERS:
+        kind = OPTIMIZERS[optimizer.lower().replace("_", "")]
+    elif isinstance(optimizer, str):
+        raise unknown("optimizer", optimizer, OPTIMIZERS)
+    else:
+        raise InputError(
+            f"the optimizer of member {name!r} is {optimizer!r}. Give a name, as in 'adam', or an optimizer of "
+            f"Keras."
+        )
+    try:
+        return kind(**{**config, **given})
+    except (TypeError, ValueError) as error:
+        settings = ", ".join(f"{key}={value!r}" for key, value in given.items())
+        raise InputError(f"member {name!r}: {kind.__name__}({settings}) gave {error}") from error
+
+
+class Update:
+    """Update of a built optimizer as a pure function. The optimizer itself is not changed.
+
+    Keras's own `stateless_apply` is refused on TensorFlow, whose optimizers write to `tf.Variable`s, and updates
+    in place on torch, whose optimizers use fused operations. Both work once those overrides are removed.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -24,9 +76,13 @@ class Update:
         self._inner = _plain(optimizer.inner_optimizer if self.scaling else optimizer)
 
     def __call__(
-        self, slots: Sequence[Any], gradients: Sequence[Any], variables: Sequence[Any], values: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """The new values of the model's variables, and of the optimizer's. None is no gradient."""
+        self,
+        slots: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        variables: Sequence[keras.Variable],
+        values: Sequence[Tensor],
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the new values of the model's variables and of the optimizer's (`slots`)."""
         mapping = [*zip(variables, values, strict=True), *zip(self.variables, slots, strict=True)]
         if self.scaling is None:
             return self._applied(mapping, gradients, variables)
@@ -48,8 +104,11 @@ class Update:
         return kept, kept_slots
 
     def _applied(
-        self, mapping: list[tuple[Any, Any]], gradients: Sequence[Any], variables: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
+        self,
+        mapping: list[tuple[keras.Variable, Tensor]],
+        gradients: Sequence[Tensor | None],
+        variables: Sequence[keras.Variable],
+    ) -> tuple[list[Tensor], list[Tensor]]:
         with keras.StatelessScope(mapping) as scope:
             self._inner.apply(list(gradients), list(variables))
         return (
@@ -59,14 +118,14 @@ class Update:
 
 
 def built(model: keras.Model) -> None:
-    """Make the variables of a model's optimizer, as its first `fit` would."""
+    """Create the variables of a model's optimizer, as its first `fit` would."""
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
 
 
 @contextmanager
-def left_unbuilt(model: Any) -> Iterator[None]:
-    """Keep Keras from making the variables of a model's optimizer while it makes those of the metrics."""
+def left_unbuilt(model: keras.Model) -> Iterator[None]:
+    """Keep Keras from creating the optimizer's variables while it creates those of the metrics."""
     optimizer = model.optimizer if model.compiled else None
     if optimizer is None or optimizer.built:
         yield
@@ -79,7 +138,7 @@ def left_unbuilt(model: Any) -> Iterator[None]:
 
 
 def twin(optimizer: Any) -> Any:
-    """Return an optimizer that is told the same as one that is not built yet, with variables of its own."""
+    """Return an optimizer with the settings of one that is not built yet, and variables of its own."""
     config = optimizer.get_config()
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return type(optimizer)(**{**config, "inner_optimizer": twin(optimizer.inner_optimizer)})
@@ -93,14 +152,14 @@ def twin(optimizer: Any) -> Any:
 
 
 def _plain(optimizer: Any) -> Any:
-    """The same optimizer, its variables and all, in the form that is written for every backend."""
+    """Return the same optimizer, with its variables, in the form that works on every backend."""
     if keras.backend.backend() == "jax":
         return optimizer
     plain = object.__new__(_plain_class(type(optimizer)))
     trained = optimizer._trainable_variables
     excluded = getattr(optimizer, "_exclude_from_weight_decay", set())
     vars(plain).update(vars(optimizer))
-    # TensorFlow's optimizers know variables by names of its own.
+    # On TensorFlow, optimizers look variables up by other keys than their ids.
     vars(plain)["_trainable_variables_indices"] = {id(variable): index for index, variable in enumerate(trained)}
     keys = (
         {id(variable) for variable in trained if optimizer._var_key(variable) in excluded} if excluded else set()
@@ -111,12 +170,13 @@ def _plain(optimizer: Any) -> Any:
 
 
 def _plain_class(kind: type) -> type:
-    """An optimizer's class with every method that a backend has overridden as it was before."""
-    below = type("Plain", (keras.Optimizer,), _restored(keras.Optimizer))  # where the class's own super() leads
-    return type(kind.__name__, (kind, below), _restored(kind))
+    """Return an optimizer's class without the methods that a backend overrides."""
+    base = type("Plain", (keras.Optimizer,), _without_overrides(keras.Optimizer))  # what super() finds
+    return type(kind.__name__, (kind, base), _without_overrides(kind))
 
 
-def _restored(kind: type) -> dict[str, Any]:
+def _without_overrides(kind: type) -> dict[str, Any]:
+    """Return the original of each method that a backend overrides, by name."""
     found = {}
     for name in dir(BaseOptimizer):
         owners = [base for base in kind.__mro__ if name in vars(base)]

@@ -19,8 +19,8 @@ from modelfleet.errors import InputError, StrategyError
 from modelfleet.frameworks import batches, protocol
 from modelfleet.frameworks.explaining import batch_error
 from modelfleet.frameworks.keras.optimizers import built, left_unbuilt
-from modelfleet.frameworks.keras.recipe import task_of
 from modelfleet.frameworks.keras.steps import slot_keys, structural_keys
+from modelfleet.frameworks.keras.task import task_of
 from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS
 from modelfleet.frameworks.stacked import Positions
 from modelfleet.joining import joined

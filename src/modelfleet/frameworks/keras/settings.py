@@ -1,4 +1,4 @@
-"""What a program sets in Keras and its backend that changes a model's numbers, for worker processes to set."""
+"""Settings of Keras and its backend that change a model's numbers, so that workers can apply them, too."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -8,11 +8,11 @@ import keras
 
 from modelfleet import frameworks
 
-BACKENDS = ("jax", "torch")  # those that have settings
+BACKENDS = ("jax", "torch")  # backends that have settings
 
 
 def settings() -> dict[str, Any]:
-    """The settings that are not the defaults."""
+    """Return the settings that are not the defaults."""
     found: dict[str, Any] = _backend("settings", dict)()
     if keras.config.floatx() != "float32":
         found["floatx"] = keras.config.floatx()
@@ -23,7 +23,7 @@ def settings() -> dict[str, Any]:
 
 @contextmanager
 def using(settings: Mapping[str, Any]) -> Iterator[None]:
-    """Compute with what `settings` gave. In the process that gave it, nothing changes."""
+    """Apply settings within this context. In the process that they came from, nothing changes."""
     own = {name: value for name, value in settings.items() if name not in ("floatx", "dtype_policy")}
     before = keras.config.floatx()
     with ExitStack() as stack:
@@ -32,13 +32,13 @@ def using(settings: Mapping[str, Any]) -> Iterator[None]:
         if settings.get("floatx", before) != before:
             keras.config.set_floatx(settings["floatx"])
             stack.callback(keras.config.set_floatx, before)
-        if "dtype_policy" in settings:  # of this thread alone
+        if "dtype_policy" in settings:  # it applies to this thread only
             stack.callback(keras.config.set_dtype_policy, keras.config.dtype_policy())
             keras.config.set_dtype_policy(keras.dtype_policies.deserialize(settings["dtype_policy"]))
         yield
 
 
 def _backend(name: str, otherwise: Any) -> Any:
-    """A function of the backend's own adapter."""
+    """Return a function of the backend's own adapter."""
     backend = keras.backend.backend()
     return getattr(frameworks.adapter(backend), name) if backend in BACKENDS else otherwise

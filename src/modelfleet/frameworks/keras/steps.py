@@ -15,8 +15,8 @@ from keras import ops, tree
 
 from modelfleet.errors import InputError
 from modelfleet.frameworks.keras.optimizers import Update, built, left_unbuilt, twin
-from modelfleet.frameworks.keras.recipe import optimizer_key
 from modelfleet.frameworks.keras.structure import signature
+from modelfleet.frameworks.keras.task import optimizer_key
 
 Values = dict[str, Any]
 

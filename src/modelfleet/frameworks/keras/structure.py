@@ -1,22 +1,22 @@
-"""The structure of a Keras model: all that decides what it computes, except its weights.
+"""Structure of a Keras model: everything that decides what it computes, except its weights.
 
-Models of equal signature run as one program with stacked weights. What Keras numbers by itself (`dense_1`), how
-weights were initialized and where a seed began do not count. Where it can't be told whether two models compute
-alike, they count as unlike.
+Models with equal signatures run as one program with stacked weights. Names that Keras numbers (`dense_1`),
+initializers and the start of a seed do not count. If it is unknown whether two models compute the same, they count
+as different.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import keras
 from keras import tree
 from keras.src.utils.backend_utils import DynamicBackend
 
-from modelfleet.frameworks.keras.values import NOTHING, Opaque, Owned, freeze, show, unnumbered
+from modelfleet.frameworks.keras.values import NOTHING, Owned, freeze, show, unnumbered
+from modelfleet.frameworks.structure import Opaque, Signature
 
 _LAYER = frozenset(vars(keras.layers.Layer())) | {"name", "_name"}
-# What Keras keeps on a model for itself, some of it from the first `compile` or `fit` on.
+# Attributes that Keras keeps on a model for itself, some from the first `compile` or `fit` on.
 _MODEL = frozenset(vars(keras.Model())) | {
     *(
         "_compile_config",
@@ -31,24 +31,14 @@ _MODEL = frozenset(vars(keras.Model())) | {
     *("_outputs", "_outputs_struct", "_nodes", "_nodes_by_depth", "_operations", "_operations_by_depth"),
 }
 
-_UNTOLD = (keras.InputSpec, DynamicBackend)  # what follows from the shapes of weights, and what all have in common
-# Of Keras's bookkeeping, what decides numbers.
+_UNTOLD = (keras.InputSpec, DynamicBackend)  # they follow from the shapes of weights, or are the same for all
+# Attributes of Keras's own that affect the numbers.
 _TOLD = ("activity_regularizer", "autocast", "_supports_masking", "_call_has_training_arg", "_convert_input_args")
-# What layers keep from one use to the next, with no say in what they compute.
+# Attributes that layers keep between calls, and that do not affect what they compute.
 _REMAINS = frozenset(
     {"_dropout_mask", "_recurrent_dropout_mask", "is_gptq_calibrated", "is_awq_calibrated"}
     | {"gptq_unpacked_column_size", "awq_unpacked_column_size"}
 )
-
-
-@dataclass(frozen=True)
-class Signature:
-    """A model's structure as a value: equal for two models if and only if they may be fused."""
-
-    entries: tuple[tuple[str, Hashable], ...]
-
-    def __hash__(self) -> int:
-        return hash(self.entries)
 
 
 class _Weight(NamedTuple):
@@ -61,7 +51,7 @@ class _Weight(NamedTuple):
 
 
 class _Tensor(NamedTuple):
-    """An output of a layer, in a functional model."""
+    """An output of a layer in a functional model."""
 
     layer: int
     call: int
@@ -69,13 +59,13 @@ class _Tensor(NamedTuple):
 
 
 class _Again(NamedTuple):
-    """A layer that is in the model a second time."""
+    """A layer that occurs in the model a second time."""
 
     first: str
 
 
 def signature(model: keras.Model) -> Signature:
-    """Tell the structure of `model`: its layers, how they are connected, their settings and their weights."""
+    """Return the structure of `model`: its layers, their connections, their settings and their weights."""
     entries: list[tuple[str, Hashable]] = []
     owned = owned_by(model)
     _walk(model, "", {}, entries, owned)
@@ -94,7 +84,7 @@ def signature(model: keras.Model) -> Signature:
 
 
 def owned_by(model: keras.Model) -> Owned:
-    """The layers, variables and seeds of a model by id, with the place of each: alike in all of its structure."""
+    """Return the position of each layer, variable and seed, by id. Models of one structure have the same ones."""
     found: dict[int, Hashable] = {id(v): ("weight", index) for index, v in enumerate(model.variables)}
     for index, layer in enumerate(model._flatten_layers()):
         found[id(layer)] = "layer", index
@@ -104,7 +94,7 @@ def owned_by(model: keras.Model) -> Owned:
 
 
 def difference(a: Signature, b: Signature) -> str | None:
-    """Say where `a` first differs from `b`, as in "layers.2.units is 64, not 32"; None if nowhere."""
+    """Return where `a` first differs from `b`, as in "layers.2.units is 64, not 32"; None if nowhere."""
     for (path, value), (other_path, other) in zip(a.entries, b.entries, strict=False):
         if path != other_path:
             ours, theirs = dict(a.entries), dict(b.entries)
@@ -116,7 +106,7 @@ def difference(a: Signature, b: Signature) -> str | None:
                 else f"has {path} where the other has {other_path}"
             )
         if value != other:
-            return _words(path, value, other)
+            return _describe_difference(path, value, other)
     if len(a.entries) != len(b.entries):
         longer = max(a.entries, b.entries, key=len)
         path = longer[min(len(a.entries), len(b.entries))][0]
@@ -125,7 +115,7 @@ def difference(a: Signature, b: Signature) -> str | None:
 
 
 def trained_twice(models: Sequence[keras.Model]) -> tuple[int, int, str] | None:
-    """Two of `models` that would train the very same variable, by position, and its name in the second."""
+    """Return the positions of two models that would train the same variable, and its name in the second."""
     owners: dict[int, int] = {}
     for position, model in enumerate(models):
         for variable in model.trainable_variables:
@@ -150,7 +140,7 @@ def _walk(layer: Any, path: str, seen: dict[int, str], entries: list[tuple[str, 
 
 
 def _children(layer: Any) -> Iterator[tuple[str, Any]]:
-    """The layers (and operations) within a layer, by the names their owner has for them."""
+    """Yield the layers and operations within a layer, by the names that their owner has for them."""
     if hasattr(layer, "_nodes_by_depth"):
         found = layer.operations
     elif isinstance(layer, keras.Sequential):
@@ -168,10 +158,10 @@ def _children(layer: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _settings(layer: Any) -> Iterator[tuple[str, Any]]:
-    """What decides beside its weights what a layer computes: the attributes that are not Keras's bookkeeping.
+    """Yield the settings of a layer: its attributes that are not Keras's bookkeeping.
 
-    Not its config: that has only names of functions, lacks what a class of one's own does not tell, and making it
-    imports TensorFlow, whatever the backend.
+    The config would not do. It only names functions, may be incomplete for a user's own class, and making it
+    imports TensorFlow on every backend.
     """
     yield "trainable", getattr(layer, "trainable", True)
     yield "dtype", getattr(getattr(layer, "dtype_policy", None), "name", None)
@@ -181,12 +171,12 @@ def _settings(layer: Any) -> Iterator[tuple[str, Any]]:
     seeded = hasattr(layer, "_flatten_layers") and any(own._seed_generators for own in layer._flatten_layers())
     for name, value in sorted(vars(layer).items()):
         bookkeeping = name in known or name in _REMAINS or name.startswith("_self_") or isinstance(value, _UNTOLD)
-        if not bookkeeping and not (seeded and name == "seed"):  # its seeds are among the variables
+        if not bookkeeping and not (seeded and name == "seed"):  # its seeds are compared as variables
             yield name, value
 
 
 def _connections(model: Any, owned: Owned) -> Iterator[tuple[str, Hashable]]:
-    """How the layers of a functional model are called on each other's outputs."""
+    """Yield how the layers of a functional model are called on each other's outputs."""
     places = {id(operation): index for index, operation in enumerate(model.operations)}
     own = {id(node) for nodes in model._nodes_by_depth.values() for node in nodes}
     starts = {id(tensor): index for index, tensor in enumerate(model.inputs)}
@@ -213,13 +203,13 @@ def _connections(model: Any, owned: Owned) -> Iterator[tuple[str, Hashable]]:
     yield "inputs", freeze(tree.map_structure(refer, model.input), owned)
     yield "outputs", freeze(tree.map_structure(refer, model.output), owned)
     for what, tensors in (("input", model.inputs), ("output", model.outputs)):
-        if len(tensors) > 1:  # then data, losses and logs go by these names
+        if len(tensors) > 1:  # data, losses and logs use these names
             names = getattr(model, f"{what}_names", [])
             makers = [tensor._keras_history.operation for tensor in tensors]
             yield f"{what} names", freeze([unnumbered(*pair) for pair in zip(names, makers, strict=False)])
 
 
-def _words(path: str, value: Hashable, other: Hashable) -> str:
+def _describe_difference(path: str, value: Hashable, other: Hashable) -> str:
     if isinstance(value, _Weight) and isinstance(other, _Weight):
         if value.shape != other.shape:
             return f"{path} is {value.shape}, not {other.shape}"

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from modelfleet.frameworks.functional import Programs, Replica, State
 from modelfleet.frameworks.keras.definition import KerasDefinition, KerasEngine, Loss
-from modelfleet.frameworks.keras.frozen import is_double
+from modelfleet.frameworks.keras.replica import is_double
 from modelfleet.frameworks.keras.steps import outputs
 from modelfleet.frameworks.protocol import CannotFuseError
 from modelfleet.frameworks.tensorflow import arrays

@@ -19,12 +19,12 @@ from torch import Tensor
 from modelfleet.errors import InputError
 from modelfleet.frameworks import batches, protocol
 from modelfleet.frameworks.functional import Replica, padding
-from modelfleet.frameworks.keras.frozen import is_double
-from modelfleet.frameworks.keras.labels import label_check
-from modelfleet.frameworks.keras.own_code import own_python
+from modelfleet.frameworks.keras.custom_objects import own_python
+from modelfleet.frameworks.keras.losses import label_check
 from modelfleet.frameworks.keras.plain import become_plain, evaluation_offset
-from modelfleet.frameworks.keras.recipe import task_of
+from modelfleet.frameworks.keras.replica import is_double
 from modelfleet.frameworks.keras.steps import Steps, outputs
+from modelfleet.frameworks.keras.task import task_of
 from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, CannotFuseError
 from modelfleet.frameworks.stacked import Positions, StackedState, stack
 from modelfleet.frameworks.torch import arrays, fused, programs, steps

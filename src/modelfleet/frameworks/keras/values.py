@@ -1,9 +1,8 @@
-"""Plain Python values as hashable ones: what layers, losses and optimizers were told, compared by content."""
+"""Settings of layers, losses and optimizers as hashable values that compare by content."""
 
 import functools
 import hashlib
 import re
-import sys
 import types
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -12,10 +11,10 @@ import keras
 import numpy as np
 from keras.src.utils.naming import to_snake_case
 
-NOTHING = "·"
-"""In the place of what is compared elsewhere, or does not count: how a weight was initialized."""
+from modelfleet.frameworks.structure import Opaque, cell_contents, is_importable, shorten
 
-_LONG = 60  # characters of a value that a message shows
+NOTHING = "·"
+"""Stands for a value that is compared elsewhere, or does not count, such as an initializer."""
 
 _UNTOLD = (keras.initializers.Initializer, keras.KerasTensor, keras.Optimizer)
 _STATEFUL = (keras.layers.Layer, keras.Variable, keras.random.SeedGenerator)
@@ -24,29 +23,14 @@ _NAMES = frozenset({"name", "_name"})
 _METRIC = frozenset(vars(keras.metrics.Metric())) | _NAMES | {"_built", "built"}
 
 Owned = Mapping[int, Hashable]
-"""What belongs to a model, by its id: the place of each of its layers, variables and seeds."""
-
-
-class Opaque:
-    """A value that can't be looked into, and so equals itself only."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Opaque) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
+"""The position in a model of each of its layers, variables and seeds, by id."""
 
 
 def freeze(value: Any, owned: Owned | None = None) -> Hashable:
-    """`value` as a hashable one, equal where the contents are.
+    """Return `value` as a hashable one, which is equal if the contents are.
 
-    A layer, a variable or a seed is known by its place in the model that owns it. One that nobody owns equals
-    itself only: its numbers are no part of a lane's state, so members that have unlike ones can't share a program.
+    A layer, variable or seed of the model itself is identified by its position there. Any other one equals only
+    itself: its numbers are not part of a lane's state, so members with different ones can't share a program.
     """
     return _Freezer(owned or {})(value)
 
@@ -54,7 +38,7 @@ def freeze(value: Any, owned: Owned | None = None) -> Hashable:
 class _Freezer:
     def __init__(self, owned: Owned) -> None:
         self._owned = owned
-        self._open: set[int] = set()  # what is being looked into now: a closure may hold itself
+        self._open: set[int] = set()  # values that are being read: a closure may contain itself
 
     def __call__(self, value: Any) -> Hashable:
         if id(value) in self._owned:
@@ -82,11 +66,11 @@ class _Freezer:
             case Mapping():
                 return "dict", *((self(key), self(value[key])) for key in sorted(value, key=str))
             case list() | tuple():
-                return "list", *map(self, value)  # JSON, and so a saved model, does not tell them apart
+                return "list", *map(self, value)  # JSON, and so a saved model, makes no difference
             case set() | frozenset():
                 return "set", frozenset(map(self, value))
             case types.FunctionType():
-                return value if _importable(value) else self._of_function(value)
+                return value if is_importable(value) else self._of_function(value)
             case types.MethodType():
                 return "method", self(value.__func__), self(value.__self__)
             case functools.partial():
@@ -94,13 +78,13 @@ class _Freezer:
         return self._of_object(value)
 
     def _of_function(self, function: types.FunctionType) -> Hashable:
-        cells = tuple(self(_contents(cell)) for cell in function.__closure__ or ())
+        cells = tuple(self(cell_contents(cell)) for cell in function.__closure__ or ())
         told = self(function.__defaults__), self(function.__kwdefaults__), self(vars(function))
-        # Functions of one code that were defined in two places may read unlike globals.
+        # Functions with the same code, defined in two modules, may read different globals.
         return "function", function.__code__, id(function.__globals__), *told, cells
 
     def _of_object(self, value: Any) -> Hashable:
-        if isinstance(value, keras.metrics.Metric):  # its name is what the logs call it
+        if isinstance(value, keras.metrics.Metric):  # the name counts: logs have it
             own = {name: item for name, item in vars(value).items() if name not in _METRIC}
             variables = {id(variable) for variable in value.variables}
             plain = {name: item for name, item in own.items() if id(item) not in variables}
@@ -113,22 +97,21 @@ class _Freezer:
             return self(keras.ops.convert_to_numpy(value))
         if hasattr(value, "get_config"):  # a loss, a regularizer, a constraint, a schedule, a policy
             return type(value), self({name: item for name, item in vars(value).items() if name not in _NAMES})
-        if type(value).__name__ == "TensorShape":  # of TensorFlow, which layers keep there
+        if type(value).__name__ == "TensorShape":  # TensorFlow's, which layers keep on that backend
             return self(value.as_list())
         plain = types.BuiltinFunctionType | types.CodeType | np.dtype | np.ufunc
         return value if isinstance(value, plain) else Opaque(value)
 
 
 def unnumbered(name: str, of: Any) -> str:
-    """A name without the number that Keras has put behind it, where it has chosen the name by itself."""
+    """Return a name without its number, if Keras has chosen the name, as in `dense_1`."""
     own = to_snake_case(type(of).__name__)
     return own if re.fullmatch(rf"{re.escape(own)}_[0-9]+", name) else name
 
 
 def show(frozen: Hashable) -> str:
-    """A frozen value as a reader knows it."""
-    text = _text(frozen)
-    return text if len(text) <= _LONG else f"{text[: _LONG - 1]}…"
+    """Return a frozen value as text for a message."""
+    return shorten(_text(frozen))
 
 
 def _text(frozen: Any) -> str:
@@ -150,18 +133,3 @@ def _text(frozen: Any) -> str:
         case (type() as kind, *rest):
             return f"{kind.__qualname__}({', '.join(map(_text, rest))})"
     return f"a {type(frozen.value).__name__}" if isinstance(frozen, Opaque) else str(frozen)
-
-
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a variable that is not yet assigned
-        return None
-
-
-def _importable(value: Any) -> bool:
-    """Whether a function is the one that its module has under its name."""
-    found: object = sys.modules.get(value.__module__)
-    for name in value.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is value

@@ -1,27 +1,13 @@
-"""Plain functions of rows, and whatever has a `predict`, as scikit-learn's models have: to be asked only.
+"""Plain functions of rows, and objects with a `predict`, such as scikit-learn's models. They only predict.
 
-No fleet takes them: nothing here knows how they would be trained. So this is not one of `frameworks.ADAPTERS`, and
-has only what replicas ask of an adapter.
+A fleet does not take them, since they can't be trained here. So this package is not one of `frameworks.ADAPTERS`,
+and exports only what replicas need of an adapter.
 """
 
+from modelfleet.frameworks import arrays
 from modelfleet.frameworks.batches import inputs
-from modelfleet.frameworks.python import arrays
 from modelfleet.frameworks.python.devices import choose, memory, native
 from modelfleet.frameworks.python.replica import Replica, is_model, needed, weight_bytes
 
 NAME = "python"
-PRECISIONS = ("float32",)  # a function computes in whatever it likes
-
-__all__ = [
-    "NAME",
-    "PRECISIONS",
-    "Replica",
-    "arrays",
-    "choose",
-    "inputs",
-    "is_model",
-    "memory",
-    "native",
-    "needed",
-    "weight_bytes",
-]
+PRECISIONS = ("float32",)  # a function chooses its own dtypes

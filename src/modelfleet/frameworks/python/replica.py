@@ -1,68 +1,71 @@
-"""A plain function of rows, or a model with a `predict`, to be asked."""
+"""Replicas of a plain function of rows, or of an object with a `predict`."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from modelfleet import frameworks
+from modelfleet.devices import Device
 from modelfleet.errors import InputError
 from modelfleet.frameworks.outputs import Outputs
 from modelfleet.trees import map_tree
+from modelfleet.types import Model, Tree
 
 
 def is_model(value: Any) -> bool:
-    """Whether it can be asked for rows: it has a `predict`, or is a function that needs one argument."""
+    """Return True for an object with a `predict`, or a function that can be called with one argument."""
     return not isinstance(value, type) and (_predicts(value) or (callable(value) and needed(value) in (None, 1)))
 
 
-def needed(function: Any) -> int | None:
-    """How many arguments a function needs; None if it does not tell, as some that are written in C."""
+def needed(function: Callable[..., Any]) -> int | None:
+    """Return how many arguments a function needs; None if unknown, as for some functions written in C."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return None
-    spread = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = [one for one in parameters if one.default is one.empty and one.kind not in spread]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [one for one in parameters if one.default is one.empty and one.kind not in variadic]
     by_name = any(one.kind is one.KEYWORD_ONLY for one in required)
-    return max(2, len(required)) if by_name else len(required)  # an array alone can't be given by name
+    return max(2, len(required)) if by_name else len(required)  # a single array is not passed by name
 
 
 class Replica:
-    """Answers batches with a function of NumPy arrays (see `protocol.Replica`)."""
+    """A replica that answers with a function of NumPy arrays (see `protocol.Replica`)."""
 
     pads = False
 
-    def __init__(self, model: Any, device: Any, precision: str) -> None:
+    def __init__(self, model: Model, device: Device, precision: str) -> None:
         self._call = model.predict if _predicts(model) else model
         self._outputs = Outputs(_host)
 
-    def __call__(self, rows: Any) -> Any:
-        """The outputs on a tree of NumPy arrays `(row, …)`, as one."""
+    def __call__(self, rows: Tree) -> Tree:
+        """Return the outputs for a tree of NumPy arrays `(row, …)`, as such a tree."""
         return self._outputs.of(rows, self._ask)
 
-    def _ask(self, rows: Any) -> Any:
-        # Copied: a function may work in place, and the rows may be asked again, or be the caller's own.
+    def _ask(self, rows: Tree) -> Tree:
+        # Copied: a function may write to its input, and the rows may be the caller's own, or be asked again.
         return self._call(map_tree(np.array, rows))
 
     def out_of_memory(self, error: BaseException) -> bool:
-        """Whether an error says that there is no more memory."""
+        """Return True if an error means that memory ran out."""
         return isinstance(error, MemoryError)
 
     def broken(self, error: BaseException) -> bool:
-        """Never: no error is known after which nothing more could be computed."""
+        """Return False: no error is known that would leave the process unusable."""
         return False
 
     def close(self) -> None:
-        """Nothing is to be undone."""
+        """Do nothing."""
 
 
-def weight_bytes(model: Any) -> int:
-    """What a model's weights take: nobody knows."""
+def weight_bytes(model: Model) -> int:
+    """Return 0: the size of the weights is unknown."""
     return 0
 
 
-def _predicts(model: Any) -> bool:
+def _predicts(model: Model) -> bool:
     return callable(getattr(model, "predict", None))
 
 
@@ -74,4 +77,4 @@ def _host(value: Any) -> np.ndarray | None:
         )
     if not hasattr(value, "__array__"):
         return None
-    return np.array(frameworks.as_numpy(value))  # copied: the memory may be written again for the next batch
+    return np.array(frameworks.as_numpy(value))  # copied: the next batch may overwrite this memory

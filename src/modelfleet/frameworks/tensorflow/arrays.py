@@ -1,7 +1,7 @@
-"""Arrays of any kind for TensorFlow, and the few operations that feeds need of them.
+"""Arrays of any kind for TensorFlow, and the operations on them that feeds need.
 
-Where TensorFlow computes on the CPU, data stay in NumPy's memory: gathering rows there costs least, and a program
-reads several steps of them in one call. For accelerators they are put on the device once.
+If TensorFlow computes on the CPU, data stay in NumPy's memory: gathering rows is cheapest there, and a program
+reads several steps of them in one call. For accelerators, data are put on the device once.
 """
 
 from collections.abc import Sequence
@@ -10,25 +10,19 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-Array = Any  # of NumPy or TensorFlow
-STRINGS = True  # TensorFlow computes with them; here they are arrays of objects
+from modelfleet.frameworks.arrays import host, is_array, size
 
+Array = tf.Tensor | np.ndarray
 
-def is_array(value: Any) -> bool:
-    """Whether `place` can take it: arrays of NumPy, torch, JAX, TensorFlow, pandas and polars."""
-    return hasattr(value, "__array__") and not isinstance(value, type)
-
-
-def size(leaf: Any) -> int:
-    """The length of the first axis."""
-    return int(leaf.shape[0])
+__all__ = ["STRINGS", "concatenate", "from_host", "host", "index", "is_array", "place", "size", "stack", "take"]
+STRINGS = True  # TensorFlow computes with strings; in NumPy they are arrays of objects
 
 
 def place(leaf: Any, device: str | None, *, copy: bool = False, exact: bool = False) -> Array:
-    """An array for a device; None: wherever it is now. It may share memory unless `copy`.
+    """Return an array for a device, or on its own device if that is None. It may share memory unless `copy`.
 
-    TensorFlow's tensors keep their dtype. Of all other arrays float64 becomes float32, for NumPy makes float64
-    unasked and models are float32; not with `exact`.
+    TensorFlow's tensors keep their dtype. In other arrays, float64 becomes float32 unless `exact`, since float64
+    is only NumPy's default and models are float32.
     """
     if tf.is_tensor(leaf):
         if device is None:
@@ -43,7 +37,7 @@ def place(leaf: Any, device: str | None, *, copy: bool = False, exact: bool = Fa
 
 
 def index(positions: np.ndarray, device: str | None) -> Array:
-    """Row numbers for `take`, on a device."""
+    """Return row numbers for `take`, on a device."""
     if _on_host(device):
         return positions
     with tf.device(device):
@@ -51,29 +45,23 @@ def index(positions: np.ndarray, device: str | None) -> Array:
 
 
 def take(tensor: Array, index: Array) -> Array:
-    """The rows of an array at an index of one to three axes: `(*index axes, …)`."""
+    """Return the rows of an array at an index of one to three axes: `(*index axes, …)`."""
     return tf.gather(tensor, index) if tf.is_tensor(tensor) else tensor.take(index, axis=0)
 
 
 def concatenate(tensors: Sequence[Array]) -> Array:
-    """One array, joined along the first axis."""
+    """Join arrays along the first axis."""
     return tf.concat(list(tensors), 0) if any(map(tf.is_tensor, tensors)) else np.concatenate(list(tensors))
 
 
 def stack(tensors: Sequence[Array]) -> Array:
-    """One array, joined along a new first axis."""
+    """Join arrays along a new first axis."""
     return tf.stack(list(tensors)) if any(map(tf.is_tensor, tensors)) else np.stack(list(tensors))
 
 
-def host(tensor: Array) -> np.ndarray:
-    """An array's numbers as a NumPy array; of bfloat16, which not every reader has, the bits."""
-    array = np.asarray(tensor)
-    return array.view(np.int16) if array.dtype.name == "bfloat16" else array
-
-
 def from_host(array: np.ndarray, like: Array) -> np.ndarray:
-    """What `host` gave, in the dtype of another."""
-    dtype = like.dtype.as_numpy_dtype if tf.is_tensor(like) else like.dtype
+    """Return an array of `host` in the dtype of `like`."""
+    dtype = getattr(like.dtype, "as_numpy_dtype", like.dtype)
     return array.view(dtype) if np.dtype(dtype).name == "bfloat16" else array
 
 

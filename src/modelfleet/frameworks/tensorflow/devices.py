@@ -1,4 +1,4 @@
-"""The devices that TensorFlow sees."""
+"""Devices that TensorFlow can use."""
 
 from contextlib import suppress
 
@@ -8,23 +8,23 @@ from modelfleet.devices import Device, Memory, chosen
 
 
 def choose(wanted: tuple[Device, ...] | None) -> tuple[Device, ...]:
-    """The devices to use: those wanted, if they are here; for None all accelerators, or else the CPU."""
+    """Return the devices to use: those wanted, if they exist; for None, all accelerators or else the CPU."""
     return chosen(wanted, accelerators(), "TensorFlow")
 
 
 def accelerators() -> list[Device]:
-    """Every accelerator that TensorFlow can use in this process."""
+    """Return every accelerator that TensorFlow can use in this process."""
     found = tf.config.list_physical_devices("GPU")
     for device in found:
-        # TensorFlow would take all of a GPU's memory at its first use, and others may need it. Once it is in use
-        # this can't be changed any more.
+        # TensorFlow would take all of a GPU's memory at its first use, which other programs may need. After the
+        # first use this can't be changed.
         with suppress(RuntimeError):
             tf.config.experimental.set_memory_growth(device, True)
     return [Device("cuda", number) for number in range(len(found))]
 
 
 def native(device: Device) -> str:
-    """The device by TensorFlow's name; logical CPUs beyond those that TensorFlow was told of are its first."""
+    """Return TensorFlow's name of a device. Logical CPUs that TensorFlow does not have are its first CPU."""
     if device.kind == "cpu":
         here = len(tf.config.list_logical_devices("CPU"))
         return f"CPU:{device.index if device.index is not None and device.index < here else 0}"
@@ -32,4 +32,4 @@ def native(device: Device) -> str:
 
 
 def memory(device: str) -> Memory | None:
-    """Not known: TensorFlow tells what it uses of an accelerator, but not what there is."""
+    """Return None: TensorFlow reports how much memory it uses, but not how much an accelerator has."""

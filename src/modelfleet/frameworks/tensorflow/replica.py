@@ -1,6 +1,4 @@
-"""TensorFlow's own models as they are, to be asked only: their weights stay in their variables."""
-
-from typing import Any
+"""TensorFlow's own models that only predict. Their weights stay in their variables."""
 
 import numpy as np
 import tensorflow as tf
@@ -12,24 +10,27 @@ from modelfleet.frameworks.tensorflow import arrays
 from modelfleet.frameworks.tensorflow.backend import TensorFlowBackend
 from modelfleet.frameworks.tensorflow.models import call_of
 from modelfleet.trees import paths
+from modelfleet.types import Model, Tree
 
 
-def replica(model: Any, device: str, precision: str) -> functional.Replica:
-    """Answers batches with a model."""
+def replica(model: Model, device: str, precision: str) -> functional.Replica:
+    """Return a replica that answers batches with a model."""
     call = call_of(model)
-    # TensorFlow itself converts nothing.
+    # TensorFlow itself casts no inputs.
     double = {v.dtype for v in getattr(model, "variables", ()) if v.dtype.is_floating} == {tf.float64}
 
-    def place(leaf: np.ndarray) -> Any:
+    def place(leaf: np.ndarray) -> arrays.Array:
         wide = leaf.astype(np.float64) if double and leaf.dtype.kind == "f" else leaf
         return arrays.place(wide, device, exact=double)
 
     return functional.Replica(lambda _, x: dense(call(x)), None, TensorFlowBackend(device), place)
 
 
-def dense(outputs: Any) -> Any:
-    """The outputs of a model, if all are plain tensors: a program would give the parts of others as if they were
-    outputs of their own."""
+def dense(outputs: Tree) -> Tree:
+    """Return the outputs of a model. Raises InputError unless all are dense tensors.
+
+    A program would return the parts of a sparse or ragged tensor as separate outputs.
+    """
     for path, leaf in paths(outputs):
         if isinstance(leaf, CompositeTensor):
             raise InputError(
@@ -39,6 +40,6 @@ def dense(outputs: Any) -> Any:
     return outputs
 
 
-def weight_bytes(model: Any) -> int:
-    """What a model's weights take."""
+def weight_bytes(model: Model) -> int:
+    """Return the size of a model's weights in bytes."""
     return sum(v.shape.num_elements() * v.dtype.size for v in getattr(model, "variables", ()))

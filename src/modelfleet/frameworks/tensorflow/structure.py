@@ -1,32 +1,20 @@
-"""The structure of TensorFlow's own models: what a function computes can't be told, so each is its own."""
+"""Structure of TensorFlow's own models. Their functions can't be compared, so each model equals only itself."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+
+from modelfleet.frameworks.structure import Opaque
+from modelfleet.types import Model
 
 
-@dataclass(frozen=True, eq=False)
-class Signature:
-    """One model, equal to itself only."""
-
-    model: Any
-
-    def __hash__(self) -> int:
-        return id(self.model)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Signature) and self.model is other.model
+def signature(model: Model) -> Opaque:
+    """Return a model's structure, which is equal to no other model's."""
+    return Opaque(model)
 
 
-def signature(model: Any) -> Signature:
-    """A model's structure."""
-    return Signature(model)
-
-
-def difference(a: Signature, b: Signature) -> str | None:
-    """Why two are not fused; None if they are one."""
+def difference(a: Opaque, b: Opaque) -> str | None:
+    """Return why two models are not fused; None if they are the same model."""
     return None if a == b else "TensorFlow's own models run each by itself"
 
 
-def trained_twice(models: Sequence[Any]) -> None:
-    """None of these models is trained."""
+def trained_twice(models: Sequence[Model]) -> None:
+    """Return None: none of these models is trained."""

@@ -1,4 +1,4 @@
-"""Torch models in fleets. What the layers above use of torch is named here."""
+"""Torch models in fleets. Exports the names of `protocol.Adapter`."""
 
 from modelfleet.frameworks.batches import inputs
 from modelfleet.frameworks.torch import arrays, files
@@ -26,40 +26,3 @@ from modelfleet.frameworks.torch.structure import difference, signature, trained
 from modelfleet.frameworks.torch.task import PRECISIONS
 
 NAME = "torch"
-
-__all__ = [
-    "NAME",
-    "PRECISIONS",
-    "Group",
-    "Replica",
-    "Schedules",
-    "accelerators",
-    "arrays",
-    "check_model",
-    "choose",
-    "compile",
-    "copy_model",
-    "difference",
-    "files",
-    "fill",
-    "inputs",
-    "is_model",
-    "keeping_pages",
-    "make_engine",
-    "memory",
-    "native",
-    "prepare",
-    "randomness",
-    "restore_randomness",
-    "seeding",
-    "settings",
-    "signature",
-    "stacked_weights",
-    "threads",
-    "trained_twice",
-    "undisturbed",
-    "use_threads",
-    "using",
-    "weight_bytes",
-    "weights_key",
-]

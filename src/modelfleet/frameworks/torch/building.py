@@ -1,9 +1,8 @@
-"""Models from factories, each from its own seed; and the generator that loaders shuffle with."""
+"""Torch models as the layers above handle them: seeded, checked, copied, and their weights for files."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,14 +10,16 @@ from torch.nn.parameter import is_lazy
 
 from modelfleet.errors import InputError
 from modelfleet.frameworks.torch.extra_state import difference, extra_states, is_extra, set_extra_states
+from modelfleet.frameworks.weights import Spec, mismatch
 from modelfleet.trees import leaves
 
 
 @contextmanager
 def seeding(seed: int) -> Iterator[None]:
-    """Seed torch's generators for a while; then they are as they were."""
+    """Seed torch's generators within this context, and restore them afterwards."""
     with torch.random.fork_rng():
-        # torch.manual_seed notes the call stack for devices that may come later: half the time of a small model.
+        # torch.manual_seed records the call stack for devices that may be added later: half the time of a small
+        # model.
         if torch.accelerator.is_available():
             torch.manual_seed(seed)
         else:
@@ -28,9 +29,9 @@ def seeding(seed: int) -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Have torch compute as it does by default, whatever contexts a verb was called in.
+    """Undo contexts that a verb was called in, such as `no_grad` and `autocast`, within this context.
 
-    Threads and worker processes do not see these; so it must not matter that lanes of this thread would.
+    Threads and worker processes do not inherit them, so lanes of this thread must not depend on them.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
@@ -43,12 +44,12 @@ def undisturbed() -> Iterator[None]:
 
 
 def is_model(value: object) -> bool:
-    """Whether it is a torch model."""
+    """Return True for a torch module."""
     return isinstance(value, nn.Module)
 
 
 def check_model(model: nn.Module, name: str) -> None:
-    """Refuse a model whose weights are not there yet."""
+    """Raise InputError for a model whose weights are not initialized."""
     for path, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise InputError(
@@ -62,12 +63,12 @@ def check_model(model: nn.Module, name: str) -> None:
 
 
 def copy_model(model: nn.Module) -> nn.Module:
-    """A model of its own with the same weights; what it keeps of a forward pass comes without its graph."""
+    """Return a copy of a model. Tensors that it keeps from a forward pass are copied without their graph."""
     kept = (t for module in model.modules() for value in vars(module).values() for t in leaves(value))
     memo = {id(t): t.detach().clone() for t in kept if isinstance(t, Tensor) and not t.is_leaf}
     try:
         return copy.deepcopy(model, memo)
-    except Exception as error:  # a model may hold anything, a lock or an open file too
+    except Exception as error:  # a model may hold anything, such as a lock or an open file
         raise InputError(
             f"a {type(model).__name__} can't be copied: {error}. Give its class a __deepcopy__, or build another "
             f"model and add that."
@@ -75,40 +76,33 @@ def copy_model(model: nn.Module) -> nn.Module:
 
 
 def randomness() -> Tensor:
-    """The state of the generator that torch's loaders shuffle with."""
+    """Return the state of the generator with which torch's loaders shuffle."""
     return torch.get_rng_state()
 
 
 def restore_randomness(state: Tensor) -> None:
-    """Put that generator back into a state."""
+    """Restore that generator."""
     torch.set_rng_state(state)
 
 
-def weights_key(model: nn.Module) -> tuple[Any, ...]:
-    """What models must have in common for their weights to be stacked in one file."""
+def weights_key(model: nn.Module) -> Hashable:
+    """Return what models must have in common for their weights to be stacked in one file."""
     return tuple((name, tuple(t.shape), t.dtype) for name, t in _weights(model).items())
 
 
 def stacked_weights(models: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """The weights of models of one key, `(member, …)` each."""
-    own = [_weights(model) for model in models]
-    return {name: torch.stack([tensors[name].detach().cpu() for tensors in own]) for name in own[0]}
+    """Return the weights of models with one key, `(member, …)` each."""
+    weights = [_weights(model) for model in models]
+    return {name: torch.stack([own[name].detach().cpu() for own in weights]) for name in weights[0]}
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> str | None:
-    """Copy weights into a model; gives the first thing that does not fit instead, if there is one."""
-    own = dict(_tensors(model))
-    kept = {name: tensor for name, tensor in tensors.items() if not is_extra(name)}
-    for name in (*own, *kept):
-        if name not in tensors:
-            return f"it has a {name!r} that the folder does not"
-        if name not in own:
-            return f"it has no {name!r}"
-        if own[name].shape != tensors[name].shape or own[name].dtype != tensors[name].dtype:
-            return f"its {name!r} is {_spec(own[name])}, the folder's is {_spec(tensors[name])}"
-    refused = difference(model, tensors)
-    if refused is not None:
-        return refused
+    """Copy weights into a model. If they do not fit, change nothing and return the first difference."""
+    own = _tensors(model)
+    wrong = mismatch(_specs(own), _specs({name: t for name, t in tensors.items() if not is_extra(name)}))
+    wrong = wrong or difference(model, tensors)
+    if wrong is not None:
+        return wrong
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
@@ -121,11 +115,11 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    # Every parameter once, tied ones too, and the buffers that a state_dict would keep.
+    # Each parameter once, even if it is tied, and the buffers that a state_dict would contain.
     kept = set(model.state_dict(keep_vars=True))
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
     return {**dict(model.named_parameters()), **buffers}
 
 
-def _spec(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+def _specs(tensors: Mapping[str, Tensor]) -> dict[str, Spec]:
+    return {name: Spec(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}

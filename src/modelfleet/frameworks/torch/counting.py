@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelfleet.frameworks.torch.optimizers import STEP, computing
+from modelfleet.frameworks.torch.algorithms import STEP
+from modelfleet.frameworks.torch.coefficients import computing
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.types import State
 

@@ -1,4 +1,4 @@
-"""The torch side of `modelfleet demo`: the network, and the loop one would write for a single one."""
+"""The torch side of `modelfleet demo`: the network, and a plain loop that trains a single one."""
 
 import numpy as np
 import torch
@@ -7,9 +7,9 @@ from torch.nn import functional as F
 
 
 def network(init: int) -> nn.Module:
-    """A small network for 8×8 digits; `init` seeds its weights."""
+    """Return a small network for 8×8 digits. `init` seeds its weights."""
     torch.manual_seed(init)
-    # Tanh, since ReLU's kink can turn rounding in the last digit into another gradient, alone or in a fleet.
+    # Tanh, since the kink of ReLU can turn a rounding error in the last digit into a different gradient.
     return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
 
 
@@ -24,9 +24,9 @@ def train_alone(
     lr: float,
     weight_decay: float,
 ) -> float:
-    """Train one model in place, the plain way; gives its accuracy on the validation data at the end.
+    """Train one model in place by a plain loop, and return its final accuracy on the validation data.
 
-    `orders` is `(epoch, row)`: the order in which the rows are taken. As a fleet does, it keeps the loss and
+    `orders` is `(epoch, row)`: the order of the rows in each epoch. As in a fleet, the loop records the loss and
     the accuracy of every epoch, and validates after each.
     """
     model.to(device)

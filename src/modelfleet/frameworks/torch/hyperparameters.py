@@ -1,4 +1,4 @@
-"""From the optimizer and hyperparameters that a person gives to what a lane needs, checked."""
+"""From the optimizer and hyperparameters of `compile` to what a lane needs, checked."""
 
 import functools
 import math
@@ -9,20 +9,27 @@ import numpy as np
 
 from modelfleet.each import Each, spread
 from modelfleet.errors import InputError, unknown
-from modelfleet.frameworks.torch.optimizers import ALGORITHMS, Optimizer
+from modelfleet.frameworks.torch.algorithms import ALGORITHMS
+from modelfleet.frameworks.torch.optimizers import Optimizer
+from modelfleet.types import OptimizerLike
 
-# Where torch's optimizers choose an implementation, not a result: taken, and without effect here.
+# Options of torch's optimizers that choose an implementation, not a result. They are accepted and have no effect.
 SWITCHES = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
-# Terms that are exactly nothing where the hyperparameter is 0, so that leaving them out changes no number.
+# Hyperparameters whose terms are exactly 0 if they are 0, so that leaving the terms out changes no number.
 _OPTIONAL = ("weight_decay", "momentum", "dampening")
 
 
-def resolve(optimizer: object, given: Mapping[str, Any]) -> tuple[Optimizer, dict[str, Any]]:
-    """The optimizer that was asked for, and its numeric hyperparameters with the defaults filled in.
+def resolve(optimizer: OptimizerLike, given: Mapping[str, Any]) -> tuple[Optimizer, dict[str, Any]]:
+    """Return the optimizer, and its numeric hyperparameters with the defaults filled in.
 
-    `optimizer` is a name, a class of `torch.optim`, or a `functools.partial` of one. Values in `given` may be
-    `each(...)` and stay so; a flag that is one per member is left at its default here: see `static_flags`.
+    Args:
+        optimizer: A name, a class of `torch.optim`, or a `functools.partial` of one.
+        given: Hyperparameters. Values that are `each(...)` stay so; flags that are `each(...)` are left at their
+            defaults here (see `static_flags`).
+
+    Raises:
+        InputError: The optimizer or a hyperparameter is unknown, or a flag is not True or False.
     """
     name, settings = _settings(optimizer, given)
     algorithm = ALGORITHMS[name]
@@ -35,45 +42,47 @@ def resolve(optimizer: object, given: Mapping[str, Any]) -> tuple[Optimizer, dic
     return Optimizer(name, flags, unused), hyper
 
 
-def static_flags(optimizer: object, given: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, bool]]:
-    """The flags of every member, from the same arguments as `resolve`: unlike ones need unlike lanes."""
+def static_flags(
+    optimizer: OptimizerLike, given: Mapping[str, Any], names: Sequence[str]
+) -> list[dict[str, bool]]:
+    """Return the flags of every member. Members with different flags need different lanes."""
     name, settings = _settings(optimizer, given)
     flags: list[dict[str, bool]] = [{} for _ in names]
     for flag, default in ALGORITHMS[name].flags.items():
-        for row, value in enumerate(spread(settings.get(flag, default), names, flag)):
-            flags[row][flag] = _flag(name, flag, value, names[row])
+        for position, value in enumerate(spread(settings.get(flag, default), names, flag)):
+            flags[position][flag] = _flag(name, flag, value, names[position])
     if name == "sgd":
         momentum = spread(settings.get("momentum", 0), names, "momentum")
         dampening = spread(settings.get("dampening", 0), names, "dampening")
-        for row, member in enumerate(names):
-            if flags[row]["nesterov"] and not (momentum[row] and not dampening[row]):
+        for member, flag, own, damping in zip(names, flags, momentum, dampening, strict=True):
+            if flag["nesterov"] and not (own and not damping):
                 raise InputError(
-                    f"member {member!r}: nesterov=True with momentum={momentum[row]!r} and "
-                    f"dampening={dampening[row]!r}. Nesterov needs a momentum above 0 and no dampening."
+                    f"member {member!r}: nesterov=True with momentum={own!r} and dampening={damping!r}. "
+                    f"Nesterov needs a momentum above 0 and no dampening."
                 )
     return flags
 
 
 def columns(hyper: Mapping[str, Any], names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Every numeric hyperparameter as a checked float64 array `(member,)`; `betas` as `beta1` and `beta2`."""
+    """Return all numeric hyperparameters, checked, as float64 arrays `(member,)`; `betas` as two."""
     arrays = {flat: np.empty(len(names)) for name in hyper for flat in flat_names(name)}
     for name, value in hyper.items():
         flats = flat_names(name)
-        for row, own in enumerate(spread(value, names, name)):
+        for position, own in enumerate(spread(value, names, name)):
             if len(flats) > 1 and not (isinstance(own, tuple | list) and len(own) == len(flats)):
-                raise _unfit(names[row], name, own, f"{len(flats)} numbers, as in {name}=(0.9, 0.99)")
+                raise _wrong_value(names[position], name, own, f"{len(flats)} numbers, as in {name}=(0.9, 0.99)")
             for flat, number in zip(flats, own if len(flats) > 1 else (own,), strict=True):
-                arrays[flat][row] = _number(names[row], flat, number)
+                arrays[flat][position] = _number(names[position], flat, number)
     return arrays
 
 
 def flat_names(name: str) -> tuple[str, ...]:
-    """The names of a hyperparameter's columns: `betas` has two, any other its own."""
+    """Return the names of a hyperparameter's columns: `betas` has two, any other has one."""
     return ("beta1", "beta2") if name == "betas" else (name,)
 
 
-def _settings(optimizer: object, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The optimizer's name, and all that was set for it: by a partial, then by the caller."""
+def _settings(optimizer: OptimizerLike, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the optimizer's name, and its settings: those of a partial, overridden by `given`."""
     preset: Mapping[str, Any] = {}
     if isinstance(optimizer, functools.partial):
         if optimizer.args:
@@ -91,7 +100,7 @@ def _settings(optimizer: object, given: Mapping[str, Any]) -> tuple[str, dict[st
     return name, settings
 
 
-def _name(optimizer: object) -> str:
+def _name(optimizer: OptimizerLike) -> str:
     if isinstance(optimizer, str):
         name = optimizer.lower().replace("_", "").replace("-", "")
         if name not in ALGORITHMS:
@@ -102,7 +111,7 @@ def _name(optimizer: object) -> str:
             return name
     shown = optimizer.__qualname__ if isinstance(optimizer, type) else repr(optimizer)
     raise InputError(
-        f"optimizer {shown} is not one that fleets have. "
+        f"optimizer {shown} is not available in fleets. "
         f"Give one of {', '.join(sorted(ALGORITHMS))}, by name or as its torch.optim class."
     )
 
@@ -123,16 +132,16 @@ def _always_zero(value: object) -> bool:
 
 def _number(member: str, name: str, value: object) -> float:
     try:
-        number = float(value)  # pyrefly: ignore[bad-argument-type]  # what can't be a float raises, and is named
+        number = float(value)  # pyrefly: ignore[bad-argument-type]  # a value that is no number raises
     except (TypeError, ValueError):
-        raise _unfit(member, name, value, "a number") from None
+        raise _wrong_value(member, name, value, "a number") from None
     expected, fits = _RANGES.get(name, _NOT_NEGATIVE)
     if not (math.isfinite(number) and fits(number)):
-        raise _unfit(member, name, value, expected)
+        raise _wrong_value(member, name, value, expected)
     return number
 
 
-def _unfit(member: str, name: str, value: object, expected: str) -> InputError:
+def _wrong_value(member: str, name: str, value: object, expected: str) -> InputError:
     return InputError(f"member {member!r}: {name} is {value!r}, expected {expected}.")
 
 

@@ -1,58 +1,55 @@
-"""Losses by name, told row by row so that padded rows can be weighted out."""
+"""Losses of torch members, computed per row so that padded rows can be left out."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from modelfleet.errors import InputError, unknown
+from modelfleet.errors import InputError
+from modelfleet.frameworks.losses import IGNORED, TargetKind, check_shape, find_loss, out_of_range, takes_classes
 from modelfleet.frameworks.torch.structure import signature
+from modelfleet.types import LossLike
 
-IGNORED = -100  # the class index that torch leaves out of cross_entropy and nll_loss
-
-Kind = Literal["classes or probabilities", "classes", "values", "fractions", "signs", "any"]
+PartsOfBatch = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss of an output and a target.
-
-    `rows` gives the sum of the loss over each row's elements and how many they are, both `(row,)`; it is None
-    for a function that only tells its mean. `plain` gives the mean over all, as `torch.nn.functional` would.
-    `kind` says what the targets are. `parts`, of some losses without `rows`, gives a sum and a count for a part of
-    a batch: the batch's loss is the sum of all sums over that of all counts. A count of None: the loss is a sum.
-    """
+    """A loss of an output and a target."""
 
     name: str
     rows: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None
+    """Return the sum of the loss over each row's elements and their number, both `(row,)`.
+
+    None for a user's function, which only returns a mean.
+    """
     plain: Callable[[Any, Any], Tensor]
-    kind: Kind = "any"
-    parts: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]] | None = None
+    """Return the mean over all elements, as `torch.nn.functional` does."""
+    kind: TargetKind = "any"
+    parts: PartsOfBatch | None = None
+    """For some losses without `rows`: return a sum and a count for a part of a batch.
+
+    The batch's loss is the sum of all sums over the sum of all counts. If the count is None, the loss is a sum.
+    """
 
 
-def resolve(loss: str | Callable[[Any, Any], Any]) -> Loss:
-    """The loss of a name, or of a function or `nn.Module` that takes an output and a target."""
-    if isinstance(loss, str):
-        name = _ALIASES.get(loss, loss)
-        if name not in LOSSES:
-            raise unknown("loss", loss, [*LOSSES, *_ALIASES])
-        return LOSSES[name]
-    if isinstance(loss, type):
-        raise InputError(f"the loss is the class {loss.__name__}. Pass an instance: {loss.__name__}().")
-    if not callable(loss):
-        raise InputError(f"the loss is a {type(loss).__name__}. Pass a name or a function of output and target.")
+def resolve(loss: LossLike) -> Loss:
+    """Return the loss of a name, or of a function or `nn.Module` that takes an output and a target."""
+    named = find_loss(loss, LOSSES)
+    if named is not None:
+        return named
     for stock, function, module in _STOCK:
         if loss is function or (type(loss) is module and signature(loss) == signature(module())):
             return stock
     return Loss(getattr(loss, "__name__", type(loss).__name__), None, loss, parts=_parts(loss))
 
 
-def _parts(loss: Callable[[Any, Any], Any]) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]] | None:
-    """How one of torch's own modules adds up over the parts of a batch, where that is no mean of their means."""
+def _parts(loss: Callable[[Any, Any], Any]) -> PartsOfBatch | None:
+    """Return `Loss.parts` for torch's own modules whose loss is not the mean of its parts' losses."""
     if type(loss) not in {module for _, _, module in _STOCK}:
         return None
     assert isinstance(loss, nn.Module)
@@ -63,7 +60,7 @@ def _parts(loss: Callable[[Any, Any], Any]) -> Callable[[Tensor, Tensor], tuple[
     classes: Any = loss
 
     def parts(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        if target.is_floating_point():  # probabilities: a mean over the rows
+        if target.is_floating_point():  # probabilities: the loss is a mean over the rows
             mean, count = loss(output, target), target.numel() // target.shape[1]
             return mean * count, torch.as_tensor(count, dtype=mean.dtype, device=mean.device)
         there = target != classes.ignore_index
@@ -82,21 +79,25 @@ def _parts(loss: Callable[[Any, Any], Any]) -> Callable[[Tensor, Tensor], tuple[
 
 
 def weighted(loss: Loss, output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
-    """The mean of the loss over the rows' elements, where each row weighs `weights` `(row,)`.
+    """Return the mean of the loss over the rows' elements, with `weights` `(row,)`.
 
-    With all weights 1 it is the plain mean, with all weights 0 it is 0.
+    With all weights 1 it is the plain mean; with all weights 0 it is 0.
     """
-    assert loss.rows is not None, f"the loss {loss.name} can't be told row by row"
+    assert loss.rows is not None, f"the loss {loss.name} has no values per row"
     sums, counts = loss.rows(output, target)
-    # Where every label is ignored, torch gives 0 / 0, and so do we; but a member without rows has no loss.
+    # If every label is ignored, the loss is 0 / 0, as in torch. A member without rows has a loss of 0.
     size = torch.where(weights.any(), (weights * counts).sum(), 1)
     return (weights * sums).sum() / size
 
 
 def check_targets(loss: Loss, output_shape: tuple[int, ...], target: Any, member: str | None = None) -> None:
-    """Refuse targets that the loss can't take: of a wrong shape or dtype, or with values out of range.
+    """Raise InputError for targets of a wrong shape or dtype, or with values out of range.
 
-    `output_shape` is that of the model's output for any number of rows; `target` holds all rows of the data.
+    Args:
+        loss: The loss.
+        output_shape: Shape of the model's output for any number of rows.
+        target: All rows of the data.
+        member: Name of the member, for errors.
     """
     if loss.kind == "any":
         return
@@ -116,28 +117,31 @@ def check_targets(loss: Loss, output_shape: tuple[int, ...], target: Any, member
 
 
 def check_range(loss: Loss, output_shape: tuple[int, ...], target: Tensor, whose: str = "") -> None:
-    """Refuse targets with values that the loss can't take, such as labels without a class."""
-    wrong, expected = _out_of_range(loss, output_shape, target)
-    if wrong.any():
-        place = tuple(wrong.nonzero()[0].tolist())
-        raise InputError(f"{whose}the target in row {place[0]} is {target[place].item()}, but {expected}.")
+    """Raise InputError for targets with values that the loss can't take, such as labels without a class."""
+    if takes_classes(loss.kind) and not target.is_floating_point():
+        target = target.long()
+    found = out_of_range(loss.name, loss.kind, output_shape[1] if len(output_shape) > 1 else 0, target)
+    if found is not None and found[0].any():
+        wrong, expected = found
+        first = tuple(wrong.nonzero()[0].tolist())
+        raise InputError(f"{whose}the target in row {first[0]} is {target[first].item()}, but {expected}.")
 
 
 def matched(name: str, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-    """An output and a target of its shape, both in one dtype."""
+    """Return an output and a target in one dtype. Raises InputError if their shapes differ."""
     _check_fit(name, "values", shape_of(name, output), target)
     return _same_dtype(output, target)
 
 
 def _same_dtype(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    # float64, as NumPy has it, says nothing about the precision wanted; float32 beside a half does.
+    # A float64 target is NumPy's default, and no wish for precision. A float32 target beside a half is one.
     known = target.dtype if target.is_floating_point() else output.dtype
     dtype = torch.promote_types(output.dtype, torch.float32 if known == torch.float64 else known)
     return output.to(dtype), target.to(dtype)
 
 
 def shape_of(name: str, output: Any) -> tuple[int, ...]:
-    """The shape of an output, which must be one tensor."""
+    """Return the shape of an output. Raises InputError if the output is not one tensor."""
     if not isinstance(output, Tensor):
         raise InputError(
             f"the model gives a {type(output).__name__}, but {name} needs a tensor. "
@@ -146,59 +150,19 @@ def shape_of(name: str, output: Any) -> tuple[int, ...]:
     return tuple(output.shape)
 
 
-def _check_fit(name: str, kind: Kind, shape: tuple[int, ...], target: Tensor) -> None:
-    """Refuse a target whose shape and dtype do not fit an output of `shape`."""
-    got, dtype = tuple(target.shape), str(target.dtype).removeprefix("torch.")
-    if kind not in ("classes", "classes or probabilities"):
-        if got != shape:
-            alike = got[:1] == shape[:1] and torch.Size(got).numel() == torch.Size(shape).numel()
-            advice = f" Reshape the target to {_any_rows(shape)}." if alike else ""
-            raise InputError(
-                f"the output is {shape}, but the target is {got}; {name} needs both of one shape.{advice}"
-            )
-        return
-    if len(shape) < 2:
-        raise InputError(f"the output is {shape}, but {name} needs a score for every class: (row, class, …).")
-    indices = shape[:1] + shape[2:]
-    if got == indices and target.is_floating_point():
-        raise InputError(f"the target holds class indices as {dtype}. Pass them as integers, such as int64.")
-    if got == shape and target.is_floating_point() and kind == "classes or probabilities":
-        return
-    if got != indices:
-        choice = ", or floating-point probabilities of the output's shape" if kind != "classes" else ""
-        raise InputError(
-            f"the output is {shape}, but the target is {got} of {dtype}; {name} needs class indices of shape "
-            f"{_any_rows(indices)}{choice}. The output's second axis is the class."
-        )
-
-
-def _any_rows(shape: tuple[int, ...]) -> str:
-    return "(row,)" if len(shape) == 1 else f"(row, {', '.join(map(str, shape[1:]))})"
-
-
-def _out_of_range(loss: Loss, shape: tuple[int, ...], target: Tensor) -> tuple[Tensor, str]:
-    """Which targets the loss can't take, and what it takes."""
-    if loss.kind == "fractions":
-        return ~((target >= 0) & (target <= 1)), f"{loss.name} takes 0 to 1"
-    if loss.kind == "signs":
-        return target.abs() != 1, f"{loss.name} takes -1 and 1"
-    if loss.kind == "values" or target.is_floating_point():
-        return torch.zeros(0, dtype=torch.bool), ""
-    labels, classes = target.long(), shape[1]
-    wrong = (labels < 0) | (labels >= classes)
-    if loss.name in ("cross_entropy", "nll"):
-        wrong &= labels != IGNORED
-    return wrong, f"the model gives {classes} classes: labels go from 0 to {classes - 1}"
+def _check_fit(name: str, kind: TargetKind, shape: tuple[int, ...], target: Tensor) -> None:
+    dtype = str(target.dtype).removeprefix("torch.")
+    check_shape(name, kind, shape, tuple(target.shape), dtype, class_axis=1)
 
 
 def _per_row(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    # In float32 at least: sums of halves are rough, and a half can't count beyond 2048.
+    # At least in float32: sums of halves are rough, and a half can't count beyond 2048.
     dtype = torch.promote_types(values.dtype, torch.float32)
     return values.to(dtype).flatten(1).sum(1), counted.to(dtype).flatten(1).sum(1)
 
 
-def _of_values(name: str, function: Callable[..., Tensor], kind: Kind = "values") -> Loss:
-    """A loss between the elements of an output and of a target of its shape."""
+def _of_values(name: str, function: Callable[..., Tensor], kind: TargetKind = "values") -> Loss:
+    """Return a loss between the elements of an output and a target of the same shape."""
 
     def rows(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         values = function(*matched(name, output, target), reduction="none").unsqueeze(-1)
@@ -210,21 +174,21 @@ def _of_values(name: str, function: Callable[..., Tensor], kind: Kind = "values"
     return Loss(name, rows, plain, kind)
 
 
-def _of_classes(name: str, function: Callable[..., Tensor], kind: Kind = "classes") -> Loss:
-    """A loss of scores `(row, class, …)` and class indices `(row, …)` or probabilities `(row, class, …)`."""
+def _of_classes(name: str, function: Callable[..., Tensor], kind: TargetKind = "classes") -> Loss:
+    """Return a loss of scores `(row, class, …)` with class indices `(row, …)` or probabilities of their shape."""
 
-    def fit(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    def match(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         _check_fit(name, kind, shape_of(name, output), target)
         return _same_dtype(output, target) if target.is_floating_point() else (output, target.long())
 
     def rows(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        output, target = fit(output, target)
+        output, target = match(output, target)
         values = function(output, target, reduction="none").unsqueeze(-1)
         counted = torch.ones_like(values) if target.is_floating_point() else (target != IGNORED).unsqueeze(-1)
         return _per_row(values, counted)
 
     def plain(output: Tensor, target: Tensor) -> Tensor:
-        return function(*fit(output, target), reduction="mean")
+        return function(*match(output, target), reduction="mean")
 
     return Loss(name, rows, plain, kind)
 
@@ -233,7 +197,7 @@ def _reduced(values: Tensor, reduction: str) -> Tensor:
     return values.mean() if reduction == "mean" else values
 
 
-# torch 2.13 has no batching rules for these three, and F's would loop over the members.
+# torch 2.13 has no batching rules for the next three in F, and would loop over the members.
 
 
 def _kl_div(output: Tensor, target: Tensor, *, reduction: str) -> Tensor:
@@ -251,7 +215,7 @@ def _multi_margin(output: Tensor, target: Tensor, *, reduction: str) -> Tensor:
     return _reduced((margins * others).sum(1) / output.shape[1], reduction)
 
 
-# Each with the function and the module of torch that it equals.
+# Each loss with the function and the module of torch that it equals.
 _STOCK: tuple[tuple[Loss, Callable[..., Tensor], type[nn.Module]], ...] = (
     (
         _of_classes("cross_entropy", F.cross_entropy, "classes or probabilities"),
@@ -281,9 +245,3 @@ _STOCK: tuple[tuple[Loss, Callable[..., Tensor], type[nn.Module]], ...] = (
 )
 
 LOSSES: dict[str, Loss] = {loss.name: loss for loss, _, _ in _STOCK}
-
-_ALIASES = {
-    "l1": "mae",
-    "binary_cross_entropy": "bce",
-    "binary_cross_entropy_with_logits": "bce_with_logits",
-}

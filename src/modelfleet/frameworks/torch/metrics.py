@@ -1,4 +1,4 @@
-"""Metrics of an epoch, summed up on the device batch by batch."""
+"""Metrics of torch members, summed on the device batch by batch."""
 
 import math
 import re
@@ -10,21 +10,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelfleet.errors import InputError, unknown
-from modelfleet.frameworks.metrics import listed
-from modelfleet.frameworks.torch.losses import IGNORED, LOSSES, matched, shape_of
+from modelfleet.errors import InputError
+from modelfleet.frameworks import metrics as common
+from modelfleet.frameworks.losses import IGNORED
+from modelfleet.frameworks.torch.losses import LOSSES, matched, shape_of
+from modelfleet.types import MetricLike
 
 Sums = Callable[[Any, Any, Tensor], dict[str, Tensor]]
-Function = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
 class Metric:
     """A number per member and epoch.
 
-    `sums` gives the scalar sums of one member's batch from its output, target and row weights `(row,)`, and
-    `value` makes the number of those sums over an epoch. Padded rows weigh 0 and leave no trace, unless the
-    metric is not `maskable`: then it must only see real rows.
+    `sums` returns scalar sums for one member's batch, from its output, target and row weights `(row,)`. `value`
+    computes the number from the sums over an epoch. Padded rows have weight 0 and do not count. A metric that is
+    not `maskable` must only see real rows.
     """
 
     name: str
@@ -34,32 +35,19 @@ class Metric:
     maskable: bool = True
 
 
-def resolve(metrics: Sequence[str | Function | Mapping[str, Function]]) -> tuple[Metric, ...]:
-    """The metrics of names ("accuracy", "top_5", …), functions of output and target, or named functions.
+def resolve(metrics: Sequence[MetricLike]) -> tuple[Metric, ...]:
+    """Return the metrics of names ("accuracy", "top_5", …), functions, or mappings of names to functions.
 
-    A function gives a scalar per batch; its epoch's value is the mean, every batch weighing its rows.
+    A function gives one number per batch. Its value for an epoch is the mean over the rows.
     """
-    return listed(metrics, _named, _from_function)
+    return common.resolve(metrics, _METRICS, _top, _from_function)
 
 
-def _named(name: str) -> Metric:
-    if (match := re.fullmatch(r"top_([1-9]\d*)", name)) is not None:
-        return _top(int(match[1]))
-    if name not in _METRICS:
-        raise unknown("metric", name, [*_METRICS, "top_5"])
-    return _METRICS[name]
-
-
-def _from_function(function: Function, name: str) -> Metric:
-    if not callable(function):
-        raise InputError(
-            f"the metric {name!r} is a {type(function).__name__}. Pass a name or a function of output and target."
-        )
-
+def _from_function(function: common.Function, name: str) -> Metric:
     def sums(output: Any, target: Any, weights: Tensor) -> dict[str, Tensor]:
         value = torch.as_tensor(function(output, target), device=weights.device)
         if value.numel() != 1:
-            raise InputError(f"the metric {name!r} gave {tuple(value.shape)}; expected one number for the batch.")
+            raise common.not_one_number(name, value.shape)
         rows = _wide(weights).sum()
         return {"total": _wide(value.detach()).reshape(()) * rows, "count": rows}
 
@@ -73,7 +61,7 @@ def _mean(sums: Mapping[str, Any]) -> float:
 
 
 def _wide(values: Tensor) -> Tensor:
-    """In float64: an epoch has more rows than float32 can count. Apple's GPUs have no float64."""
+    """Return values in float64, since float32 can't count the rows of an epoch. Apple's GPUs have no float64."""
     return values.to(torch.float32 if values.device.type == "mps" else torch.float64)
 
 
@@ -92,12 +80,12 @@ def _accuracy_sums(output: Tensor, target: Tensor, weights: Tensor) -> dict[str,
 
 
 def _binary(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """One logit per label: which are on the right side of 0."""
+    """Return which logits are on the right side of 0, and which labels count."""
     logits = output if output.ndim == 1 or target.shape == output.shape else output.squeeze(1)
     if output.ndim == 1 and target.shape == (*output.shape, 1):
         target = target.squeeze(1)
     if target.shape != logits.shape:
-        raise _unfit("accuracy", output, target)
+        raise _wrong_shapes("accuracy", output, target)
     return (logits > 0) == (target > 0.5), target != IGNORED
 
 
@@ -107,11 +95,11 @@ def _top(k: int) -> Metric:
     def sums(output: Tensor, target: Tensor, weights: Tensor) -> dict[str, Tensor]:
         scores, labels = _scores_and_labels(name, output, target)
         if scores.shape[1] < k:
-            raise InputError(f"{name} needs at least {k} classes, but the model gives {scores.shape[1]}.")
+            raise common.too_few_classes(k, scores.shape[1])
         label = labels.clamp(min=0).unsqueeze(1)
         score = scores.gather(1, label)
         classes = torch.arange(scores.shape[1], device=scores.device).view(-1, *[1] * (scores.ndim - 2))
-        # Asked this way round, a NaN is not among the best; of equal scores, the first counts as the higher.
+        # Compared this way round, a NaN is not among the best. Of equal scores, the first counts as higher.
         below = (scores < score) | ((scores == score) & (classes >= label))
         return _weighted(*_rows((~below).sum(1) < k, labels != IGNORED), weights)
 
@@ -119,12 +107,12 @@ def _top(k: int) -> Metric:
 
 
 def _rows(right: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """How many are right, and how many count, in each row."""
+    """Return how many labels are right, and how many count, in each row."""
     return (right & counted).unsqueeze(-1).flatten(1).sum(1), counted.unsqueeze(-1).flatten(1).sum(1)
 
 
 def _scores_and_labels(name: str, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores `(row, class, …)` and labels `(row, …)`, from any of the forms in which people have them."""
+    """Return scores `(row, class, …)` and labels `(row, …)`, from any of the usual forms."""
     if len(shape_of(name, output)) >= 2:
         if target.shape == output.shape:  # one-hot, or probabilities
             return output, target.argmax(1)
@@ -132,10 +120,10 @@ def _scores_and_labels(name: str, output: Tensor, target: Tensor) -> tuple[Tenso
             return output, target.long()
         if target.shape == output.shape[:-1]:  # classes last, as Hugging Face has them
             return output.movedim(-1, 1), target.long()
-    raise _unfit(name, output, target)
+    raise _wrong_shapes(name, output, target)
 
 
-def _unfit(name: str, output: Tensor, target: Tensor) -> InputError:
+def _wrong_shapes(name: str, output: Tensor, target: Tensor) -> InputError:
     return InputError(
         f"{name} can't compare an output {tuple(output.shape)} with a target {tuple(target.shape)}. It takes "
         f"scores (row, class, …) with class indices (row, …) or one-hot targets, or one logit with 0 and 1."
@@ -163,7 +151,10 @@ def _r2_sums(output: Tensor, target: Tensor, weights: Tensor) -> dict[str, Tenso
 
 
 def _r2(sums: Mapping[str, Any]) -> float:
-    """1 - residual / variance, averaged over the outputs of a row; of a constant target 1 if met, else 0."""
+    """Return 1 - residual / variance, averaged over the outputs of a row.
+
+    For a constant target it is 1 if the predictions are exact, and 0 otherwise.
+    """
     count = float(sums["count"])
     if not count:
         return math.nan
@@ -172,11 +163,11 @@ def _r2(sums: Mapping[str, Any]) -> float:
         if name.startswith("residual_"):
             index = name.removeprefix("residual_")
             residual, total, square = (float(sums[f"{key}_{index}"]) for key in ("residual", "true", "square"))
-            spread = square - total**2 / count
-            if spread <= square * 1e-14:  # nothing but rounding is left
+            variance = square - total**2 / count
+            if variance <= square * 1e-14:  # only rounding is left
                 values.append(1.0 if residual == 0 else 0.0)
             else:
-                values.append(1 - residual / spread)
+                values.append(1 - residual / variance)
     return float(np.mean(values))
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelfleet.frameworks.torch.algorithms import STEP
 from modelfleet.frameworks.torch.hyperparameters import flat_names
-from modelfleet.frameworks.torch.optimizers import STEP, Optimizer
+from modelfleet.frameworks.torch.optimizers import Optimizer
 
 Slots = dict[str, dict[str, Tensor]]
 MOST_JOINED = 1 << 17  # numbers: beyond, copying them together takes longer than it saves

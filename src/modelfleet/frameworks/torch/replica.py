@@ -1,4 +1,4 @@
-"""A torch model to be asked only: no state is stacked, and on the CPU its weights may be another's memory."""
+"""Torch models that only predict. No state is stacked, and on the CPU weights may be shared memory."""
 
 import copy
 from collections.abc import Mapping
@@ -16,24 +16,25 @@ from modelfleet.frameworks.torch.devices import out_of_memory
 from modelfleet.frameworks.torch.modes import in_mode
 from modelfleet.frameworks.torch.task import PRECISIONS, call
 from modelfleet.trees import map_tree
+from modelfleet.types import Tree
 
-_REAL = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # nobody computes in the smaller ones
+_REAL = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # models do not compute in smaller ones
 _COMPLEX = {torch.complex128: torch.float64, torch.complex64: torch.float32, torch.complex32: torch.float16}
-# What Hugging Face's models give for their own next step, and for a batch as a whole.
-_NOT_OF_ROWS = ("loss", "past_key_values", "encoder_last_hidden_state")
+# Outputs of Hugging Face's models without rows: for their own next step, or for the whole batch.
+_WITHOUT_ROWS = ("loss", "past_key_values", "encoder_last_hidden_state")
 
 
 class Replica:
-    """Answers batches with a model, in evaluation mode until it is closed.
+    """A replica of a torch model, in evaluation mode until it is closed (see `protocol.Replica`).
 
-    Parameters that are on its device already are not copied. All else of the model is the replica's own: what a
-    forward pass keeps in a buffer, say, is no other replica's. A model that can't be copied is taken as it is.
+    Parameters that are already on the device are not copied. Everything else is, so that replicas do not share the
+    buffers that a forward pass writes. A model that can't be copied is used itself.
     """
 
     pads = False
 
     def __init__(self, model: nn.Module, device: torch.device, precision: str) -> None:
-        self._model = _own(model, device)
+        self._model = _copy(model, device)
         self._dtypes = _dtypes(model)
         self._device = device
         self._precision = PRECISIONS[precision]
@@ -42,55 +43,57 @@ class Replica:
         self._entered.enter_context(malloc.keeping_pages())
         malloc.keep_pages_for(device)
         self._entered.enter_context(in_mode(self._model, train=False))
-        if self._model is not model:  # functions that it holds may know the one that was copied
+        if self._model is not model:  # functions in the copy may refer to the original
             self._entered.enter_context(in_mode(model, train=False))
 
-    def __call__(self, rows: Any) -> Any:
-        """The model's outputs on a tree of NumPy arrays `(row, …)`, as one."""
+    def __call__(self, rows: Tree) -> Tree:
+        """Return the model's outputs for a tree of NumPy arrays `(row, …)`, as such a tree."""
         return self._outputs.of(rows, self._ask)
 
-    def _ask(self, rows: Any) -> Any:
+    def _ask(self, rows: Tree) -> Any:
         inputs = map_tree(self._placed, rows)
         low = self._precision
         with torch.inference_mode(), torch.autocast(self._device.type, dtype=low, enabled=low is not None):
             return call(self._model, inputs)
 
     def _placed(self, leaf: np.ndarray) -> Tensor:
-        # Copied: a model may work in place, and the rows may be asked again, or be the caller's own.
+        # Copied: a model may write to its input, and the rows may be the caller's own, or be asked again.
         tensor = arrays.place(leaf, self._device, copy=True, exact=True)
-        return tensor.to(_taken(tensor.dtype, self._dtypes))
+        return tensor.to(_input_dtype(tensor.dtype, self._dtypes))
 
     def out_of_memory(self, error: BaseException) -> bool:
-        """Whether an error says that the device is out of memory."""
+        """Return True if an error means that the device is out of memory."""
         return out_of_memory(error)
 
     def broken(self, error: BaseException) -> bool:
-        """Whether, after an error, nothing can be computed on the device any more: an accelerator's own, as of an
-        index out of range, ends all that this process has there."""
+        """Return True if the device is unusable for this process after an error.
+
+        An accelerator's own error, such as an index out of range in a kernel, ends everything on that device.
+        """
         return isinstance(error, torch.AcceleratorError) and not out_of_memory(error)
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Restore the model's training mode."""
         self._entered.close()
 
 
-def _own(model: nn.Module, device: torch.device) -> nn.Module:
-    """A copy on the device; with the very same parameters, if they are there."""
+def _copy(model: nn.Module, device: torch.device) -> nn.Module:
+    """Return a copy on the device that shares the parameters which are already there."""
     there = all(tensor.device == device for tensor in (*model.parameters(), *model.buffers()))
     memo = {id(parameter): parameter for parameter in model.parameters() if parameter.device == device}
     try:
         own = copy.deepcopy(model, memo)
         return own if there else own.to(device)
-    except Exception:  # a model may hold anything, a lock or an open file too
+    except Exception:  # a model may hold anything, such as a lock or an open file
         if not there:
             raise
         return model
 
 
 def _dtypes(model: nn.Module) -> list[torch.dtype]:
-    """The real dtypes that a model computes in, those of its first layers first; none if it has no numbers.
+    """Return the real dtypes in which a model computes, in the order of its layers; none if it has no tensors.
 
-    Those of its parameters; or of its buffers; or of tensors that it keeps otherwise.
+    These are the dtypes of its parameters; without parameters, of its buffers; without buffers, of other tensors.
     """
     modules = list(model.modules())
     plain = [tensor for module in modules for tensor in vars(module).values() if isinstance(tensor, Tensor)]
@@ -98,19 +101,19 @@ def _dtypes(model: nn.Module) -> list[torch.dtype]:
         found = dict.fromkeys(_COMPLEX.get(tensor.dtype, tensor.dtype) for tensor in tensors)
         if any(dtype in _REAL for dtype in found):
             return [dtype for dtype in found if dtype in _REAL]
-    # Its weights may be hidden in a program, or packed.
+    # Weights may be inside a compiled program, or packed.
     hidden = (isinstance(one, torch.jit.ScriptModule) or hasattr(one, "_packed_params") for one in modules)
     return [torch.float32] if any(hidden) else []
 
 
-def _taken(dtype: torch.dtype, own: list[torch.dtype]) -> torch.dtype:
-    """The dtype that rows of a dtype are given to a model in, which computes in `own` ones.
+def _input_dtype(dtype: torch.dtype, own: list[torch.dtype]) -> torch.dtype:
+    """Return the dtype to which rows are cast for a model that computes in the dtypes `own`.
 
-    Whole numbers stay. A model of one dtype has all others in that. To one of several, or of none, rows go as they
-    came, as if it were called by hand; but float64, which NumPy makes unasked, only if the first layers have it.
+    Integers stay as they are. A model of one dtype gets all rows in it. A model of several dtypes, or of none,
+    gets rows as they are; but float64, NumPy's default, only if its first layers have that dtype.
     """
     if dtype in _COMPLEX:
-        real = _taken(_COMPLEX[dtype], own)
+        real = _input_dtype(_COMPLEX[dtype], own)
         return next((pair for pair, part in _COMPLEX.items() if part == real), torch.complex64)
     if not dtype.is_floating_point or not own:
         return dtype
@@ -120,15 +123,15 @@ def _taken(dtype: torch.dtype, own: list[torch.dtype]) -> torch.dtype:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """What a model's weights take."""
+    """Return the size of a model's weights in bytes."""
     return sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
 
 
 def _opened(value: Any) -> Any:
-    """What an output of Hugging Face's holds for the rows: a dict of it, or the logits where these are all."""
+    """Return the outputs with rows of a Hugging Face output: a dict, or the logits if there is nothing else."""
     if not isinstance(value, Mapping) or not type(value).__module__.startswith("transformers."):
         return value
-    held = {key: part for key, part in value.items() if key not in _NOT_OF_ROWS}
+    held = {key: part for key, part in value.items() if key not in _WITHOUT_ROWS}
     return held["logits"] if set(held) == {"logits"} else held
 
 
@@ -143,5 +146,5 @@ def _host(value: Any) -> np.ndarray | list[np.ndarray] | None:
             f"its .to_dense()."
         )
     value = value.dequantize() if value.is_quantized else value.resolve_conj().resolve_neg()
-    # Copied: a model may give memory that it writes again for the next batch.
+    # Copied: the model may write to this memory again for the next batch.
     return np.array(arrays.as_numpy(value))

@@ -1,4 +1,4 @@
-"""What a program sets in torch that changes a model's numbers, for worker processes to set, too."""
+"""Settings of torch that change a model's numbers, so that worker processes can apply them, too."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import torch
 
 
 def settings() -> dict[str, Any]:
-    """The settings that are not torch's defaults."""
+    """Return the settings that are not torch's defaults."""
     found: dict[str, Any] = {}
     if torch.get_default_dtype() != torch.float32:
         found["default_dtype"] = torch.get_default_dtype()
@@ -19,7 +19,7 @@ def settings() -> dict[str, Any]:
 
 @contextmanager
 def using(settings: Mapping[str, Any]) -> Iterator[None]:
-    """Compute with what `settings` gave. In the process that gave it, nothing changes."""
+    """Apply settings within this context. In the process that they came from, nothing changes."""
     before = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     wanted = settings.get("default_dtype", before[0]), settings.get("matmul_precision", before[1])
     if wanted == before:

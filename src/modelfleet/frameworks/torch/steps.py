@@ -16,9 +16,10 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, SCALE, CannotFuseError
+from modelfleet.frameworks.torch.algorithms import STEP
+from modelfleet.frameworks.torch.coefficients import computing, pairs
 from modelfleet.frameworks.torch.counting import Coefficients
 from modelfleet.frameworks.torch.modes import training_modes
-from modelfleet.frameworks.torch.optimizers import STEP, computing, pairs
 from modelfleet.frameworks.torch.python_state.undo import undoing_side_effects
 from modelfleet.frameworks.torch.random.eager import EagerDraws
 from modelfleet.frameworks.torch.random.operations import DrawFromStreams

@@ -1,22 +1,22 @@
-"""The structure of a torch model: all that decides what it computes, except its weights.
+"""Structure of a torch model: everything that decides what it computes, except its weights.
 
-Models of equal signature run as one program with stacked weights. Where it can't be told whether two models
-compute alike, they count as unlike.
+Models with equal signatures run as one program with stacked weights. If it is unknown whether two models compute
+the same, they count as different.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from modelfleet.frameworks.structure import Signature
 from modelfleet.frameworks.torch.values import Freezer, differ, show
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
-# What nn.Module keeps for itself, and what libraries note on modules that no forward reads.
+# Attributes that nn.Module keeps for itself, and that libraries set on modules but no forward reads.
 _BOOKKEEPING = frozenset(vars(nn.Module())) | {
     "_compiled_call_impl",
     "_flat_weights",  # a recurrent layer's own list of its parameters
@@ -27,25 +27,6 @@ _BOOKKEEPING = frozenset(vars(nn.Module())) | {
 }
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Signature:
-    """A model's structure as a value: equal for two models if and only if they may be fused."""
-
-    entries: tuple[tuple[str, Hashable], ...]
-    _hash: int = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash(self.entries))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Signature):
-            return NotImplemented
-        return self is other or (self._hash == other._hash and self.entries == other.entries)
-
-
 class _Module(NamedTuple):
     kind: Hashable
     forward: Hashable
@@ -54,7 +35,7 @@ class _Module(NamedTuple):
 
 
 class _Again(NamedTuple):
-    """A module that is in the tree a second time."""
+    """A module that occurs in the model a second time."""
 
     first: str
 
@@ -68,11 +49,11 @@ class _Tensor(NamedTuple):
     persistent: bool
     hooked: bool
     overlaps: str | None
-    """Another tensor of the model, in whose memory it lies."""
+    """Name of another tensor of the model that shares its memory."""
 
 
 def signature(model: nn.Module) -> Signature:
-    """Tell the structure of `model`: its modules, parameters, buffers, hooks and plain attributes."""
+    """Return the structure of `model`: its modules, parameters, buffers, hooks and plain attributes."""
     modules = list(_walk(model, "", {}))
     freezer = Freezer(lambda: _names(modules))
     tensors: dict[int, str] = {}
@@ -85,7 +66,7 @@ def signature(model: nn.Module) -> Signature:
         dot = f"{path}." if path else ""
         cls = type(module)
         kind = freezer.freeze_class(cls)
-        # A local class has its forward among its contents; of others, forward may be replaced in between.
+        # A local class is compared with its forward. In other classes, forward may be replaced between two models.
         forward = getattr(cls, "forward", None) if kind is cls else None
         entries.append((path, _Module(kind, forward, module.training, _hooks(module, freezer))))
         for name, parameter in module._parameters.items():
@@ -113,7 +94,7 @@ def without_modes(own: Signature) -> Signature:
 
 
 def difference(a: Signature, b: Signature) -> str | None:
-    """Say where `a` first differs from `b`, as in "features.3.stride is 2, not 1"; None if nowhere."""
+    """Return where `a` first differs from `b`, as in "features.3.stride is 2, not 1"; None if nowhere."""
     if a == b:
         return None
     ours, theirs = dict(a.entries), dict(b.entries)
@@ -134,19 +115,19 @@ def difference(a: Signature, b: Signature) -> str | None:
 
 
 def shared_parameters(models: Sequence[nn.Module]) -> set[str]:
-    """Name the parameters and buffers that are the very same tensor in all `models`, such as a common trunk.
+    """Return the names of parameters and buffers, trained or frozen, that are the same tensor in all `models`.
 
-    Trained or frozen, they are all named; a model on its own shares nothing.
+    A single model shares nothing.
     """
     if len(models) < 2:
         return set()
-    shared = {name: _place(tensor) for name, tensor in _named_tensors(models[0])}
+    shared = {name: _address(tensor) for name, tensor in _named_tensors(models[0])}
     for model in models[1:]:
         theirs = dict(_named_tensors(model))
         shared = {
-            name: place
-            for name, place in shared.items()
-            if name in theirs and place is not None and _place(theirs[name]) == place
+            name: address
+            for name, address in shared.items()
+            if name in theirs and address is not None and _address(theirs[name]) == address
         }
         if not shared:
             break
@@ -154,18 +135,18 @@ def shared_parameters(models: Sequence[nn.Module]) -> set[str]:
 
 
 def trained_twice(models: Sequence[nn.Module]) -> tuple[int, int, str] | None:
-    """Two of `models` that would train the very same tensor, by position, and its name in the second."""
+    """Return the positions of two models that would train the same tensor, and its name in the second."""
     owners: dict[Hashable, int] = {}
     for position, model in enumerate(models):
         for name, parameter in model.named_parameters():
-            place = _place(parameter) if parameter.requires_grad else None
-            if place is not None and owners.setdefault(place, position) != position:
-                return owners[place], position, name
+            address = _address(parameter) if parameter.requires_grad else None
+            if address is not None and owners.setdefault(address, position) != position:
+                return owners[address], position, name
     return None
 
 
 def _walk(module: nn.Module, path: str, seen: dict[int, str]) -> Iterator[tuple[str, nn.Module, str | None]]:
-    """Every module with its path, parents first; the third says under which path it came before."""
+    """Yield every module with its path, parents first, and its earlier path if it occurs again."""
     first = seen.setdefault(id(module), path)
     if first != path:
         yield path, module, first
@@ -177,7 +158,7 @@ def _walk(module: nn.Module, path: str, seen: dict[int, str]) -> Iterator[tuple[
 
 
 def _names(modules: Sequence[tuple[str, nn.Module, str | None]]) -> dict[int, str]:
-    """What the modules, parameters and buffers of the tree are called there, by id."""
+    """Return the names of modules, parameters and buffers, by id."""
     names: dict[int, str] = {}
     for path, module, _ in modules:
         names.setdefault(id(module), f"module {path}" if path else "the model")
@@ -189,7 +170,7 @@ def _names(modules: Sequence[tuple[str, nn.Module, str | None]]) -> dict[int, st
 
 
 def _hooks(module: nn.Module, freezer: Freezer) -> tuple[Hashable, ...]:
-    """The hooks that run with forward or backward. Their keys come from a global counter and say nothing."""
+    """Return the hooks that run with forward or backward, without their keys, which a global counter gives."""
     found: list[Hashable] = []
     for table in _HOOKS:
         hooks = getattr(module, table)
@@ -217,11 +198,11 @@ def hooked(tensor: Tensor) -> bool:
 
 
 def overlapping(model: nn.Module) -> dict[str, str]:
-    """Return the parameters and buffers that lie in the memory of another, by name, with that other's name."""
+    """Return the names of parameters and buffers that share another's memory, with the other's name."""
     found: dict[str, str] = {}
     known: dict[int, list[tuple[int, int, str]]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if _place(tensor) is None:
+        if _address(tensor) is None:
             continue
         start = tensor.data_ptr()
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -239,8 +220,8 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _place(tensor: Tensor) -> Hashable:
-    """Where a tensor's numbers are; None if it has no memory of its own to share."""
+def _address(tensor: Tensor) -> Hashable:
+    """Return where a tensor's numbers are; None if it has no memory that could be shared."""
     if is_lazy(tensor) or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return None
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())

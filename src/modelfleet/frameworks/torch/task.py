@@ -1,4 +1,4 @@
-"""What the members of a lane are to do: how a batch becomes a loss and sums of metrics."""
+"""Tasks of torch members: how a batch becomes a loss and sums of metrics."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -12,33 +12,35 @@ from torch import Tensor, nn
 
 from modelfleet.errors import InputError
 from modelfleet.fingerprints import fingerprint
+from modelfleet.frameworks.batches import input_and_target, loss_and_metrics
 from modelfleet.frameworks.torch.losses import Loss, weighted
 from modelfleet.frameworks.torch.metrics import Metric
 from modelfleet.frameworks.torch.optimizers import Optimizer
 from modelfleet.trees import leaves, map_tree
+from modelfleet.types import Precision, Tree
 
 PRECISIONS = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Task:
-    """The loss, metrics, optimizer and precision that the members of one lane have in common."""
+    """Loss, metrics, optimizer and precision that the members of one lane have in common."""
 
     optimizer: Optimizer
     loss: Loss | None = None
     objective: Callable[[nn.Module, Any], Any] | None = None
     metrics: tuple[Metric, ...] = ()
     clip: bool = False
-    precision: str = "float32"
+    precision: Precision = "float32"
 
     @property
     def maskable(self) -> bool:
-        """Whether padded rows can be weighted out of the loss and of every metric."""
+        """True if the loss and every metric can leave out padded rows by weights."""
         return self.loss is not None and self.loss.rows is not None and all(m.maskable for m in self.metrics)
 
     @cached_property
     def summary(self) -> str:
-        """The task in a line, for checkpoints: what must be the same for a run to go on."""
+        """The task in one line, for checkpoints. A run can be resumed only with an equal summary."""
         flags = [name for name, on in self.optimizer.flags.items() if on]
         if self.objective is not None:
             loss = fingerprint(self.objective)
@@ -49,24 +51,24 @@ class Task:
         metrics = [metric.name for metric in self.metrics]
         return ", ".join([self.optimizer.name, *sorted(flags), loss, *metrics, self.precision])
 
-    def run(self, model: nn.Module, batch: Any, weights: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """One member's loss on a batch, and the batch's sums for the epoch's metrics.
+    def run(self, model: nn.Module, batch: Tree, weights: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return one member's loss on a batch, and the batch's sums for the metrics of the epoch.
 
-        `weights` is `(row,)`, 1 for a row that counts and 0 for padding; without it every row counts.
+        `weights` is `(row,)`: 1 for a row that counts and 0 for padding. If it is None, every row counts.
         """
         loss, sums, rows = self.measured(model, batch, weights)
         return loss, {"loss": loss.detach() * rows, **sums, "rows": torch.as_tensor(rows, device=loss.device)}
 
     def measured(
-        self, model: nn.Module, batch: Any, weights: Tensor | None
+        self, model: nn.Module, batch: Tree, weights: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor], Tensor | int]:
-        """Return one member's loss on a batch, the sums of the metrics, and how many rows count."""
+        """Return one member's loss on a batch, the sums of the metrics, and the number of rows that count."""
         rows = weights.sum() if weights is not None else _count(batch)
         if self.objective is not None:
-            loss, extra = _loss_and_extra(self.objective(model, batch))
+            loss, extra = loss_and_metrics(self.objective(model, batch), Tensor)
             sums = {name: torch.as_tensor(value).detach() * rows for name, value in extra.items()}
         elif self.loss is not None:
-            x, target = _pair(self.loss, batch)
+            x, target = input_and_target(batch, self.loss.name)
             output = logits(call(model, x))
             if weights is not None:
                 loss = weighted(self.loss, output, target, weights)
@@ -86,16 +88,16 @@ class Task:
         return _scalar(loss), sums, rows
 
     def share(
-        self, model: nn.Module, batch: Any, weights: Tensor | None, part: Tensor
+        self, model: nn.Module, batch: Tree, weights: Tensor | None, part: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """What some rows of a batch add to its loss: (total, count, sums), each to be summed over all of its rows.
+        """Return what some rows of a batch add to its loss: (total, count, sums), to be summed over all rows.
 
-        The whole batch's loss is the sum of the totals over the sum of the counts. `part` is how much of the batch
-        the rows are. A loss that can't be told row by row (a function, an objective, the output's own `.loss`) is
-        taken as the mean over its rows; `divide_by_rows` has seen that it is.
+        The loss of the whole batch is the sum of the totals over the sum of the counts. `part` is the fraction of
+        the batch that the rows are. A loss without values per row (a function, an objective, the output's own
+        `.loss`) is taken as the mean over its rows, which `row_independence.divide_by_rows` has verified.
         """
         if self.loss is not None and self.loss.parts is not None and self.objective is None:
-            x, target = _pair(self.loss, batch)
+            x, target = input_and_target(batch, self.loss.name)
             output = logits(call(model, x))
             total, count = self.loss.parts(output, target)
             sums = {
@@ -106,7 +108,7 @@ class Task:
         if self.objective is not None or self.loss is None or self.loss.rows is None:
             loss, sums = self.run(model, batch, weights)
             return loss * sums["rows"], sums["rows"], sums
-        x, target = _pair(self.loss, batch)
+        x, target = input_and_target(batch, self.loss.name)
         output = logits(call(model, x))
         totals, counts = self.loss.rows(output, target)
         if weights is None:
@@ -116,7 +118,7 @@ class Task:
         return totals.sum(), counts.sum(), {**self._sums(output, target, weights), "rows": rows}
 
     def values(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The loss and the metrics from their sums over an epoch."""
+        """Return the loss and the metrics from their sums over an epoch."""
         named: dict[str, dict[str, np.ndarray]] = {}
         values: dict[str, np.ndarray] = {}
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -134,7 +136,7 @@ class Task:
                 )
         return values
 
-    def _sums(self, output: Any, target: Any, weights: Tensor | None) -> dict[str, Tensor]:
+    def _sums(self, output: Tree, target: Tree, weights: Tensor | None) -> dict[str, Tensor]:
         if not self.metrics:
             return {}
         if weights is None:
@@ -146,26 +148,26 @@ class Task:
         }
 
 
-def call(model: nn.Module, x: Any) -> Any:
-    """Call a model as its input is shaped: a dict as keywords, a tuple or list as arguments, a tensor as it is.
+def call(model: nn.Module, x: Tree) -> Any:
+    """Call a model with a dict as keywords, a tuple or list as arguments, or a single tensor.
 
-    A dict or tuple that can't be spread over the parameters of `forward` is given to it whole.
+    A dict, tuple or list that does not match the parameters of `forward` is passed as one argument.
     """
     if isinstance(x, Mapping):
-        return model(**x) if _takes(model, (), x) else model(x)
+        return model(**x) if _accepts(model, (), x) else model(x)
     if isinstance(x, tuple | list):
-        return model(*x) if _takes(model, x, {}) else model(x)
+        return model(*x) if _accepts(model, x, {}) else model(x)
     return model(x)
 
 
-def _takes(model: nn.Module, args: Sequence[Any], keywords: Mapping[Any, Any]) -> bool:
+def _accepts(model: nn.Module, args: Sequence[Any], keywords: Mapping[Any, Any]) -> bool:
     forward: Any = model.forward
-    return _fits(getattr(forward, "__func__", forward), hasattr(forward, "__func__"), len(args), tuple(keywords))
+    return _binds(getattr(forward, "__func__", forward), hasattr(forward, "__func__"), len(args), tuple(keywords))
 
 
 @lru_cache
-def _fits(forward: Callable[..., Any], is_method: bool, count: int, names: tuple[Any, ...]) -> bool:
-    """Return False if a forward can't have so many arguments or these keywords, but can have them as one."""
+def _binds(forward: Callable[..., Any], is_method: bool, count: int, names: tuple[Any, ...]) -> bool:
+    """Return False if `forward` takes one argument, but neither `count` arguments nor these keywords."""
     own = [None] if is_method else []
     try:
         signature = inspect.signature(forward)
@@ -177,13 +179,13 @@ def _fits(forward: Callable[..., Any], is_method: bool, count: int, names: tuple
         try:
             signature.bind(*own, None)
         except TypeError:
-            return True  # it takes neither: torch will say so
+            return True  # it takes neither form: the error is torch's
         return False
     return True
 
 
 def logits(output: Any) -> Any:
-    """The tensor people mean by a model's output: itself, or the `.logits` of a Hugging Face output."""
+    """Return the tensor that users mean by a model's output: the output itself, or Hugging Face's `.logits`."""
     if isinstance(output, Tensor):
         return output
     found = getattr(output, "logits", None)
@@ -201,26 +203,6 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, Tensor) or any(_holds_tensors(part) for part in parts)
 
 
-def _pair(loss: Loss, batch: Any) -> tuple[Any, Any]:
-    """The x and y that a loss needs."""
-    if not isinstance(batch, tuple) or len(batch) != 2:
-        raise InputError(
-            f"the loss {loss.name!r} needs (x, y), but the data hold {_form(batch)}. "
-            f"Give (x, y), or compile with an objective, which takes any batch."
-        )
-    return batch
-
-
-def _loss_and_extra(result: Any) -> tuple[Tensor, Mapping[str, Any]]:
-    if isinstance(result, Tensor):
-        return result, {}
-    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
-        return result
-    raise InputError(
-        f"the objective returned {type(result).__name__}; expected a loss, or a loss and a dict of metrics."
-    )
-
-
 def _scalar(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         raise InputError(f"the loss is a {type(loss).__name__}; expected a tensor of one number.")
@@ -229,15 +211,9 @@ def _scalar(loss: Any) -> Tensor:
     return loss.reshape(()) if loss.dim() else loss
 
 
-def _form(batch: Any) -> str:
-    if isinstance(batch, Mapping):
-        return f"a dict of {', '.join(map(str, batch))}"
-    return f"{len(batch)} arrays" if isinstance(batch, tuple | list) else "one array"
-
-
-def _count(batch: Any) -> int:
+def _count(batch: Tree) -> int:
     return next(leaf.shape[0] for leaf in leaves(batch) if isinstance(leaf, Tensor))
 
 
-def _detached(output: Any) -> Any:
+def _detached(output: Tree) -> Tree:
     return map_tree(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)

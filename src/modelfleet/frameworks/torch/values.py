@@ -1,11 +1,10 @@
-"""Plain Python values as hashable ones: what a module's attributes hold, compared by content."""
+"""Values of a module's attributes as hashable ones that compare by content."""
 
 import functools
 import hashlib
 import logging
 import re
 import struct
-import sys
 import types
 import weakref
 from collections import defaultdict, deque
@@ -19,29 +18,29 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from modelfleet.frameworks.structure import MAX_SHOWN, Opaque, cell_contents, is_importable, shorten
+
 _SCALARS = frozenset(
     {int, bool, str, bytes, range}
     | {types.NoneType, types.EllipsisType, types.NotImplementedType, types.CodeType}
     | {torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
-# Values whose own == is right: by content, or by identity where there is one of a kind.
+# Values whose own == is right: it compares content, or there is only one such object.
 _COMPARABLE = (
     *(re.Pattern, PurePath, np.dtype, np.ufunc, types.ModuleType, logging.Logger),
     *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
 )
 
-# What Hugging Face configs note about where they came from.
+# Where a Hugging Face config came from.
 _ORIGIN = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})
 
-# What Python keeps in a class that says nothing about what its instances do.
+# Entries of a class that do not affect what its instances do.
 _CLASS_BOOKKEEPING = frozenset(
     {"__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__abstractmethods__", "_abc_impl"}
     | {"__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__"}
     | {"__conditional_annotations__", "__type_params__", "__orig_bases__", "__parameters__"}
     | {"__firstlineno__", "__static_attributes__"}
 )
-
-_LONG = 60  # characters: a text beyond this is told by its first part that differs
 
 
 class Leaf(NamedTuple):
@@ -52,44 +51,29 @@ class Leaf(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """A value with parts. A part's label is what names it after the name of the whole: `[0]`, `.stride`."""
+    """A value with parts. A part's label follows the name of the whole, as in `[0]` and `.stride`."""
 
     kind: Hashable
     parts: tuple[tuple[str, Hashable], ...]
 
 
-class Opaque:
-    """A value that can't be looked into, and so equals itself only."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Opaque) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
 class Freezer:
-    """Makes hashable values of one model's attributes, equal where the contents are.
+    """Turns the values of one model's attributes into hashable ones, which are equal if the contents are.
 
-    `names` gives the names of the model's own modules and tensors by id: an attribute that holds one of them
-    refers to it by name, while any other tensor counts by its numbers.
+    `names` returns the names of the model's own modules and tensors by id. An attribute that holds one of them
+    refers to it by name; any other tensor is compared by its numbers.
     """
 
     def __init__(self, names: Callable[[], dict[int, str]]) -> None:
         self._find_names = names
-        self._known: dict[int, tuple[object, Hashable]] = {}  # holds the objects, so that no id is used twice
+        self._known: dict[int, tuple[object, Hashable]] = {}  # keeps the objects alive, so that ids stay unique
 
     @functools.cached_property
     def _names(self) -> dict[int, str]:
         return self._find_names()
 
     def freeze(self, value: Any) -> Hashable:
-        """`value` as a hashable one. An object met twice is read once; a cycle ends where it closes."""
+        """Return `value` as a hashable one. An object is read once; a cycle ends where it closes."""
         kind = type(value)
         if kind in _SCALARS:
             return Leaf(kind, value)
@@ -106,8 +90,8 @@ class Freezer:
         return frozen
 
     def freeze_class(self, cls: type) -> Hashable:
-        """The class itself; its contents if it is made anew per model, in a function or by parametrize."""
-        return cls if _importable(cls) else self.freeze(cls)
+        """Return the class itself, or its contents if each model has its own, from a function or parametrize."""
+        return cls if is_importable(cls) else self.freeze(cls)
 
     def _freeze_new(self, value: Any) -> Hashable:
         kind = type(value)
@@ -129,9 +113,9 @@ class Freezer:
             case set() | frozenset():
                 return Leaf(self.freeze_class(kind), frozenset(self.freeze(element) for element in value))
             case type():
-                return value if _importable(value) else self._tree(*_parts_of_class(value))
+                return value if is_importable(value) else self._tree(*_parts_of_class(value))
             case types.FunctionType():
-                return Leaf(kind, value) if _importable(value) else self._tree(kind, _parts_of_function(value))
+                return Leaf(kind, value) if is_importable(value) else self._tree(kind, _parts_of_function(value))
         if isinstance(value, _COMPARABLE):
             return Leaf(kind, value)
         parts = _parts_of_builtin(value)
@@ -144,24 +128,24 @@ class Freezer:
 
 
 def differ(name: str, value: Hashable, other: Hashable) -> str:
-    """Say where two frozen values called `name` differ first: "features.3.stride is 2, not 1"."""
+    """Return where two frozen values called `name` first differ, as in "features.3.stride is 2, not 1"."""
     for side in (value, other):
         if isinstance(side, Opaque):
             return f"attribute {name} of type {type(side.value).__name__} can't be compared"
     text, other_text = show(value), show(other)
-    unclear = text == other_text or max(len(text), len(other_text)) > _LONG
+    unclear = text == other_text or max(len(text), len(other_text)) > MAX_SHOWN
     if unclear and isinstance(value, Tree) and isinstance(other, Tree) and value.kind == other.kind:
         return _differ_in_part(name, value, other)
     if text == other_text:
-        return f"{name} is another {_cut(text)}"
-    return f"{name} is {_cut(text)}, not {_cut(other_text)}"
+        return f"{name} is another {shorten(text)}"
+    return f"{name} is {shorten(text)}, not {shorten(other_text)}"
 
 
 def _differ_in_part(name: str, value: Tree, other: Tree) -> str:
     ours, theirs = dict(value.parts), dict(other.parts)
     for label, part in ours.items():
         if label not in theirs:
-            return f"{name}{label} is {_cut(show(part))}, the other has none"
+            return f"{name}{label} is {shorten(show(part))}, the other has none"
         if part != theirs[label]:
             return differ(name + label, part, theirs[label])
     missing = [label for label in theirs if label not in ours]
@@ -169,7 +153,7 @@ def _differ_in_part(name: str, value: Tree, other: Tree) -> str:
 
 
 def show(frozen: Hashable) -> str:
-    """A frozen value as a reader knows it; of an object, its class alone."""
+    """Return a frozen value as text; an object as the name of its class."""
     match frozen:
         case Tree(kind, parts) if isinstance(kind, type) and issubclass(kind, list | tuple):
             inner = ", ".join(show(part) for _, part in parts)
@@ -220,14 +204,6 @@ def _freeze_tensor(tensor: Tensor) -> Hashable:
     return _digest(what, str(tensor.dtype).removeprefix("torch."), tensor.shape, data)
 
 
-def _importable(value: Any) -> bool:
-    """Whether a class or function is the one that its module has under its name."""
-    found: object = sys.modules.get(value.__module__)
-    for name in value.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is value
-
-
 def _parts_of_class(cls: type) -> tuple[Leaf, list[tuple[str, Any]]]:
     own = [(f".{name}", item) for name, item in sorted(vars(cls).items()) if name not in _CLASS_BOOKKEEPING]
     return Leaf("class", cls.__qualname__), [("'s module", cls.__module__), ("'s bases", cls.__bases__), *own]
@@ -238,25 +214,18 @@ def _parts_of_function(function: types.FunctionType) -> list[tuple[str, Any]]:
     return [
         ("", function.__code__),
         ("'s default values", (function.__defaults__, function.__kwdefaults__)),
-        *((f"'s {name}", _cell_contents(cell)) for name, cell in cells),
+        *((f"'s {name}", cell_contents(cell)) for name, cell in cells),
         *_attributes(function),
         ("'s globals", Opaque(function.__globals__)),
     ]
 
 
-def _cell_contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a variable that is not yet assigned
-        return None
-
-
 def _parts_of_builtin(value: Any) -> list[tuple[str, Any]] | None:
-    """The parts of what Python and numpy keep outside of an object's attributes; None for other objects."""
+    """Return the parts that Python and NumPy keep outside of an object's attributes; None for other objects."""
     match value:
         case int() | float() | complex() | str() | bytes() | bytearray():
             base: Any = next(base for base in type(value).__mro__ if base.__module__ == "builtins")
-            return [("", base.__repr__(value))]  # of a subclass, whose own may say less
+            return [("", base.__repr__(value))]  # a subclass may override __repr__
         case list() | tuple() | deque():
             return [(f"[{index}]", item) for index, item in enumerate(value)]
         case defaultdict():
@@ -314,10 +283,6 @@ def _slots(cls: type) -> list[str]:
 
 
 def _keeps_hidden_state(cls: type) -> bool:
-    """Whether instances hold more than attributes: files, generators, locks, whatever is written in C."""
+    """Return True if instances hold more than attributes, like files, locks and other objects written in C."""
     words = len(_slots(cls)) + (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0)
     return cls.__itemsize__ > 0 or cls.__basicsize__ > object.__basicsize__ + words * struct.calcsize("P")
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONG else f"{text[: _LONG - 1]}…"

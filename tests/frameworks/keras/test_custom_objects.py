@@ -193,9 +193,9 @@ def test_they_are_copied_and_sent_to_replicas() -> None:
 
 def test_a_model_whose_arguments_keras_forgets_is_refused() -> None:
     assert plain(7).get_config()["width"] == 5, "if Keras tells them now, so may we"
-    with pytest.raises(mf.InputError, match=r"does not tell all of it.*units is 5, not 7"):
+    with pytest.raises(mf.InputError, match=r"is incomplete.*units is 5, not 7"):
         adapter.copy_model(plain(7))
-    with pytest.raises(CannotSendError, match=r"does not tell all of it.*units is 5, not 7"):
+    with pytest.raises(CannotSendError, match=r"is incomplete.*units is 5, not 7"):
         SharedMemoryValue.put(adapter.frozen(plain(7)), "the model")
 
 

@@ -1,4 +1,4 @@
-"""Class weights: sample weights by label, as Keras's own `fit` makes them of `class_weight`."""
+"""Class weights: sample weights by label, as Keras's own `fit` makes them from `class_weight`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -7,10 +7,11 @@ import numpy as np
 
 from modelfleet.errors import InputError
 from modelfleet.trees import leaves
+from modelfleet.types import Data, Tensor, Tree
 
 
-def weighted(data: Any, class_weight: Mapping[int, float], loader: bool) -> Any:
-    """The same data, arrays or a loader of batches, with the weights of their classes as third."""
+def weighted(data: Data, class_weight: Mapping[int, float], loader: bool) -> Data:
+    """Return the data, arrays or a loader of batches, with the weight of each row's class as third part."""
     if not isinstance(class_weight, Mapping):
         raise InputError(
             f"class_weight is a {type(class_weight).__name__}. Give a weight for each class: {{0: 1.0, 1: 5.0}}."
@@ -18,8 +19,8 @@ def weighted(data: Any, class_weight: Mapping[int, float], loader: bool) -> Any:
     return _Loader(data, class_weight) if loader else _with_weights(data, class_weight)
 
 
-def class_weights(y: Any, class_weight: Mapping[int, float]) -> np.ndarray:
-    """`(row,)`: the weight of each row's class. Labels are whole numbers `(row,)` or `(row, 1)`, or one-hot."""
+def class_weights(y: Tensor, class_weight: Mapping[int, float]) -> np.ndarray:
+    """Return the weight of each row's class, `(row,)`. Labels are integers `(row,)` or `(row, 1)`, or one-hot."""
     labels = np.asarray(y.detach().cpu() if hasattr(y, "detach") else y)
     if labels.ndim > 1:
         labels = labels.argmax(axis=-1) if labels.shape[-1] > 1 else labels[..., 0]
@@ -34,7 +35,7 @@ def class_weights(y: Any, class_weight: Mapping[int, float]) -> np.ndarray:
     return found
 
 
-def _with_weights(batch: Any, class_weight: Mapping[int, float]) -> Any:
+def _with_weights(batch: Tree, class_weight: Mapping[int, float]) -> tuple[Tree, Tree, np.ndarray]:
     parts = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
     if len(parts) == 3 and parts[2] is not None:
         raise InputError("fit got class_weight, and data with sample weights. Give one of the two.")
@@ -46,7 +47,7 @@ def _with_weights(batch: Any, class_weight: Mapping[int, float]) -> Any:
 
 
 class _Loader:
-    """A loader whose batches are given the weights of their classes."""
+    """Loader that adds class weights to the batches of another loader."""
 
     def __init__(self, loader: Any, class_weight: Mapping[int, float]) -> None:
         self._loader = loader

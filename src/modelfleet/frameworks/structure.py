@@ -1,0 +1,71 @@
+"""Parts that the structures of models are made of, in every framework."""
+
+import sys
+import types
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_SHOWN = 60  # characters of a value in a message
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Signature:
+    """A model's structure as a value. Two models may be fused if and only if their signatures are equal."""
+
+    entries: tuple[tuple[str, Hashable], ...]
+    """Each part of the model by its path, such as `layers.0.kernel`."""
+    _hash: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash(self.entries))
+
+    def __reduce__(self) -> tuple[type["Signature"], tuple[tuple[tuple[str, Hashable], ...]]]:
+        return Signature, (self.entries,)  # without the hash, which is another one in another process
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Signature):
+            return NotImplemented
+        return self is other or (self._hash == other._hash and self.entries == other.entries)
+
+
+class Opaque:
+    """A value whose content can't be compared, so that it equals only itself."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Opaque) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __str__(self) -> str:
+        return f"a {type(self.value).__name__} of its own"
+
+
+def is_importable(value: Any) -> bool:
+    """Return True if a class or function is the one that its module has under its name."""
+    found: object = sys.modules.get(value.__module__)
+    for name in value.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is value
+
+
+def cell_contents(cell: types.CellType) -> Any:
+    """Return what a closure's cell holds, or None for a variable that is not assigned yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def shorten(text: str) -> str:
+    """Cut a text that is too long for a message."""
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"

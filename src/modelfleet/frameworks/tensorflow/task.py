@@ -1,0 +1,10 @@
+"""Task of TensorFlow's own models: to predict, the only thing they can do in a fleet."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Task:
+    """The task of predicting."""
+
+    summary: str = "predict"
