@@ -15,7 +15,7 @@ LAYERS: list[set[str]] = [
     {"modelfleet"},
     {"fleet", "gate", "lane_sets", "fitting", "checkpoints", "saving", "replicas"},
     {"planning", "sharing", "workers"},
-    {"lanes", "feeds", "store", "history", "callbacks", "progress", "tasks"},
+    {"lanes", "feeds", "store", "history", "plotting", "callbacks", "progress", "tasks"},
     {"frameworks", "members"},
     {"each", "devices", "errors", "fingerprints", "trees", "joining", "streams", "recipe", "types", "words"},
 ]
