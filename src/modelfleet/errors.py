@@ -99,9 +99,14 @@ def refuse_masked(value: Any) -> None:
         )
 
 
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """Return the known name that a misspelt one resembles most, or None if it resembles none."""
+    return next(iter(get_close_matches(str(name), list(known), n=1, cutoff=0.5)), None)
+
+
 def unknown(kind: str, name: object, known: Iterable[str]) -> InputError:
-    """An error for a name that does not exist, with the nearest one that does."""
+    """Return the error for an unknown name, which suggests the nearest known one."""
     names = sorted(known)
-    near = get_close_matches(str(name), names, n=1, cutoff=0.5)
-    hint = f"Did you mean {near[0]!r}? " if near else ""
+    near = nearest(name, names)
+    hint = f"Did you mean {near!r}? " if near else ""
     return InputError(f"unknown {kind} {name!r}. {hint}Known: {', '.join(names)}.")
