@@ -17,7 +17,19 @@ LAYERS: list[set[str]] = [
     {"planning", "sharing", "workers"},
     {"lanes", "feeds", "store", "history", "plotting", "callbacks", "progress", "tasks"},
     {"frameworks", "members"},
-    {"each", "devices", "errors", "fingerprints", "trees", "joining", "streams", "recipe", "types", "words"},
+    {
+        "each",
+        "devices",
+        "errors",
+        "fingerprints",
+        "trees",
+        "joining",
+        "streams",
+        "recipe",
+        "types",
+        "words",
+        "foreign_words",
+    },
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -12,7 +12,7 @@ from modelfleet import checkpoints, frameworks, saving
 from modelfleet.callbacks import Callback, Checkpoint
 from modelfleet.checkpoints import Arrangement
 from modelfleet.devices import parse_devices
-from modelfleet.each import Each, spread
+from modelfleet.each import Each, per_member
 from modelfleet.errors import InputError, StrategyError, unknown
 from modelfleet.feeds import Feed
 from modelfleet.fitting import Fit, noticing
@@ -106,7 +106,7 @@ class Fleet:
         names = list(known)
         if not names:
             raise InputError("a fleet needs at least one member; members is below 1 or empty.")
-        spreads = {key: spread(value, names, key) for key, value in kwargs.items()}
+        spreads = {key: per_member(value, names, key) for key, value in kwargs.items()}
         arguments = [{key: values[row] for key, values in spreads.items()} for row in range(len(names))]
         models = {
             name: frameworks.build(factory, own, member_seed(seed, name), name)
@@ -303,7 +303,7 @@ class Fleet:
             return job
         try:
             if isinstance(job.data, Each):  # one by one first, to name whose can't be sent
-                for name, own in zip(job.names, spread(job.data, job.names, "data"), strict=True):
+                for name, own in zip(job.names, per_member(job.data, job.names, "data"), strict=True):
                     shared.pickled(own, f"members {name!r} with their data")
             data, validation = shared.copied((job.data, job.validation), "the data")
         except CannotSendError as error:
@@ -460,7 +460,7 @@ class Fleet:
             feed = fed[id(lane)][1] if id(lane) in fed else None
             steps = None
             if job is not None:
-                epochs = dict(zip(job.names, spread(job.epochs, job.names, "epochs"), strict=True))
+                epochs = dict(zip(job.names, per_member(job.epochs, job.names, "epochs"), strict=True))
                 own = np.array([int(epochs[name]) for name in lane.names])
                 longest = max(longest, int(own.max()))
                 steps = None if feed is None or feed.steps is None else int((feed.steps * own).max())

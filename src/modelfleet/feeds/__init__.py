@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from modelfleet.each import Each, spread
+from modelfleet.each import Each, per_member, refuse_list
 from modelfleet.errors import InputError
 from modelfleet.feeds._base import Arrays, Batch, Feed, is_number_list, settle
 from modelfleet.feeds.arrays import ArrayFeed
@@ -37,7 +37,7 @@ def make_feed(
     `epochs_done` `(member,)` is what each member's own shuffles count on from. With `going_on`, epochs of arrays
     have so many steps, and each goes on where the last one stopped.
     """
-    values = spread(data, names, what)
+    values = per_member(data, names, what)
     own = isinstance(data, Each)
     wheres = [f"{what} of member {name!r}" for name in names] if own else [what] * len(names)
     loads = {id(value): is_loader(value, arrays, where) for value, where in zip(values, wheres, strict=True)}
@@ -97,7 +97,8 @@ def is_loader(data: Any, arrays: Arrays, where: str) -> bool:
 
 def _batch_sizes(batch_size: int | Each | None, names: Sequence[str]) -> np.ndarray:
     """`(member,)`: the rows that each member takes a step."""
-    sizes = spread(DEFAULT_BATCH_SIZE if batch_size is None else batch_size, names, "batch_size")
+    refuse_list(batch_size, "batch_size", names)
+    sizes = per_member(DEFAULT_BATCH_SIZE if batch_size is None else batch_size, names, "batch_size")
     for name, size in zip(names, sizes, strict=True):
         if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
             whose = f"batch_size of member {name!r}" if isinstance(batch_size, Each) else "batch_size"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from modelfleet.devices import Device, threads_of
-from modelfleet.each import spread
+from modelfleet.each import per_member
 from modelfleet.errors import FleetError, StrategyError
 from modelfleet.feeds import Feed
 from modelfleet.feeds._base import spec
@@ -131,7 +131,7 @@ class Planner:
         devices = {lane.device for lane, _ in choice.lanes}
         if choice.epoch is None or len(devices) == 1 or not all(name.startswith("cpu") for name in devices):
             return False
-        epochs = max(int(epoch) for epoch in spread(job.epochs, job.names, "epochs"))
+        epochs = max(int(epoch) for epoch in per_member(job.epochs, job.names, "epochs"))
         if choice.epoch * epochs < 2 * WORKER_START and idle() < len(devices):
             return False
         try:
@@ -232,7 +232,7 @@ class Planner:
     ) -> None:
         """Choose how the lanes share the device, if there is more than one."""
         per_epoch = [_per_epoch(feed, job) for _, feed in choice.lanes]
-        epochs = max(int(epoch) for epoch in spread(job.epochs, job.names, "epochs"))
+        epochs = max(int(epoch) for epoch in per_member(job.epochs, job.names, "epochs"))
         known = [choice.predicted.get(id(lane)) for lane, _ in choice.lanes]
         if any(seconds is None for seconds in known):
             return
@@ -285,7 +285,7 @@ class Planner:
 
     def _loads(self, studied: Studied, lanes: Sequence[Fed], job: Job) -> list[Load]:
         """What is to be placed, and its cost: in seconds if the pace of all lanes is known, else by their size."""
-        epochs = dict(zip(job.names, spread(job.epochs, job.names, "epochs"), strict=True))
+        epochs = dict(zip(job.names, per_member(job.epochs, job.names, "epochs"), strict=True))
         seconds: list[float | None] = []
         sizes: list[float] = []
         spent = _Budget(max(self._steps(lane, feed, job) for lane, feed in lanes))
@@ -327,7 +327,7 @@ class Planner:
 
     def _steps(self, lane: Lane, feed: Feed, job: Job) -> int:
         """The steps of the longest-training member of a lane."""
-        epochs = dict(zip(job.names, spread(job.epochs, job.names, "epochs"), strict=True))
+        epochs = dict(zip(job.names, per_member(job.epochs, job.names, "epochs"), strict=True))
         return _per_epoch(feed, job) * max(int(epochs[name]) for name in lane.names)
 
     # --- what measurements are known by --------------------------------------------------------------------------

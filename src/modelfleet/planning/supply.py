@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from modelfleet.each import Each, spread
+from modelfleet.each import Each, per_member
 from modelfleet.errors import InputError
 from modelfleet.feeds import Feed, LoaderFeed, SharedLoader, is_loader, make_feed
 from modelfleet.feeds._base import difference, settle, spec
@@ -37,16 +37,16 @@ class Job:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Each):
-                own = dict(zip(self.names, spread(value, self.names, field.name), strict=True))
+                own = dict(zip(self.names, per_member(value, self.names, field.name), strict=True))
                 kept[field.name] = Each({name: own[name] for name in names})
         return replace(self, names=tuple(names), **kept)
 
     def check(self) -> None:
         """Raise `InputError` for numbers that can't be."""
-        for name, value in zip(self.names, spread(self.epochs, self.names, "epochs"), strict=True):
+        for name, value in zip(self.names, per_member(self.epochs, self.names, "epochs"), strict=True):
             if not _whole(value, 0):
                 raise InputError(f"epochs of member {name!r} is {value!r}; expected a whole number, 0 or more.")
-        for name, value in zip(self.names, spread(self.share, self.names, "share"), strict=True):
+        for name, value in zip(self.names, per_member(self.share, self.names, "share"), strict=True):
             if value is not None and not _whole(value, 1):
                 raise InputError(
                     f"share of member {name!r} is {value!r}; expected a whole number of turns, 1 or more."
@@ -61,7 +61,7 @@ def feeds(lanes: Sequence[Lane], job: Job, *, what: str = "data") -> list[tuple[
     One loader for all is read once, whatever lanes and frameworks there are.
     """
     data = getattr(job, what)
-    values = dict(zip(job.names, spread(data, job.names, what), strict=True))
+    values = dict(zip(job.names, per_member(data, job.names, what), strict=True))
     size, shuffle = job.batch_size, job.shuffle
     if what == "validation":
         shuffle = False
@@ -101,7 +101,7 @@ def alike(lanes: Sequence[Lane], job: Job) -> list[list[Part]]:
         if not isinstance(data, Each):
             continue
         known: dict[tuple[int, int], Any] = {}
-        for name, value in zip(job.names, spread(data, job.names, what), strict=True):
+        for name, value in zip(job.names, per_member(data, job.names, what), strict=True):
             key = id(value), id(arrays[name])
             if key not in known:
                 known[key] = _form(value, arrays[name], f"{what} of member {name!r}")
@@ -147,7 +147,7 @@ def _feed(
     else:
         own = change(data)
     if isinstance(size, Each):
-        sizes = dict(zip(job.names, spread(size, job.names, "batch_size"), strict=True))
+        sizes = dict(zip(job.names, per_member(size, job.names, "batch_size"), strict=True))
         size = Each([sizes[name] for name in names])
     return make_feed(
         own,
@@ -231,7 +231,7 @@ def check(lane: Lane, feed: Feed, job: Job, *, what: str = "data") -> None:
     own = isinstance(data, Each)
     pairs = {
         id(value): (name, value)
-        for name, value in zip(job.names, spread(data, job.names, what), strict=True)
+        for name, value in zip(job.names, per_member(data, job.names, what), strict=True)
         if name in lane.places and isinstance(value, tuple) and len(value) == 2
     }
     if lane.engine.checks_targets and (pairs or isinstance(feed, LoaderFeed)):
@@ -251,8 +251,8 @@ def shifts(lanes: Sequence[tuple[Lane, Feed]], job: Job) -> list[Shift]:
         for lane, feed in feeds([lane for lane, _ in lanes], job, what="validation"):
             check(lane, feed, job, what="validation")
             checked[id(lane)] = feed
-    epochs = dict(zip(job.names, spread(job.epochs, job.names, "epochs"), strict=True))
-    shares = dict(zip(job.names, spread(job.share, job.names, "share"), strict=True))
+    epochs = dict(zip(job.names, per_member(job.epochs, job.names, "epochs"), strict=True))
+    shares = dict(zip(job.names, per_member(job.share, job.names, "share"), strict=True))
     limit = job.steps_per_epoch
     found = []
     for lane, feed in lanes:
@@ -321,7 +321,7 @@ def made(studied: Studied, parts: Sequence[Part], job: Job) -> list[tuple[Lane, 
 
 def read_by_loaders(lanes: Sequence[Lane], job: Job) -> bool:
     """Whether the data of anybody come from a loader."""
-    values = dict(zip(job.names, spread(job.data, job.names, "data"), strict=True))
+    values = dict(zip(job.names, per_member(job.data, job.names, "data"), strict=True))
     return any(is_loader(values[name], _arrays(lane), "data") for lane in lanes for name in lane.names)
 
 
@@ -329,7 +329,7 @@ def has_loaders(members: Sequence[Member], job: Job) -> bool:
     """Whether any data, for training or for validation, come from a loader."""
     found = {}
     for what in ("data", "validation"):
-        for member, value in zip(members, spread(getattr(job, what), job.names, what), strict=True):
+        for member, value in zip(members, per_member(getattr(job, what), job.names, what), strict=True):
             if value is not None and id(value) not in found:
                 found[id(value)] = is_loader(value, member.framework.arrays, what)
     return any(found.values())

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from modelfleet.each import Each, spread
+from modelfleet.each import Each, per_member
 from modelfleet.errors import InputError, MissingExtraError, unknown
 from modelfleet.words import unstopped
 
@@ -119,9 +119,9 @@ def resolve(
     optimizer: Any, schedule: Any, given: Mapping[str, Any], names: Sequence[str]
 ) -> tuple[list[Optimizer], list[dict[str, float]]]:
     """Every member's optimizer, the same object for members that may be fused, and its own hyperparameters."""
-    chosen = spread(optimizer, names, "optimizer")
-    schedules = spread(schedule, names, "schedule")
-    settings = {key: spread(value, names, key) for key, value in given.items()}
+    chosen = per_member(optimizer, names, "optimizer")
+    schedules = per_member(schedule, names, "schedule")
+    settings = {key: per_member(value, names, key) for key, value in given.items()}
     varied = {key for key, value in given.items() if isinstance(value, Each)}
     known: dict[Optimizer, Optimizer] = {}
     optimizers: list[Optimizer] = []

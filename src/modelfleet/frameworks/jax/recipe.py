@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from modelfleet.each import spread
+from modelfleet.each import per_member
 from modelfleet.errors import InputError, unknown
 from modelfleet.frameworks.jax import losses, metrics, optimizers
 from modelfleet.frameworks.jax.task import PRECISIONS, Task
@@ -78,7 +78,7 @@ def _prepare(recipe: Recipe, names: Sequence[str]) -> Prepared:
 
 
 def _clips(clip_norm: Any, names: Sequence[str]) -> list[float]:
-    values = spread(clip_norm, names, "clip_norm")
+    values = per_member(clip_norm, names, "clip_norm")
     for name, value in zip(names, values, strict=True):
         if value is not None and (not isinstance(value, int | float) or not value > 0):
             raise InputError(f"clip_norm of member {name!r} is {value!r}; expected a number above 0, or None.")

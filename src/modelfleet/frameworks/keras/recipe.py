@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 import keras
 import numpy as np
 
-from modelfleet.each import spread
+from modelfleet.each import per_member
 from modelfleet.errors import InputError, unknown
 from modelfleet.fingerprints import fingerprint
 from modelfleet.frameworks.keras.optimizers import built
@@ -95,7 +95,7 @@ def compile(recipe: Recipe, members: Sequence[Member]) -> None:
         "schedule": recipe.schedule,
         **given,
     }
-    columns = {key: spread(value, names, key) for key, value in told.items()}
+    columns = {key: per_member(value, names, key) for key, value in told.items()}
     arguments = [
         _arguments({key: values[row] for key, values in columns.items()}, name) for row, name in enumerate(names)
     ]

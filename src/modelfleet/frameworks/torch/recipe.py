@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from modelfleet.each import Each, spread
+from modelfleet.each import Each, per_member
 from modelfleet.errors import InputError, unknown
 from modelfleet.frameworks.torch import hyperparameters, losses, metrics, schedules
 from modelfleet.frameworks.torch.modes import enter_training
@@ -90,14 +90,14 @@ def _prepare(recipe: Recipe, names: Sequence[str]) -> Prepared:
         if key not in distinct:
             distinct[key] = replace(task, optimizer=replace(optimizer, flags=own))
         tasks.append(distinct[key])
-    wanted = spread(recipe.schedule, names, "schedule")
+    wanted = per_member(recipe.schedule, names, "schedule")
     for schedule in wanted if isinstance(recipe.schedule, Each) else wanted[:1]:
         schedules.resolve(schedule)
     return Prepared(tasks, columns, wanted)
 
 
 def _clip_column(clip_norm: object, names: Sequence[str]) -> np.ndarray:
-    values = spread(clip_norm, names, "clip_norm")
+    values = per_member(clip_norm, names, "clip_norm")
     for name, value in zip(names, values, strict=True):
         if value is not None and (not isinstance(value, int | float) or not value > 0):
             raise InputError(f"clip_norm of member {name!r} is {value!r}; expected a number above 0, or None.")
