@@ -130,7 +130,7 @@ class Lane:
         begun = time.perf_counter()
         hyper = self._hyper_tensors(columns)
         causes: dict[int, Exception] = {}
-        for piece in batch.pieces:
+        for piece in batch.by_shape:
             live = self._on & (piece.counts > 0)
             if not live.any():
                 continue
@@ -206,7 +206,7 @@ class Lane:
         """The loss and the metrics `(slot,)` over a whole feed; batch by batch, for `in_step`."""
         totals = None
         for whole in feed.epoch(0):
-            for batch in whole.pieces:
+            for batch in whole.by_shape:
                 for rows, data, weights in self._pieces(batch, batch.counts > 0):
                     with self._explained(data):
                         totals = self.engine.evaluate(
@@ -219,7 +219,7 @@ class Lane:
         """Every member's outputs over a whole feed, as arrays of its own rows in their order; batch by batch."""
         parts: list[list[Any]] = [[] for _ in self.members]
         for whole in feed.epoch(0):
-            for batch in whole.pieces:
+            for batch in whole.by_shape:
                 for inputs, counts, size in self._asked(batch):
                     with self._explained(inputs):
                         outputs = self.engine.predict(inputs, shared=batch.shared, counts=counts)

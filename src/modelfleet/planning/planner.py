@@ -18,7 +18,7 @@ from modelfleet.devices import Device, threads_of
 from modelfleet.each import per_member
 from modelfleet.errors import FleetError, StrategyError
 from modelfleet.feeds import Feed
-from modelfleet.feeds._base import spec
+from modelfleet.feeds.checking import row_spec
 from modelfleet.frameworks.protocol import CannotFuseError
 from modelfleet.lanes import Lane
 from modelfleet.planning import memory, paces, placement, supply, trials
@@ -354,7 +354,7 @@ class Planner:
     def _key(self, studied: Studied, part: Part, feed: Feed, *what: Any) -> str:
         row = studied.rows[part.names[0]]
         batch = feed.first()
-        shape = spec(batch.data), batch.size, batch.shared
+        shape = row_spec(batch.data), batch.size, batch.shared
         framework = row.member.framework
         return paces.key(framework.NAME, row.signature, row.task.summary, shape, *what)
 

@@ -9,7 +9,7 @@ import numpy as np
 from modelfleet.each import Each, per_member
 from modelfleet.errors import InputError
 from modelfleet.feeds import Feed, LoaderFeed, SharedLoader, is_loader, make_feed
-from modelfleet.feeds._base import difference, settle, spec
+from modelfleet.feeds.checking import as_arrays, describe_difference, row_spec
 from modelfleet.lanes import Lane
 from modelfleet.members import Member
 from modelfleet.planning.assembly import Part, Studied
@@ -121,7 +121,7 @@ def _cut(lane: Lane, forms: Mapping[str, list[Any]]) -> list[Part]:
     for own, names in found.items():
         reason = lane.part.reason
         if own != first:
-            what = next(difference(a, b) for a, b in zip(own, first, strict=True) if a != b)
+            what = next(describe_difference(a, b) for a, b in zip(own, first, strict=True) if a != b)
             reason = f"its rows are unlike those of {like!r}: {what}"
         parts.append(replace(lane.part, names=tuple(names), reason=reason, split=None))
     return parts
@@ -131,8 +131,8 @@ def _form(data: Any, arrays: Any, where: str) -> tuple[Any, ...]:
     """The form of the rows of arrays, as they will be fed; nothing for a loader, whose batches may be of many."""
     if data is None or is_loader(data, arrays, where):
         return ()
-    tree, _ = settle(data, arrays, where)
-    return spec(map_tree(lambda leaf: arrays.place(leaf[:0], None), tree))
+    tree, _ = as_arrays(data, arrays, where)
+    return row_spec(map_tree(lambda leaf: arrays.place(leaf[:0], None), tree))
 
 
 def _feed(
@@ -159,7 +159,7 @@ def _feed(
         arrays=_arrays(lanes[0]),
         epochs_done=np.concatenate([lane.epochs for lane in lanes]),
         what=what,
-        going_on=job.steps_per_epoch
+        steps_per_epoch=job.steps_per_epoch
         if what == "data" and getattr(members[0].framework, "GOES_ON", False)
         else None,
     )

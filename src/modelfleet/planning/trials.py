@@ -8,7 +8,7 @@ import numpy as np
 
 from modelfleet.each import Each
 from modelfleet.feeds import Batch, Feed
-from modelfleet.feeds._base import grouped
+from modelfleet.feeds._base import group_steps
 from modelfleet.lanes import Lane
 from modelfleet.planning import supply
 from modelfleet.planning.assembly import Part, Studied
@@ -26,7 +26,7 @@ def step_seconds(studied: Studied, part: Part, batch: Batch, most: float) -> flo
     lane.ready(batch, "train")
     several = lane.engine.several
     framework = lane.members[0].framework
-    one = next(grouped(iter([batch] * several), several, framework.arrays)) if batch.full else batch
+    one = next(group_steps(iter([batch] * several), several, framework.arrays)) if batch.full else batch
     steps = one.steps or 1
 
     def took(calls: int) -> float:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from modelfleet.errors import FleetError, RowsError
-from modelfleet.feeds.reading import opened, steps_of
+from modelfleet.feeds.reading import batch_count, open_loader
 from modelfleet.replicas.pool import Replicas
 from modelfleet.replicas.requests import Request
 from modelfleet.replicas.rows import batch_rows
@@ -118,7 +118,7 @@ class Reading:
 
     def _read(self, stream: "_Stream") -> None:
         """Submit the batches of a stream, until its end or until there is no more use in it."""
-        batches = opened(stream.loader, f"the data of user {stream.user!r}")
+        batches = open_loader(stream.loader, f"the data of user {stream.user!r}")
         try:
             while self._has_room(stream):
                 batch = next(batches, _END)
@@ -209,7 +209,7 @@ class _Stream:
         self.error: Exception | None = None
         """Why nothing of it can be answered."""
         with suppress(Exception):  # of a user's own __len__: reading them will tell whether they are in order
-            self.left = steps_of(loader)
+            self.left = batch_count(loader)
         # All rows as if they had been submitted at once, so that errors and answers are those of arrays.
         self._whole = Request(user, None, 0, 0.0)
         self._batches: dict[int, tuple[Any, int]] = {}  # answers and rows by first row, that were not told
