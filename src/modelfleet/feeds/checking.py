@@ -1,21 +1,19 @@
 """Checks of a user's data, before anything is placed on a device."""
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from modelfleet.errors import InputError, refuse_masked
+from modelfleet.feeds._base import ArrayOperations
 from modelfleet.trees import paths, rebuild
 from modelfleet.types import Data, Tensor, Tree
-
-if TYPE_CHECKING:
-    from modelfleet.feeds._base import ArrayOperations
 
 RowSpec: TypeAlias = tuple[tuple[str, tuple[int, ...], str], ...]
 """The path, the shape of a row and the dtype of every leaf."""
 
 
-def as_arrays(tree: Data, arrays: "ArrayOperations", label: str) -> tuple[Tree, int]:
+def as_arrays(tree: Data, arrays: ArrayOperations, label: str) -> tuple[Tree, int]:
     """Return `tree` with an array at every leaf, and its number of rows.
 
     Lists of numbers become arrays, and tables lose their labels. [x, y] is (x, y), as a DataLoader means it.
@@ -74,7 +72,7 @@ def is_number_list(value: object) -> bool:
     return isinstance(first, bool | int | float | complex | str | bytes | np.generic)
 
 
-def _as_array(leaf: Data, arrays: "ArrayOperations", label: str) -> Tensor:
+def _as_array(leaf: Data, arrays: ArrayOperations, label: str) -> Tensor:
     if isinstance(leaf, list):
         try:
             leaf = np.asarray(leaf)

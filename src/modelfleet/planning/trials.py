@@ -8,7 +8,7 @@ import numpy as np
 
 from modelfleet.each import Each
 from modelfleet.feeds import Batch, Feed
-from modelfleet.feeds._base import group_steps
+from modelfleet.feeds.grouping import group_steps
 from modelfleet.lanes import Lane
 from modelfleet.planning import supply
 from modelfleet.planning.assembly import Part, Studied

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from modelfleet.feeds._base import Batch, group_steps
+from modelfleet.feeds import Batch
+from modelfleet.feeds.grouping import group_steps
 from modelfleet.frameworks.jax import arrays
 
 
