@@ -13,7 +13,7 @@ from modelfleet.history import History
 from modelfleet.planning.assembly import Part, Studied
 from modelfleet.planning.placement import packed
 from modelfleet.store import Saved, is_unused, read_folder, read_manifest, tidy, write_folder
-from modelfleet.store.fields import check
+from modelfleet.store.schema import check
 
 KIND = "checkpoint"
 WEIGHTS = {"params": "", "frozen": "a frozen ", "buffers": "a buffer "}

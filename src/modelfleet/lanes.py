@@ -12,7 +12,7 @@ from modelfleet.feeds import Batch, Feed
 from modelfleet.frameworks.protocol import Engine, StepError
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree, paths
-from modelfleet.words import unstopped
+from modelfleet.words import without_period
 
 T = TypeVar("T")
 Work = Generator[None, None, T]
@@ -241,8 +241,8 @@ class Lane:
             shapes = ", ".join(f"{tuple(leaf.shape)} {leaf.dtype}" for leaf in leaves(data))
             who = f"member {self.names[0]!r}" if self.width == 1 else f"one of {self.width} members"
             raise InputError(
-                f"{who} can't take a batch of {shapes}: "
-                f"{type(error).__name__}: {unstopped(error)}. Check its values against what the model expects."
+                f"{who} can't take a batch of {shapes}: {type(error).__name__}: {without_period(error)}. "
+                f"Check its values against what the model expects."
             ) from error
 
     def _rows(self, outputs: Any, slot: int, count: int, size: int) -> Any:
@@ -278,7 +278,7 @@ class Lane:
             return self.engine.concatenate(parts)
         except (ValueError, TypeError) as error:
             raise InputError(
-                f"member {name!r}: its outputs for {len(parts)} batches can't be joined: {unstopped(error)}. "
+                f"member {name!r}: its outputs for {len(parts)} batches can't be joined: {without_period(error)}. "
                 f"Let the model give the same tree of arrays for every batch."
             ) from error
 

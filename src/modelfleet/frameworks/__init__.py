@@ -11,7 +11,7 @@ import numpy as np
 
 from modelfleet.errors import InputError, MissingExtraError, refuse_masked
 from modelfleet.frameworks.protocol import Adapter
-from modelfleet.words import unstopped
+from modelfleet.words import without_period
 
 # In this order: a Keras model is a torch module, too, where torch is its backend, and a tf.Module elsewhere.
 ADAPTERS = ("keras", "jax", "torch", "tensorflow")
@@ -107,7 +107,7 @@ def _check_keywords(takes: inspect.Signature | None, arguments: Mapping[str, Any
     except TypeError as error:
         keywords = ", ".join(f"{key}={value!r}" for key, value in arguments.items()) or "no keywords"
         raise InputError(
-            f"member {name!r}: the factory can't be called with {keywords}: {unstopped(error)}. "
+            f"member {name!r}: the factory can't be called with {keywords}: {without_period(error)}. "
             f"Give a factory that takes these, and needs no others."
         ) from error
 

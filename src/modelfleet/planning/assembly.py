@@ -16,7 +16,7 @@ from modelfleet.lanes import Lane
 from modelfleet.members import Member
 from modelfleet.planning.groups import group
 from modelfleet.recipe import Recipe
-from modelfleet.words import unstopped
+from modelfleet.words import without_period
 from modelfleet.workers import Place, places
 
 HOST = Device("cpu")
@@ -261,13 +261,13 @@ def settle(
         except CannotFuseError as error:
             if strategy == "fused":
                 raise StrategyError(
-                    f"member {lane.names[0]!r} and those like it can't be fused: {unstopped(error)}. "
+                    f"member {lane.names[0]!r} and those like it can't be fused: {without_period(error)}. "
                     f'Drop strategy="fused" and let them take turns.'
                 ) from error
             if error.shared and kind == "train":
                 warnings.warn(
                     f"members {lane.names[0]!r} and {lane.names[1]!r} take turns and share what they change: "
-                    f"{unstopped(error)}. "
+                    f"{without_period(error)}. "
                     f"Their numbers depend on each other. Give each its own loss or objective, by "
                     f"compile(..., members=[name]), or its own copy of what is shared.",
                     FleetWarning,

@@ -16,7 +16,7 @@ from modelfleet.replicas.pool import Replicas
 from modelfleet.replicas.requests import Request
 from modelfleet.replicas.rows import batch_rows
 from modelfleet.trees import map_tree
-from modelfleet.words import count, unstopped
+from modelfleet.words import count, without_period
 
 # Streams read at once, a thread for each: a slow one stops nobody. Each may have files and processes open. One is
 # read to its end before another takes its place, so that few users' answers are in memory.
@@ -271,9 +271,9 @@ class _Stream:
             return self.error
         after = f" after {count(whole.rows, 'row')}" if whole.rows else ""
         failure = RowsError(
-            f"the data of user {self.user!r} raised {type(self.raised).__name__}{after}: {unstopped(self.raised)}"
-            f". Fix what reads them and map this user again; the answers so far are in .answers, and the numbers "
-            f"of their rows in .kept.",
+            f"the data of user {self.user!r} raised {type(self.raised).__name__}{after}: "
+            f"{without_period(self.raised)}. Fix what reads them and map this user again; the answers "
+            f"so far are in .answers, and the numbers of their rows in .kept.",
             whole.errors,
             whole.joined(),
             whole.kept,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from modelfleet.errors import FleetError, InputError, RowsError
 from modelfleet.joining import joined
 from modelfleet.trees import leaves
-from modelfleet.words import count, unstopped
+from modelfleet.words import count, without_period
 
 KNOWN = 1000  # different errors of a request that are compared with new ones
 Status = Literal["open", "answered", "failed", "cancelled"]
@@ -103,7 +103,7 @@ class Request:
             return error
         except Exception as error:  # memory, say: whoever waits is told, whatever it is
             message, answers = (
-                f"{message} These could not be joined: {type(error).__name__}: {unstopped(error)}.",
+                f"{message} These could not be joined: {type(error).__name__}: {without_period(error)}.",
                 None,
             )
         failure = RowsError(message, dict(sorted(self.errors.items())), answers, self.kept)

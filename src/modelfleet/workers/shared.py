@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from modelfleet import frameworks
-from modelfleet.words import unstopped
+from modelfleet.words import without_period
 from modelfleet.workers import pieces
 from modelfleet.workers._base import CannotSendError
 from modelfleet.workers.channel import above_standard
@@ -66,7 +66,7 @@ def _pickled(value: Any, what: str, pickler: Any = None) -> tuple[bytes, list[me
             if kind is _Pickler:
                 continue
             raise CannotSendError(
-                f"{what} can't be sent to a worker process: {type(error).__name__}: {unstopped(error)}. "
+                f"{what} can't be sent to a worker process: {type(error).__name__}: {without_period(error)}. "
                 f"Define classes and functions at the top of a module that can be imported, and leave out what "
                 f"belongs to one process alone: locks, open files, generators."
             ) from error

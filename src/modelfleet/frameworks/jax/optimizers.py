@@ -16,7 +16,7 @@ import numpy as np
 
 from modelfleet.each import Each, per_member
 from modelfleet.errors import InputError, MissingExtraError, unknown
-from modelfleet.words import unstopped
+from modelfleet.words import without_period
 
 # With the learning rates of torch's optimizers where Optax has none.
 NAMES: Mapping[str, float] = {
@@ -135,7 +135,7 @@ def resolve(
             raise InputError(f"member {name!r}: {error}") from None if isinstance(optimizer, Each) else error
         except TypeError as error:  # a value that is part of the program, and can't be compared
             raise InputError(
-                f"member {name!r}: the optimizer can't be had with {own}: {unstopped(error)}. "
+                f"member {name!r}: the optimizer can't be had with {own}: {without_period(error)}. "
                 f"Make the transformation yourself, and give it in place of the name."
             ) from error
         values.append(numbers)

@@ -14,7 +14,7 @@ from modelfleet.errors import InputError
 from modelfleet.frameworks.keras.optimizers import twin
 from modelfleet.frameworks.keras.own_code import put_together, taken_apart
 from modelfleet.frameworks.keras.steps import structural_keys
-from modelfleet.words import unstopped
+from modelfleet.words import without_period
 
 _GENERATOR = "global_seed_generator"  # what keras.random draws from if it is given no seed
 
@@ -59,7 +59,7 @@ def copy_model(model: keras.Model) -> keras.Model:
         copied: Any = put_together(*taken_apart(model))
     except Exception as error:  # whatever a class of one's own may not be able to tell about itself
         raise InputError(
-            f"a {type(model).__name__} can't be copied: {unstopped(error)}. "
+            f"a {type(model).__name__} can't be copied: {without_period(error)}. "
             f"Give its class a get_config, or build another model and copy the weights."
         ) from error
     for variable, own in zip(copied.variables, model.variables, strict=True):

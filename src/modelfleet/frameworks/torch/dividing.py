@@ -22,7 +22,7 @@ from modelfleet.frameworks.torch.state import State
 from modelfleet.frameworks.torch.steps import Steps
 from modelfleet.frameworks.torch.task import call, logits
 from modelfleet.trees import leaves, map_tree
-from modelfleet.words import unstopped
+from modelfleet.words import without_period
 
 Run = Callable[..., Any]
 Shape = tuple[int, ...]
@@ -67,7 +67,7 @@ def _divide(trial: "_Trial", data: Any, inputs: Any) -> Draws | str:
     try:
         trial.step(_loss, data, slice(trial.half), few := trial.stillness())
     except Exception as error:
-        return f"the model does not take half of a batch's rows: {unstopped(error)}. Train it on one device"
+        return f"the model does not take half of a batch's rows: {without_period(error)}. Train it on one device"
     draws = _by_rows(still.shapes, trial.rows, few.shapes, trial.half)
     if isinstance(draws, str):
         return draws

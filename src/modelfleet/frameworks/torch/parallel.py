@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from modelfleet.errors import GroupError
-from modelfleet.words import unstopped
+from modelfleet.words import without_period
 
 SECONDS_TO_TELL = 2.0  # given to the other ranks, after a failure, to say that they wait as well
 
@@ -52,7 +52,7 @@ class Group:
             store.set_timeout(wait)
         except Exception as error:  # each kind of address raises its own
             raise GroupError(
-                f"rank {rank} of {size} can't meet the others at {address!r}: {unstopped(error)}. "
+                f"rank {rank} of {size} can't meet the others at {address!r}: {without_period(error)}. "
                 f"Give all ranks one address that each of them can reach, and start all of them."
             ) from error
         group = cls(rank, size, timeout, store, device)

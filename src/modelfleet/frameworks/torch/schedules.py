@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 from modelfleet.errors import InputError, unknown
 from modelfleet.frameworks.torch.hyperparameters import flat_names
 from modelfleet.frameworks.torch.optimizers import Optimizer
-from modelfleet.words import unstopped
+from modelfleet.words import without_period
 
 Factory = Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
 Columns = dict[str, np.ndarray]
@@ -283,7 +283,7 @@ class _Run:
             self.scheduler = self.factory(self.optimizer)
         except (TypeError, ValueError, KeyError) as error:
             raise InputError(
-                f"member {self.name!r}: no scheduler could be made by {self.factory!r}: {unstopped(error)}. "
+                f"member {self.name!r}: no scheduler could be made by {self.factory!r}: {without_period(error)}. "
                 f"Give its arguments with functools.partial, or a lambda of the optimizer."
             ) from error
         if not isinstance(self.scheduler, lr_scheduler.LRScheduler):
