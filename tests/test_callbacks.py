@@ -102,7 +102,7 @@ def test_each_member_is_stopped_by_its_own_patience() -> None:
         },
     )
     assert run.history.stopped == {"worse": 3, "equal": 3, "late": 5}
-    assert run.reasons["worse"] == "val_loss has not got better for 2 epochs"
+    assert run.reasons["worse"] == "val_loss has not improved for 2 epochs"
     assert run.weights == {"better": 5, "worse": 3, "late": 5, "equal": 3}
 
 
@@ -170,6 +170,27 @@ def test_an_unrecorded_metric_is_an_error_that_names_the_recorded_ones() -> None
         InputError, match=r"'val_loss'.*member 'a'. Recorded: loss. Instead, give fit validation data"
     ):
         fit(EarlyStopping(), {"a": [1.0]}, "loss")
+
+
+@pytest.mark.parametrize(
+    ("metric", "metrics", "message"),
+    [
+        ("val_loss", ["loss"], "this fit will not record. Recorded: loss. Instead, give fit validation data, or"),
+        ("val_acc", ["loss", "val_loss", "val_accuracy"], "watch 'val_accuracy', or another one of these"),
+        ("f1", ["loss"], "Recorded: loss. Instead, watch one of these"),
+    ],
+)
+def test_a_metric_that_will_not_be_recorded_is_refused_before_the_first_step(
+    metric: str, metrics: list[str], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        EarlyStopping(metric).check_metrics(metrics)
+
+
+def test_a_metric_that_will_be_recorded_is_accepted() -> None:
+    EarlyStopping("val_loss").check_metrics(["loss", "val_loss"])
+    Checkpoint("folder").check_metrics([])
+    Callback().check_metrics([])
 
 
 def test_a_second_fit_starts_afresh() -> None:

@@ -242,7 +242,7 @@ def test_doctor_tells_whether_there_is_a_cluster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(doctor, "version", lambda package: "1")
-    monkeypatch.setattr(doctor, "load", lambda: ({}, {}))
+    monkeypatch.setattr(doctor, "load_adapters", lambda: ({}, {}))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if address:
         monkeypatch.setenv("RAY_ADDRESS", address)

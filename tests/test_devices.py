@@ -92,7 +92,7 @@ def test_a_device_that_is_not_here_is_refused_with_those_that_are(absent: str) -
     with pytest.raises(InputError) as caught:
         chosen(parse_devices(f"cpu,{absent}"), GPUS, "JAX")
     here = "JAX sees cpu, cuda:0, cuda:1. Name one of these, or say 'auto'."
-    assert str(caught.value) == f"device '{absent}' is not here: {here}"
+    assert str(caught.value) == f"device '{absent}' does not exist: {here}"
 
 
 @pytest.mark.parametrize("name", ["ray", "ray:1"])
@@ -190,7 +190,7 @@ def test_torch_names_its_accelerators_and_takes_all_of_them(monkeypatch: pytest.
     assert accelerators() == GPUS
     assert choose(None) == tuple(GPUS)
     assert choose((Device("cuda"), Device("cpu"))) == (Device("cuda"), Device("cpu"))
-    with pytest.raises(InputError, match="device 'cuda:2' is not here: torch sees cpu, cuda:0, cuda:1"):
+    with pytest.raises(InputError, match="device 'cuda:2' does not exist: torch sees cpu, cuda:0, cuda:1"):
         choose((Device("cuda", 2),))
 
 

@@ -1,12 +1,16 @@
+import base64
 import json
 import math
+import pickle
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jupyter_client.manager import KernelManager
 
 from modelfleet.errors import InputError, MissingExtraError, StoreError
 from modelfleet.history import Failure, History, direction
@@ -132,7 +136,7 @@ def test_best_leaves_out_the_failed_and_nan() -> None:
 def test_best_of_an_unrecorded_metric_names_the_recorded_ones() -> None:
     history = made({"a": {"loss": [1.0], "val_accuracy": [0.5]}})
     with pytest.raises(InputError, match=r"'val_acuracy'. Did you mean 'val_accuracy'.*Known: loss, val_accuracy"):
-        history.best("val_acuracy", mode="max")
+        history.best("val_acuracy")
     with pytest.raises(InputError, match="no epoch has been recorded"):
         History(["a"]).best()
 
@@ -144,6 +148,27 @@ def test_frame_has_a_row_per_member_and_epoch() -> None:
     assert frame["epoch"].tolist() == [1, 2, 1]
     assert frame["loss"].tolist() == [2.0, 1.0, 3.0]
     assert frame["acc"].tolist() == pytest.approx([NAN, NAN, 0.5], nan_ok=True)
+
+
+def test_frame_has_the_hyperparameters_of_every_member() -> None:
+    own = {"a": {"lr": 0.1, "loss": "mse"}, "b": {"lr": 0.2, "depth": 3}, "gone": {"width": 8}}
+    history = History(["a", "b", "c"], own)
+    for name, losses in {"a": [2.0, 1.0], "b": [3.0], "c": [4.0]}.items():
+        for loss in losses:
+            history.record(name, {"loss": loss})
+    frame = history.frame()
+    assert list(frame.columns) == ["member", "epoch", "lr", "hyperparameter_loss", "depth", "loss"]
+    assert frame["loss"].tolist() == [2.0, 1.0, 3.0, 4.0]  # the metric, not the hyperparameter
+    assert frame["lr"].tolist() == pytest.approx([0.1, 0.1, 0.2, NAN], nan_ok=True)
+    assert frame["depth"].tolist() == pytest.approx([NAN, NAN, 3, NAN], nan_ok=True)
+    assert frame["hyperparameter_loss"].tolist()[:2] == ["mse", "mse"]
+
+
+def test_a_later_fit_brings_its_hyperparameters() -> None:
+    first, second = History(["a", "b"], {"a": {"lr": 0.1}, "b": {"lr": 0.2}}), History(["a"], {"a": {"lr": 0.3}})
+    second.record("a", {"loss": 1.0})
+    first.extend(second)
+    assert first.hyperparameters == {"a": {"lr": 0.3}, "b": {"lr": 0.2}}
 
 
 def test_a_missing_package_is_named_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,6 +221,37 @@ def test_plot_shows_a_single_epoch_and_fades_with_the_number_of_members() -> Non
 def test_plot_needs_no_pyplot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     made({"a": {"loss": [1.0, 2.0]}}).plot()
+
+
+def test_a_figure_can_be_pickled() -> None:
+    figure = made({"a": {"loss": [1.0, 2.0]}}).plot()
+    assert pickle.loads(pickle.dumps(figure)).axes[0].get_ylabel() == "loss"
+
+
+@pytest.mark.parametrize("before", ["", "import matplotlib.pyplot\n", "%matplotlib inline\n"])
+def test_a_notebook_shows_the_plot(before: str, tmp_path: Path) -> None:
+    cell = f"""{before}
+from modelfleet.history import History
+history = History(["a"])
+history.record("a", {{"loss": 1.0}})
+history.plot()"""
+    manager = KernelManager()
+    manager.connection_file = str(tmp_path / "kernel.json")
+    manager.start_kernel(cwd=str(tmp_path))
+    try:
+        client = manager.client()
+        client.start_channels()
+        try:
+            client.wait_for_ready(timeout=120)
+            shown: list[dict[str, Any]] = []
+            client.execute_interactive(cell, timeout=120, output_hook=lambda m: shown.append(m["content"]))
+        finally:
+            client.stop_channels()
+    finally:
+        manager.shutdown_kernel(now=True)
+    pictures = [content["data"] for content in shown if "data" in content]
+    assert len(pictures) == 1, shown
+    assert base64.b64decode(pictures[0]["image/png"]).startswith(b"\x89PNG")
 
 
 @given(

@@ -28,11 +28,12 @@ ORDER = (
     "workers",
     "callbacks feeds progress store",
     "gate history memory",
+    "plotting",
     "frameworks",
     "interrupts members",
     "joining recipe",
     "each devices",
-    "fingerprints streams trees words",
+    "fingerprints foreign_words streams trees words",
     "errors types",
 )
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.split()}

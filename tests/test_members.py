@@ -47,7 +47,7 @@ def test_a_name_is_kept_as_a_string(name: object, text: str) -> None:
 
 @pytest.mark.parametrize("name", ["", " ", "\n"])
 def test_an_empty_name_is_refused(name: str) -> None:
-    with pytest.raises(InputError, match=r"a member's name is empty: '.*'\. Give it a name that can be seen"):
+    with pytest.raises(InputError, match=r"a member's name is empty: '.*'\. Give it a name that is visible"):
         check_name(name, set())
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from modelfleet.errors import InputError
 from modelfleet.history import Failure, History
-from modelfleet.progress import Lines, LiveTable, Reporter, Silent, reporter
+from modelfleet.progress import Lines, LiveTable, Reporter, reporter
 
 NAN = math.nan
 
@@ -91,7 +91,7 @@ def test_auto_and_true_show_a_table_on_a_terminal_and_lines_elsewhere() -> None:
 
 def test_false_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
     show = reporter(False)
-    assert isinstance(show, Silent)
+    assert type(show) is Reporter
     report(show, Clock(), {"a": [1.0, NAN]})
     assert capsys.readouterr() == ("", "")
 
@@ -181,7 +181,8 @@ def test_the_table_shows_the_best_members_speed_and_time_left() -> None:
     show.step(1, 2, "compiling in the background")
     drawn = screen.last()
     show.end(history, 5.5)
-    title, head, *rows = drawn.splitlines()
+    title, bar, head, *rows = drawn.splitlines()
+    assert bar.split() == ["━━━━", "11%"]  # 11 of 100 steps, 40 columns wide
     assert title == "epoch 2/10  step 1/10  14 member-steps/s  112 rows/s  44 s left"
     assert head.split() == ["best", "members", "loss", "acc"]
     assert [row.split() for row in rows[:5]] == [
@@ -192,6 +193,60 @@ def test_the_table_shows_the_best_members_speed_and_time_left() -> None:
         ["'m3'", "5", "0.3"],
     ]
     assert rows[5:] == ["7 training  1 stopped early", "compiling in the background"]
+
+
+def test_the_bar_goes_by_epochs_while_their_length_is_unknown() -> None:
+    screen, clock = Screen(terminal=True), Clock()
+    show = reporter(console=screen.console, clock=clock)
+    show.start(["a"], 4, None, None)
+    clock.now += 1
+    show.step(7, 3)
+    bar = screen.last().splitlines()[1]
+    show.end(History(["a"]), 1.0)
+    assert bar.split() == ["━" * 20, "50%"]
+    assert "━" not in screen.last()  # a finished fit needs no bar
+
+
+def test_the_table_says_what_the_fit_is_busy_with_until_the_first_step() -> None:
+    screen, clock = Screen(terminal=True), Clock()
+    show = reporter(console=screen.console, clock=clock)
+    show.status("measuring")
+    assert screen.last().splitlines() == ["measuring ..."]
+    show.status("[bold]tracing\nthe step")
+    assert screen.last().splitlines() == ["[bold]tracing the step ..."]
+    show.start(["a"], 1, 10, None)
+    show.status("compiling")
+    assert screen.last().splitlines()[-1] == "compiling ..."
+    assert screen.last().splitlines()[0].startswith("epoch 1/1")
+    clock.now += 1
+    show.step(1, 1)
+    assert "compiling" not in screen.last()
+    show.end(History(["a"]), 1.0)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_fit_that_never_starts_leaves_nothing_on_the_screen(terminal: bool) -> None:
+    screen, before = Screen(terminal=terminal), sys.stdout
+    show = reporter(console=screen.console, clock=Clock())
+    show.status("tracing")
+    show.close()
+    show.close()
+    assert sys.stdout is before
+    assert screen.last().strip() == ""
+
+
+def test_a_closed_table_leaves_what_a_finished_fit_has_shown() -> None:
+    screen, clock = Screen(terminal=True), Clock()
+    show = reporter(console=screen.console, clock=clock)
+    report(show, clock, {"a": [1.0]})
+    show.close()
+    assert "done in" in screen.last()
+
+
+def test_lines_say_nothing_of_the_start_up() -> None:
+    screen = Screen(terminal=False)
+    reporter(console=screen.console, clock=Clock()).status("tracing")
+    assert screen.text == ""
 
 
 def test_the_table_names_the_first_failures_and_counts_the_others() -> None:

@@ -11,7 +11,7 @@ net = fleet[history.best("val_accuracy")]
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# Now, not when asked for: the module of the same name would take its place in this package.
+# At once: otherwise `modelfleet.each` would become the module of that name when that is imported.
 from modelfleet.each import Each, each
 
 __version__ = "0.1.0"
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from modelfleet.replicas.stats import Stats
     from modelfleet.workers.ray import connect
 
-# Where each public name lives. It is imported when it is first asked for, so that `import modelfleet` stays light.
-_HOME = {
+# The module of each public name, imported when the name is first used: `import modelfleet` stays light.
+_MODULES = {
     "AllFailedError": "errors",
     "Answers": "replicas.mapping",
     "BusyError": "errors",
@@ -109,9 +109,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'modelfleet' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"modelfleet.{_HOME[name]}"), name)
+    value = globals()[name] = getattr(import_module(f"modelfleet.{_MODULES[name]}"), name)
     return value
 
 

@@ -1,73 +1,90 @@
-"""Callbacks: what a fit does at the end of its steps and epochs, beside training."""
+"""Callbacks: your own code at the end of the steps and epochs of a fit."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
-from modelfleet.errors import InputError
+from modelfleet.errors import InputError, nearest
 from modelfleet.history import History, Mode, direction, plain
+from modelfleet.types import Json, Model
+
+Snapshot: TypeAlias = Any
+"""A copy of a member's weights, as `run.snapshot` returns it."""
 
 
 class Run(Protocol):
     """A fit under way, as callbacks see it."""
 
     fleet: Any
+    """The `Fleet` that is trained."""
     history: History
     epoch: int
-    """Epochs finished: by all, or by the members of `active` if lanes do not wait for each other."""
+    """Number of finished epochs: of all members, or of those in `active` if lanes do not wait for each other."""
     epochs: int
-    """Epochs to do."""
+    """Number of epochs to train."""
     step: int
-    """Steps taken in all."""
+    """Number of steps taken so far."""
     active: tuple[str, ...]
-    """The members that are training; at an epoch's end, those that took part in it and have not failed."""
+    """The members that are training. At the end of an epoch: those that took part in it and have not failed."""
 
     def stop(self, name: str, reason: str = ...) -> None:
-        """Stop a member at the end of this epoch and free its slot. Stopping it twice is once."""
+        """Stop a member at the end of this epoch and free its slot. A second call changes nothing."""
         ...
 
-    def snapshot(self, name: str) -> Any:
-        """A copy of the member's weights as they are now."""
+    def snapshot(self, name: str) -> Snapshot:
+        """Return a copy of the member's current weights."""
         ...
 
-    def sync(self, name: str) -> Any:
-        """The member's model, with its weights (of Keras: and its optimizer's state) as they are now."""
+    def sync(self, name: str) -> Model:
+        """Return the member's model with its current weights, and of Keras its current optimizer state."""
         ...
 
     def take(self, name: str) -> None:
-        """Take what the member's model holds now back into the training."""
+        """Train on with what the member's model holds now."""
         ...
 
-    def restore(self, name: str, snapshot: Any) -> None:
-        """Give a member, training or not, the weights of a snapshot."""
+    def restore(self, name: str, snapshot: Snapshot) -> None:
+        """Give a member the weights of a snapshot, whether it is still training or not."""
         ...
 
     def save(self, folder: str | Path) -> None:
-        """Keep a checkpoint of the whole run, as it is when every callback of this moment has been called."""
+        """Save a checkpoint of the whole run as soon as all callbacks of this moment have been called."""
         ...
 
 
 class Callback:
-    """Something of one's own to do during a fit: subclass it and override what you need.
+    """Your own code during a fit. Subclass it and override the methods you need.
 
-    A callback that remembers anything overrides `state` and `restore_state` too, and `arrays` and
-    `restore_arrays` for weights, so that a run resumed from a checkpoint goes on as the unbroken one would.
+    A callback that remembers something also overrides `state` and `restore_state`, and `arrays` and
+    `restore_arrays` for weights. A run that is resumed from a checkpoint then continues as the unbroken run would.
 
         class StopSlowStarters(mf.Callback):
             def on_epoch_end(self, run):
                 for name in run.active:
                     if run.epoch == 1 and run.history[name]["loss"][-1] > 2:
                         run.stop(name, "a slow start")
+
+    Attributes:
+        together: True if the callback looks at several members at once. A lane that has finished an epoch then
+            waits for the others, and `on_epoch_end` is called once for all members. With False, it is called
+            whenever a lane has finished an epoch, for the members of that lane (`run.active`), and no lane waits.
     """
 
     together = True
-    """Whether it looks at several members at once. Then a lane that has ended its epoch waits for the others, and
-    `on_epoch_end` is called once for all. If not, it is called when any lane has ended an epoch, for its members
-    (`run.active`), and nobody waits."""
+
+    def check_metrics(self, metrics: Collection[str]) -> None:
+        """Raise `InputError` if the callback needs a metric that the fit will not record.
+
+        Called once before the first step, so that a misspelt metric costs no epoch. Not called if the metrics of
+        the fit are not known in advance.
+
+        Args:
+            metrics: The names of all metrics that will be recorded, such as "loss" and "val_loss".
+        """
 
     def on_fit_start(self, run: Run) -> None:
-        """Called before the first step; `run.epoch` is above 0 in a resumed run."""
+        """Called before the first step. In a resumed run, `run.epoch` is above 0."""
 
     def on_step_end(self, run: Run) -> None:
         """Called after every step, if `wants_steps`."""
@@ -80,29 +97,39 @@ class Callback:
 
     @property
     def wants_steps(self) -> bool:
-        """Whether `on_step_end` does anything."""
+        """True if `on_step_end` is to be called."""
         return type(self).on_step_end is not Callback.on_step_end
 
-    def state(self) -> dict[str, Any]:
-        """What to remember in a checkpoint, in JSON's terms."""
+    def state(self) -> dict[str, Json]:
+        """Return what a checkpoint has to remember, as values that JSON can hold."""
         return {}
 
-    def restore_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state` gave."""
+    def restore_state(self, state: Mapping[str, Json]) -> None:
+        """Take back what `state` returned."""
 
-    def arrays(self) -> dict[str, Any]:
-        """The snapshots to remember in a checkpoint, by member."""
+    def arrays(self) -> dict[str, Snapshot]:
+        """Return the snapshots that a checkpoint has to remember, by member."""
         return {}
 
-    def restore_arrays(self, arrays: Mapping[str, Any]) -> None:
-        """Take back what `arrays` gave."""
+    def restore_arrays(self, arrays: Mapping[str, Snapshot]) -> None:
+        """Take back what `arrays` returned."""
 
 
 class EarlyStopping(Callback):
-    """Stop each member whose metric has not got better for `patience` epochs; the others train on.
+    """Stop each member whose metric has not improved for `patience` epochs. The others train on.
 
-    Better is by more than `min_delta`, and NaN never is. `mode` is "min", "max", or "auto", which goes by the
-    metric's name. With `restore_best` every member ends with the weights of its best epoch.
+        fleet.fit(data, validation=held_out, epochs=100, callbacks=[mf.EarlyStopping(patience=5)])
+
+    Args:
+        metric: The metric to watch.
+        patience: How many epochs to wait for an improvement.
+        min_delta: A value must be better than the best one by more than this to count. NaN never counts.
+        mode: "min" or "max" says which values are better. "auto" goes by the metric's name.
+        restore_best: Give every member the weights of its best epoch at the end.
+
+    Raises:
+        InputError: If an argument is out of range, or "auto" can't tell which values of the metric are better. A
+            fit that will not record the metric raises it before its first step.
     """
 
     together = False
@@ -127,56 +154,61 @@ class EarlyStopping(Callback):
         self.restore_best = restore_best
         self._forget()
 
+    def check_metrics(self, metrics: Collection[str]) -> None:
+        """Raise `InputError` if the metric to watch will not be recorded."""
+        if self.metric not in metrics:
+            raise self._unrecorded("this fit will not record", metrics)
+
     def on_fit_start(self, run: Run) -> None:
-        """Start afresh, unless the run is a resumed one."""
+        """Forget earlier fits, unless the run was resumed."""
         if run.epoch == 0:
             self._forget()
 
     def on_epoch_end(self, run: Run) -> None:
-        """Note who got better, and stop who has not for too long."""
+        """Note which members improved, and stop those that have not for too long."""
         for name in run.active:
             series = run.history[name].get(self.metric)
             if series is None:
-                raise self._unrecorded(name, run.history)
+                raise self._unrecorded(f"is not recorded for member {name!r}", run.history[name])
             epoch, value = len(series), series[-1]
             since = self._since.setdefault(name, epoch - 1)
-            if self._better(value, self._best.get(name)):
+            if self._improves(value, self._best.get(name)):
                 self._best[name], self._since[name] = value, epoch
                 if self.restore_best:
                     self._snapshots[name] = run.snapshot(name)
             elif epoch - since >= self.patience:
                 self._restore(name, run)
-                run.stop(name, f"{self.metric} has not got better for {epoch - since} epochs")
+                run.stop(name, f"{self.metric} has not improved for {epoch - since} epochs")
 
     def on_fit_end(self, run: Run) -> None:
-        """Give the members that were not stopped their best weights, if asked to."""
+        """Give the members that were not stopped their best weights, if `restore_best`."""
         for name in list(self._snapshots):
             self._restore(name, run)
 
-    def state(self) -> dict[str, Any]:
-        """Each member's best value, and the epoch since which it has waited for a better one."""
+    def state(self) -> dict[str, Json]:
+        """Return each member's best value, and the epoch since which it has waited for a better one."""
         best = {name: plain(value) for name, value in self._best.items()}
         return {"best": best, "since": dict(self._since)}
 
-    def restore_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state` gave."""
+    def restore_state(self, state: Mapping[str, Json]) -> None:
+        """Take back what `state` returned."""
         self._best = {name: float(value) for name, value in state["best"].items()}
         self._since = {name: int(epoch) for name, epoch in state["since"].items()}
 
-    def arrays(self) -> dict[str, Any]:
-        """The best weights of the members that still train."""
+    def arrays(self) -> dict[str, Snapshot]:
+        """Return the best weights of the members that are still training."""
         return dict(self._snapshots)
 
-    def restore_arrays(self, arrays: Mapping[str, Any]) -> None:
-        """Take back what `arrays` gave."""
+    def restore_arrays(self, arrays: Mapping[str, Snapshot]) -> None:
+        """Take back what `arrays` returned."""
         self._snapshots = dict(arrays)
 
     def _forget(self) -> None:
         self._best: dict[str, float] = {}
         self._since: dict[str, int] = {}  # the epoch of the best value, or the one before the first
-        self._snapshots: dict[str, Any] = {}
+        self._snapshots: dict[str, Snapshot] = {}
 
-    def _better(self, value: float, best: float | None) -> bool:
+    def _improves(self, value: float, best: float | None) -> bool:
         if best is None or math.isnan(value):
             return not math.isnan(value)
         gain = best - value if self.mode == "min" else value - best
@@ -187,24 +219,35 @@ class EarlyStopping(Callback):
             run.restore(name, self._snapshots.pop(name))
             run.history.kept[name] = self._since[name]
 
-    def _unrecorded(self, name: str, history: History) -> InputError:
-        recorded = ", ".join(history[name]) or "nothing"
+    def _unrecorded(self, problem: str, metrics: Collection[str]) -> InputError:
         advice = "watch one of these"
-        if self.metric.startswith("val_"):
+        if self.metric.startswith("val_") and not any(metric.startswith("val_") for metric in metrics):
             advice = f"give fit validation data, or {advice}"
+        elif (near := nearest(self.metric, metrics)) is not None:
+            advice = f"watch {near!r}, or another one of these"
         return InputError(
-            f"EarlyStopping watches {self.metric!r}, which is not recorded for member {name!r}. "
-            f"Recorded: {recorded}. Instead, {advice}."
+            f"EarlyStopping watches {self.metric!r}, which {problem}. "
+            f"Recorded: {', '.join(metrics) or 'nothing'}. Instead, {advice}."
         )
 
 
 class Checkpoint(Callback):
-    """Keep the whole run in `folder`, so that a run that was killed can go on.
+    """Save the whole run to a folder, so that a run that was killed can continue.
 
-    Saved every `every` epochs, or every `every_steps` steps if given, and after the last epoch. With
-    `resume`, a `fit` that finds a checkpoint in the folder goes on from there: run the same script again.
-    A loader that shuffles goes on as it would have if it draws from the framework's own generator. A damaged
-    checkpoint is noticed by its checksums and refused; `verify=False` does not look.
+    Run the same script again: a `fit` that finds a checkpoint in the folder continues from there. A loader that
+    shuffles continues as it would have if it draws from the framework's own generator.
+
+        fleet.fit(data, epochs=100, callbacks=[mf.Checkpoint("run", every=5)])
+
+    Args:
+        folder: The folder to save to.
+        every: Save after this many epochs, and after the last one.
+        every_steps: Save after this many steps instead, and after the last epoch.
+        resume: Continue from the checkpoint that is in the folder, if there is one.
+        verify: Compare checksums before resuming, and refuse a damaged checkpoint.
+
+    Raises:
+        InputError: If `every` or `every_steps` is below 1.
     """
 
     def __init__(
@@ -220,7 +263,7 @@ class Checkpoint(Callback):
             raise InputError(f"Checkpoint: every is {every}, expected at least 1 epoch.")
         if every_steps is not None and every_steps < 1:
             raise InputError(f"Checkpoint: every_steps is {every_steps}, expected at least 1 step, or None.")
-        self.folder = Path(folder).absolute()  # wherever a callback may change to
+        self.folder = Path(folder).absolute()  # a callback may change the working directory
         self.every = every
         self.every_steps = every_steps
         self.resume = resume
@@ -228,16 +271,16 @@ class Checkpoint(Callback):
 
     @property
     def wants_steps(self) -> bool:
-        """Whether to save by steps."""
+        """True if the run is saved by steps."""
         return self.every_steps is not None
 
     def on_step_end(self, run: Run) -> None:
-        """Save, if it is time."""
+        """Save if the number of steps says so."""
         if self.every_steps is not None and run.step % self.every_steps == 0:
             run.save(self.folder)
 
     def on_epoch_end(self, run: Run) -> None:
-        """Save, if it is time."""
+        """Save if the number of epochs says so."""
         by_epochs = self.every_steps is None and run.epoch % self.every == 0
         # Not at the end of the fit: by then another callback may have put the best weights back, and a run
         # resumed from those would not be the unbroken one.

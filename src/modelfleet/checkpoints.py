@@ -14,7 +14,7 @@ from modelfleet.planning.plan import Plan
 from modelfleet.planning.stored import StoredPlan
 from modelfleet.runs.lane_run import GeneratorState, LaneRun
 from modelfleet.store import Saved, is_unused, read_folder, read_manifest, tidy, write_folder
-from modelfleet.store.fields import check
+from modelfleet.store.schema import check
 
 KIND = "checkpoint"
 WEIGHTS = {"params": "", "frozen": "a frozen ", "buffers": "a buffer "}

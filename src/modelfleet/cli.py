@@ -25,13 +25,13 @@ def main(arguments: list[str] | None = None) -> None:
         app(sys.argv[1:] if arguments is None else arguments)
     except FleetError as error:
         fail(str(error))
-    except BrokenPipeError:  # the reader, such as head, has seen enough
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
         sys.stderr.close()
         sys.exit(1)
 
 
 def fail(message: str) -> NoReturn:
-    """Say what is wrong and stop."""
+    """Print what is wrong on stderr and exit with code 1."""
     print(f"modelfleet: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(1)
 
@@ -49,8 +49,8 @@ def demo(*, epochs: int = 20, alone: int = 4, picture: Path = Path("modelfleet-d
     picture
         Where the picture of all learning curves goes.
     """
-    # Before torch comes: its threads then sleep while they wait. On a machine that is busy with other things,
-    # spinning threads hold up every small operation.
+    # Before torch is imported, so that its threads sleep while they wait. On a busy machine, spinning threads
+    # delay every small operation.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from modelfleet.demo import run
 

@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-# Beyond 0.005 AdamW bounces about on these digits, and bouncing makes rounding grow, alone or in a fleet.
+# Above 0.005 AdamW oscillates on these digits, which amplifies rounding, alone or in a fleet.
 RATES = tuple(float(rate) for rate in np.geomspace(1e-4, 5e-3, 8))
 DECAYS = (0.0, 0.001, 0.01, 0.1)
 SEEDS = (0, 1)
 BATCH_SIZE = 32
 SEED = 0
-_BEST = 5
+_BEST = 5  # members listed at the end
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What one member has of its own."""
+    """Hyperparameters and seed of one member."""
 
     lr: float
     weight_decay: float
@@ -46,21 +46,21 @@ class Variant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the demo found."""
+    """Results of the demo."""
 
     fleet_seconds: float
-    """The whole fit of all members, from building them to the end."""
+    """Time of all members together, from building them to the end of the fit."""
     alone_seconds: float
-    """One member trained alone, on average over the sample."""
+    """Time of one member trained alone, averaged over the sample."""
     members: int
     difference: float
-    """The largest relative difference of any weight, over the members of the sample."""
+    """Largest relative difference of any weight, over the members of the sample."""
     steps: int
     """Steps that every member took."""
 
     @property
     def speedup(self) -> float:
-        """How much longer all members would have taken one by one."""
+        """Factor by which all members would have taken longer one by one."""
         return self.members * self.alone_seconds / self.fleet_seconds
 
 
@@ -83,7 +83,7 @@ def run(
         console = Console(highlight=False)
 
     train, validation = digits(datasets)
-    adapter("torch")  # imported before the clock starts: both ways need it
+    adapter("torch")  # imported before the clock starts, since both ways need it
     console.print(
         f"[bold]{len(variants)} variants[/] of one network: {len(RATES)} learning rates × {len(DECAYS)} "
         f"weight decays × {len(SEEDS)} seeds,\non {len(train[0]):,} digits, {epochs} epochs, fused:"
@@ -106,14 +106,14 @@ def run(
     steps = epochs * -(-len(train[0]) // BATCH_SIZE)
     outcome = Outcome(fleet_seconds, float(np.mean(seconds)), len(variants), max(differences), steps)
     history.plot("val_loss", picture)
-    _tell(console, outcome, alone)
+    _print_outcome(console, outcome, alone)
     console.print(_best(history, variants))
     console.print(f"All learning curves: {picture.resolve()}", soft_wrap=True, markup=False)
     return outcome
 
 
 def digits(datasets: Any) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """scikit-learn's 8×8 digits as (x, y) to train on and (x, y) to validate with."""
+    """Return scikit-learn's 8×8 digits as (x, y) for training and (x, y) for validation."""
     x, y = datasets.load_digits(return_X_y=True)
     order = np.random.default_rng(SEED).permutation(len(x))
     x, y = (x[order] / 16).astype(np.float32), y[order]
@@ -122,7 +122,7 @@ def digits(datasets: Any) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarr
 
 
 def train_fleet(variants: list[Variant], train: Any, validation: Any, epochs: int) -> tuple[mf.Fleet, History]:
-    """All variants as one fleet."""
+    """Train all variants as one fleet."""
     from modelfleet.frameworks.torch.demo import network
 
     fleet = mf.Fleet.build(
@@ -141,7 +141,7 @@ def train_fleet(variants: list[Variant], train: Any, validation: Any, epochs: in
 def train_one(
     fleet: mf.Fleet, variant: Variant, train: Any, validation: Any, epochs: int
 ) -> tuple[float, float, float]:
-    """One variant alone: its seconds, how far its weights are from the fleet's, and its accuracy."""
+    """Train one variant alone. Return its seconds, its difference from the fleet's weights, and its accuracy."""
     from modelfleet.frameworks.torch.demo import network, train_alone
 
     rows = np.array([len(train[0])])
@@ -164,7 +164,7 @@ def train_one(
     return seconds, largest_difference(model.to("cpu"), fleet[variant.name])[0], accuracy
 
 
-def _tell(console: "Console", outcome: Outcome, alone: int) -> None:
+def _print_outcome(console: "Console", outcome: Outcome, alone: int) -> None:
     fused = outcome.members * outcome.steps / outcome.fleet_seconds
     single = outcome.steps / outcome.alone_seconds
     console.print(

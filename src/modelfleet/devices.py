@@ -1,6 +1,6 @@
 """Devices by name: "cpu", "cuda:0", or "cpu:0", "cpu:1", … to try several devices on one machine.
 
-"ray" is every device of a Ray cluster, "ray:0" one of them: frameworks see none of these, but what runs on them.
+"ray" means all devices of a Ray cluster, "ray:0" one of them. Frameworks do not see these names.
 """
 
 import os
@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from modelfleet.errors import InputError
 
@@ -20,7 +19,7 @@ _DEVICE = re.compile(r"(?P<kind>[^:]+)(:(?P<index>0|[1-9][0-9]*))?")
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device. Without an index it is the framework's current device of that kind."""
+    """One device. Without an index, the framework's current device of that kind."""
 
     kind: str
     index: int | None = None
@@ -31,21 +30,25 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The bytes of a device or of the host: all, and those that are free now."""
+    """Bytes of a device or of the host: in total, and free now."""
 
     total: int
     free: int
 
     @property
     def used(self) -> int:
-        """The bytes that are taken."""
+        """Bytes in use."""
         return self.total - self.free
 
 
 def parse_devices(devices: str | Sequence[str]) -> tuple[Device, ...] | None:
-    """The devices that are named, as in `"cuda:0"`, `"cpu:0,cpu:1"` or `["cuda:0", "cuda:1"]`.
+    """Return the named devices, as in `"cuda:0"`, `"cpu:0,cpu:1"` or `["cuda:0", "cuda:1"]`.
 
-    None for `"auto"`: the framework chooses.
+    Returns:
+        The devices, or None for `"auto"`: the framework chooses.
+
+    Raises:
+        InputError: If a name is not a device's, or a device is named twice.
     """
     texts = _texts(devices)
     if texts == ["auto"]:
@@ -86,10 +89,16 @@ def _parse(text: str) -> Device:
 
 
 def chosen(wanted: tuple[Device, ...] | None, here: Sequence[Device], framework: str) -> tuple[Device, ...]:
-    """The devices to use of a framework that sees the accelerators `here`: those wanted, if they are here.
+    """Return the devices to use of a framework that sees the accelerators `here`.
 
-    For None all accelerators of the first one's kind, or else the CPU. Logical CPUs always are here, as many as
-    are named.
+    Args:
+        wanted: The devices to use; None for all accelerators of the first one's kind, or the CPU if there are
+            none. Logical CPUs always exist, as many as are named.
+        here: The accelerators that the framework sees.
+        framework: The framework's name, for errors.
+
+    Raises:
+        InputError: If a wanted device does not exist.
     """
     if wanted is None:
         return tuple(device for device in here if device.kind == here[0].kind) or (Device("cpu"),)
@@ -101,7 +110,7 @@ def chosen(wanted: tuple[Device, ...] | None, here: Sequence[Device], framework:
             )
         if device.kind != "cpu" and Device(device.kind, device.index or 0) not in here:
             raise InputError(
-                f"device '{device}' is not here: {framework} sees {_listed(here)}. "
+                f"device '{device}' does not exist: {framework} sees {_listed(here)}. "
                 f"Name one of these, or say 'auto'."
             )
     return wanted
@@ -112,22 +121,22 @@ def _listed(here: Sequence[Device]) -> str:
 
 
 def cores() -> int:
-    """The processor cores that this process may use."""
+    """Return the number of processor cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def threads_of(devices: Iterable[Device]) -> int:
-    """The threads that each of these devices' logical CPUs has, at least one: they share this process's cores."""
+    """Return the number of threads for each logical CPU among these devices. They share this process's cores."""
     logical = sum(device.kind == "cpu" for device in devices)
     return max(1, cores() // max(1, logical))
 
 
 def host_memory() -> Memory | None:
-    """The memory that this process may use, and what of it is available; None if the system does not tell.
+    """Return the memory that this process may use; None if the system does not say.
 
-    Within a container its limit counts, if it is the smaller.
+    In a container, the container's limit counts if it is smaller than the machine's memory.
     """
     machine, container = _machine_memory(), _container_memory()
     if machine is None or container is None:
@@ -140,7 +149,7 @@ def _machine_memory() -> Memory | None:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
         return Memory(sizes["MemTotal"], sizes["MemAvailable"])
-    names: Any = getattr(os, "sysconf_names", {})
+    names: dict[str, int] = getattr(os, "sysconf_names", {})
     if {"SC_PHYS_PAGES", "SC_AVPHYS_PAGES", "SC_PAGE_SIZE"} <= set(names):
         page = os.sysconf("SC_PAGE_SIZE")
         return Memory(os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page)
@@ -148,7 +157,7 @@ def _machine_memory() -> Memory | None:
 
 
 def _container_memory(folder: Path = Path("/sys/fs/cgroup")) -> Memory | None:
-    with suppress(OSError, ValueError):  # "max", where there is no limit, is no number
+    with suppress(OSError, ValueError):  # "max" means no limit, and is not a number
         limit = int((folder / "memory.max").read_text(encoding="ascii"))
         taken = int((folder / "memory.current").read_text(encoding="ascii"))
         return Memory(limit, max(0, limit - taken + _reclaimable(folder)))
@@ -156,7 +165,7 @@ def _container_memory(folder: Path = Path("/sys/fs/cgroup")) -> Memory | None:
 
 
 def _reclaimable(folder: Path) -> int:
-    """What a container's use has of files read long ago: the kernel drops them when memory is asked for."""
+    """Return the bytes of files read long ago: they count as used, but the kernel drops them when needed."""
     with suppress(OSError, ValueError):
         for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines():
             if line.startswith("inactive_file "):

@@ -1,4 +1,4 @@
-"""What this machine has for modelfleet, and what is missing for what."""
+"""`modelfleet doctor`: what this machine has for modelfleet, and what is missing."""
 
 import os
 import platform
@@ -8,50 +8,53 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from modelfleet import __version__, frameworks
 from modelfleet.devices import Device, Memory, cores, host_memory
+from modelfleet.frameworks.protocol import Adapter
+from modelfleet.types import Json
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+T = TypeVar("T")
+
 COMPILERS = ("c++", "g++", "clang++", "cl")
-SHARED = Path("/dev/shm")
-ENOUGH_SHARED = 10**9
-ORDER = ("torch", "jax", "tensorflow", "keras")
-"""The frameworks as they are tried: Keras last, for it imports one of the others."""
+SHARED_MEMORY = Path("/dev/shm")
+ENOUGH_SHARED_MEMORY = 10**9  # bytes
+FRAMEWORKS = ("torch", "jax", "tensorflow", "keras")  # Keras last, since it imports one of the others
 
 
 @dataclass(frozen=True)
-class Part:
-    """A package that something of modelfleet needs, and the pip line that brings it."""
+class Package:
+    """A package that a part of modelfleet needs, and the pip command that installs it."""
 
-    package: str
+    name: str
     purpose: str
     pip: str
 
 
-PARTS = (
-    Part("numpy", "everything", "pip install modelfleet"),
-    Part("torch", "fleets and replicas of torch models", "pip install 'modelfleet[torch]'"),
-    Part("jax", "fleets and replicas of JAX models", "pip install 'modelfleet[jax]'"),
-    Part("flax", "JAX models: Flax NNX modules", "pip install 'modelfleet[jax]'"),
-    Part("optax", "optimizers of JAX models", "pip install 'modelfleet[jax]'"),
-    Part("keras", "fleets and replicas of Keras models", "pip install 'modelfleet[keras]'"),
-    Part("tensorflow", "Keras on TensorFlow, SavedModels", "pip install 'modelfleet[tensorflow]'"),
-    Part("ray", 'devices="ray": several machines', "pip install 'modelfleet[ray]'"),
-    Part("safetensors", "save, load, checkpoints", "pip install 'modelfleet[torch]'"),
-    Part("scikit-learn", "modelfleet demo", "pip install 'modelfleet[demo]'"),
-    Part("matplotlib", "history.plot()", "pip install 'modelfleet[demo]'"),
-    Part("pandas", "history.frame(), mf.by", "pip install pandas"),
-    Part("polars", "mf.by", "pip install polars"),
+PACKAGES = (
+    Package("numpy", "everything", "pip install modelfleet"),
+    Package("torch", "fleets and replicas of torch models", "pip install 'modelfleet[torch]'"),
+    Package("jax", "fleets and replicas of JAX models", "pip install 'modelfleet[jax]'"),
+    Package("flax", "JAX models: Flax NNX modules", "pip install 'modelfleet[jax]'"),
+    Package("optax", "optimizers of JAX models", "pip install 'modelfleet[jax]'"),
+    Package("keras", "fleets and replicas of Keras models", "pip install 'modelfleet[keras]'"),
+    Package("tensorflow", "Keras on TensorFlow, SavedModels", "pip install 'modelfleet[tensorflow]'"),
+    Package("ray", 'devices="ray": several machines', "pip install 'modelfleet[ray]'"),
+    Package("safetensors", "save, load, checkpoints", "pip install 'modelfleet[torch]'"),
+    Package("scikit-learn", "modelfleet demo", "pip install 'modelfleet[demo]'"),
+    Package("matplotlib", "history.plot()", "pip install 'modelfleet[demo]'"),
+    Package("pandas", "history.frame(), mf.by", "pip install pandas"),
+    Package("polars", "mf.by", "pip install polars"),
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """One thing: what it is, what of it is here, what it is for, and what to do if it is not as it should be."""
+    """A row of the report: a thing, what this machine has of it, its purpose, and what to do if it is missing."""
 
     what: str
     here: str | None
@@ -60,8 +63,8 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A device, its memory if somebody tells it, and the frameworks that see it."""
+class FoundDevice:
+    """A device, its memory if a framework knows it, and the frameworks that see it."""
 
     device: str
     memory: Memory | None
@@ -70,49 +73,49 @@ class Seen:
 
 @dataclass(frozen=True)
 class Report:
-    """All that the doctor found."""
+    """The doctor's report."""
 
     modelfleet: str
     python: str
     packages: tuple[Row, ...]
-    devices: tuple[Seen, ...]
+    devices: tuple[FoundDevice, ...]
     machine: tuple[Row, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """All of it in JSON's terms; memory in bytes."""
+    def to_dict(self) -> dict[str, Json]:
+        """Return the report as values that JSON can hold, with memory in bytes."""
         return asdict(self)
 
 
 def examine() -> Report:
-    """Look at the packages, import every framework that is installed to see its devices, and at the machine."""
-    # TensorFlow would tell of every library that it does not find.
+    """Examine the packages, the devices and the machine. Imports every framework that is installed."""
+    # Otherwise TensorFlow prints every library that it does not find.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    adapters, troubles = load()
+    adapters, problems = load_adapters()
     return Report(
-        __version__, platform.python_version(), packages(adapters, troubles), devices(adapters), machine(adapters)
+        __version__, platform.python_version(), packages(adapters, problems), devices(adapters), machine(adapters)
     )
 
 
 def describe(report: Report) -> "RenderableType":
-    """A report as one table."""
+    """Return a report as one table."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title=f"modelfleet {report.modelfleet} on Python {report.python}", title_justify="left")
     for column in ("what", "here", "for", "what to do"):
         table.add_column(column, overflow="fold")
-    for rows in (report.packages, [_device_row(seen) for seen in report.devices], report.machine):
+    for rows in (report.packages, [_device_row(found) for found in report.devices], report.machine):
         for row in rows:
-            # Text, since rich would take the brackets of a pip line for its own.
+            # As Text, since rich would take the brackets of a pip command for markup.
             table.add_row(*map(Text, (row.what, row.here or "–", row.purpose, row.advice)))
         table.add_section()
     return table
 
 
-def _device_row(seen: Seen) -> Row:
-    known = seen.memory
+def _device_row(found: FoundDevice) -> Row:
+    known = found.memory
     memory = "memory not known" if known is None else f"{_size(known.free)} free of {_size(known.total)}"
-    return Row(seen.device, memory, f"seen by {', '.join(seen.frameworks)}" if seen.frameworks else "")
+    return Row(found.device, memory, f"seen by {', '.join(found.frameworks)}" if found.frameworks else "")
 
 
 def _size(size: int) -> str:
@@ -120,42 +123,43 @@ def _size(size: int) -> str:
 
 
 def installed(package: str) -> str | None:
-    """The version of a package, found without importing it; None if it is not installed."""
+    """Return the version of a package without importing it; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
         return None
 
 
-def load() -> tuple[dict[str, Any], dict[str, str]]:
-    """The adapters of the frameworks that are installed, and for those that can't be imported, why."""
-    adapters: dict[str, Any] = {}
-    troubles: dict[str, str] = {}
-    for name in ORDER:
+def load_adapters() -> tuple[dict[str, Adapter], dict[str, str]]:
+    """Return the adapters of the installed frameworks, and why the others can't be imported."""
+    adapters: dict[str, Adapter] = {}
+    problems: dict[str, str] = {}
+    for name in FRAMEWORKS:
         if installed(name) is not None:
-            found, trouble = _tried(lambda name=name: frameworks.adapter(name))
-            if trouble:
-                troubles[name] = f"does not import: {trouble}"
+            found, problem = _attempt(lambda name=name: frameworks.adapter(name))
+            if found is None:
+                problems[name] = f"does not import: {problem}"
             else:
                 adapters[name] = found
-    return adapters, troubles
+    return adapters, problems
 
 
-def _tried(ask: Callable[[], Any]) -> tuple[Any, str]:
-    """What a framework answers, and what went wrong: a broken one must not keep the rest from being told."""
+def _attempt(call: Callable[[], T]) -> tuple[T | None, str]:
+    """Return what a framework returns, or what went wrong. A broken framework must not hide the rest."""
     try:
-        return ask(), ""
+        return call(), ""
     except Exception as error:
         return None, " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
-def packages(adapters: Mapping[str, Any], troubles: Mapping[str, str]) -> tuple[Row, ...]:
-    """The packages: their versions, what they are for, and how to get those that are missing."""
+def packages(adapters: Mapping[str, Adapter], problems: Mapping[str, str]) -> tuple[Row, ...]:
+    """Return the packages with their versions and purposes, and how to install those that are missing."""
     rows = []
-    for part in PARTS:
-        found = installed(part.package)
-        row = Row(part.package, found, part.purpose, part.pip if found is None else troubles.get(part.package, ""))
-        if part.package == "keras" and "keras" in adapters:
+    for package in PACKAGES:
+        found = installed(package.name)
+        advice = package.pip if found is None else problems.get(package.name, "")
+        row = Row(package.name, found, package.purpose, advice)
+        if package.name == "keras" and "keras" in adapters:
             from modelfleet.frameworks.keras.diagnosis import backend
 
             row = replace(row, here=f"{found}, backend {backend()}")
@@ -163,22 +167,22 @@ def packages(adapters: Mapping[str, Any], troubles: Mapping[str, str]) -> tuple[
     return tuple(rows)
 
 
-def devices(adapters: Mapping[str, Any]) -> tuple[Seen, ...]:
-    """Every device that a fleet can be given: the CPU, and what the frameworks see."""
+def devices(adapters: Mapping[str, Adapter]) -> tuple[FoundDevice, ...]:
+    """Return every device that a fleet can use: the CPU, and those that the frameworks see."""
     memories: dict[Device, Memory | None] = {}
-    seers: dict[Device, list[str]] = {}
+    seen_by: dict[Device, list[str]] = {}
     for name, adapter in adapters.items():
-        for device in _tried(adapter.accelerators)[0] or ():
-            seers.setdefault(device, []).append(name)
-            # Whoever tells it first: frameworks count alike, but not all tell.
+        for device in _attempt(adapter.accelerators)[0] or ():
+            seen_by.setdefault(device, []).append(name)
+            # The first framework that knows the memory: they agree, but not all of them know it.
             if memories.get(device) is None:
-                memories[device] = _tried(lambda adapter=adapter, d=device: adapter.memory(adapter.native(d)))[0]
-    accelerators = [Seen(str(device), memories[device], tuple(names)) for device, names in seers.items()]
-    return Seen("cpu", host_memory(), tuple(adapters)), *accelerators
+                memories[device] = _attempt(lambda adapter=adapter, d=device: adapter.memory(adapter.native(d)))[0]
+    accelerators = [FoundDevice(str(device), memories[device], tuple(names)) for device, names in seen_by.items()]
+    return FoundDevice("cpu", host_memory(), tuple(adapters)), *accelerators
 
 
-def machine(adapters: Mapping[str, Any]) -> tuple[Row, ...]:
-    """The cores, shared memory, the cluster, the compiler and the folder of compiled programs."""
+def machine(adapters: Mapping[str, Adapter]) -> tuple[Row, ...]:
+    """Return the cores, shared memory, the cluster, the compiler and the folder of compiled programs."""
     compiler = _compiler()
     rows = [
         Row("cpu:0, cpu:1, …", f"{cores()} cores", "logical devices: they share these cores"),
@@ -195,25 +199,28 @@ def machine(adapters: Mapping[str, Any]) -> tuple[Row, ...]:
     if "torch" in adapters:
         from modelfleet.frameworks.torch.diagnosis import cache_folder
 
-        folder, trouble = _tried(cache_folder)
-        rows.append(Row("cache", folder and str(folder), "compiled programs, kept between runs", trouble))
+        folder, problem = _attempt(cache_folder)
+        here = None if folder is None else str(folder)
+        rows.append(Row("cache", here, "compiled programs, kept between runs", problem))
     return tuple(rows)
 
 
 def _shared_memory() -> list[Row]:
-    """A row where the system has such a folder; elsewhere there is no limit to know of."""
+    """Return a row if the system has a folder for shared memory. Other systems have no such limit."""
     try:
-        size = shutil.disk_usage(SHARED)
+        size = shutil.disk_usage(SHARED_MEMORY)
     except OSError:
         return []
-    little = size.free < ENOUGH_SHARED
-    advice = f"under {_size(ENOUGH_SHARED)}: give it more (in Docker --shm-size=4g)" if little else ""
+    little = size.free < ENOUGH_SHARED_MEMORY
+    advice = f"under {_size(ENOUGH_SHARED_MEMORY)}: give it more (in Docker --shm-size=4g)" if little else ""
     here = f"{_size(size.free)} free of {_size(size.total)}"
-    return [Row(f"shared memory, {SHARED}", here, "a DataLoader's processes pass batches through it", advice)]
+    return [
+        Row(f"shared memory, {SHARED_MEMORY}", here, "a DataLoader's processes pass batches through it", advice)
+    ]
 
 
 def _cluster() -> Row:
-    """Whether this process is joined to a Ray cluster, or told of one; ray is not imported for it."""
+    """Return a row on the Ray cluster that this process is connected to, if any. Does not import ray."""
     ray, address = sys.modules.get("ray"), os.environ.get("RAY_ADDRESS")
     if ray is not None and ray.is_initialized():
         return Row("Ray cluster", "connected", 'devices="ray"')

@@ -1,4 +1,4 @@
-"""The errors modelfleet raises: what came, what was expected, what to do now."""
+"""Errors that modelfleet raises: what came, what was expected, what to do now."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -8,27 +8,31 @@ import numpy as np
 
 
 class FleetError(Exception):
-    """The base of every error that modelfleet raises on purpose."""
+    """Base of every error that modelfleet raises on purpose."""
 
 
 class FleetWarning(UserWarning):
-    """What a fleet does is not what you may expect; says what, and what to do."""
+    """Warning that a fleet does something you may not expect. The message says what, and what to do."""
 
 
 class InputError(FleetError, ValueError):
-    """Something a caller passed does not fit: data, names, hyperparameters, models."""
+    """An argument does not fit: data, names, hyperparameters or models."""
 
 
 class StrategyError(FleetError, ValueError):
-    """A strategy was insisted on that these members can't have."""
+    """The strategy that was asked for can't be used with these members."""
 
 
 class BusyError(FleetError, RuntimeError):
-    """A verb was called while its fleet is at another one that does not bear it."""
+    """A verb was called while the fleet is busy with another one."""
 
 
 class AllFailedError(FleetError):
-    """All members of a fit failed; `history` has the reason of each."""
+    """All members of a fit failed.
+
+    Attributes:
+        history: The `History` of the fit, with the reason of every failure.
+    """
 
     def __init__(self, message: str, history: Any = None) -> None:
         super().__init__(message)
@@ -36,11 +40,15 @@ class AllFailedError(FleetError):
 
 
 class StoreError(FleetError):
-    """A folder of weights can't be read or written."""
+    """A saved folder can't be read or written."""
 
 
 class QueueFullError(FleetError):
-    """As many requests wait as may wait; `wait` is the suggested number of seconds until the next attempt."""
+    """The queue of requests is full.
+
+    Attributes:
+        wait: The suggested number of seconds until the next attempt.
+    """
 
     def __init__(self, message: str, wait: float = 0.0) -> None:
         super().__init__(message)
@@ -52,17 +60,19 @@ class DeadlineError(FleetError, TimeoutError):
 
 
 class ClosedError(FleetError):
-    """What was asked for has been closed."""
+    """The object has been closed and takes no more requests."""
 
 
 class RowsError(FleetError):
-    """Some rows of a request failed; what was computed for the others is kept.
+    """Some rows of a request failed. The answers of the other rows are kept.
 
-    `rows` has the exception of every row that failed, `kept` the numbers of the other rows, and `answers` their
-    answers in this order (None if there are none).
+    Attributes:
+        rows: The exception of every row that failed, by row number.
+        kept: The numbers of the other rows.
+        answers: The answers of these rows, in the same order; None if there are none.
     """
 
-    # The defaults are for pickle, which calls with the message and then sets the attributes.
+    # The defaults are for pickle, which calls with the message alone and then sets the attributes.
     def __init__(
         self,
         message: str,
@@ -77,21 +87,21 @@ class RowsError(FleetError):
 
 
 class GroupError(FleetError):
-    """A rank of a group waited in vain for others; names them, and the step."""
+    """A process waited in vain for the other processes of its group. The message names them, and the step."""
 
 
 class MissingExtraError(FleetError, ImportError):
-    """A package is needed that is not installed; the message has the pip line that brings it."""
+    """A package that is needed is not installed. The message has the pip command that installs it."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
             f"{purpose} needs the package '{package}', which is not installed. "
-            f"Bring it with: pip install 'modelfleet[{extra}]'"
+            f"Install it with: pip install 'modelfleet[{extra}]'"
         )
 
 
 def refuse_masked(value: Any) -> None:
-    """Raise `InputError` for a NumPy array with masked numbers, whatever is computed with it."""
+    """Raise `InputError` for a NumPy array with masked numbers. Models would compute with what the mask hides."""
     if np.ma.is_masked(value):
         raise InputError(
             f"{np.ma.count_masked(value)} of {np.size(value)} numbers of a masked array are masked, which no "
@@ -99,9 +109,66 @@ def refuse_masked(value: Any) -> None:
         )
 
 
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """Return the known name that a misspelt one resembles most, or None if it resembles none."""
+    return next(iter(get_close_matches(str(name), list(known), n=1, cutoff=0.5)), None)
+
+
 def unknown(kind: str, name: object, known: Iterable[str]) -> InputError:
-    """An error for a name that does not exist, with the nearest one that does."""
+    """Return the error for an unknown name, which suggests our word for another library's, or the nearest name."""
     names = sorted(known)
-    near = get_close_matches(str(name), names, n=1, cutoff=0.5)
-    hint = f"Did you mean {near[0]!r}? " if near else ""
+    near = _FOREIGN_NAMES.get(str(name).lower().replace("_", ""))
+    if near not in names and not (near is not None and kind.startswith("hyperparameter")):
+        near = nearest(name, names)
+    hint = f"Did you mean {near!r}? " if near else ""
     return InputError(f"unknown {kind} {name!r}. {hint}Known: {', '.join(names)}.")
+
+
+# Other libraries' names of losses, metrics, hyperparameters and precisions, without underscores, and ours.
+_FOREIGN_NAMES = {
+    # losses
+    "binarycrossentropy": "bce",
+    "categoricalcrossentropy": "cross_entropy",
+    "crossentropy": "cross_entropy",
+    "crossentropyloss": "cross_entropy",
+    "kldivergence": "kl_div",
+    "kullbackleiblerdivergence": "kl_div",
+    "l2": "mse",
+    "logloss": "cross_entropy",
+    "meanabsoluteerror": "mae",
+    "meansquarederror": "mse",
+    "mseloss": "mse",
+    "poisson": "poisson_nll",
+    "sparsecategoricalcrossentropy": "cross_entropy",
+    # metrics
+    "acc": "accuracy",
+    "binaryaccuracy": "accuracy",
+    "categoricalaccuracy": "accuracy",
+    "r2score": "r2",
+    "sparsecategoricalaccuracy": "accuracy",
+    "sparsetopkcategoricalaccuracy": "top_5",
+    "topkcategoricalaccuracy": "top_5",
+    # hyperparameters, and arguments of `compile` that are taken for one
+    "clipnorm": "clip_norm",
+    "criterion": "loss",
+    "decay": "weight_decay",
+    "dtype": "precision",
+    "epsilon": "eps",
+    "globalclipnorm": "clip_norm",
+    "gradientclipval": "clip_norm",
+    "learningrate": "lr",
+    "lossfn": "loss",
+    "lrscheduler": "schedule",
+    "maxgradnorm": "clip_norm",
+    "scheduler": "schedule",
+    "wd": "weight_decay",
+    "weightedmetrics": "metrics",
+    # precisions
+    "bf16-mixed": "bf16",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "fp32": "float32",
+    "half": "fp16",
+    "mixedbfloat16": "bf16",
+    "mixedfloat16": "fp16",
+}

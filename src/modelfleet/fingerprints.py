@@ -1,7 +1,7 @@
-"""Settings in a few letters: the same in every process for the same setting, and others for another one.
+"""Fingerprints of settings: short texts that are equal in every process for equal settings.
 
-A checkpoint keeps them, so that a run goes on only with what it was begun with. What a function does is told by
-its code: one that was edited is another one. Comments and formatting don't count.
+A checkpoint stores them, so that a run continues only with the settings it began with. A function is compared by
+its code: an edited function is a different setting. Comments and formatting don't count.
 """
 
 import dataclasses
@@ -15,24 +15,24 @@ from typing import Any
 
 import numpy as np
 
-DEEPEST = 6  # levels of objects in objects
+MAX_DEPTH = 6  # levels of objects within objects
 
 _FIXED = (bool, int, float, str, types.NoneType, types.FunctionType, functools.partial)
 _DIGEST = re.compile(r"(\d+\.\d+):[0-9a-f]{12}")
 
 
 def fingerprint(value: object) -> str:
-    """A setting in a few letters that can be read, with a digest where they do not tell all."""
+    """Return a short readable text for a setting, with a digest if the text does not say everything."""
     if value is None or isinstance(value, bool | int | float | str):
         return str(value)
-    digest = hashlib.sha256(" ".join(_words(value, DEEPEST)).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(" ".join(_words(value, MAX_DEPTH)).encode()).hexdigest()[:12]
     return f"{_name(value)} {sys.version_info.major}.{sys.version_info.minor}:{digest}"
 
 
 def alike(one: str, other: str) -> bool:
-    """Whether two texts with fingerprints in them say the same, as far as that can be told.
+    """Return True if two texts with fingerprints in them mean the same settings, as far as that is known.
 
-    The same code is not the same in another version of Python: across versions only names are compared.
+    Equal code compiles differently in another version of Python. Across versions only names are compared.
     """
     if one == other:
         return True
@@ -40,14 +40,14 @@ def alike(one: str, other: str) -> bool:
     return versions[0] != versions[1] and _DIGEST.sub("", one) == _DIGEST.sub("", other)
 
 
-def _name(value: Any) -> str:
+def _name(value: object) -> str:
     if isinstance(value, functools.partial):
         return _name(value.func)
     return str(getattr(value, "__qualname__", type(value).__qualname__)).replace(" ", "")
 
 
 def _words(value: Any, depth: int) -> Iterable[str]:
-    """What makes a setting, as text. Of what can't be told by its value, the class."""
+    """Yield what a setting consists of, as text; only the class where the value is not known."""
     yield _name(value)
     if depth == 0 or _ours(value):
         return
@@ -60,7 +60,7 @@ def _words(value: Any, depth: int) -> Iterable[str]:
     elif isinstance(value, types.FunctionType):
         yield from _code(value.__code__)
         cells = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
-        # What a closure holds may change as the run goes on, except for numbers, words and functions.
+        # A closure's contents may change during the run, except for numbers, texts and functions.
         fixed = [cell for cell in cells if isinstance(cell, _FIXED)]
         yield from _all((value.__defaults__, value.__kwdefaults__, *fixed), depth)
     elif isinstance(value, Mapping):
@@ -77,13 +77,13 @@ def _words(value: Any, depth: int) -> Iterable[str]:
         yield from _words(vars(value), depth - 1)
 
 
-def _all(values: Iterable[Any], depth: int) -> Iterable[str]:
+def _all(values: Iterable[object], depth: int) -> Iterable[str]:
     for value in values:
         yield from _words(value, depth - 1)
 
 
-def _ours(value: Any) -> bool:
-    """Whether it is this library's: its code may change from version to version, and mean the same."""
+def _ours(value: object) -> bool:
+    """Return True for a function of modelfleet, whose code may change between versions and mean the same."""
     return isinstance(value, types.FunctionType) and str(value.__module__).partition(".")[0] == "modelfleet"
 
 
@@ -100,7 +100,7 @@ def _code(code: types.CodeType) -> Iterable[str]:
 def _filled(cell: types.CellType) -> bool:
     try:
         return cell.cell_contents is not cell
-    except ValueError:  # a name that nothing was given to yet
+    except ValueError:  # the variable has no value yet
         return False
 
 
@@ -109,5 +109,5 @@ def _array(value: Any) -> Iterable[str]:
     try:
         host = value.detach().cpu() if hasattr(value, "detach") else value
         yield hashlib.sha256(np.ascontiguousarray(host).tobytes()).hexdigest()
-    except (TypeError, ValueError, RuntimeError):  # not on the host, or of a dtype that NumPy has not
+    except (TypeError, ValueError, RuntimeError):  # not on the host, or of a dtype that NumPy lacks
         return

@@ -10,7 +10,7 @@ import numpy as np
 from modelfleet import checkpoints, frameworks, saving
 from modelfleet.callbacks import Callback, Checkpoint
 from modelfleet.devices import parse_devices
-from modelfleet.each import Each, spread
+from modelfleet.each import Each, per_member
 from modelfleet.errors import InputError, StrategyError, unknown
 from modelfleet.fitting import Fit
 from modelfleet.frameworks import randomness
@@ -132,7 +132,7 @@ class Fleet:
         names = list(known)
         if not names:
             raise InputError("a fleet needs at least one member; members is below 1 or empty.")
-        by_argument = {key: spread(value, names, key) for key, value in kwargs.items()}
+        by_argument = {key: per_member(value, names, key) for key, value in kwargs.items()}
         arguments = [{key: values[row] for key, values in by_argument.items()} for row in range(len(names))]
         models = {
             name: frameworks.build(factory, own, member_seed(seed, name), name)

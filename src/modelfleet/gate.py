@@ -1,4 +1,4 @@
-"""A fleet's gate: which verbs may run at the same time, and in which threads."""
+"""A fleet's gate: decides which verbs may run at the same time, and in which threads."""
 
 import threading
 from collections.abc import Iterator
@@ -7,29 +7,29 @@ from contextlib import contextmanager
 from modelfleet import frameworks
 from modelfleet.errors import BusyError
 
-OWN_THREADS = "modelfleet-"  # how the names of modelfleet's threads begin
+OWN_THREADS = "modelfleet-"  # prefix of the names of modelfleet's own threads
 
 
 class Gate:
     """Lets one thread at a time use a fleet.
 
-    Another thread waits until a verb is over; while a `fit` is under way it gets `BusyError`. Within a verb the
-    same thread may begin one that only reads, as a callback does.
+    Another thread waits until a verb is over, or gets `BusyError` if that verb is `fit`. Within a verb, the same
+    thread may call verbs that only read, as callbacks do.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._owner: int | None = None
-        self._verbs: list[str] = []  # those under way, the outermost first
+        self._verbs: list[str] = []  # under way, the outermost first
 
     @property
     def nested(self) -> bool:
-        """Whether the verb at hand was called within another."""
+        """True if the current verb was called within another one."""
         return len(self._verbs) > 1
 
     @property
     def verb(self) -> str:
-        """The verb at hand."""
+        """The current verb."""
         return self._verbs[-1]
 
     @contextmanager
@@ -44,12 +44,12 @@ class Gate:
 
     @contextmanager
     def changing(self, verb: str) -> Iterator[None]:
-        """Run a verb that changes the fleet or its members; raises `BusyError` if it is called within another."""
+        """Run a verb that changes the fleet or its members. Raise `BusyError` within another verb."""
         if self._owner == threading.get_ident():
             raise BusyError(
                 f"fleet.{verb} was called within fleet.{self._verbs[0]} of the same fleet, by a callback or a "
                 f"loader. Call it when that is over. To change a member's model in a callback, change what "
-                f"run.sync(name) gives, and call run.take(name)."
+                f"run.sync(name) returns, and call run.take(name)."
             )
         with self.reading(verb):
             yield
@@ -64,10 +64,10 @@ class Gate:
                         f"Wait until the fit is over, or use a callback: it may call run.fleet.{verb} if that "
                         f"only reads."
                     )
-                if threading.current_thread().name.startswith(OWN_THREADS):  # for which the other thread waits
+                if threading.current_thread().name.startswith(OWN_THREADS):  # the other thread waits for this one
                     raise BusyError(
                         f"fleet.{verb} was called by a loader that fleet.{self._verbs[0]} of the same fleet is "
-                        f"reading. Work out beforehand what the loader needs."
+                        f"reading. Compute what the loader needs before the fleet reads it."
                     )
                 self._changed.wait()
             self._owner = me

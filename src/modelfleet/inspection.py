@@ -1,25 +1,30 @@
-"""What a saved folder holds, as tables. Reads its manifest alone, so it is quick and needs no framework."""
+"""Tables of what a saved folder holds. Only its manifest is read, so no framework is needed."""
 
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from modelfleet import checkpoints, saving
 from modelfleet.errors import StoreError
 from modelfleet.history import History
 from modelfleet.store import read_manifest
+from modelfleet.types import Json
 from modelfleet.words import count, size, some
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-_MOST = 10  # members that are listed by name
+_MAX_LISTED = 10  # members listed by name
 
 
 def describe(folder: Path) -> "RenderableType":
-    """The tables for a folder that `fleet.save` or a `Checkpoint` wrote."""
+    """Return the tables for a folder that `fleet.save` or a `Checkpoint` wrote.
+
+    Raises:
+        StoreError: If the folder is neither, or is damaged.
+    """
     manifest = read_manifest(folder, kind=None)
     if manifest["kind"] == saving.KIND:
         saving.check_manifest(folder, manifest)
@@ -27,10 +32,10 @@ def describe(folder: Path) -> "RenderableType":
     if manifest["kind"] == checkpoints.KIND:
         checkpoints.check_manifest(folder, manifest)
         return _checkpoint(folder, manifest)
-    raise StoreError(f"{folder} holds a {manifest['kind']}, which this version does not know.")
+    raise StoreError(f"{folder} holds a {manifest['kind']}, which this version does not know. Upgrade modelfleet.")
 
 
-def _fleet(folder: Path, manifest: Mapping[str, Any]) -> "RenderableType":
+def _fleet(folder: Path, manifest: Mapping[str, Json]) -> "RenderableType":
     from rich.console import Group
 
     members = manifest["members"]
@@ -42,11 +47,11 @@ def _fleet(folder: Path, manifest: Mapping[str, Any]) -> "RenderableType":
         _add(groups, name, f"{len(own):,}", ", ".join(kinds), f"{numbers:,}", size(entry["bytes"]))
 
     listed = _table("member", "group", "row", "built by", "with")
-    for member in members[:_MOST]:
+    for member in members[:_MAX_LISTED]:
         arguments = member["arguments"]
-        given = "what JSON can't hold" if arguments is None else _arguments(arguments)
+        given = "not kept: JSON can't hold them" if arguments is None else _arguments(arguments)
         _add(listed, member["name"], member["file"], str(member["row"]), member["factory"] or "–", given)
-    more = len(members) - _MOST
+    more = len(members) - _MAX_LISTED
     total = sum(entry["bytes"] for entry in manifest["files"].values())
     frameworks = ", ".join(dict.fromkeys(member["framework"] for member in members))
     title = (
@@ -56,7 +61,7 @@ def _fleet(folder: Path, manifest: Mapping[str, Any]) -> "RenderableType":
     return Group(_text(title), groups, listed, *([_text(f"… and {more:,} more")] if more > 0 else []))
 
 
-def _checkpoint(folder: Path, manifest: Mapping[str, Any]) -> "RenderableType":
+def _checkpoint(folder: Path, manifest: Mapping[str, Json]) -> "RenderableType":
     from rich.console import Group
 
     history = History.from_dict(manifest["history"])
@@ -86,7 +91,7 @@ def _table(*columns: str) -> "Table":
 
 
 def _add(table: "Table", *cells: str) -> None:
-    table.add_row(*map(_text, cells))  # plain text: a member's name may have brackets
+    table.add_row(*map(_text, cells))  # as plain text, since a member's name may have brackets
 
 
 def _text(text: str) -> "RenderableType":
@@ -95,5 +100,5 @@ def _text(text: str) -> "RenderableType":
     return Text(text)
 
 
-def _arguments(arguments: Mapping[str, Any]) -> str:
+def _arguments(arguments: Mapping[str, Json]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in arguments.items()) or "–"

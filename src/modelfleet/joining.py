@@ -1,23 +1,28 @@
-"""Rows of several batches as one: trees of NumPy arrays `(row, …)` joined by their names, without loss."""
+"""Joining batches: trees of NumPy arrays `(row, …)` become one tree, without loss."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from modelfleet.trees import IsLeaf, map_trees
+from modelfleet.types import Tree
 
 
-def joined(parts: Sequence[Any], is_leaf: IsLeaf | None = None) -> Any:
-    """Trees of arrays as one. Raises `ValueError` if they differ in structure, or can't be joined without loss.
+def joined(parts: Sequence[Tree], is_leaf: IsLeaf | None = None) -> Tree:
+    """Return trees of arrays joined along their rows.
 
-    is_leaf: says which lists are leaves; they are joined as lists.
+    Args:
+        parts: Trees of one structure.
+        is_leaf: Returns True for lists that are leaves, which are joined as lists.
+
+    Raises:
+        ValueError: If the trees differ in structure, or joining would change a number.
     """
     return parts[0] if len(parts) == 1 else map_trees(_concatenated, parts, is_leaf)
 
 
-def alike(parts: Sequence[Any]) -> bool:
-    """Return True if trees of arrays have one structure, and of each array one dtype and one shape per row."""
+def alike(parts: Sequence[Tree]) -> bool:
+    """Return True if trees of arrays have the same structure, dtypes and shapes of rows."""
     same: list[bool] = []
     try:
         map_trees(lambda found: same.append(len({(leaf.dtype, leaf.shape[1:]) for leaf in found}) == 1), parts)
@@ -26,7 +31,7 @@ def alike(parts: Sequence[Any]) -> bool:
     return all(same)
 
 
-def _concatenated(parts: list[Any]) -> Any:
+def _concatenated(parts: list[Tree]) -> Tree:
     if isinstance(parts[0], list):
         return [row for part in parts for row in part]
     dtypes = {part.dtype for part in parts}
@@ -34,7 +39,7 @@ def _concatenated(parts: list[Any]) -> Any:
         return np.concatenate(parts)
     named = " and ".join(sorted(map(str, dtypes)))
     kinds = {dtype.kind for dtype in dtypes}
-    if len(kinds) > 1 and kinds & set("SUTV") and "O" not in kinds:  # NumPy would make text of numbers
+    if len(kinds) > 1 and kinds & set("SUTV") and "O" not in kinds:  # NumPy would turn the numbers into text
         raise ValueError(f"they are {named}")
     found = np.concatenate(parts)
     if found.dtype.kind != "O":

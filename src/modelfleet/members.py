@@ -1,38 +1,39 @@
-"""A member: one model with its weights, its name and its seed."""
+"""Members: one model each, with its name and its seed."""
 
 import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from modelfleet.errors import InputError
+from modelfleet.types import Model
 
-if TYPE_CHECKING:  # which knows members itself
+if TYPE_CHECKING:  # it imports this module
     from modelfleet.frameworks.protocol import Adapter
 
 
 @dataclass(slots=True)
 class Member:
-    """One model of a fleet. `seed` alone decides its initial weights, its shuffles and its dropout."""
+    """One model of a fleet. The seed alone decides its initial weights, shuffles and dropout."""
 
     name: str
-    model: Any
+    model: Model
     seed: int
     framework: "Adapter"
-    """The adapter of its framework."""
+    """The adapter of the model's framework."""
 
 
 def member_seed(fleet_seed: int, name: str) -> int:
-    """The seed of a member: it depends on the fleet's seed and the name, never on who else is there."""
+    """Return the seed of a member, which depends on the fleet's seed and the name, never on the other members."""
     digest = hashlib.blake2b(f"{fleet_seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1  # 63 bits: fits a signed integer of every framework
 
 
 def check_name(name: object, taken: Collection[str]) -> str:
-    """A member's name as a string: not empty, and not taken."""
+    """Return a member's name as a string. Raise `InputError` if it is empty or taken."""
     text = str(name)
     if not text.strip():
-        raise InputError(f"a member's name is empty: {text!r}. Give it a name that can be seen.")
+        raise InputError(f"a member's name is empty: {text!r}. Give it a name that is visible.")
     if text in taken:
         raise InputError(f"there are two members named {text!r}. Names within a fleet are unique.")
     return text

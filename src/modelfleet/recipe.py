@@ -1,34 +1,46 @@
-"""What `fleet.compile` was told."""
+"""The recipe: the arguments of `fleet.compile`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from modelfleet.each import Each, spread
+from modelfleet.each import Each, per_member, refuse_list
+from modelfleet.types import LossLike, MetricLike, Model, OptimizerLike, ScheduleLike, Tree
+
+_SEVERAL_NUMBERS = {"betas", "etas", "step_sizes"}  # hyperparameters that are a tuple for one member, too
 
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
     """How a fleet's members are to be trained. Every hyperparameter is one value, or `each`."""
 
-    optimizer: Any
-    loss: Any = None
-    objective: Callable[[Any, Any], Any] | None = None
-    metrics: Sequence[Any] = ()
-    clip_norm: Any = None
+    optimizer: OptimizerLike
+    loss: LossLike = None
+    objective: Callable[[Model, Tree], Any] | None = None
+    metrics: Sequence[MetricLike] = ()
+    clip_norm: float | Each | None = None
     precision: str = "float32"
-    schedule: Any = None
+    schedule: ScheduleLike = None
     hyperparameters: Mapping[str, Any] | None = None
 
     def by_name(self, names: Sequence[str]) -> "Recipe":
-        """The same with every `each` by member name, checked to have a value for all of `names`."""
-        return self._mapped(lambda value, what: Each(dict(zip(names, spread(value, names, what), strict=True))))
+        """Return this recipe with the values of every `each` by member name.
+
+        Raises:
+            InputError: If an `each` does not have one value for every member, or a hyperparameter is a plain list.
+        """
+        for key, value in {"clip_norm": self.clip_norm, **(self.hyperparameters or {})}.items():
+            if key not in _SEVERAL_NUMBERS:
+                refuse_list(value, key, names)
+        return self._mapped(
+            lambda value, argument: Each(dict(zip(names, per_member(value, names, argument), strict=True)))
+        )
 
     def only(self, names: Sequence[str]) -> "Recipe":
-        """The same for some of the members; what has no value for one of them will say so."""
+        """Return this recipe for some of the members. Members without a value are found when it is used."""
         kept = set(names)
 
-        def narrow(value: Each, what: str) -> Each:
+        def narrow(value: Each, argument: str) -> Each:
             assert isinstance(value.values, dict)
             return Each({name: own for name, own in value.values.items() if name in kept})
 
@@ -37,8 +49,8 @@ class Recipe:
     def _mapped(self, change: Callable[[Each, str], Each]) -> "Recipe":
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         given["hyperparameters"] = dict(self.hyperparameters or {})
-        for group in (given, given["hyperparameters"]):
-            for what, value in group.items():
+        for values in (given, given["hyperparameters"]):
+            for argument, value in values.items():
                 if isinstance(value, Each):
-                    group[what] = change(value, what)
+                    values[argument] = change(value, argument)
         return Recipe(**given)

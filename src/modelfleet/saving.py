@@ -3,18 +3,22 @@
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from modelfleet import frameworks
 from modelfleet.errors import StoreError, unknown
 from modelfleet.members import Member
 from modelfleet.store import Saved, read_folder, write_folder
-from modelfleet.store.fields import check
 from modelfleet.store.manifest import plain
-from modelfleet.words import unstopped
+from modelfleet.store.schema import check
+from modelfleet.types import Json, Model
+from modelfleet.words import without_period
+
+Origin: TypeAlias = dict[str, Any]
+"""How a member was built: its "factory", as `module:name` or None, and the "arguments" of the factory."""
 
 KIND = "fleet"
-_MEMBER = {  # what is kept of a member
+_MEMBER = {  # the schema of a member's entry in the manifest
     "name": str,
     "seed": int,
     "framework": str,
@@ -29,11 +33,11 @@ _MEMBER = {  # what is kept of a member
 def save(
     folder: Path,
     members: Mapping[str, Member],
-    origins: Mapping[str, Mapping[str, Any]],
+    origins: Mapping[str, Origin],
     seed: int,
 ) -> None:
-    """Write every member's weights; members of one structure share a file, a row each."""
-    groups: dict[Any, list[Member]] = {}
+    """Save every member's weights. Members of one structure share a file, in which each has a row."""
+    groups: dict[tuple[str, Any], list[Member]] = {}
     for member in members.values():
         try:
             key = member.framework.NAME, member.framework.weights_key(member.model)
@@ -55,14 +59,14 @@ def save(
                 "row": row,
                 "class": f"{type(member.model).__module__}:{type(member.model).__qualname__}",
                 "factory": origin.get("factory"),
-                "arguments": _json(origin.get("arguments", {})),
+                "arguments": _as_json(origin.get("arguments", {})),
             }
     manifest = {"seed": seed, "members": [listed[name] for name in members]}
     write_folder(folder, files, manifest, kind=KIND, writer=writers, by_row=True)
 
 
-def check_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Raise `StoreError` if a manifest is not that of a fleet, as `save` writes it."""
+def check_manifest(folder: Path, manifest: Mapping[str, Json]) -> None:
+    """Raise `StoreError` if a manifest does not describe a fleet as `save` writes it."""
     try:
         check(manifest, {"seed": int, "members": [_MEMBER]}, "the manifest")
         names: set[str] = set()
@@ -86,23 +90,35 @@ def check_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 def read(
     folder: Path,
-    factory: Callable[..., Any] | None,
+    factory: Callable[..., Model] | None,
     allow_import: bool,
     members: Sequence[str] | None,
     *,
     verify: bool = True,
-) -> tuple[dict[str, Any], int, dict[str, dict[str, Any]]]:
-    """The models of a saved fleet by name, its seed, and how they were built; only some members if named."""
-    built: dict[str, tuple[dict[str, Any], Any]] = {}  # if it is read twice, no model is built twice
+) -> tuple[dict[str, Model], int, dict[str, Origin]]:
+    """Return the models of a saved fleet by name, its seed, and how each model was built.
 
-    def model_of(entry: dict[str, Any]) -> Any:
+    Args:
+        folder: The folder that `save` wrote.
+        factory: Makes a model to fill with weights; None to import the saved one.
+        allow_import: Permit to import and call the factory that the folder names.
+        members: The members to read; None for all.
+        verify: Compare checksums.
+
+    Raises:
+        StoreError: If the folder can't be read, or does not fit the models of the factory.
+        InputError: If a member does not exist.
+    """
+    built: dict[str, tuple[dict[str, Json], Model]] = {}  # so that reading again builds no model twice
+
+    def model_of(entry: dict[str, Json]) -> Model:
         known = {key: entry[key] for key in ("framework", "factory", "arguments", "seed")}
         name = entry["name"]
         if name not in built or built[name][0] != known:
             built[name] = known, _build(folder, entry, factory, allow_import)
         return built[name][1]
 
-    def read_all(saved: Saved) -> tuple[dict[str, Any], int, dict[str, dict[str, Any]]]:
+    def read_all(saved: Saved) -> tuple[dict[str, Model], int, dict[str, Origin]]:
         check_manifest(folder, saved.manifest)
         entries = {entry["name"]: entry for entry in saved.manifest["members"]}
         chosen = list(entries) if members is None else members
@@ -122,11 +138,16 @@ def read(
     return read_folder(folder, read_all, kind=KIND, verify=verify)
 
 
-def _build(folder: Path, entry: Mapping[str, Any], factory: Callable[..., Any] | None, allow_import: bool) -> Any:
-    """A member's model as its factory makes it."""
+def _build(
+    folder: Path, entry: Mapping[str, Json], factory: Callable[..., Model] | None, allow_import: bool
+) -> Model:
+    """Build a member's model, without its saved weights."""
     name = entry["name"]
     if entry["framework"] not in frameworks.ADAPTERS:
-        raise StoreError(f"member {name!r} of {folder} is of {entry['framework']!r}, which is not known here.")
+        raise StoreError(
+            f"member {name!r} of {folder} is of {entry['framework']!r}, which this version of modelfleet does not "
+            f"know. Upgrade modelfleet."
+        )
     framework = frameworks.adapter(entry["framework"])
     make = _factory(folder, entry, factory, allow_import)
     model = frameworks.build(make, entry["arguments"], entry["seed"], name)
@@ -138,7 +159,7 @@ def _build(folder: Path, entry: Mapping[str, Any], factory: Callable[..., Any] |
     return model
 
 
-def _fill(saved: Saved, entry: Mapping[str, Any], model: Any) -> None:
+def _fill(saved: Saved, entry: Mapping[str, Json], model: Model) -> None:
     """Give a model the weights of its row."""
     framework = frameworks.adapter(entry["framework"])
     tensors = saved.row(entry["file"], entry["row"], framework.files)
@@ -150,24 +171,24 @@ def _fill(saved: Saved, entry: Mapping[str, Any], model: Any) -> None:
         )
 
 
-def import_path(factory: Any) -> str | None:
-    """`module:name` of a factory, if it can be had again by importing; None for lambdas and local functions."""
+def import_path(factory: Callable[..., Model]) -> str | None:
+    """Return `module:name` of a factory that can be imported; None for lambdas and local functions."""
     module, name = getattr(factory, "__module__", None), getattr(factory, "__qualname__", "<")
     return None if module in (None, "__main__") or "<" in name else f"{module}:{name}"
 
 
 def _factory(
-    folder: Path, entry: Mapping[str, Any], factory: Callable[..., Any] | None, allow_import: bool
-) -> Callable[..., Any]:
+    folder: Path, entry: Mapping[str, Json], factory: Callable[..., Model] | None, allow_import: bool
+) -> Callable[..., Model]:
     if entry["arguments"] is None:
         raise StoreError(
-            f"member {entry['name']!r} of {folder} was built with arguments that JSON can't hold. Build the fleet "
-            f"anew and load its weights member by member."
+            f"member {entry['name']!r} of {folder} was built with arguments that JSON can't hold. "
+            f"Build the fleet again, and load its weights member by member."
         )
     return _imported(folder, entry, allow_import) if factory is None else factory
 
 
-def _imported(folder: Path, entry: Mapping[str, Any], allow_import: bool) -> Callable[..., Any]:
+def _imported(folder: Path, entry: Mapping[str, Json], allow_import: bool) -> Callable[..., Model]:
     path = entry["factory"]
     if path is None:
         raise StoreError(
@@ -176,7 +197,7 @@ def _imported(folder: Path, entry: Mapping[str, Any], allow_import: bool) -> Cal
         )
     if not allow_import:
         raise StoreError(
-            f"{folder} would have {path!r} imported and called. Give load a factory, or, if you trust the folder, "
+            f"{folder} asks to import and call {path!r}. Give load a factory, or, if you trust the folder, "
             f"mf.load(folder, allow_import=True)."
         )
     module, _, name = path.partition(":")
@@ -186,13 +207,13 @@ def _imported(folder: Path, entry: Mapping[str, Any], allow_import: bool) -> Cal
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise StoreError(
-            f"the factory {path!r} of {folder} can't be imported: {unstopped(error)}. Give load a factory."
+            f"the factory {path!r} of {folder} can't be imported: {without_period(error)}. Give load a factory."
         ) from error
     return found
 
 
-def _json(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+def _as_json(arguments: Mapping[str, object]) -> dict[str, Json] | None:
     try:
         return plain(dict(arguments), "arguments")
-    except Exception:  # whatever the store can't hold as JSON
+    except Exception:  # JSON can't hold them
         return None

@@ -1,12 +1,12 @@
-"""Counter-based random numbers on the host: a member's numbers depend on its seed and a position alone.
+"""Counter-based random numbers on the host: a member's numbers depend only on its seed and a counter.
 
-Nothing is drawn from a shared generator, so what a member gets does not depend on who else is there, and any
-epoch can be had without the ones before it. docs/how-fusing-works.md says which number is which.
+No generator is shared, so a member's numbers do not depend on the other members, and the numbers of any epoch
+are available without those of earlier ones. docs/how-fusing-works.md says which counter means what.
 """
 
 import numpy as np
 
-ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # of the rounds, four at a time, by turns
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # of four rounds each, alternating
 PARITY = 0x1BD11BDA  # the third word of a key is this, xor the first two
 SHUFFLES = 0x80000000  # added to the key's second word for shuffles; draws add their number, which stays below
 
@@ -37,10 +37,10 @@ def words(seeds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def permutations(seeds: np.ndarray, epoch: int | np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """A shuffle per member for one epoch, the same for all or each its own: `(member, longest)` integers.
+    """Return a shuffle per member for an epoch, which is one for all or `(member,)`: `(member, longest)` integers.
 
-    The first `lengths[m]` entries of row m are a permutation of `range(lengths[m])` that depends on the
-    member's seed, the epoch and its own length alone. The entries beyond repeat the row from its start.
+    The first `lengths[m]` entries of row m are a permutation of `range(lengths[m])` that depends only
+    on the member's seed, the epoch and its own length. Further entries repeat the row from its start.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     width = int(lengths.max(initial=0))
@@ -53,7 +53,7 @@ def permutations(seeds: np.ndarray, epoch: int | np.ndarray, lengths: np.ndarray
         epochs[:, None],
     )
 
-    # Rows in the order of 64-bit numbers. Of two equal ones, which hardly ever are, the first goes first.
+    # Rows in the order of 64-bit numbers. Of two equal ones, which are very rare, the first comes first.
     keys = (left.astype(np.uint64) << np.uint64(32)) | right
     even = bool((lengths == width).all())
     if not even:

@@ -1,29 +1,31 @@
 """Trees of arrays: nested dicts, lists, tuples and named tuples.
 
-Everything else is a leaf. None holds no array: it stays where it is and is never counted. Every mapping is a
-dict here, Hugging Face's `BatchEncoding` too, and comes out as one.
+Everything else is a leaf. None is not a leaf: it stays where it is. Every mapping counts as a dict, including
+Hugging Face's `BatchEncoding`, and is returned as one.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+from modelfleet.types import Tree
 
 IsLeaf = Callable[[Any], bool]
 
 
-def leaves(tree: Any, is_leaf: IsLeaf | None = None) -> list[Any]:
-    """Every leaf, from left to right. `is_leaf` can call a container a leaf."""
+def leaves(tree: Tree, is_leaf: IsLeaf | None = None) -> list[Any]:
+    """Return every leaf, from left to right. `is_leaf` returns True for containers to treat as leaves."""
     found: list[Any] = []
     _gather(tree, is_leaf, found)
     return found
 
 
-def paths(tree: Any, is_leaf: IsLeaf | None = None) -> list[tuple[str, Any]]:
-    """Every leaf with its path: `"[0]"`, `"input_ids"`, `"inputs.image[1]"`; `""` if the tree is one leaf."""
+def paths(tree: Tree, is_leaf: IsLeaf | None = None) -> list[tuple[str, Any]]:
+    """Return every leaf with its path: `"[0]"`, `"inputs.image[1]"`; `""` if the tree is one leaf."""
     return list(_walk(tree, "", is_leaf))
 
 
-def map_tree(fn: Callable[[Any], Any], tree: Any, is_leaf: IsLeaf | None = None) -> Any:
-    """The same tree with `fn(leaf)` in the place of every leaf."""
+def map_tree(fn: Callable[[Any], Any], tree: Tree, is_leaf: IsLeaf | None = None) -> Tree:
+    """Return the same tree with every leaf replaced by `fn(leaf)`."""
     if tree is None:
         return None
     if is_leaf is not None and is_leaf(tree):
@@ -38,23 +40,25 @@ def map_tree(fn: Callable[[Any], Any], tree: Any, is_leaf: IsLeaf | None = None)
     return fn(tree)
 
 
-def rebuild(tree: Any, values: Iterable[Any], is_leaf: IsLeaf | None = None) -> Any:
-    """The same tree with `values` in the place of its leaves, from left to right."""
+def rebuild(tree: Tree, values: Iterable[Any], is_leaf: IsLeaf | None = None) -> Tree:
+    """Return the same tree with its leaves replaced by `values`, from left to right."""
     following = iter(values)
     return map_tree(lambda _: next(following), tree, is_leaf)
 
 
-def map_trees(fn: Callable[[list[Any]], Any], trees: Sequence[Any], is_leaf: IsLeaf | None = None) -> Any:
-    """The first tree with `fn(leaves)` in the place of every leaf: of the leaves that the trees have there.
+def map_trees(fn: Callable[[list[Any]], Any], trees: Sequence[Tree], is_leaf: IsLeaf | None = None) -> Tree:
+    """Return the first tree with every leaf replaced by `fn(leaves)`, called with that leaf of all trees.
 
-    Dicts are compared by their keys, in whatever order these come; a list and a tuple are alike. Raises
-    `ValueError` where the trees differ.
+    The order of a dict's keys does not matter, and a list equals a tuple.
+
+    Raises:
+        ValueError: If the trees differ in structure.
     """
     return _together(fn, trees, is_leaf, "")
 
 
-def structure(tree: Any) -> Any:
-    """What two trees have in common if they differ in their leaves alone; can be a key of a dict."""
+def structure(tree: Tree) -> Hashable:
+    """Return a key that is equal for trees that differ only in their leaves."""
     if tree is None:
         return None
     if isinstance(tree, Mapping):
@@ -64,7 +68,7 @@ def structure(tree: Any) -> Any:
     return "leaf"
 
 
-def _together(fn: Callable[[list[Any]], Any], trees: Sequence[Any], is_leaf: IsLeaf | None, path: str) -> Any:
+def _together(fn: Callable[[list[Any]], Any], trees: Sequence[Tree], is_leaf: IsLeaf | None, path: str) -> Tree:
     kinds = [_kind(tree, is_leaf) for tree in trees]
     kind = kinds[0]
     for other in kinds:
@@ -86,8 +90,8 @@ def _together(fn: Callable[[list[Any]], Any], trees: Sequence[Any], is_leaf: IsL
     return values if isinstance(first, list) else tuple(values)
 
 
-def _kind(tree: Any, is_leaf: IsLeaf | None) -> Any:
-    """What has to be the same of two trees, without what they hold."""
+def _kind(tree: Tree, is_leaf: IsLeaf | None) -> Hashable:
+    """Return what two trees must have in common at their top level."""
     if tree is None:
         return None
     if is_leaf is not None and is_leaf(tree):
@@ -95,11 +99,11 @@ def _kind(tree: Any, is_leaf: IsLeaf | None) -> Any:
     if isinstance(tree, Mapping):
         return frozenset(tree)
     if isinstance(tree, list | tuple):
-        return getattr(tree, "_fields", len(tree))  # a class that was sent from another process is another one
+        return getattr(tree, "_fields", len(tree))  # not the class: another process has its own
     return "leaf"
 
 
-def _described(kind: Any) -> str:
+def _described(kind: Hashable) -> str:
     if isinstance(kind, frozenset):
         return f"a dict of {', '.join(sorted(map(repr, kind))) or 'nothing'}"
     if isinstance(kind, tuple):
@@ -109,8 +113,8 @@ def _described(kind: Any) -> str:
     return "None" if kind is None else "an array"
 
 
-def _gather(tree: Any, is_leaf: IsLeaf | None, found: list[Any]) -> None:
-    # What `_walk` does, without the paths: this one is called for every batch.
+def _gather(tree: Tree, is_leaf: IsLeaf | None, found: list[Any]) -> None:
+    # Like `_walk` without the paths, since this is called for every batch.
     if tree is None:
         return
     if is_leaf is not None and is_leaf(tree):
@@ -125,7 +129,7 @@ def _gather(tree: Any, is_leaf: IsLeaf | None, found: list[Any]) -> None:
         found.append(tree)
 
 
-def _walk(tree: Any, path: str, is_leaf: IsLeaf | None) -> Iterator[tuple[str, Any]]:
+def _walk(tree: Tree, path: str, is_leaf: IsLeaf | None) -> Iterator[tuple[str, Any]]:
     if tree is None:
         return
     if is_leaf is not None and is_leaf(tree):

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 
 def count(number: int, noun: str) -> str:
-    """`1 member`, `2,000 members`."""
+    """Return a number with its noun: `1 member`, `2,000 members`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def size(number: float) -> str:
-    """Bytes in a unit that suits them: `14 MB`."""
+    """Return a number of bytes in a suitable unit: `14 MB`."""
     for unit in ("B", "kB", "MB"):
         if number < 1000:
             return f"{number:.3g} {unit}"
@@ -18,12 +18,12 @@ def size(number: float) -> str:
 
 
 def some(names: Sequence[str]) -> str:
-    """All names, or the first and the last of many and how many they are."""
+    """Return up to three names, or the first and the last of many with their number: `a … z (26)`."""
     return ", ".join(names) if len(names) <= 3 else f"{names[0]} … {names[-1]} ({len(names):,})"
 
 
 def duration(seconds: float) -> str:
-    """`0.4 s`, `3 min 05 s`."""
+    """Return a duration: `0.4 s`, `3 min 05 s`."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -32,6 +32,6 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def unstopped(error: object) -> str:
-    """What an error says, without the full stop at its end: to go on with a sentence of one's own."""
+def without_period(error: object) -> str:
+    """Return an error's message without its final period, to continue the sentence."""
     return str(error).rstrip().rstrip(".")

@@ -196,13 +196,13 @@ def test_the_first_batch_has_the_shapes_of_the_epoch() -> None:
 def test_long_epochs_upload_their_indices_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     feed = feed_of(rows_of(30), 3, batch_size=4)
     whole = seen(feed, 2)
-    monkeypatch.setattr(array_feed, "_MOST_INDICES", 30)
+    monkeypatch.setattr(array_feed, "_MAX_INDICES", 30)
     assert seen(feed, 2) == whole
     assert seen(feed, 2, start=3) == whole[3:]
 
 
 def test_one_long_member_does_not_widen_the_shuffles_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(array_feed, "_MOST_INDICES", 1)
+    monkeypatch.setattr(array_feed, "_MAX_INDICES", 1)
     feed = feed_of(each([rows_of(100_000), *(rows_of(10) for _ in range(200))]), 201, batch_size=8)
     tracemalloc.start()
     next(feed.epoch(0))

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from modelfleet.each import each
 from modelfleet.errors import InputError
 from modelfleet.feeds import Batch, Feed, make_feed
-from modelfleet.feeds.reading import ahead
+from modelfleet.feeds.reading import read_ahead
 from modelfleet.frameworks.torch import arrays
 
 
@@ -259,8 +259,8 @@ def test_those_whose_rows_are_of_one_form_come_together() -> None:
     wide = [(np.ones((2, 3)), np.ones(2, int))]
     feed = feed_of(each([wide, batches_of(2), batches_of(2)]), 3)
     (batch,) = feed.epoch(0)
-    assert [piece.counts.tolist() for piece in batch.pieces] == [[0, 2, 2], [2, 0, 0]]
-    assert [piece.data[0].shape for piece in batch.pieces] == [(3, 2, 2), (3, 2, 3)]
+    assert [piece.counts.tolist() for piece in batch.by_shape] == [[0, 2, 2], [2, 0, 0]]
+    assert [piece.data[0].shape for piece in batch.by_shape] == [(3, 2, 2), (3, 2, 3)]
     assert not feed.failures
 
 
@@ -296,7 +296,7 @@ def test_reading_ahead_is_bounded() -> None:
                 third.set()
             yield number
 
-    items = ahead(source(), depth=2)
+    items = read_ahead(source(), depth=2)
     assert next(items) == 0
     assert third.wait(timeout=600)  # while 0 is in use, 1 and 2 are made ready
     assert read == [0, 1, 2]
@@ -305,7 +305,7 @@ def test_reading_ahead_is_bounded() -> None:
 
 def test_what_is_not_begun_starts_no_thread() -> None:
     feed_of(loader_of(4), 2).epoch(0)
-    ahead(iter([1]))
+    read_ahead(iter([1]))
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -107,7 +107,7 @@ def test_an_empty_table(kind: str) -> None:
 
 
 def test_keys_that_read_the_same() -> None:
-    with pytest.raises(InputError, match="several values that read '1'"):
+    with pytest.raises(InputError, match="several values that print as '1'"):
         by(table_of("pandas", {"k": [1, "1"], "x": [1, 2]}), key="k", x="x", y="x")
 
 

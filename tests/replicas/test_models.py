@@ -539,7 +539,7 @@ def test_a_function_may_work_in_place() -> None:
 
 
 def test_functions_are_refused_where_they_can_not_be() -> None:
-    with pytest.raises(mf.InputError, match="device 'cuda:0' is not here: a plain function sees cpu"):
+    with pytest.raises(mf.InputError, match="device 'cuda:0' does not exist: a plain function sees cpu"):
         mf.Replicas(np.exp, devices="cuda:0")
     with pytest.raises(mf.InputError, match="is for models of torch and JAX; this one is of python"):
         mf.Replicas(np.exp, precision="bf16")

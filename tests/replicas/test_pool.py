@@ -482,7 +482,7 @@ def test_lower_precision_where_it_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"devices": "cuda:7"}, "device 'cuda:7' is not here"),
+        ({"devices": "cuda:7"}, "device 'cuda:7' does not exist"),
         ({"devices": "gpu"}, "unknown kind of device in 'gpu'"),
         ({"balance": "random"}, "unknown balance 'random'"),
         ({"isolation": "user"}, "unknown isolation 'user'"),

@@ -321,7 +321,7 @@ def test_a_damage_within_a_large_file(tmp_path: Path, monkeypatch: pytest.Monkey
     from modelfleet.store import checksums
 
     monkeypatch.setattr(checksums, "BLOCK", 1 << 12)  # as if it were much larger
-    monkeypatch.setattr(checksums, "_PIECE", 1 << 9)
+    monkeypatch.setattr(checksums, "_READ_SIZE", 1 << 9)
     models = [torch.nn.Sequential(torch.nn.Linear(20, 99), torch.nn.Linear(99, 3)) for _ in range(2)]
 
     def factory() -> torch.nn.Module:

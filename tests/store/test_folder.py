@@ -386,7 +386,7 @@ def test_a_checkpoint_never_overwrites_a_fleet(tmp_path: Path) -> None:
         ),
         ({"recipe": {3: 1}}, r"manifest\['recipe'\] has the key 3"),
         ({"recipe": {"$float": "nan"}}, r"has the key '\$float'"),
-        ({"files": 1}, "key 'files' is the store's own"),
+        ({"files": 1}, "key 'files' is reserved"),
     ],
 )
 def test_what_json_cannot_hold_is_refused_by_its_path(

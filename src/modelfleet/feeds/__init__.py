@@ -1,67 +1,81 @@
 """Feeds: the streams of batches that lanes are fed with, made from whatever data a user has."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from modelfleet.each import Each, spread
+from modelfleet.each import Each, per_member, refuse_list
 from modelfleet.errors import InputError
-from modelfleet.feeds._base import Arrays, Batch, Feed, is_number_list, settle
+from modelfleet.feeds._base import ArrayOperations, Batch, Feed
 from modelfleet.feeds.arrays import ArrayFeed
+from modelfleet.feeds.checking import as_arrays, is_number_list
 from modelfleet.feeds.loaders import LoaderFeed
 from modelfleet.feeds.reading import SharedLoader
+from modelfleet.types import Data, NativeDevice, Tree
 
-__all__ = ["ArrayFeed", "Arrays", "Batch", "Feed", "LoaderFeed", "SharedLoader", "is_loader", "make_feed"]
+__all__ = ["ArrayFeed", "ArrayOperations", "Batch", "Feed", "LoaderFeed", "SharedLoader", "is_loader", "make_feed"]
 
 DEFAULT_BATCH_SIZE = 32
 
 
 def make_feed(
-    data: Any,
+    data: Data,
     *,
     names: Sequence[str],
     seeds: Sequence[int] | np.ndarray,
     batch_size: int | Each | None,
     shuffle: bool,
-    device: Any,
-    arrays: Arrays,
+    device: NativeDevice,
+    arrays: ArrayOperations,
     epochs_done: np.ndarray | None = None,
     what: str = "data",
-    going_on: int | None = None,
+    steps_per_epoch: int | None = None,
 ) -> Feed:
-    """The feed of the members `names` for `data`: one value for all of them, or `each(...)`.
+    """Return the feed for some members.
 
     An array, a tuple or a mapping is arrays. So is a list of numbers or of arrays; a list of tuples, mappings
     or lists of arrays is one of batches. Any other iterable, and a function that returns one, is a loader.
-    `epochs_done` `(member,)` is what each member's own shuffles count on from. With `going_on`, epochs of arrays
-    have so many steps, and each goes on where the last one stopped.
+
+    Args:
+        data: One value for all members, or `each(...)`.
+        names: The members.
+        seeds: `(member,)`: the seed of each member's shuffles.
+        batch_size: Rows per step, for arrays only; one value or `each(...)`.
+        shuffle: Shuffle each member's rows, in a new order every epoch. For arrays only.
+        device: The device that the batches go to.
+        arrays: The array operations of the members' framework.
+        epochs_done: `(member,)`: how many epochs of shuffles each member has used before.
+        what: The name of the argument that the data were given for, for errors.
+        steps_per_epoch: End each epoch of arrays after this many steps. The next epoch starts with the next row.
+
+    Raises:
+        InputError: If the data are neither arrays nor a loader, or the arguments do not fit them.
     """
-    values = spread(data, names, what)
+    values = per_member(data, names, what)
     own = isinstance(data, Each)
-    wheres = [f"{what} of member {name!r}" for name in names] if own else [what] * len(names)
-    loads = {id(value): is_loader(value, arrays, where) for value, where in zip(values, wheres, strict=True)}
+    labels = [f"{what} of member {name!r}" for name in names] if own else [what] * len(names)
+    loads = {id(value): is_loader(value, arrays, label) for value, label in zip(values, labels, strict=True)}
     kinds = [loads[id(value)] for value in values]
 
     if not any(kinds):
-        settled: dict[int, tuple[Any, int]] = {}
-        for value, where in zip(values, wheres, strict=True):
-            if id(value) not in settled:
-                settled[id(value)] = settle(value, arrays, where)
+        checked: dict[int, tuple[Tree, int]] = {}
+        for value, label in zip(values, labels, strict=True):
+            if id(value) not in checked:
+                checked[id(value)] = as_arrays(value, arrays, label)
         return ArrayFeed(
-            [settled[id(value)] for value in values],
-            wheres=wheres,
+            [checked[id(value)] for value in values],
+            labels=labels,
             seeds=np.asarray(seeds, dtype=np.int64),
             batch_sizes=_batch_sizes(batch_size, names),
             shuffle=shuffle,
             device=device,
             arrays=arrays,
             epochs_done=np.zeros(len(names), dtype=np.int64) if epochs_done is None else epochs_done.copy(),
-            going_on=going_on,
+            steps_per_epoch=steps_per_epoch,
         )
     if not all(kinds):
         raise InputError(
-            f"{wheres[kinds.index(True)]} is a loader, but {wheres[kinds.index(False)]} is arrays. "
+            f"{labels[kinds.index(True)]} is a loader, but {labels[kinds.index(False)]} is arrays. "
             f"Give all members the same kind of data."
         )
     if batch_size is not None:
@@ -71,11 +85,15 @@ def make_feed(
         )
     if not own:
         values = values[0] if isinstance(values[0], SharedLoader) else SharedLoader(values[0], what)
-    return LoaderFeed(values, wheres=wheres, device=device, arrays=arrays)
+    return LoaderFeed(values, labels=labels, device=device, arrays=arrays)
 
 
-def is_loader(data: Any, arrays: Arrays, where: str) -> bool:
-    """Whether `data` yields batches, as against being arrays. Raises where it is neither."""
+def is_loader(data: Data, arrays: ArrayOperations, label: str) -> bool:
+    """Return True if `data` yields batches, False if it is arrays.
+
+    Raises:
+        InputError: If it is neither. `label` names the data in the message.
+    """
     if isinstance(data, SharedLoader):
         return True
     if arrays.is_array(data) or isinstance(data, tuple | Mapping):
@@ -84,20 +102,21 @@ def is_loader(data: Any, arrays: Arrays, where: str) -> bool:
         return bool(data) and not is_number_list(data) and all(isinstance(x, list | tuple | Mapping) for x in data)
     if isinstance(data, Iterator):
         raise InputError(
-            f"{where} is of type {type(data).__name__}, which can be read only once. "
-            f"Every epoch reads its data anew: instead of an iterator, pass a function that returns one."
+            f"{label} is of type {type(data).__name__}, which can be read only once. "
+            f"Every epoch reads its data again: instead of an iterator, pass a function that returns one."
         )
     if callable(data) or (hasattr(data, "__iter__") and not isinstance(data, str | bytes)):
         return True
     raise InputError(
-        f"{where} is of type {type(data).__name__}. Give arrays such as (x, y), a loader of batches "
+        f"{label} is of type {type(data).__name__}. Give arrays such as (x, y), a loader of batches "
         f"(a torch Dataset goes into a DataLoader), or a function that returns an iterator of batches."
     )
 
 
 def _batch_sizes(batch_size: int | Each | None, names: Sequence[str]) -> np.ndarray:
-    """`(member,)`: the rows that each member takes a step."""
-    sizes = spread(DEFAULT_BATCH_SIZE if batch_size is None else batch_size, names, "batch_size")
+    """Return `(member,)`: the rows that each member takes per step."""
+    refuse_list(batch_size, "batch_size", names)
+    sizes = per_member(DEFAULT_BATCH_SIZE if batch_size is None else batch_size, names, "batch_size")
     for name, size in zip(names, sizes, strict=True):
         if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
             whose = f"batch_size of member {name!r}" if isinstance(batch_size, Each) else "batch_size"

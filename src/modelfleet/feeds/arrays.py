@@ -1,61 +1,72 @@
-"""The feed of arrays: stored once on the device, and gathered there by index."""
+"""A feed of arrays: stored once on the device, and gathered there by index."""
 
 from collections.abc import Generator, Sequence
 from copy import copy
-from typing import Any
 
 import numpy as np
 
 from modelfleet.errors import InputError
-from modelfleet.feeds._base import Arrays, Batch, difference, spec
+from modelfleet.feeds._base import ArrayOperations, Batch
+from modelfleet.feeds.checking import describe_difference, row_spec
 from modelfleet.streams import permutations
 from modelfleet.trees import leaves, map_tree, rebuild
+from modelfleet.types import Json, NativeDevice, Tensor, Tree
 
-_MOST_INDICES = 1 << 22  # uploaded at once: 32 MB, many steps of most fleets
-_MOST_BYTES = 1 << 26  # of rows gathered at once, where several steps come in one batch
+_MAX_INDICES = 1 << 22  # uploaded at once: 32 MB, many steps of most fleets
+_MAX_BYTES = 1 << 26  # of rows gathered at once, where one batch holds several steps
 
 
 class ArrayFeed:
-    """Every member's rows, in its own order, from trees of arrays.
+    """Batches of every member's rows, in the member's own order, from trees of arrays.
 
-    `data` has a checked tree and its number of rows per member. Trees may share arrays, and each array is
-    stored once: shared and own data differ in where a member's rows begin, and in nothing else. With `going_on`,
-    an epoch has so many steps and goes on where the last one stopped; it ends where the rows do.
+    Trees may share arrays, and each array is stored once: shared and own data differ only in where a member's rows
+    begin.
+
+    Args:
+        data: For each member a checked tree of arrays and its number of rows.
+        labels: For each member a name of its data for errors, such as "data of member 'm07'".
+        seeds: `(member,)`: the seed of each member's shuffles.
+        batch_sizes: `(member,)`: the rows that each member takes per step.
+        shuffle: Shuffle each member's rows, in a new order every epoch.
+        device: The device to store the arrays on.
+        arrays: The array operations of the framework.
+        epochs_done: `(member,)`: how many epochs of shuffles each member has used before.
+        steps_per_epoch: End each epoch after this many steps, or after the last row. The next epoch continues
+            there.
     """
 
     def __init__(
         self,
-        data: Sequence[tuple[Any, int]],
+        data: Sequence[tuple[Tree, int]],
         *,
-        wheres: Sequence[str],
+        labels: Sequence[str],
         seeds: np.ndarray,
         batch_sizes: np.ndarray,
         shuffle: bool,
-        device: Any,
-        arrays: Arrays,
+        device: NativeDevice,
+        arrays: ArrayOperations,
         epochs_done: np.ndarray,
-        going_on: int | None = None,
+        steps_per_epoch: int | None = None,
     ) -> None:
-        trees = _tensors(data, wheres, arrays)
+        trees = _as_tensors(data, labels, arrays)
         self.failures: dict[int, Exception] = {}
         self.rows: np.ndarray = np.array([rows for _, rows in data], dtype=np.int64)
         self._seeds = seeds
         self._epochs_done = epochs_done
         self._batch_sizes = batch_sizes
-        self._going_on = going_on
+        self._steps_per_epoch = steps_per_epoch
         self._shuffle = shuffle
         self._device = device
         self._arrays = arrays
-        self._tree = map_tree(lambda _: 0, trees[0])  # the form of a batch
-        self._stored: list[Any] = []
-        # Where the members' rows begin within a stored leaf, and for every leaf: which of these are its own.
-        self._offsets: list[np.ndarray] = []
-        self._layout: list[int] = []
+        self._tree = map_tree(lambda _: 0, trees[0])  # the structure of a batch
+        self._stored: list[Tensor] = []  # one tensor per leaf, which holds the rows of all members
+        self._offsets: list[np.ndarray] = []  # `(member,)` each: where the members' rows begin in a stored leaf
+        self._layout: list[int] = []  # for every leaf, the index of its offsets
         for column in zip(*(leaves(tree) for tree in trees), strict=True):
             self._store(column)
-        one = all((offsets == offsets[0]).all() for offsets in self._offsets)
-        even = bool((self.rows == self.rows[0]).all() and (batch_sizes == batch_sizes[0]).all())
-        self.shared: bool = one and even and not shuffle
+        same_rows = all((offsets == offsets[0]).all() for offsets in self._offsets)
+        same_sizes = bool((self.rows == self.rows[0]).all() and (batch_sizes == batch_sizes[0]).all())
+        self.shared: bool = same_rows and same_sizes and not shuffle
 
     @property
     def steps(self) -> np.ndarray:
@@ -63,52 +74,52 @@ class ArrayFeed:
         return -(-self.rows // self._batch_sizes)
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Json]:
         """The sizes of the batches, and whether rows are shuffled."""
         return {"sizes": self._batch_sizes.tolist(), "shuffled": self._shuffle}
 
     def rewind(self) -> None:
-        """Nothing to forget: every epoch's order is known from its number."""
+        """Do nothing: the number of an epoch alone decides its order."""
 
-    def _store(self, column: Sequence[Any]) -> None:
-        """Put one leaf of all members on the device, the same tensor once."""
-        begins: dict[int, int] = {}
-        pieces: list[Any] = []
+    def _store(self, column: Sequence[Tensor]) -> None:
+        """Put one leaf of all members on the device. A tensor that several members have is stored once."""
+        starts: dict[int, int] = {}
+        distinct: list[Tensor] = []
         total = 0
         for leaf in column:
-            if id(leaf) not in begins:
-                begins[id(leaf)] = total
-                pieces.append(leaf)
+            if id(leaf) not in starts:
+                starts[id(leaf)] = total
+                distinct.append(leaf)
                 total += self._arrays.size(leaf)
-        joined = pieces[0] if len(pieces) == 1 else self._arrays.concatenate(pieces)
+        joined = distinct[0] if len(distinct) == 1 else self._arrays.concatenate(distinct)
         self._stored.append(self._arrays.place(joined, self._device))
-        offsets = np.array([begins[id(leaf)] for leaf in column], dtype=np.int64)
-        for which, known in enumerate(self._offsets):
+        offsets = np.array([starts[id(leaf)] for leaf in column], dtype=np.int64)
+        for index, known in enumerate(self._offsets):
             if (known == offsets).all():
-                self._layout.append(which)
+                self._layout.append(index)
                 return
         self._layout.append(len(self._offsets))
         self._offsets.append(offsets)
 
     def epoch(self, number: int, *, start: int = 0, several: int = 1) -> Generator[Batch, None, None]:
-        """The batches of one epoch, without the first `start` of them; up to `several` steps in one."""
-        several = max(1, min(several, _MOST_BYTES // self._step_bytes()))
-        passes, done = self._standing(number)
+        """Yield the batches of one epoch, without the first `start`, with up to `several` steps in one."""
+        several = max(1, min(several, _MAX_BYTES // self._step_bytes()))
+        passes, done = self._progress_at(number)
         if self.shared:
             return self._slices(start + int(done[0]), several)
         return self._gathered(self._order(passes), start, several, done=done)
 
     def first(self) -> Batch:
-        """A batch shaped like those that will come. Consumes nothing."""
+        """Return a batch shaped like those to come, without consuming anything."""
         return next(self._slices(0, 1) if self.shared else self._gathered(None, 0, 1, chunk=1))
 
     def _step_bytes(self) -> int:
-        """What one step's rows take."""
+        """Return the bytes of one step's rows."""
         rows = int(self._batch_sizes[:1].sum() if self.shared else self._batch_sizes.sum())
         return rows * sum(max(1, leaf.nbytes // max(1, self._arrays.size(leaf))) for leaf in self._stored)
 
     def select(self, keep: Sequence[int]) -> "ArrayFeed":
-        """A feed for the members at these positions, in this order, on the same stored arrays."""
+        """Return a feed for the members at these positions, in this order, on the same stored arrays."""
         members = np.asarray(keep, dtype=np.int64)
         chosen = copy(self)
         chosen.failures = {}
@@ -120,16 +131,16 @@ class ArrayFeed:
         return chosen
 
     def _slices(self, start: int, several: int) -> Generator[Batch, None, None]:
-        """Shared batches: the one data set in its own order; copied, for a model may write into its inputs."""
+        """Yield shared batches in the order of the rows; copies, since a model may write to its inputs."""
         rows, size = int(self.rows[0]), int(self._batch_sizes[0])
-        begins = [int(offsets[0]) for offsets in self._offsets]
+        starts = [int(offsets[0]) for offsets in self._offsets]
         low = start * size
         while low < rows:
             steps = min(several, (rows - low) // size)
             high = low + steps * size if steps else rows
             parts = [
-                self._arrays.place(leaf[begins[which] + low : begins[which] + high], self._device, copy=True)
-                for leaf, which in zip(self._stored, self._layout, strict=True)
+                self._arrays.place(leaf[starts[index] + low : starts[index] + high], self._device, copy=True)
+                for leaf, index in zip(self._stored, self._layout, strict=True)
             ]
             if steps > 1:
                 parts = [part.reshape(steps, size, *part.shape[1:]) for part in parts]
@@ -137,12 +148,12 @@ class ArrayFeed:
             yield Batch(rebuild(self._tree, parts), True, counts, steps if steps > 1 else None)
             low = high
 
-    def _standing(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """`(member,)` each: how often all rows have been passed before an epoch, and the steps since."""
-        if self._going_on is None:
+    def _progress_at(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return how many passes over all rows an epoch comes after, and the steps since: `(member,)` each."""
+        if self._steps_per_epoch is None:
             return np.full(len(self.rows), epoch), np.zeros(len(self.rows), dtype=np.int64)
-        epochs = -(-self.steps // self._going_on)  # that a pass takes
-        return epoch // epochs, epoch % epochs * self._going_on
+        epochs_per_pass = -(-self.steps // self._steps_per_epoch)
+        return epoch // epochs_per_pass, epoch % epochs_per_pass * self._steps_per_epoch
 
     def _gathered(
         self,
@@ -152,76 +163,76 @@ class ArrayFeed:
         chunk: int | None = None,
         done: np.ndarray | int = 0,
     ) -> Generator[Batch, None, None]:
-        """Batches with a member axis. The indices of many steps are worked out and uploaded at once."""
+        """Yield batches with a member axis. The indices of many steps are computed and uploaded at once."""
         before = done
-        take, pairs = self._arrays.take, list(zip(self._stored, self._layout, strict=True))
+        take, stored = self._arrays.take, list(zip(self._stored, self._layout, strict=True))
         width = int(np.minimum(self.rows, self._batch_sizes).max())
         total = int((self.steps - before).max())
-        begins = (np.cumsum(self.rows) - self.rows)[:, None]
-        chunk = chunk or max(1, _MOST_INDICES // (len(self.rows) * width))
+        starts = (np.cumsum(self.rows) - self.rows)[:, None]
+        chunk = chunk or max(1, _MAX_INDICES // (len(self.rows) * width))
         for low in range(start, total, chunk):
             steps = np.arange(low, min(low + chunk, total))
             done = (steps[:, None] + before) * self._batch_sizes
             counts = np.clip(self.rows - done, 0, self._batch_sizes)
             local = done[:, :, None] + np.arange(width)
-            if counts.min() < width:  # past its last row a member begins again: padding is its own rows
+            if counts.min() < width:  # past its last row a member starts again: its padding is its own rows
                 rows = self.rows[:, None]
                 np.remainder(local, rows, out=local, where=local >= rows)
             if order is not None:
-                local = order.take(local + begins)
+                local = order.take(local + starts)
             blocks = [self._arrays.index(local + offsets[:, None], self._device) for offsets in self._offsets]
             step, full = 0, int((counts == width).all(axis=1).sum())  # the full ones come first
             while step < len(steps):
                 most = min(several, full - step)
                 if most > 1:
-                    parts = [take(leaf, blocks[which][step : step + most]) for leaf, which in pairs]
+                    parts = [take(leaf, blocks[i][step : step + most]) for leaf, i in stored]
                     yield Batch(rebuild(self._tree, parts), False, counts[step], most)
                     step += most
                     continue
                 size = int(counts[step].max())
                 index = [block[step] if size == width else block[step, :, :size] for block in blocks]
-                parts = [take(leaf, index[which]) for leaf, which in pairs]
+                parts = [take(leaf, index[i]) for leaf, i in stored]
                 yield Batch(rebuild(self._tree, parts), False, counts[step])
                 step += 1
 
     def _order(self, passes: np.ndarray) -> np.ndarray | None:
-        """Every member's rows in the order of this pass, one member after the other; None: as they are."""
+        """Return every member's rows in the order of this pass, one member after the other; None for no change."""
         if not self._shuffle:
             return None
         epochs = self._epochs_done + passes
         if (self.rows == self.rows[0]).all():
             return permutations(self._seeds, epochs, self.rows).reshape(-1)
         order = np.empty(int(self.rows.sum()), dtype=np.int64)
-        begins = np.cumsum(self.rows) - self.rows
-        # Members of like length together: one with very many rows must not widen the shuffles of all.
-        likeness = np.frexp(self.rows.astype(np.float64))[1]
-        for like in np.unique(likeness):
-            members = np.flatnonzero(likeness == like)
+        starts = np.cumsum(self.rows) - self.rows
+        # Members of similar length together: one with very many rows must not widen the shuffles of all.
+        magnitudes = np.frexp(self.rows.astype(np.float64))[1]
+        for magnitude in np.unique(magnitudes):
+            members = np.flatnonzero(magnitudes == magnitude)
             shuffled = permutations(self._seeds[members], epochs[members], self.rows[members])
             position = np.arange(shuffled.shape[1])
             real = position < self.rows[members, None]
-            order[(begins[members, None] + position)[real]] = shuffled[real]
+            order[(starts[members, None] + position)[real]] = shuffled[real]
         return order
 
 
-def _tensors(data: Sequence[tuple[Any, int]], wheres: Sequence[str], arrays: Arrays) -> list[Any]:
-    """The members' trees as tensors, wherever they are now, once it is certain that they are alike."""
-    known: dict[int, Any] = {}
+def _as_tensors(data: Sequence[tuple[Tree, int]], labels: Sequence[str], arrays: ArrayOperations) -> list[Tree]:
+    """Return the members' trees as tensors, wherever they are now. Raise `InputError` if their rows differ."""
+    known: dict[int, Tensor] = {}
 
-    def tensor(leaf: Any) -> Any:
+    def tensor(leaf: Tensor) -> Tensor:
         if id(leaf) not in known:
             known[id(leaf)] = arrays.place(leaf, None)
         return known[id(leaf)]
 
     trees = [map_tree(tensor, tree) for tree, _ in data]
-    expected = spec(trees[0])
+    expected = row_spec(trees[0])
     checked = {id(data[0][0])}
-    for (tree, _), tensors, where in zip(data, trees, wheres, strict=True):
+    for (tree, _), tensors, label in zip(data, trees, labels, strict=True):
         if id(tree) not in checked:
             checked.add(id(tree))
-            if (found := spec(tensors)) != expected:
+            if (found := row_spec(tensors)) != expected:
                 raise InputError(
-                    f"{where} does not fit {wheres[0]}: {difference(found, expected)}. "
-                    f"Members that run together need rows of one form."
+                    f"{label} does not fit {labels[0]}: {describe_difference(found, expected)}. "
+                    f"Members that run together need rows of one shape and dtype."
                 )
     return trees

@@ -1,46 +1,53 @@
-"""Reading loaders: in the background while the device computes, and once for all that step side by side."""
+"""Reading loaders: in the background while the device computes, and once for all lanes that step side by side."""
 
 from collections.abc import Callable, Generator, Iterator
 from queue import SimpleQueue
 from threading import Semaphore, Thread
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from modelfleet.errors import InputError
+from modelfleet.types import Data
 
 T = TypeVar("T")
-Converted = dict[int, Any]
+
+RawBatch: TypeAlias = Any
+"""A batch as a user's loader yields it."""
+Converted: TypeAlias = dict[int, Any]
+"""One batch in the form of every framework that reads it."""
 
 
 class SharedLoader:
-    """One loader for all members. It is read once an epoch, whatever lanes and frameworks they are in.
+    """One loader for all members. It is read once per epoch, whatever lanes and frameworks the members are in.
 
-    Everybody that steps side by side gets the same batches. A batch is converted for each framework as it is read,
-    for a loader may write its next batch where this one is.
+    All lanes that step side by side get the same batches. Each batch is converted for every framework as soon as
+    it is read, since a loader may write its next batch to the same memory.
     """
 
-    def __init__(self, loader: Any, where: str) -> None:
-        self.source = Source(loader, where)
-        self._forms: dict[int, Callable[[Any], Any]] = {}
-        self._batches: Generator[Converted, None, None] | None = None
+    def __init__(self, loader: Data, label: str) -> None:
+        self.source = Source(loader, label)
         self.readers = 0
-        self._number = -1
+        self._conversions: dict[int, Callable[[RawBatch], Any]] = {}
+        self._batches: Generator[Converted, None, None] | None = None
+        self._epoch = -1
         self._index = -1
         self._last: Converted | None = None
 
-    def convert(self, form: int, how: Callable[[Any], Any]) -> None:
-        """Have batches in a form: `how` makes it of what the loader gives."""
-        self._forms.setdefault(form, how)
+    def add_conversion(self, form: int, convert: Callable[[RawBatch], Any]) -> None:
+        """Have every batch converted by `convert`, for `batches(form, …)`."""
+        self._conversions.setdefault(form, convert)
 
-    def batches(self, form: int, number: int, start: int) -> Generator[Any, None, None]:
-        """The batches of an epoch in a form, without the first `start`: of the reading that others of this epoch
-        are at, or of a new one."""
+    def batches(self, form: int, epoch: int, start: int) -> Generator[Any, None, None]:
+        """Yield the batches of an epoch in one form, without the first `start`.
+
+        Readers of the same epoch share one pass over the loader.
+        """
         index = 0
         self.readers += 1
         try:
             while True:
-                if index == 0 and (self._number != number or self._index > 0):
+                if index == 0 and (self._epoch != epoch or self._index > 0):
                     self._close()
-                    self._batches, self._number = self._open(start), number
+                    self._batches, self._epoch = self._open(start), epoch
                 if index > self._index:
                     assert self._batches is not None
                     self._last, self._index = next(self._batches, None), index
@@ -54,12 +61,12 @@ class SharedLoader:
                 self._close()
 
     def _open(self, start: int) -> Generator[Converted, None, None]:
-        # Opened here and not in the thread: a DataLoader starts its processes best from the caller's, and it
-        # draws the seed of its shuffle with its first batch, which must happen at a fixed moment.
+        # Opened here and not in the thread: a DataLoader starts its processes best from the caller's thread, and
+        # it draws the seed of its shuffle with its first batch, which must happen at a fixed moment.
         self.source.peek()
-        forms = dict(self._forms)
-        return ahead(
-            {form: how(raw) for form, how in forms.items()}
+        conversions = dict(self._conversions)
+        return read_ahead(
+            {form: convert(raw) for form, convert in conversions.items()}
             for step, raw in enumerate(self.source.read())
             if step >= start
         )
@@ -67,50 +74,50 @@ class SharedLoader:
     def _close(self) -> None:
         if self._batches is not None:
             self._batches.close()
-        self._batches, self._number, self._index, self._last = None, -1, -1, None
+        self._batches, self._epoch, self._index, self._last = None, -1, -1, None
 
 
 class Source:
-    """One loader, opened anew for every epoch. What was peeked at is not lost."""
+    """One loader, opened again for every epoch. A batch that was peeked at is not lost."""
 
-    def __init__(self, loader: Any, where: str) -> None:
-        self.where = where
+    def __init__(self, loader: Data, label: str) -> None:
+        self.label = label
         self._loader = loader
-        self._batches: Iterator[Any] | None = None
-        self._peeked: list[Any] = []
+        self._batches: Iterator[RawBatch] | None = None
+        self._peeked: list[RawBatch] = []
 
     @property
     def steps(self) -> int | None:
-        """Its number of batches, where it knows."""
-        return steps_of(self._loader)
+        """Number of batches; None if the loader does not know."""
+        return batch_count(self._loader)
 
     def open(self) -> None:
-        """Begin the coming epoch, if it has not begun."""
+        """Begin the next epoch, if it has not begun."""
         if self._batches is None:
-            self._batches = opened(self._loader, self.where)
+            self._batches = open_loader(self._loader, self.label)
 
-    def peek(self) -> Any:
-        """The first batch of the coming epoch."""
+    def peek(self) -> RawBatch:
+        """Return the first batch of the next epoch, which `read` will yield again."""
         self.open()
         if not self._peeked:
-            batches, self._batches = self._batches, None  # so that after an error the next try begins anew
+            batches, self._batches = self._batches, None  # after an error, the next try opens the loader again
             assert batches is not None
             for first in batches:
                 self._peeked, self._batches = [first], batches
                 break
             else:
                 raise InputError(
-                    f"{self.where} has yielded no batch. Every epoch reads it anew: give a loader "
+                    f"{self.label} has yielded no batch. Every epoch reads it again: give a loader "
                     f"with at least one batch, or a function that returns a new iterator at every call."
                 )
         return self._peeked[0]
 
     def forget(self) -> None:
-        """Let the coming epoch begin anew."""
+        """Drop what was read of the next epoch. It will open the loader again."""
         self._batches, self._peeked = None, []
 
-    def read(self) -> Generator[Any, None, None]:
-        """The batches of the epoch."""
+    def read(self) -> Generator[RawBatch, None, None]:
+        """Yield the batches of the epoch."""
         first, rest = self.peek(), self._batches
         assert rest is not None
         self._peeked, self._batches = [], None
@@ -118,27 +125,27 @@ class Source:
         yield from rest
 
 
-def opened(loader: Any, where: str) -> Iterator[Any]:
-    """The batches of a loader, from the first on."""
-    called = callable(loader) and not hasattr(loader, "__iter__")
-    batches = loader() if called else loader
+def open_loader(loader: Data, label: str) -> Iterator[RawBatch]:
+    """Return an iterator over the batches of a loader, from the first one."""
+    is_function = callable(loader) and not hasattr(loader, "__iter__")
+    batches = loader() if is_function else loader
     if not hasattr(batches, "__iter__"):
         raise InputError(
-            f"{where} is a function that returned {type(batches).__name__}. It must return an iterator of batches."
+            f"{label} is a function that returned {type(batches).__name__}. It must return an iterator of batches."
         )
     return iter(batches)
 
 
-def steps_of(loader: Any) -> int | None:
-    """A loader's number of batches, where it knows."""
+def batch_count(loader: Data) -> int | None:
+    """Return a loader's number of batches; None if the loader does not know."""
     try:
         return len(loader)
     except TypeError:  # no __len__, or a DataLoader over a stream, or a tf.data.Dataset that can't tell
         return None
 
 
-def ahead(source: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
-    """The items of `source`, read by a background thread that is at most `depth` items ahead.
+def read_ahead(source: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
+    """Yield the items of `source`, which a background thread reads up to `depth` items ahead.
 
     An exception in `source` is raised here. Closing this generator ends the thread and closes `source`.
     """
@@ -155,7 +162,7 @@ def ahead(source: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
                 ready.put((next(source), None, False))
         except StopIteration:
             ready.put((None, None, True))
-        except BaseException as error:  # whatever it is, the reader would wait for ever if it were not told
+        except BaseException as error:  # of any kind: without a message, the reader would wait for ever
             ready.put((None, error, True))
         finally:
             if isinstance(source, Generator):

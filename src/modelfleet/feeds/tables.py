@@ -16,13 +16,21 @@ Columns = Hashable | Iterable[Hashable]
 def by(table: Any, *, key: str, x: Columns, y: Columns) -> Each:
     """Cut a pandas or polars table into one data set `(x, y)` per member.
 
-    The values of the column `key` are the members' names. `x` and `y` are each a column, for `(row,)` arrays,
-    or a list of columns, for `(row, column)`. Rows keep their order; members come in that of their first. A row
-    whose key is missing or NaN belongs to no member, and raises `InputError`.
-
         data = mf.by(sales, key="store", x=["price", "weekday"], y="sold")
         fleet = mf.Fleet.build(make_net, list(data.values))
         fleet.fit(data)
+
+    Args:
+        table: A pandas or polars DataFrame.
+        key: The column whose values are the members' names.
+        x: A column, for an array `(row,)`, or a list of columns, for `(row, column)`.
+        y: As x.
+
+    Returns:
+        An `each` by member name, in the order in which the names first appear. Rows keep their order.
+
+    Raises:
+        InputError: If a column does not exist or is not numeric, or a key or value is missing.
     """
     kind = _kind(table)
     known = Counter(table.columns)
@@ -48,19 +56,19 @@ def by(table: Any, *, key: str, x: Columns, y: Columns) -> Each:
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise InputError(
-            f"column {key!r} has several values that read {twice!r}, so they can't be told apart as names. "
-            f"Make them one type."
+            f"column {key!r} has several values that print as {twice!r}, so they can't be told apart as names. "
+            f"Convert them to one type."
         )
     values = {column: _values(table[column], column, table[key], key) for column in (*inputs, *targets)}
     xs, ys = (_joined(values, columns)[order] for columns in (x, y))
-    ends = np.cumsum(lengths).tolist()
-    begins = [0, *ends[:-1]]
-    return Each({n: (xs[low:high], ys[low:high]) for n, low, high in zip(names, begins, ends, strict=True)})
+    stops = np.cumsum(lengths).tolist()
+    starts = [0, *stops[:-1]]
+    return Each({n: (xs[low:high], ys[low:high]) for n, low, high in zip(names, starts, stops, strict=True)})
 
 
 def _kind(table: Any) -> str:
     for kind in ("pandas", "polars"):
-        module = sys.modules.get(kind)  # whoever has a table has imported its package
+        module = sys.modules.get(kind)  # if there is a table, its package is imported
         if module is not None and isinstance(table, module.DataFrame):
             return kind
     raise InputError(f"the table is of type {type(table).__name__}. Give a pandas or polars DataFrame.")
@@ -79,7 +87,7 @@ def _joined(values: dict[Hashable, np.ndarray], columns: Columns) -> np.ndarray:
 
 
 def _values(series: Any, column: Hashable, keys: Any, key: str) -> np.ndarray:
-    """The numbers of one column; none may be missing."""
+    """Return the numbers of one column. Raise `InputError` if one is missing."""
     missing = (series.isna() if hasattr(series, "isna") else series.is_null()).to_numpy()
     values = series.to_numpy()
     if values.dtype.kind in "fc":
@@ -97,7 +105,7 @@ def _values(series: Any, column: Hashable, keys: Any, key: str) -> np.ndarray:
 
 
 def _cut_pandas(table: Any, key: str) -> tuple[list[Any], np.ndarray, np.ndarray]:
-    """The keys in order of first appearance, the rows key by key, and how many each has."""
+    """Return the keys in order of first appearance, the row numbers key by key, and each key's number of rows."""
     import pandas
 
     codes, keys = pandas.factorize(table[key])
@@ -107,7 +115,7 @@ def _cut_pandas(table: Any, key: str) -> tuple[list[Any], np.ndarray, np.ndarray
 
 
 def _cut_polars(table: Any, key: str) -> tuple[list[Any], np.ndarray, np.ndarray]:
-    """As `_cut_pandas`."""
+    """Do the same as `_cut_pandas`."""
     import polars
 
     keys = table[key]

@@ -12,7 +12,7 @@ import numpy as np
 from modelfleet.errors import InputError, MissingExtraError, refuse_masked
 from modelfleet.frameworks.protocol import Adapter
 from modelfleet.types import Model, Tensor
-from modelfleet.words import unstopped
+from modelfleet.words import without_period
 
 # The order matters: a Keras model is also a torch module or a tf.Module, depending on its backend.
 ADAPTERS = ("keras", "jax", "torch", "tensorflow")
@@ -120,7 +120,7 @@ def _check_keywords(signature: inspect.Signature | None, arguments: Mapping[str,
     except TypeError as error:
         keywords = ", ".join(f"{key}={value!r}" for key, value in arguments.items()) or "no keywords"
         raise InputError(
-            f"member {name!r}: the factory can't be called with {keywords}: {unstopped(error)}. "
+            f"member {name!r}: the factory can't be called with {keywords}: {without_period(error)}. "
             f"Give a factory that takes these keywords and requires no others."
         ) from error
 

@@ -114,7 +114,7 @@ class Adapter(Protocol):
 
     @property
     def arrays(self) -> Any:
-        """A module of the form `modelfleet.feeds.Arrays`, and with `host(tensor)`: its numbers in NumPy."""
+        """A module of the form `feeds.ArrayOperations`, and with `host(tensor)`: its numbers in NumPy."""
         ...
 
     @property

@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from modelfleet.each import spread
+from modelfleet.each import per_member
 from modelfleet.errors import InputError
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
@@ -46,7 +46,7 @@ def check_objective(recipe: Recipe) -> None:
 
 def clip_norms(clip_norm: Any, names: Sequence[str]) -> list[float]:
     """Return the largest gradient norm of every member; infinity for members without one."""
-    values = spread(clip_norm, names, "clip_norm")
+    values = per_member(clip_norm, names, "clip_norm")
     for name, value in zip(names, values, strict=True):
         if value is not None and (not isinstance(value, int | float) or not value > 0):
             raise InputError(f"clip_norm of member {name!r} is {value!r}; expected a number above 0, or None.")

@@ -16,7 +16,7 @@ from modelfleet.lanes.spec import LaneSpec
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree, paths
 from modelfleet.types import Model, State, Tree
-from modelfleet.words import unstopped
+from modelfleet.words import without_period
 
 T = TypeVar("T")
 Work = Generator[None, None, T]
@@ -133,7 +133,7 @@ class Lane:
         begun = time.perf_counter()
         hyper = self._hyper_tensors(columns)
         causes: dict[int, Exception] = {}
-        for piece in batch.pieces:
+        for piece in batch.by_shape:
             live = self._on & (piece.counts > 0)
             if not live.any():
                 continue
@@ -209,7 +209,7 @@ class Lane:
         """The loss and the metrics `(slot,)` over a whole feed; batch by batch, for `finish_in_step`."""
         totals = None
         for whole in feed.epoch(0):
-            for batch in whole.pieces:
+            for batch in whole.by_shape:
                 for rows, data, weights in self._pieces(batch, batch.counts > 0):
                     with self._explained(data):
                         totals = self.engine.evaluate(
@@ -222,7 +222,7 @@ class Lane:
         """Every member's outputs over a whole feed, as arrays of its own rows in their order; batch by batch."""
         parts: list[list[Any]] = [[] for _ in self.members]
         for whole in feed.epoch(0):
-            for batch in whole.pieces:
+            for batch in whole.by_shape:
                 for inputs, counts, size in self._asked(batch):
                     with self._explained(inputs):
                         outputs = self.engine.predict(inputs, shared=batch.shared, counts=counts)
@@ -270,7 +270,8 @@ class Lane:
             who = f"member {self.names[0]!r}" if self.width == 1 else f"one of {self.width} members"
             raise InputError(
                 f"{who} can't take a batch of {shapes}: "
-                f"{type(error).__name__}: {unstopped(error)}. Check its values against what the model expects."
+                f"{type(error).__name__}: {without_period(error)}. "
+                f"Check its values against what the model expects."
             ) from error
 
     def _rows(self, outputs: Any, slot: int, count: int, size: int) -> Any:
@@ -306,7 +307,7 @@ class Lane:
             return self.engine.concatenate(parts)
         except (ValueError, TypeError) as error:
             raise InputError(
-                f"member {name!r}: its outputs for {len(parts)} batches can't be joined: {unstopped(error)}. "
+                f"member {name!r}: its outputs for {len(parts)} batches can't be joined: {without_period(error)}. "
                 f"Let the model give the same tree of arrays for every batch."
             ) from error
 

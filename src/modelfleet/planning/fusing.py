@@ -11,7 +11,7 @@ from modelfleet.lanes import LaneSpec
 from modelfleet.members import Member
 from modelfleet.runs.opening import LaneOpener, OpenLane
 from modelfleet.types import Strategy
-from modelfleet.words import unstopped
+from modelfleet.words import without_period
 
 
 def split_unfusable(opener: LaneOpener, specs: Sequence[LaneSpec], strategy: Strategy) -> list[LaneSpec]:
@@ -28,13 +28,13 @@ def split_unfusable(opener: LaneOpener, specs: Sequence[LaneSpec], strategy: Str
             first = spec.members[0]
             if strategy == "fused":
                 raise StrategyError(
-                    f"member {first!r} and those like it can't be fused: {unstopped(error)}. "
+                    f"member {first!r} and those like it can't be fused: {without_period(error)}. "
                     f'Drop strategy="fused" and let them take turns.'
                 ) from error
             if error.shared and opener.kind == "train":
                 warnings.warn(
                     f"members {first!r} and {spec.members[1]!r} take turns and share state that they change: "
-                    f"{unstopped(error)}. "
+                    f"{without_period(error)}. "
                     f"Their numbers depend on each other. Give each its own loss or objective, by "
                     f"compile(..., members=[name]), or its own copy of what is shared.",
                     FleetWarning,

@@ -8,7 +8,7 @@ import numpy as np
 from modelfleet.devices import threads_of
 from modelfleet.errors import FleetError
 from modelfleet.feeds import Feed
-from modelfleet.feeds._base import spec as form_of
+from modelfleet.feeds.checking import row_spec
 from modelfleet.frameworks.protocol import CannotFuseError
 from modelfleet.lanes import Groups, LaneSpec
 from modelfleet.planning import timings, trials
@@ -161,7 +161,7 @@ class Measurements:
     def _key(groups: Groups, spec: LaneSpec, feed: Feed, *what: object) -> str:
         task = groups.tasks[spec.members[0]]
         batch = feed.first()
-        shape = form_of(batch.data), batch.size, batch.shared
+        shape = row_spec(batch.data), batch.size, batch.shared
         return timings.key(task.member.framework.NAME, task.signature, task.task.summary, shape, *what)
 
 

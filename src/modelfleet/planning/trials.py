@@ -7,7 +7,7 @@ import numpy as np
 
 from modelfleet.each import Each
 from modelfleet.feeds import Batch
-from modelfleet.feeds._base import grouped
+from modelfleet.feeds.grouping import group_steps
 from modelfleet.lanes import Groups, Lane, LaneBuilder, LaneSpec
 from modelfleet.runs.events import EpochsEnded, RunOptions, Sharing
 from modelfleet.runs.job import Job
@@ -27,7 +27,7 @@ def step_seconds(builder: LaneBuilder, groups: Groups, spec: LaneSpec, batch: Ba
     lane.ready(batch, "train")
     several = lane.engine.several
     arrays = lane.members[0].framework.arrays
-    one = next(grouped(iter([batch] * several), several, arrays)) if batch.full else batch
+    one = next(group_steps(iter([batch] * several), several, arrays)) if batch.full else batch
 
     def timed(calls: int) -> float:
         begun = time.perf_counter()

@@ -11,13 +11,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from modelfleet.errors import FleetError, RowsError
-from modelfleet.feeds.reading import opened, steps_of
+from modelfleet.feeds.reading import batch_count, open_loader
 from modelfleet.replicas.requests import Request
 from modelfleet.replicas.rows import rows_of_batch
 from modelfleet.replicas.state import PoolState
 from modelfleet.trees import map_tree
 from modelfleet.types import Data, Tree
-from modelfleet.words import count, unstopped
+from modelfleet.words import count, without_period
 
 # Streams that are read at once, with a thread for each, so that a slow one holds up no other. Each may have files
 # and processes open. A stream is read to its end before the next begins, so that few users' answers are in memory.
@@ -128,7 +128,7 @@ class Reading:
 
     def _read(self, stream: "_Stream") -> None:
         """Submit the batches of a stream, until its end or until an error makes the rest useless."""
-        batches = opened(stream.loader, f"the data of user {stream.user!r}")
+        batches = open_loader(stream.loader, f"the data of user {stream.user!r}")
         try:
             while self._has_room(stream):
                 batch = next(batches, _END)
@@ -219,7 +219,7 @@ class _Stream:
         self.error: Exception | None = None
         """Why none of its rows can be answered."""
         with suppress(Exception):  # of a user's own __len__; reading the stream will show whether it works
-            self.left = steps_of(loader)
+            self.left = batch_count(loader)
         # All rows as if they had been submitted at once, so that errors and answers are the same as for arrays.
         self._whole = Request(user, None, 0, 0.0)
         self._batches: dict[int, tuple[Tree, int]] = {}  # unreported answers and their rows, by first row
@@ -281,9 +281,9 @@ class _Stream:
             return self.error
         after = f" after {count(whole.rows, 'row')}" if whole.rows else ""
         failure = RowsError(
-            f"the data of user {self.user!r} raised {type(self.raised).__name__}{after}: {unstopped(self.raised)}"
-            f". Fix the loader and map this user again; the answers so far are in .answers, and the numbers of "
-            f"their rows in .kept.",
+            f"the data of user {self.user!r} raised {type(self.raised).__name__}{after}: "
+            f"{without_period(self.raised)}. Fix the loader and map this user again; the answers so far are in "
+            f".answers, and the numbers of their rows in .kept.",
             whole.errors,
             whole.joined(),
             whole.kept,

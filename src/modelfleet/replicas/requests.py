@@ -8,7 +8,7 @@ from modelfleet.errors import FleetError, InputError, RowsError
 from modelfleet.joining import joined
 from modelfleet.trees import leaves
 from modelfleet.types import Tree
-from modelfleet.words import count, unstopped
+from modelfleet.words import count, without_period
 
 MAX_DISTINCT_ERRORS = 1000  # of a request, that new errors are compared with
 Status = Literal["open", "answered", "failed", "cancelled"]
@@ -106,7 +106,7 @@ class Request:
             return error
         except Exception as error:  # such as MemoryError: the future needs a result in any case
             message, answers = (
-                f"{message} These could not be joined: {type(error).__name__}: {unstopped(error)}.",
+                f"{message} These could not be joined: {type(error).__name__}: {without_period(error)}.",
                 None,
             )
         failure = RowsError(message, dict(sorted(self.errors.items())), answers, self.kept)

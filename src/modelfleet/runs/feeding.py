@@ -8,8 +8,8 @@ import numpy as np
 
 from modelfleet.each import Each
 from modelfleet.errors import InputError
-from modelfleet.feeds import Arrays, Feed, LoaderFeed, SharedLoader, is_loader, make_feed
-from modelfleet.feeds._base import difference, settle, spec
+from modelfleet.feeds import ArrayOperations, Feed, LoaderFeed, SharedLoader, is_loader, make_feed
+from modelfleet.feeds.checking import RowSpec, as_arrays, describe_difference, row_spec
 from modelfleet.frameworks.protocol import Adapter
 from modelfleet.lanes import Groups, Lane, LaneSpec
 from modelfleet.members import Member
@@ -48,7 +48,7 @@ class Feeding:
 
     # --- what the data are ---------------------------------------------------------------------------------------
 
-    def _arrays(self, name: str) -> Arrays:
+    def _arrays(self, name: str) -> ArrayOperations:
         return self._groups.tasks[name].member.framework.arrays
 
     def uses_loaders(self, *fields: Field) -> bool:
@@ -68,11 +68,11 @@ class Feeding:
 
     def split_by_form(self, specs: Sequence[LaneSpec]) -> list[LaneSpec]:
         """Return the specs, split where the rows of the members' own arrays have different forms."""
-        forms: dict[str, list[tuple[object, ...]]] = {name: [] for name in self.job.names}
+        forms: dict[str, list[RowSpec]] = {name: [] for name in self.job.names}
         for field in ("data", "validation"):
             if not isinstance(getattr(self.job, field), Each):
                 continue
-            known: dict[tuple[int, int], tuple[object, ...]] = {}
+            known: dict[tuple[int, int], RowSpec] = {}
             for name, value in self.job.by_name(field).items():
                 arrays = self._arrays(name)
                 key = id(value), id(arrays)
@@ -157,7 +157,7 @@ class Feeding:
             arrays=framework.arrays,
             epochs_done=np.array([self._groups.epochs.get(name, 0) for name in names], dtype=np.int64),
             what=field,
-            going_on=job.steps_per_epoch if continues else None,
+            steps_per_epoch=job.steps_per_epoch if continues else None,
         )
 
     def _transform(self, framework: Adapter, field: Field) -> Callable[[Data], Data]:
@@ -207,16 +207,16 @@ def has_loaders(job: Job, members: Mapping[str, Member], *fields: Field) -> bool
     return any(known.values())
 
 
-def _form(data: Data, arrays: Arrays, where: str) -> tuple[object, ...]:
+def _form(data: Data, arrays: ArrayOperations, where: str) -> RowSpec:
     """Return the form of the rows of arrays. A loader's batches may have any, so it has none."""
     if data is None or is_loader(data, arrays, where):
         return ()
-    tree, _ = settle(data, arrays, where)
-    return spec(map_tree(lambda leaf: arrays.place(leaf[:0], None), tree))
+    tree, _ = as_arrays(data, arrays, where)
+    return row_spec(map_tree(lambda leaf: arrays.place(leaf[:0], None), tree))
 
 
-def _split(lane: LaneSpec, forms: dict[str, list[tuple[object, ...]]]) -> list[LaneSpec]:
-    by_form: dict[tuple[tuple[object, ...], ...], list[str]] = {}
+def _split(lane: LaneSpec, forms: dict[str, list[RowSpec]]) -> list[LaneSpec]:
+    by_form: dict[tuple[RowSpec, ...], list[str]] = {}
     for name in lane.members:
         by_form.setdefault(tuple(forms[name]), []).append(name)
     if len(by_form) == 1:
@@ -226,7 +226,7 @@ def _split(lane: LaneSpec, forms: dict[str, list[tuple[object, ...]]]) -> list[L
     for own, names in by_form.items():
         reason = lane.apart_because
         if own != first:
-            what = next(difference(a, b) for a, b in zip(own, first, strict=True) if a != b)
+            what = next(describe_difference(a, b) for a, b in zip(own, first, strict=True) if a != b)
             reason = f"its rows are unlike those of {like!r}: {what}"
         pieces.append(replace(lane, members=tuple(names), apart_because=reason, split=None))
     return pieces

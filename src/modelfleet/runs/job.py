@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from modelfleet.each import Each, spread
+from modelfleet.each import Each, per_member
 from modelfleet.errors import InputError
 from modelfleet.types import Data
 
@@ -27,7 +27,7 @@ class Job:
 
     def by_name(self, field: str) -> dict[str, Any]:
         """Return every member's own value of a field."""
-        return dict(zip(self.names, spread(getattr(self, field), self.names, field), strict=True))
+        return dict(zip(self.names, per_member(getattr(self, field), self.names, field), strict=True))
 
     def only(self, names: Sequence[str]) -> "Job":
         """Return the job of some of the members."""

@@ -1,4 +1,4 @@
-"""Keep stacked tensors and JSON in a folder that is whole at every moment, and notice when it was damaged."""
+"""Save stacked tensors and JSON to a folder that is complete at every moment, and detect damage to it."""
 
 from modelfleet.store.folder import is_unused, tidy, write_folder
 from modelfleet.store.reading import Files, Saved, read_folder, read_manifest

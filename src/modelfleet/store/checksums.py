@@ -1,8 +1,8 @@
-"""Checksums of files and of parts of them: how damage is noticed.
+"""Checksums of files and of ranges of them, which detect damage.
 
-SHA-256, of which 128 bits are kept. Most processors have instructions for it, which make it several times as fast
-as BLAKE2; and hashing lets other threads run. What is longer than a block is summed up block by block, by several
-threads, and its checksum is that of its blocks' checksums.
+A checksum is the first 128 bits of SHA-256. Most processors have instructions for it, which make it several times
+as fast as BLAKE2; and hashing releases Python's lock. Anything longer than a block is hashed block by block in
+several threads. Its checksum is the checksum of the blocks' digests.
 """
 
 import hashlib
@@ -11,34 +11,32 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Self
 
 from modelfleet.errors import StoreError
 from modelfleet.store.header import Header, Range, unreadable
 
 BLOCK = 1 << 24  # bytes
-_PIECE = 1 << 20  # what is read at once
+_READ_SIZE = 1 << 20  # bytes read at once
 _THREADS = min(4, os.cpu_count() or 1)
-_LENGTH = 32  # hexadecimal digits
+_DIGITS = 32  # hexadecimal digits of a checksum
 
 
 def checksum_of(data: bytes) -> str:
-    """The checksum of bytes in memory."""
-    return hashlib.sha256(data).hexdigest()[:_LENGTH]
+    """Return the checksum of bytes in memory."""
+    return hashlib.sha256(data).hexdigest()[:_DIGITS]
 
 
 def blocks_of(ranges: Iterable[Range]) -> list[list[Range]]:
-    """What is summed up at once: all of it if that is little, else block by block."""
-    whole = list(ranges)
-    if sum(stop - start for start, stop in whole) <= BLOCK:
-        return [whole]
-    return [
-        [(low, min(low + BLOCK, stop))] for start, stop in whole for low in range(start, stop, BLOCK) if low < stop
-    ]
+    """Return the ranges to hash at once: all together if they are short, else one block at a time."""
+    everything = list(ranges)
+    if sum(stop - start for start, stop in everything) <= BLOCK:
+        return [everything]
+    return [[(low, min(low + BLOCK, stop))] for start, stop in everything for low in range(start, stop, BLOCK)]
 
 
 def checksum(path: Path, ranges: Iterable[Range]) -> str:
-    """The checksum of parts of a file, one after the other."""
+    """Return the checksum of ranges of a file, one after the other."""
     blocks = blocks_of(ranges)
     if len(blocks) == 1:
         return _joined([_digest(path, blocks[0])])
@@ -47,47 +45,47 @@ def checksum(path: Path, ranges: Iterable[Range]) -> str:
 
 
 def row_checksums(path: Path, header: Header) -> list[str]:
-    """The checksum of every row of a file's tensors: of row 0 of all of them, of row 1, …"""
+    """Return one checksum for row 0 of all tensors of a file, one for row 1, and so on."""
     rows = header.rows
     if not rows:
         return []
     if sum(stop - start for start, stop in header.row(0)) > BLOCK:
         return [checksum(path, header.row(row)) for row in range(rows)]
-    # In one pass from front to back: there may be many rows, of a few bytes each.
+    # In one pass over the file, since there may be many rows of a few bytes each.
     sums = [hashlib.sha256() for _ in range(rows)]
     with path.open("rb", buffering=0) as file:
-        for start, stop in header.places.values():
+        for start, stop in header.ranges.values():
             length = (stop - start) // rows
-            together = max(1, _PIECE // max(1, length))
+            together = max(1, _READ_SIZE // max(1, length))
             file.seek(start)
             for first in range(0, rows, together):
                 last = min(rows, first + together)
                 data = memoryview(_read(file, (last - first) * length))
                 for row in range(first, last):
                     sums[row].update(data[(row - first) * length : (row - first + 1) * length])
-    return [each.hexdigest()[:_LENGTH] for each in sums]
+    return [digest.hexdigest()[:_DIGITS] for digest in sums]
 
 
 class Checks:
-    """Checks of parts of files against their checksums: small ones at once, large ones by threads meanwhile.
+    """Checks of ranges of files against their checksums: short ones at once, long ones in background threads.
 
-    Whoever leaves the `with` block has all of them done; the first that fails raises `StoreError`.
+    Leaving the `with` block waits for all of them, and raises `StoreError` for the first that fails.
     """
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
-        self._due: list[tuple[Path, str, str, list[Future[bytes]]]] = []
+        self._pending: list[tuple[Path, str, str, list[Future[bytes]]]] = []
 
     def add(self, path: Path, what: str, ranges: Sequence[Range], expected: str) -> None:
-        """Check that these parts of a file have a checksum; `what` names them in the error."""
+        """Check that these ranges of a file have the expected checksum; `what` names them in the error."""
         blocks = blocks_of(ranges)
-        if sum(stop - start for start, stop in ranges) <= _PIECE:
+        if sum(stop - start for start, stop in ranges) <= _READ_SIZE:
             _compare(path, what, _joined([_digest(path, block) for block in blocks]), expected)
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(_THREADS)
         digests = [self._pool.submit(_digest, path, block) for block in blocks]
-        self._due.append((path, what, expected, digests))
+        self._pending.append((path, what, expected, digests))
 
     def __enter__(self) -> Self:
         return self
@@ -96,13 +94,13 @@ class Checks:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            # Damage is the better explanation of whatever else went wrong, except of what was not our error.
+            # Damage explains any other exception better, except for those such as KeyboardInterrupt.
             if error is None or isinstance(error, Exception):
-                for path, what, expected, digests in self._due:
+                for path, what, expected, digests in self._pending:
                     try:
                         found = _joined([digest.result() for digest in digests])
-                    except OSError as trouble:
-                        raise unreadable(path, trouble) from trouble
+                    except OSError as problem:
+                        raise unreadable(path, problem) from problem
                     _compare(path, what, found, expected)
         finally:
             if self._pool is not None:
@@ -117,23 +115,23 @@ def _compare(path: Path, what: str, found: str, expected: str) -> None:
 
 
 def _joined(digests: Sequence[bytes]) -> str:
-    return (digests[0].hex() if len(digests) == 1 else hashlib.sha256(b"".join(digests)).hexdigest())[:_LENGTH]
+    return (digests[0].hex() if len(digests) == 1 else hashlib.sha256(b"".join(digests)).hexdigest())[:_DIGITS]
 
 
 def _digest(path: Path, ranges: Iterable[Range]) -> bytes:
-    """The full digest of parts of a file."""
+    """Return the full digest of ranges of a file."""
     found = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         for start, stop in ranges:
             file.seek(start)
-            for low in range(start, stop, _PIECE):
-                found.update(_read(file, min(_PIECE, stop - low)))
+            for low in range(start, stop, _READ_SIZE):
+                found.update(_read(file, min(_READ_SIZE, stop - low)))
     return found.digest()
 
 
-def _read(file: Any, length: int) -> bytes:
+def _read(file: IO[bytes], length: int) -> bytes:
     data = file.read(length)
-    while len(data) < length:  # an unbuffered read may give less than it was asked for
+    while len(data) < length:  # an unbuffered read may return less than asked
         more = file.read(length - len(data))
         if not more:
             raise StoreError(f"{file.name} is shorter than expected. Load another copy.")

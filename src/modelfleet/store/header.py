@@ -1,22 +1,22 @@
-"""The header of a safetensors file: which tensors it holds, and where, read without any framework."""
+"""Header of a safetensors file: which tensors it holds, and where. Read without any framework."""
 
 import json
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from modelfleet.errors import StoreError
+from modelfleet.types import Json
 
 # The bound that the safetensors format itself sets: a few damaged bytes must not make us allocate gigabytes.
-LONGEST_HEADER = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 
 Range = tuple[int, int]
-"""The first byte of something in a file, and the first one after it."""
+"""The first byte of something in a file, and the first byte after it."""
 
 
 class GoneError(StoreError):
-    """A data file is not there: it is lost, or another save has replaced it."""
+    """A data file is missing: it is lost, or another save has replaced it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(
@@ -26,32 +26,32 @@ class GoneError(StoreError):
 
 @dataclass(frozen=True)
 class Header:
-    """What a safetensors file says about itself."""
+    """The tensors of a safetensors file, and where they are."""
 
-    tensors: dict[str, dict[str, Any]]
+    tensors: dict[str, dict[str, Json]]
     """The dtype and shape of every tensor: `{"weight": {"dtype": "F32", "shape": [3, 10, 64]}}`."""
-    places: dict[str, Range]
-    """Where each tensor is in the file, in the order of the file."""
+    ranges: dict[str, Range]
+    """The bytes of each tensor, in the order of the file."""
     text: bytes
-    """The header as it is in the file, with its length."""
+    """The header's bytes in the file, including its length."""
 
     @property
     def rows(self) -> int:
-        """How many rows all tensors have; 0 if there are none, or one has no rows."""
+        """Number of rows of every tensor; 0 if the tensors differ, or one has no rows."""
         counts = {tensor["shape"][0] if tensor["shape"] else 0 for tensor in self.tensors.values()}
         return counts.pop() if len(counts) == 1 else 0
 
     def row(self, row: int) -> list[Range]:
-        """Where one row of every tensor is; only for a row that there is."""
+        """Return the bytes of one row of every tensor. The row must exist."""
         rows, found = self.rows, []
-        for start, stop in self.places.values():
+        for start, stop in self.ranges.values():
             length = (stop - start) // rows
             found.append((start + row * length, start + (row + 1) * length))
         return found
 
 
 def file_size(path: Path) -> int:
-    """The size of a file; OSError if it is no ordinary one. Opening a pipe would wait for ever."""
+    """Return the size of an ordinary file. Raise OSError for any other: opening a pipe would wait for ever."""
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise OSError(0, "it is not a file" if not stat.S_ISDIR(found.st_mode) else "it is a folder", str(path))
@@ -59,29 +59,29 @@ def file_size(path: Path) -> int:
 
 
 def read_header(path: Path) -> Header:
-    """Read and check a file's header; `StoreError` if it is not one of safetensors."""
+    """Read and check a file's header. Raise `StoreError` if it is not a safetensors file."""
     size = file_size(path)
     with path.open("rb") as file:
         first = file.read(8)
         length = int.from_bytes(first, "little")
-        if size < 8 or length > min(size - 8, LONGEST_HEADER):
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise _corrupt(path, f"its header claims {length:,} bytes, the file has {size:,}")
         text = file.read(length)
     try:
         entries = json.loads(text)
         entries.pop("__metadata__", None)
         tensors = {name: {"dtype": entry["dtype"], "shape": entry["shape"]} for name, entry in entries.items()}
-        places = {name: _place(entry["data_offsets"], 8 + length, size) for name, entry in entries.items()}
+        ranges = {name: _range(entry["data_offsets"], 8 + length, size) for name, entry in entries.items()}
         for entry in tensors.values():
             check_tensor(entry)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise _corrupt(path, "its header is not that of a safetensors file") from error
-    places = dict(sorted(places.items(), key=lambda item: item[1]))
-    return Header(tensors, places, first + text)
+    ranges = dict(sorted(ranges.items(), key=lambda item: item[1]))
+    return Header(tensors, ranges, first + text)
 
 
-def check_tensor(entry: Any) -> None:
-    """Raise ValueError if this is not the dtype and shape of a tensor."""
+def check_tensor(entry: Json) -> None:
+    """Raise ValueError unless the entry is the dtype and shape of a tensor."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape"} or not isinstance(entry["dtype"], str):
         raise ValueError("it has no dtype and shape")
     shape = entry["shape"]
@@ -89,32 +89,32 @@ def check_tensor(entry: Any) -> None:
         raise ValueError(f"its shape is {shape!r}")
 
 
-def difference(found: dict[str, dict[str, Any]], expected: dict[str, dict[str, Any]]) -> str | None:
-    """The first thing in which two headers differ, in words; None if they agree."""
+def difference(found: dict[str, dict[str, Json]], expected: dict[str, dict[str, Json]]) -> str | None:
+    """Describe the first difference between the tensors of two headers; return None if they agree."""
     for name, entry in expected.items():
         if name not in found:
             return f"tensor {name!r} is missing"
         if found[name] != entry:
             return f"tensor {name!r} is {_show(found[name])}, expected {_show(entry)}"
-    strangers = [name for name in found if name not in expected]
-    return f"tensor {strangers[0]!r} was not expected" if strangers else None
+    extra = [name for name in found if name not in expected]
+    return f"tensor {extra[0]!r} was not expected" if extra else None
 
 
 def unreadable(path: Path, error: OSError) -> StoreError:
-    """The error for a file that the system does not let us read."""
+    """Return the error for a file that the system does not let us read."""
     if isinstance(error, FileNotFoundError):
         return GoneError(path)
     return StoreError(f"{path} can't be read: {error.strerror or error}. Load another copy.")
 
 
-def _place(offsets: Any, start: int, size: int) -> Range:
+def _range(offsets: Json, start: int, size: int) -> Range:
     first, last = offsets
     if type(first) is not int or type(last) is not int or not 0 <= first <= last <= size - start:
         raise ValueError(f"a tensor can't be at {offsets!r}")
     return start + first, start + last
 
 
-def _show(entry: dict[str, Any]) -> str:
+def _show(entry: dict[str, Json]) -> str:
     return f"{entry['dtype']} {entry['shape']}"
 
 

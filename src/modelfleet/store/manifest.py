@@ -1,14 +1,14 @@
-"""manifest.json: what a saved folder says about itself.
+"""manifest.json: the description of a saved folder.
 
     {"checksum": "6e340b9cffb37a989ca544e6bb780a2c",
      "format": "modelfleet", "version": 2, "kind": "fleet",
      "files": {"group-0": {"file": "group-0.5d41402abc4b2a76.safetensors", "bytes": 4096,
                            "tensors": {"head.weight": {"dtype": "F32", "shape": [3, 10, 64]}},
                            "header": "…", "rows": ["…", "…", "…"]}},
-     … and what the caller keeps, under keys of its own}
+     … and the caller's own keys}
 
-The checksum in front is that of all bytes after it. A data file that is read row by row has a checksum of its
-header and of every row; another one has `"checksum"`, that of the whole file. Version 1 had no checksums.
+The checksum in front covers all bytes after it. A data file that is read row by row has a checksum of its header
+and of every row. Any other file has one `"checksum"`. Version 1 had no checksums.
 
 JSON has no NaN and no infinities: they are written as `{"$float": "nan"}`, `{"$float": "inf"}` and
 `{"$float": "-inf"}`, and read back as floats.
@@ -18,54 +18,53 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
 from modelfleet.errors import StoreError
 from modelfleet.store.checksums import checksum_of
-from modelfleet.store.fields import check
 from modelfleet.store.header import check_tensor
+from modelfleet.store.schema import check
+from modelfleet.types import Json
 
 MANIFEST = "manifest.json"
 FORMAT = "modelfleet"
 VERSION = 2
 RESERVED = frozenset({"checksum", "format", "version", "kind", "files"})
-LONGEST = 1 << 30  # bytes: a file that claims to be longer is not read into memory
+MAX_BYTES = 1 << 30  # a longer manifest is not read into memory
 
-# Lower case only: on some disks "A" and "a" are one file. Nothing that matches leads out of the folder.
+# Lower case only: on some disks "A" and "a" are one file. No name that matches leads out of the folder.
 FILE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 DATA_FILE = re.compile(r"([a-z0-9][a-z0-9_-]*)\.[0-9a-f]{16}\.safetensors")
 
-_SEAL = re.compile(rb'\{"checksum": "([0-9a-f]{32})", ')
+_CHECKSUM = re.compile(rb'\{"checksum": "([0-9a-f]{32})", ')
 _FLOAT = "$float"
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _ENTRY = {"file": str, "bytes": int, "tensors": {str: object}, "checksum?": str, "header?": str, "rows?": [str]}
-
-
 _TRUST = "Load another copy; or, if you trust this one, give verify=False."
 
 
 class UnusableError(ValueError):
-    """A text is not a manifest that can be used; says why, and what to do."""
+    """A text is not a usable manifest. The message says why, and what to do."""
 
     def __init__(self, reason: str, advice: str = "Load another copy.") -> None:
         super().__init__(f"{reason}. {advice}")
 
 
-def encode(manifest: Mapping[str, Any]) -> bytes:
-    """A manifest of plain values as JSON text, with its checksum in front."""
+def encode(manifest: Mapping[str, Json]) -> bytes:
+    """Return a manifest of plain values as JSON text, with its checksum in front."""
     rest = json.dumps(manifest, allow_nan=False).encode()[1:]
-    if len(rest) > LONGEST:
+    if len(rest) > MAX_BYTES:
         raise StoreError(
-            f"the manifest would have {len(rest):,} bytes, more than {LONGEST:,}. Save fewer members to a folder, "
-            f"or train for fewer epochs in one fit."
+            f"the manifest would have {len(rest):,} bytes, more than {MAX_BYTES:,}. Save fewer members to "
+            f"a folder, or train for fewer epochs in one fit."
         )
     return b'{"checksum": "%s", %s' % (checksum_of(rest).encode(), rest)
 
 
-def decode(text: bytes, *, verify: bool = True) -> dict[str, Any]:
-    """The manifest in a JSON text, checked; raises `UnusableError`."""
+def decode(text: bytes, *, verify: bool = True) -> dict[str, Json]:
+    """Return the manifest in a JSON text. Raise `UnusableError` if a check fails."""
     try:
         manifest = json.loads(text, object_hook=_float_hook, parse_constant=_refuse_constant)
     except RecursionError:
@@ -82,19 +81,23 @@ def decode(text: bytes, *, verify: bool = True) -> dict[str, Any]:
             f"its format version is {version}, newer than {VERSION}", "Upgrade modelfleet to read it."
         )
     if verify:
-        _check_seal(text, required=version > 1 or "checksum" in manifest)
+        _check_checksum(text, required=version > 1 or "checksum" in manifest)
     manifest.pop("checksum", None)
     try:
         check(manifest, {"kind": str, "files": {str: _ENTRY}}, "the manifest")
         for name, entry in manifest["files"].items():
-            _check_entry(name, entry, summed=version > 1)
+            _check_entry(name, entry, has_checksums=version > 1)
     except ValueError as error:
         raise UnusableError(str(error)) from None
     return manifest
 
 
-def plain(value: Any, path: str = "manifest") -> Any:
-    """The value in JSON's own types, NumPy's numbers and special floats too; `path` names it in errors."""
+def plain(value: object, path: str = "manifest") -> Json:
+    """Convert a value to JSON's own types, including NumPy's numbers and special floats.
+
+    Raises:
+        StoreError: If JSON can't hold the value. `path` names it in the message.
+    """
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, np.bool_):
@@ -116,7 +119,7 @@ def plain(value: Any, path: str = "manifest") -> Any:
     )
 
 
-def _float_hook(value: dict[str, Any]) -> Any:
+def _float_hook(value: dict[str, Json]) -> Json:
     if value.keys() != {_FLOAT}:
         return value
     name = value[_FLOAT]
@@ -129,26 +132,24 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _check_seal(text: bytes, *, required: bool) -> None:
+def _check_checksum(text: bytes, *, required: bool) -> None:
     """Raise `UnusableError` if a manifest is not as it was written."""
-    seal = _SEAL.match(text)
-    if seal is None:
+    match = _CHECKSUM.match(text)
+    if match is None:
         if required:
             raise UnusableError("it is damaged: its checksum is not where it should be", _TRUST)
         return
-    found = checksum_of(text[seal.end() :])
-    if found != seal[1].decode():
-        raise UnusableError(
-            f"it is damaged or was edited: its checksum is {found}, expected {seal[1].decode()}", _TRUST
-        )
+    found, expected = checksum_of(text[match.end() :]), match[1].decode()
+    if found != expected:
+        raise UnusableError(f"it is damaged or was edited: its checksum is {found}, expected {expected}", _TRUST)
 
 
-def _check_entry(name: str, entry: dict[str, Any], *, summed: bool) -> None:
-    """A data file's entry is used as a path and a size: it must be one that we could have written."""
+def _check_entry(name: str, entry: dict[str, Json], *, has_checksums: bool) -> None:
+    """Raise ValueError unless modelfleet could have written the entry, which is used as a path and a size."""
     match = DATA_FILE.fullmatch(entry["file"])
     if match is None or match[1] != name:
         raise ValueError(f"the data file of {name!r} can't be {entry['file']!r}")
-    if summed and "checksum" not in entry and not ("header" in entry and "rows" in entry):
+    if has_checksums and "checksum" not in entry and not ("header" in entry and "rows" in entry):
         raise ValueError(f"it has no checksum for the data file of {name!r}")
     for tensor, spec in entry["tensors"].items():
         try:

@@ -12,7 +12,7 @@ from typing import Any
 import cloudpickle
 
 from modelfleet import frameworks
-from modelfleet.words import unstopped
+from modelfleet.words import without_period
 from modelfleet.workers.channel import above_standard
 from modelfleet.workers.protocol import CannotSendError
 from modelfleet.workers.shared_memory import close_descriptors
@@ -74,7 +74,8 @@ def pickle_with_descriptors(
             if kind is _Pickler:
                 continue
             raise CannotSendError(
-                f"{description} can't be sent to a worker process: {type(error).__name__}: {unstopped(error)}. "
+                f"{description} can't be sent to a worker process: {type(error).__name__}: "
+                f"{without_period(error)}. "
                 f"Define classes and functions at the top of a module that can be imported, and leave out what "
                 f"belongs to one process alone: locks, open files, generators."
             ) from error

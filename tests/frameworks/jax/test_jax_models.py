@@ -243,5 +243,5 @@ def test_files_hold_arrays_of_jax_and_scalars(tmp_path: Path) -> None:
 def test_devices() -> None:
     assert adapter.choose((Device("cpu", 1),)) == (Device("cpu", 1),)
     assert adapter.native(Device("cpu", 1)).platform == "cpu"
-    with pytest.raises(InputError, match="device 'xpu:3' is not here: JAX sees cpu"):
+    with pytest.raises(InputError, match="device 'xpu:3' does not exist: JAX sees cpu"):
         adapter.choose((Device("xpu", 3),))

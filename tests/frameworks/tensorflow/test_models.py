@@ -205,7 +205,7 @@ def test_devices_are_named_as_tensorflow_names_them() -> None:
     assert adapter.choose((Device("cpu"),)) == (Device("cpu"),)
     assert adapter.native(Device("cpu")) == "CPU:0"
     assert adapter.native(Device("cpu", 7)) == "CPU:0"  # a logical CPU that TensorFlow was not told of
-    with pytest.raises(InputError, match="device 'cuda:9' is not here: TensorFlow sees cpu"):
+    with pytest.raises(InputError, match="device 'cuda:9' does not exist: TensorFlow sees cpu"):
         adapter.choose((Device("cuda", 9),))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from modelfleet.each import each, spread
+from modelfleet.each import each, per_member
 from modelfleet.errors import InputError
 from modelfleet.frameworks.torch.hyperparameters import SWITCHES, columns, resolve, static_flags
 from modelfleet.frameworks.torch.optimizers import Optimizer
@@ -105,7 +105,7 @@ def run(
 
 
 def own(value: Any, row: int) -> Any:
-    return spread(value, NAMES, "")[row]
+    return per_member(value, NAMES, "")[row]
 
 
 def run_torch(

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from modelfleet.each import Each, spread
+from modelfleet.each import Each, per_member
 from modelfleet.errors import InputError, MissingExtraError, unknown
 from modelfleet.types import OptimizerLike, ScheduleLike, Tree
-from modelfleet.words import unstopped
+from modelfleet.words import without_period
 
 # Default learning rates: those of torch's optimizers, since Optax has none.
 NAMES: Mapping[str, float] = {
@@ -122,9 +122,9 @@ def resolve(
     optimizer: OptimizerLike, schedule: ScheduleLike, given: Mapping[str, Any], names: Sequence[str]
 ) -> tuple[list[Optimizer], list[dict[str, float]]]:
     """Return every member's optimizer and own hyperparameters. Members that may be fused get the same object."""
-    chosen = spread(optimizer, names, "optimizer")
-    schedules = spread(schedule, names, "schedule")
-    settings = {key: spread(value, names, key) for key, value in given.items()}
+    chosen = per_member(optimizer, names, "optimizer")
+    schedules = per_member(schedule, names, "schedule")
+    settings = {key: per_member(value, names, key) for key, value in given.items()}
     varied = {key for key, value in given.items() if isinstance(value, Each)}
     known: dict[Optimizer, Optimizer] = {}
     optimizers: list[Optimizer] = []
@@ -138,7 +138,7 @@ def resolve(
             raise InputError(f"member {name!r}: {error}") from None if isinstance(optimizer, Each) else error
         except TypeError as error:  # a value of the program that can't be compared
             raise InputError(
-                f"member {name!r}: the optimizer does not take {own}: {unstopped(error)}. "
+                f"member {name!r}: the optimizer does not take {own}: {without_period(error)}. "
                 f"Make the transformation yourself, and pass it instead of the name."
             ) from error
         values.append(numbers)

@@ -16,7 +16,7 @@ from modelfleet.frameworks.keras.optimizers import twin
 from modelfleet.frameworks.keras.steps import structural_keys
 from modelfleet.frameworks.weights import Spec, mismatch
 from modelfleet.types import Tensor
-from modelfleet.words import unstopped
+from modelfleet.words import without_period
 
 _GENERATOR = "global_seed_generator"  # keras.random draws from it if it gets no seed
 
@@ -61,7 +61,7 @@ def copy_model(model: keras.Model) -> keras.Model:
         copied: Any = put_together(*take_apart(model))
     except Exception as error:  # a user's own class may raise anything
         raise InputError(
-            f"a {type(model).__name__} can't be copied: {unstopped(error)}. "
+            f"a {type(model).__name__} can't be copied: {without_period(error)}. "
             f"Give its class a get_config, or build another model and copy the weights."
         ) from error
     for variable, own in zip(copied.variables, model.variables, strict=True):

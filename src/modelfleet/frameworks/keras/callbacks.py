@@ -12,7 +12,7 @@ from keras import callbacks
 
 from modelfleet.errors import InputError
 from modelfleet.frameworks.keras.plain import BACKEND, become_plain
-from modelfleet.words import unstopped
+from modelfleet.words import without_period
 
 _PATHS = ("filepath", "filename", "log_dir")
 _UNCALLED = (  # a fleet takes several steps of many members in one call
@@ -231,7 +231,7 @@ def _by_member(callback: Any, names: Sequence[str]) -> dict[str, Any]:
             found[name] = copy.deepcopy(callback, {id(one): one for one in left if one is not None})
         except Exception as error:  # an attribute may raise anything
             raise InputError(
-                f"{type(callback).__name__} can't be copied for member {name!r}: {unstopped(error)}. "
+                f"{type(callback).__name__} can't be copied for member {name!r}: {without_period(error)}. "
                 f"Every Keras member needs a callback of its own. Give the class a __deepcopy__, or use a "
                 f"modelfleet.Callback."
             ) from error

@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from modelfleet.each import spread
+from modelfleet.each import per_member
 from modelfleet.errors import InputError
 from modelfleet.frameworks.keras import losses, metrics, optimizers
 from modelfleet.frameworks.keras.task import Task, task_of
@@ -37,7 +37,7 @@ def compile(recipe: Recipe, members: Sequence[Member]) -> None:
         "schedule": recipe.schedule,
         **{optimizers.ALIASES.get(key, key): value for key, value in (recipe.hyperparameters or {}).items()},
     }
-    columns = {key: spread(value, names, key) for key, value in given.items()}
+    columns = {key: per_member(value, names, key) for key, value in given.items()}
     arguments = [
         _compile_arguments({key: values[position] for key, values in columns.items()}, name)
         for position, name in enumerate(names)

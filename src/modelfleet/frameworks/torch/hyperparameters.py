@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from modelfleet.each import Each, spread
+from modelfleet.each import Each, per_member
 from modelfleet.errors import InputError, unknown
 from modelfleet.frameworks.torch.algorithms import ALGORITHMS
 from modelfleet.frameworks.torch.optimizers import Optimizer
@@ -49,11 +49,11 @@ def static_flags(
     name, settings = _settings(optimizer, given)
     flags: list[dict[str, bool]] = [{} for _ in names]
     for flag, default in ALGORITHMS[name].flags.items():
-        for position, value in enumerate(spread(settings.get(flag, default), names, flag)):
+        for position, value in enumerate(per_member(settings.get(flag, default), names, flag)):
             flags[position][flag] = _flag(name, flag, value, names[position])
     if name == "sgd":
-        momentum = spread(settings.get("momentum", 0), names, "momentum")
-        dampening = spread(settings.get("dampening", 0), names, "dampening")
+        momentum = per_member(settings.get("momentum", 0), names, "momentum")
+        dampening = per_member(settings.get("dampening", 0), names, "dampening")
         for member, flag, own, damping in zip(names, flags, momentum, dampening, strict=True):
             if flag["nesterov"] and not (own and not damping):
                 raise InputError(
@@ -68,7 +68,7 @@ def columns(hyper: Mapping[str, Any], names: Sequence[str]) -> dict[str, np.ndar
     arrays = {flat: np.empty(len(names)) for name in hyper for flat in flat_names(name)}
     for name, value in hyper.items():
         flats = flat_names(name)
-        for position, own in enumerate(spread(value, names, name)):
+        for position, own in enumerate(per_member(value, names, name)):
             if len(flats) > 1 and not (isinstance(own, tuple | list) and len(own) == len(flats)):
                 raise _wrong_value(names[position], name, own, f"{len(flats)} numbers, as in {name}=(0.9, 0.99)")
             for flat, number in zip(flats, own if len(flats) > 1 else (own,), strict=True):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from modelfleet.errors import GroupError
-from modelfleet.words import unstopped
+from modelfleet.words import without_period
 
 SECONDS_TO_REPORT = 2.0  # that the other ranks have, after a failure, to report that they are waiting, too
 
@@ -68,7 +68,7 @@ class ProcessGroup:
             store.set_timeout(wait)
         except Exception as error:  # each kind of address raises another type
             raise GroupError(
-                f"rank {rank} of {size} can't connect to the others at {address!r}: {unstopped(error)}. "
+                f"rank {rank} of {size} can't connect to the others at {address!r}: {without_period(error)}. "
                 f"Give all ranks one address that each of them can reach, and start all of them."
             ) from error
         group = cls(rank, size, timeout, store, device)

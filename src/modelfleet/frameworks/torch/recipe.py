@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from modelfleet.each import Each, spread
+from modelfleet.each import Each, per_member
 from modelfleet.errors import InputError, unknown
 from modelfleet.frameworks.recipe import Prepared, check_objective, clip_norms, require_compiled
 from modelfleet.frameworks.torch import hyperparameters, losses, metrics, schedules
@@ -76,7 +76,7 @@ def _prepare(recipe: Recipe, names: Sequence[str]) -> Prepared[Task]:
         if key not in distinct:
             distinct[key] = replace(task, optimizer=replace(optimizer, flags=own))
         tasks.append(distinct[key])
-    chosen = spread(recipe.schedule, names, "schedule")
+    chosen = per_member(recipe.schedule, names, "schedule")
     for schedule in chosen if isinstance(recipe.schedule, Each) else chosen[:1]:
         schedules.resolve(schedule)
     return Prepared(tasks, chosen, columns)

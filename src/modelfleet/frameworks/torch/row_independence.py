@@ -24,7 +24,7 @@ from modelfleet.frameworks.torch.steps import Steps
 from modelfleet.frameworks.torch.task import call, logits
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import Tree
-from modelfleet.words import unstopped
+from modelfleet.words import without_period
 
 Run = Callable[..., Any]
 Shape = tuple[int, ...]
@@ -85,7 +85,7 @@ def _divide(trial: "_Trial", data: Tree, inputs: Tree) -> DrawShapes | str:
     try:
         trial.step(_loss, data, slice(trial.half), few := trial.constant_streams())
     except Exception as error:
-        return f"the model does not accept half of a batch's rows: {unstopped(error)}. Train it on one device"
+        return f"the model does not accept half of a batch's rows: {without_period(error)}. Train it on one device"
     draws = _row_axes(constant.shapes, trial.rows, few.shapes, trial.half)
     if isinstance(draws, str):
         return draws

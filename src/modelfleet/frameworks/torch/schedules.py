@@ -19,7 +19,7 @@ from modelfleet.frameworks.torch.hyperparameters import flat_names
 from modelfleet.frameworks.torch.optimizers import Optimizer
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.types import ScheduleLike
-from modelfleet.words import unstopped
+from modelfleet.words import without_period
 
 Factory = Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
 Columns = dict[str, np.ndarray]
@@ -310,7 +310,7 @@ class _Scheduler:
             self.scheduler = self.factory(self.optimizer)
         except (TypeError, ValueError, KeyError) as error:
             raise InputError(
-                f"member {self.name!r}: {self.factory!r} made no scheduler: {unstopped(error)}. "
+                f"member {self.name!r}: {self.factory!r} made no scheduler: {without_period(error)}. "
                 f"Give its arguments with functools.partial, or use a lambda of the optimizer."
             ) from error
         if not isinstance(self.scheduler, lr_scheduler.LRScheduler):

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from modelfleet.feeds._base import Batch, grouped
+from modelfleet.feeds import Batch
+from modelfleet.feeds.grouping import group_steps
 from modelfleet.frameworks.jax import arrays
 
 
@@ -15,7 +16,7 @@ def test_what_was_read_before_a_loader_raised_is_handed_on() -> None:
             yield Batch(np.full((1, 4), number), False, np.array([4]))
         raise OSError("the disk is gone")
 
-    found = grouped(batches(), 16, arrays)
+    found = group_steps(batches(), 16, arrays)
     joined = next(found)
     assert joined.steps == 15
     np.testing.assert_array_equal(joined.data[:, 0, 0], np.arange(15))

@@ -1,0 +1,94 @@
+"""Arguments of other libraries' `fit`, `evaluate` and `predict`, and what modelfleet has for them.
+
+`errors.unknown` knows other libraries' names of losses, metrics and hyperparameters.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
+
+from modelfleet.errors import InputError, unknown
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_DATA = "the first argument: data=(x, y)"
+_DEVICES = "devices of the fleet: mf.Fleet(models, devices=...)"
+_LOADER = "a loader that has workers of its own, such as a torch DataLoader"
+_SILENCE = "nothing: it shows no progress"
+_ANY_VERB = {
+    "batchsize": "batch_size",
+    "device": _DEVICES,
+    "generator": _DATA,
+    "max_queue_size": _LOADER,
+    "n_jobs": _DEVICES,
+    "use_multiprocessing": _LOADER,
+    "workers": _LOADER,
+    "x": _DATA,
+    "y": _DATA,
+}
+_BY_VERB = {
+    "fit": {
+        "ckpt_path": "callbacks=[mf.Checkpoint(folder)]",
+        "early_stopping": "callbacks=[mf.EarlyStopping(...)]",
+        "eval_set": "validation",
+        "learning_rate": "lr of fleet.compile",
+        "lr": "lr of fleet.compile",
+        "max_epochs": "epochs",
+        "n_epochs": "epochs",
+        "num_epochs": "epochs",
+        "train_data": _DATA,
+        "train_dataloaders": _DATA,
+        "val_data": "validation",
+        "val_dataloaders": "validation",
+        "validation_batch_size": "batch_size, which holds for the validation data, too",
+        "validation_data": "validation",
+        "verbose": "progress: True or False",
+    },
+    "evaluate": {"steps": "data with fewer rows", "verbose": _SILENCE},
+    "predict": {"steps": "data with fewer rows", "verbose": _SILENCE},
+}
+
+
+def foreign_argument(verb: str, name: str) -> str | None:
+    """Explain another library's argument in modelfleet's words; return None if the argument is not known.
+
+    foreign_argument("fit", "validation_data")   # "fleet.fit has no argument 'validation_data'. Use validation."
+    """
+    instead = _BY_VERB.get(verb, {}).get(name) or _ANY_VERB.get(name)
+    return None if instead is None else f"fleet.{verb} has no argument {name!r}. Use {instead}."
+
+
+def explain_arguments(method: Callable[P, R]) -> Callable[P, R]:
+    """Have a verb of the fleet explain wrong arguments. A decorator for methods without `**`.
+
+    `fit(x, y)` and other libraries' arguments raise `InputError` with what to write instead. A misspelt argument
+    gets the nearest one that exists.
+    """
+    verb = method.__name__
+    parameters = inspect.signature(method).parameters
+    names = list(parameters)
+    positional = sum(p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters.values())
+
+    @functools.wraps(method)
+    def explained(*args: P.args, **kwargs: P.kwargs) -> R:
+        _check_names(verb, kwargs, names)
+        if len(args) > positional:
+            expected = ", ".join(names[1:positional])
+            raise InputError(
+                f"fleet.{verb} got {len(args) - 1} arguments by position, expected {expected}. "
+                f"Give inputs and targets together, fleet.{verb}((x, y)), and everything else by name."
+            )
+        return method(*args, **kwargs)
+
+    return explained
+
+
+def _check_names(verb: str, given: Iterable[str], names: list[str]) -> None:
+    for name in given:
+        if name not in names:
+            explanation = foreign_argument(verb, name)
+            if explanation is not None:
+                raise InputError(explanation)
+            raise unknown(f"argument of fleet.{verb}", name, names[1:])

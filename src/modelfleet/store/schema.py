@@ -1,0 +1,80 @@
+"""Schemas for values from a file, which are checked before anything is made of them.
+
+A schema is one of these:
+
+- a type: `float` accepts whole numbers, `int` no booleans, `object` anything;
+- None;
+- a tuple of schemas, of which one must match (at most one of them a list or a mapping);
+- `[schema]` for a list of any length;
+- `{str: schema}` for a mapping;
+- `{"key": schema, "key?": schema}` for a mapping with these keys, of which some are optional, and maybe others.
+"""
+
+from typing import Any, TypeAlias
+
+from modelfleet.types import Json
+
+Schema: TypeAlias = Any
+
+_WORDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", dict: "a mapping"}
+_LONGEST_VALUE = 60  # characters shown of a wrong value
+
+
+def check(value: Json, schema: Schema, path: str) -> None:
+    """Raise ValueError if a value does not match the schema. The message names the part by its path."""
+    if isinstance(schema, tuple):
+        plain = [one for one in schema if isinstance(one, type) or one is None]
+        if any(_matches(value, one) for one in plain):
+            return
+        nested = [one for one in schema if one not in plain]
+        if not nested or not isinstance(value, type(nested[0])):
+            raise _mismatch(value, schema, path)
+        check(value, nested[0], path)
+    elif isinstance(schema, list):
+        if not isinstance(value, list):
+            raise _mismatch(value, schema, path)
+        for index, item in enumerate(value):
+            check(item, schema[0], f"{path}[{index}]")
+    elif isinstance(schema, dict):
+        if not isinstance(value, dict):
+            raise _mismatch(value, schema, path)
+        _check_keys(value, schema, path)
+    elif not _matches(value, schema):
+        raise _mismatch(value, schema, path)
+
+
+def _check_keys(value: dict[str, Json], schema: dict[Any, Schema], path: str) -> None:
+    for key, own in schema.items():
+        if key is str:
+            for name, item in value.items():
+                check(item, own, f"{path}[{name!r}]")
+        elif key.removesuffix("?") in value:
+            check(value[key.removesuffix("?")], own, f"{path}[{key.removesuffix('?')!r}]")
+        elif not key.endswith("?"):
+            raise ValueError(f"{path} has no {key!r}")
+
+
+def _matches(value: Json, schema: type | None) -> bool:
+    if schema is None:
+        return value is None
+    if schema is int:
+        return type(value) is int
+    if schema is float:
+        return type(value) in (int, float)
+    return isinstance(value, schema)
+
+
+def _mismatch(value: Json, schema: Schema, path: str) -> ValueError:
+    text = repr(value)
+    shown = text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
+    return ValueError(f"{path} is {shown}, expected {_describe(schema)}")
+
+
+def _describe(schema: Schema) -> str:
+    if isinstance(schema, tuple):
+        return " or ".join(_describe(one) for one in schema)
+    if isinstance(schema, list):
+        return "a list"
+    if isinstance(schema, dict):
+        return "a mapping"
+    return "null" if schema is None else _WORDS.get(schema, getattr(schema, "__name__", str(schema)))
