@@ -1,7 +1,7 @@
 """One fit: runs its lanes, and keeps the history, callbacks, checkpoints and progress."""
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +47,7 @@ class Fit:
         generators: State of the random generators before any loader has drawn from them.
         in_step: True if the lanes read one loader.
         devices: The names of the fleet's devices.
+        hyperparameters: What each member was built and compiled with, for the history.
     """
 
     def __init__(
@@ -62,11 +63,12 @@ class Fit:
         *,
         in_step: bool,
         devices: Sequence[str],
+        hyperparameters: Mapping[str, Mapping[str, object]],
     ) -> None:
         self.fleet = fleet
         self.plan = plan
         self.runs = list(runs)
-        self.history = History(fleet.names)
+        self.history = History(fleet.names, hyperparameters)
         self.epoch = 0
         self.step = 0
         self.epochs = max(int(run.epochs.max()) for run in runs)
@@ -351,7 +353,9 @@ class Fit:
             if isinstance(callback, Checkpoint) and callback.resume and checkpoints.exists(callback.folder):
                 found = checkpoints.resume(callback.folder, self, verify=callback.verify)
                 if found is not None:
+                    hyperparameters = self.history.hyperparameters
                     self.epoch, self.step, self.history, self.generators = found
+                    self.history.hyperparameters = hyperparameters
                     self._shown = self.epoch
                     for run in self.runs:
                         run.generators = self.generators

@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, overload
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from modelfleet.devices import parse_devices
 from modelfleet.each import Each, per_member
 from modelfleet.errors import InputError, StrategyError, unknown
 from modelfleet.fitting import Fit
+from modelfleet.foreign_words import explain_arguments
 from modelfleet.frameworks import randomness
 from modelfleet.gate import Gate
 from modelfleet.history import History
@@ -31,6 +32,7 @@ from modelfleet.remote.messages import OrderWriter
 from modelfleet.runs.job import Job
 from modelfleet.runs.lane_run import LaneRun, make_runs
 from modelfleet.runs.opening import OpenLane
+from modelfleet.runs.splitting import split_validation
 from modelfleet.sharing import Sharings, sharings
 from modelfleet.sharing.each_lane import for_each_lane
 from modelfleet.types import (
@@ -162,17 +164,44 @@ class Fleet:
     def __contains__(self, name: object) -> bool:
         return name in self._members
 
-    def __getitem__(self, name: str) -> Model:
-        """Return a member's model: the very object that was given or built, with its current weights.
+    @overload
+    def __getitem__(self, name: str) -> Model: ...
 
-        This works in a callback, too. `run.take(name)` then takes changes of the model into the training.
+    @overload
+    def __getitem__(self, name: list[str]) -> "Fleet": ...
+
+    def __getitem__(self, name: str | list[str]) -> "Model | Fleet":
+        """Return a member's model, or a fleet of some members.
+
+        A model is the very object that was given or built, with its current weights. This works in a callback,
+        too: `run.take(name)` then takes changes of the model into the training.
+
+        A list of names gives a fleet of these members, with the same models, seeds, recipes and optimizer state.
+        What it trains shows in the models of both fleets; its optimizer state is its own from then on.
         """
+        if isinstance(name, list):
+            return self._subset(name)
         member = self._member(name)
         with self._gate.reading(f"[{name!r}]"):
             if self._fit is not None:
                 self._fit.sync(name)
             self._exposed.add(name)
             return member.model
+
+    def _subset(self, names: Sequence[str]) -> "Fleet":
+        with self._gate.changing("[[...]]"):
+            devices = self._pool.devices
+            subset = Fleet(
+                {name: self._member(name).model for name in names},
+                seed=self.seed,
+                devices="auto" if devices is None else [str(device) for device in devices],
+            )
+            subset._recipe = self._recipe
+            subset._recipes.update({name: self._recipes[name] for name in names})
+            subset._origins = {name: self._origins[name] for name in names if name in self._origins}
+            subset._lane_set.take_state(self._lane_set, names)
+            self._exposed.update(names)
+            return subset
 
     def __repr__(self) -> str:
         kinds = {type(member.model).__name__ for member in self._members.values()}
@@ -310,11 +339,13 @@ class Fleet:
             plan, opened, _ = lanes.open(job, "train", strategy, changed, self._sharings)
             return describe(plan, [(one.lane, one.feed) for one in opened], job, self._epoch_seconds)
 
+    @explain_arguments
     def fit(
         self,
         data: Data,
         *,
         validation: Data = None,
+        validation_split: float | None = None,
         epochs: int | Each = 1,
         batch_size: int | Each | None = None,
         shuffle: bool = True,
@@ -331,6 +362,7 @@ class Fleet:
         Args:
             data: Arrays `(x, y)`, a loader, or a function that returns an iterator; one for all, or `each(...)`.
             validation: Data of the same kinds, evaluated after every epoch.
+            validation_split: Take this part of the arrays, from their end, as validation data.
             epochs: Passes over the data; one value, or `each(...)`.
             batch_size: Rows of a step; one value, or `each(...)`. A loader has its own.
             shuffle: Each member shuffles its own rows, in a new order every epoch.
@@ -357,6 +389,13 @@ class Fleet:
         if exchange is not None:
             raise InputError("exchange is not built yet: members train independently. Leave it out.")
         _check_strategy(strategy)
+        wrapped = _wrap_callbacks(callbacks)
+        if validation_split is not None:
+            if validation is not None:
+                raise InputError("fit got both validation and validation_split. Give one of them.")
+            data, validation = split_validation(data, validation_split, self._members)
+        elif validation is None:
+            _refuse_missing_validation(wrapped)
         job = Job(
             tuple(self.names),
             data,
@@ -370,11 +409,11 @@ class Fleet:
         )
         job.check()
         shown = reporter(progress)
-        wrapped = _wrap_callbacks(callbacks)
         with self._gate.changing("fit"), frameworks.computing(), noticing() as raise_if_interrupted:
             generators = randomness.state()  # before any loader draws from them
             members = list(self._members.values())
             try:
+                shown.status("tracing and measuring")
                 remote = strategy in ("processes", "data_parallel") or self._pool.clustered
                 sent = copy_loaders(job, self._members) if remote else job
                 plan, opened, feeding = self._lane_set.open(
@@ -392,6 +431,7 @@ class Fleet:
                     generators,
                     in_step=len(opened) > 1 and feeding.one_loader,
                     devices=[str(device) for device in self._pool.of_all(members)],
+                    hyperparameters={name: self._hyperparameters(name) for name in self.names},
                 )
                 record = self._planner.measurements.recorder(self._lane_set.groups, plan, opened)
                 try:
@@ -407,7 +447,10 @@ class Fleet:
             except CannotSendError as error:
                 instead = "" if self._pool.places else ' Or use "interleaved" or "threads".'
                 raise StrategyError(f'strategy="processes" is not possible: {error}{instead}') from error
+            finally:
+                shown.close()
 
+    @explain_arguments
     def evaluate(self, data: Data, *, batch_size: int | Each | None = None) -> dict[str, dict[str, float]]:
         """Return every member's loss and metrics on data: {name: {metric: value}}.
 
@@ -426,6 +469,7 @@ class Fleet:
                     found[name] = {metric: float(column[row]) for metric, column in values.items()}
         return {name: found[name] for name in self.names}
 
+    @explain_arguments
     def predict(self, data: Data, *, batch_size: int | Each | None = None) -> dict[str, Tree]:
         """Return every member's outputs on data: {name: array}.
 
@@ -522,6 +566,19 @@ class Fleet:
         self._by_model[id(model)] = text
         return text
 
+    def _hyperparameters(self, name: str) -> dict[str, Any]:
+        """Return what a member was built and compiled with, as far as it is plain values."""
+        found = dict(self._origins.get(name, {}).get("arguments", {}))
+        recipe = self._recipes[name]
+        if recipe is not None:
+            given = {"optimizer": recipe.optimizer, "clip_norm": recipe.clip_norm, "schedule": recipe.schedule}
+            found |= {key: value for key, value in given.items() if value is not None}
+            found |= recipe.hyperparameters or {}
+        for key, value in found.items():
+            if isinstance(value, Each) and isinstance(value.values, dict):
+                found[key] = value.values[name]
+        return {key: value for key, value in found.items() if isinstance(value, str | int | float | np.number)}
+
     def _member(self, name: str) -> Member:
         if name not in self._members:
             raise unknown("member", name, self._members)
@@ -544,6 +601,14 @@ def _wrap_callbacks(callbacks: Sequence[Any]) -> list[Callback]:
         return own
     place = next(index for index, callback in enumerate(given) if callback is others[0])
     return [*own[:place], frameworks.wrapped(others), *own[place:]]
+
+
+def _refuse_missing_validation(callbacks: Sequence[Callback]) -> None:
+    """Raise InputError for a callback that needs a metric of validation data, if there are none."""
+    for callback in callbacks:
+        metric = getattr(callback, "metric", None)
+        if isinstance(metric, str) and metric.startswith("val_"):
+            callback.check_metrics(["loss"])
 
 
 def _stored_plan(callbacks: Sequence[Callback]) -> StoredPlan | None:

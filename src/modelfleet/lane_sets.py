@@ -215,6 +215,10 @@ class LaneSet:
         if name in self._holders:
             self._holders[clone] = self._holders[name]
 
+    def take_state(self, other: "LaneSet", names: Collection[str]) -> None:
+        """Have members start with the optimizer state that they have in another fleet."""
+        self._holders.update({name: other._holders[name] for name in names if name in other._holders})
+
     def halve(self, run: LaneRun) -> list[LaneRun]:
         """Return two runs in place of one whose lane has run out of memory. The width that fits is remembered."""
         halves = halve(self._builder, self.groups, run)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from modelfleet.each import Each, per_member
+from modelfleet.each import Each, per_member, refuse_list
 from modelfleet.errors import InputError
 from modelfleet.types import Data
 
@@ -51,6 +51,8 @@ class Job:
 
     def check(self) -> None:
         """Raise InputError for a number that makes no sense."""
+        for field in ("epochs", "share", "steps_per_epoch"):
+            refuse_list(getattr(self, field), field, self.names)
         for name, value in self.by_name("epochs").items():
             if not _is_whole(value, 0):
                 raise InputError(f"epochs of member {name!r} is {value!r}; expected a whole number, 0 or more.")
