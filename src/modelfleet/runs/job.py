@@ -1,7 +1,7 @@
 """Jobs: what `fit`, `evaluate` or `predict` was asked to do."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -24,18 +24,22 @@ class Job:
     share: int | Each | None = None
     steps_per_epoch: int | None = None
     class_weight: dict[int, float] | None = None
+    _by_name: dict[str, dict[str, Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def by_name(self, field: str) -> dict[str, Any]:
-        """Return every member's own value of a field."""
-        return dict(zip(self.names, per_member(getattr(self, field), self.names, field), strict=True))
+    def by_name(self, name: str) -> dict[str, Any]:
+        """Return every member's own value of a field. Thousands of lanes ask for it."""
+        if name not in self._by_name:
+            values = per_member(getattr(self, name), self.names, name)
+            self._by_name[name] = dict(zip(self.names, values, strict=True))
+        return self._by_name[name]
 
     def only(self, names: Sequence[str]) -> "Job":
         """Return the job of some of the members."""
         kept: dict[str, Any] = {}
-        for field in fields(self):
-            if isinstance(getattr(self, field.name), Each):
-                own = self.by_name(field.name)
-                kept[field.name] = Each({name: own[name] for name in names})
+        for one in fields(self):
+            if isinstance(getattr(self, one.name), Each):
+                own = self.by_name(one.name)
+                kept[one.name] = Each({name: own[name] for name in names})
         return replace(self, names=tuple(names), **kept)
 
     @property
@@ -51,8 +55,8 @@ class Job:
 
     def check(self) -> None:
         """Raise InputError for a number that makes no sense."""
-        for field in ("epochs", "share", "steps_per_epoch"):
-            refuse_list(getattr(self, field), field, self.names)
+        for argument in ("epochs", "share", "steps_per_epoch"):
+            refuse_list(getattr(self, argument), argument, self.names)
         for name, value in self.by_name("epochs").items():
             if not _is_whole(value, 0):
                 raise InputError(f"epochs of member {name!r} is {value!r}; expected a whole number, 0 or more.")
