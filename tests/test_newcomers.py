@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from tests.helpers import fit, fleet_of, toy
+from torch import nn
 
 import modelfleet as mf
 
@@ -90,3 +91,27 @@ def test_plans_are_values() -> None:
     assert text.count('strategy="interleaved"') == 1, "equal reasons are shown once"
     assert "0–2" in text
     assert repr(one.plan()) == str(one.plan())
+
+
+class Misspelt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.haed(x)  # pyrefly: ignore
+
+
+def test_mistakes_are_told_by_their_own_cause() -> None:
+    with pytest.raises(mf.InputError, match=r"the class Misspelt.*Misspelt\(\.\.\.\)"):
+        mf.Fleet([Misspelt])
+    fleet = mf.Fleet([Misspelt(), Misspelt()])
+    fleet.compile("sgd", "cross_entropy", lr=0.1)
+    with pytest.raises(mf.InputError, match=r"haed.* at test_newcomers\.py:\d+\. This is a mistake in the code"):
+        fit(fleet, (X, Y))
+    rows = list(zip(X, Y, strict=True))
+    with pytest.raises(mf.InputError, match="stack the rows"):
+        fit(fleet_of(2), rows)
+    triples = torch.utils.data.TensorDataset(*map(torch.from_numpy, (X, Y, Y)))
+    with pytest.raises(mf.InputError, match=r"more than \(x, y\)"):
+        fit(fleet_of(2), torch.utils.data.DataLoader(triples, batch_size=8))

@@ -99,7 +99,10 @@ def _as_array(leaf: Data, arrays: ArrayOperations, label: str) -> Tensor:
             f"with rows of one length."
         )
     if len(leaf.shape) == 0:
-        raise InputError(f"{label} is a single number. Give an array with one row per example.")
+        raise InputError(
+            f"{label} is a single number. Give an array with one row per example. A list of rows is taken as a "
+            f"list of batches: stack the rows into arrays, or put them into a loader."
+        )
     return leaf
 
 

@@ -39,6 +39,10 @@ def adapter_of(model: Model, name: str) -> Adapter:
         found = adapter(framework)
         if found.is_model(model):
             return found
+    if isinstance(model, type):
+        raise InputError(
+            f"member {name!r} is the class {model.__name__}, expected a model. Call it: {model.__name__}(...)."
+        )
     raise InputError(
         f"member {name!r} is a {type(model).__module__}.{type(model).__qualname__}, which is not a model that "
         f"modelfleet can run. Give a torch.nn.Module, a keras.Model, a flax.nnx.Module, a (params, apply) pair "

@@ -1,6 +1,15 @@
 """Errors for a batch on which a member's model, loss or metric failed."""
 
 from modelfleet.errors import FleetError, InputError
+from modelfleet.frameworks.user_code import line_of_error
+
+_MISTAKES = (
+    AttributeError,
+    NameError,
+    ImportError,
+    NotImplementedError,
+    UnboundLocalError,
+)  # of code, not of data
 
 
 def batch_error(name: str, kind: str, shapes: str, error: Exception, *, memory: bool) -> FleetError:
@@ -27,7 +36,19 @@ def batch_error(name: str, kind: str, shapes: str, error: Exception, *, memory: 
             f"{reason}. Look at the files that the model uses, at the current folder (was it removed?) and at "
             f"the limits of this process."
         )
+    line = line_of_error(error)
+    place = "" if line is None else f" at {line}"
+    if isinstance(error, _MISTAKES):
+        return InputError(
+            f"member {name!r}: {kind} raised {reason}{place}. This is a mistake in the code of the model, its loss "
+            f"or a metric, not in the data: fix it there."
+        )
+    advice = "Check the shapes and dtypes of the data against what the model expects."
+    if isinstance(error, TypeError) and shapes.count("(") > 2:
+        advice = (
+            "The batch holds more than (x, y), and all of it went into the model. Give (x, y), or compile with an "
+            "objective, which takes any batch."
+        )
     return InputError(
-        f"member {name!r} can't take this batch: {shapes} into {kind} gave {reason}. Check the shapes and dtypes "
-        f"of the data against what the model expects."
+        f"member {name!r} can't take this batch: {shapes} into {kind} gave {reason}{place}. {advice}"
     )
