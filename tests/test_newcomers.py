@@ -1,5 +1,7 @@
 """What newcomers do first: other libraries' words, splits, parts of a fleet, frames."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -115,3 +117,23 @@ def test_mistakes_are_told_by_their_own_cause() -> None:
     triples = torch.utils.data.TensorDataset(*map(torch.from_numpy, (X, Y, Y)))
     with pytest.raises(mf.InputError, match=r"more than \(x, y\)"):
         fit(fleet_of(2), torch.utils.data.DataLoader(triples, batch_size=8))
+
+
+class Endless:
+    """A data set that says it never ends, as a repeated `tf.data.Dataset` does."""
+
+    def cardinality(self) -> int:
+        return -1
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        while True:
+            yield X[:8], Y[:8]
+
+
+def test_data_that_never_end_need_steps_per_epoch() -> None:
+    fleet = fleet_of(2)
+    with pytest.raises(mf.InputError, match="data is a data set that never ends.*steps_per_epoch"):
+        fit(fleet, Endless())
+    with pytest.raises(mf.InputError, match=r"validation is a data set that never ends.*take\(steps\)"):
+        fit(fleet, (X, Y), validation=Endless())
+    assert len(fit(fleet, Endless(), steps_per_epoch=3)["0"]["loss"]) == 1

@@ -40,8 +40,8 @@ def batch_error(name: str, kind: str, shapes: str, error: Exception, *, memory: 
     place = "" if line is None else f" at {line}"
     if isinstance(error, _MISTAKES):
         return InputError(
-            f"member {name!r}: {kind} raised {reason}{place}. This is a mistake in the code of the model, its loss "
-            f"or a metric, not in the data: fix it there."
+            f"member {name!r}: {kind} raised {reason}{place}. This is a mistake in the code of the model, its "
+            f"loss or a metric, not in the data: fix it there."
         )
     advice = "Check the shapes and dtypes of the data against what the model expects."
     if isinstance(error, TypeError) and shapes.count("(") > 2:

@@ -17,6 +17,8 @@ from modelfleet.runs.job import Job
 from modelfleet.trees import map_tree
 from modelfleet.types import Data, NativeDevice
 
+ENDLESS = -1  # tf.data.INFINITE_CARDINALITY
+
 Field = Literal["data", "validation"]
 """The fields of a job that feeds are made of."""
 
@@ -249,6 +251,8 @@ def _transform(framework: Adapter, job: Job, field: Field) -> Callable[[Data], D
         if isinstance(data, SharedLoader):
             return data
         if id(data) not in known:
+            if field == "validation" or job.steps_per_epoch is None:
+                _refuse_endless(data, field)
             changed = data if as_loader is None else as_loader(data, again=field == "validation")
             if weigh is not None:
                 changed = weigh(changed, job.class_weight, is_loader(changed, arrays, field))
@@ -258,6 +262,16 @@ def _transform(framework: Adapter, job: Job, field: Field) -> Callable[[Data], D
         return known[id(data)]
 
     return transform
+
+
+def _refuse_endless(data: Data, field: Field) -> None:
+    """Raise InputError for a `tf.data.Dataset` that never ends, such as one that was repeated."""
+    cardinality = getattr(data, "cardinality", None)
+    if callable(cardinality) and int(cardinality()) == ENDLESS:
+        instead = "Give steps_per_epoch" if field == "data" else "Use dataset.take(steps)"
+        raise InputError(
+            f"{field} is a data set that never ends, so no epoch would. {instead}, or leave out repeat()."
+        )
 
 
 class ContinuedLoader:
