@@ -132,7 +132,7 @@ class Endless:
 
 def test_data_that_never_end_need_steps_per_epoch() -> None:
     fleet = fleet_of(2)
-    with pytest.raises(mf.InputError, match="data is a data set that never ends.*steps_per_epoch"):
+    with pytest.raises(mf.InputError, match=r"data is a data set that never ends.*steps_per_epoch"):
         fit(fleet, Endless())
     with pytest.raises(mf.InputError, match=r"validation is a data set that never ends.*take\(steps\)"):
         fit(fleet, (X, Y), validation=Endless())
