@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from modelfleet.callbacks import Callback
 from modelfleet.errors import StoreError
@@ -15,6 +15,7 @@ from modelfleet.planning.stored import StoredPlan
 from modelfleet.runs.lane_run import GeneratorState, LaneRun
 from modelfleet.store import Saved, is_unused, read_folder, read_manifest, tidy, write_folder
 from modelfleet.store.schema import check
+from modelfleet.types import SharingName
 
 KIND = "checkpoint"
 WEIGHTS = {"params": "", "frozen": "a frozen ", "buffers": "a buffer "}
@@ -57,7 +58,7 @@ _CHECKPOINT = {
     "schedules": [object],
     "callbacks": [object],
 }
-SHARINGS = ("interleaved", "threads", "processes", "data_parallel")
+SHARINGS: tuple[str, ...] = get_args(SharingName)
 
 
 class CheckpointedFit(Protocol):

@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, get_args, overload
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from modelfleet.remote.messages import OrderWriter
 from modelfleet.runs.job import Job
 from modelfleet.runs.lane_run import LaneRun, make_runs
 from modelfleet.runs.opening import OpenLane
-from modelfleet.runs.splitting import split_validation
+from modelfleet.runs.validation_split import split_validation
 from modelfleet.sharing import Sharings, sharings
 from modelfleet.sharing.each_lane import for_each_lane
 from modelfleet.types import (
@@ -49,7 +49,7 @@ from modelfleet.types import (
 )
 from modelfleet.workers import CannotSendError
 
-STRATEGIES = ("auto", "fused", "interleaved", "threads", "processes", "data_parallel")
+STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 
 class Fleet:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tests.workers import tasks
 
 import modelfleet as mf
 from modelfleet.devices import Memory
-from modelfleet.sharing import processes
+from modelfleet.sharing import dispatcher
 from modelfleet.types import Strategy
 from modelfleet.workers import CannotSendError, WorkerDiedError, process, shared_memory, spawner
 from modelfleet.workers.parcels import Inbox, Outbox, SharedMemoryValue
@@ -189,7 +190,7 @@ def test_a_fit_for_which_no_worker_can_be_had_says_so(monkeypatch: pytest.Monkey
 
 
 def test_a_worker_that_does_not_begin_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "START_LIMIT", 1.0)
+    monkeypatch.setattr(dispatcher, "WORKER_POLICY", replace(dispatcher.WORKER_POLICY, start_timeout=1.0))
     monkeypatch.setattr(spawner.fork_server, "command", lambda *_: ["sleep", "1000"])
     monkeypatch.setattr(multiprocessing.spawn, "get_executable", lambda: b"/bin/sleep")
     fleet = mf.Fleet([mlp(4), mlp(5)])

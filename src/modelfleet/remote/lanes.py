@@ -12,6 +12,7 @@ from modelfleet.history import Failure
 from modelfleet.remote.messages import OwnerReply, WorkerUpdate
 from modelfleet.runs.events import Reports, next_wave
 from modelfleet.runs.lane_run import EpochReport, LaneRun, RemoteState
+from modelfleet.workers.supervisor import Loss
 
 
 class RemoteLanes:
@@ -25,7 +26,6 @@ class RemoteLanes:
     def __init__(self, runs: Sequence[LaneRun], home: int) -> None:
         self.runs = list(runs)
         self.home = home
-        self.failed_starts = 0
         for run in runs:
             run.remote = run.remote or RemoteState()
 
@@ -76,7 +76,7 @@ class RemoteLanes:
             if report is None:
                 stepped = run if moved else stepped
                 continue
-            remote.deaths = 0
+            remote.budget.reset()
             run.generators = generators
             run.lane.record_time(report.steps, report.seconds, first=report.epoch == 1)
             run.lane.rest([run.lane.positions[name] for name in report.failures], failed=True)
@@ -102,14 +102,24 @@ class RemoteLanes:
         for run in next_wave(self.runs):
             run.busy = True
 
-    def after_death(self, reason: str, max_deaths: int) -> tuple[Reports, list["RemoteLanes"]]:
-        """Return the reports of lanes that too many workers have died on, and the other lanes, each on its own."""
+    def note_started(self) -> None:
+        """Note that a worker has started to run these lanes."""
         for run in self.runs:
-            _remote(run).deaths += 1
+            _remote(run).budget.note_started()
+
+    def after_loss(self, loss: Loss) -> tuple[Reports, list["RemoteLanes"]]:
+        """Return the reports of lanes that too many workers were lost on, and the lanes that another one
+        continues.
+
+        Lanes whose worker had started continue each on its own: one of them may be why the worker died.
+        """
+        for run in self.runs:
+            _remote(run).budget.charge(loss)
             run.busy = False
-        lost = [run for run in self.runs if _remote(run).deaths >= max_deaths]
+        lost = [run for run in self.runs if _remote(run).budget.is_spent]
         left = [run for run in self.runs if run.working and run not in lost]
-        return fail_runs(lost, reason), [RemoteLanes([run], self.home) for run in left]
+        apart = [[run] for run in left] if loss.started else [left] * bool(left)
+        return fail_runs(lost, loss.reason), [RemoteLanes(own, self.home) for own in apart]
 
 
 def fail_runs(runs: Sequence[LaneRun], reason: str) -> Reports:

@@ -12,9 +12,9 @@ from modelfleet.lanes import DevicePool, Groups, LaneBuilder
 from modelfleet.members import Member
 from modelfleet.remote.messages import LaneOrder, LaneUpdate, OwnerReply, WorkerUpdate
 from modelfleet.runs.events import EpochsEnded, Reports, RunOptions
+from modelfleet.runs.interleaved import interleaved
 from modelfleet.runs.lane_run import EpochReport, LaneRun, Progress, make_runs
 from modelfleet.runs.opening import LaneOpener
-from modelfleet.runs.turns import interleaved
 from modelfleet.workers import interrupted
 
 RENDEZVOUS_TIMEOUT = 300.0  # seconds that ranks wait for each other: one of them may be compiling

@@ -1,4 +1,4 @@
-"""Halving: two lanes in place of one whose step has run out of memory."""
+"""Halving: two lanes in place of one whose step has run out of memory (`LaneRun._run_out_of_memory` decides)."""
 
 from dataclasses import replace
 

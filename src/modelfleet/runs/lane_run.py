@@ -15,9 +15,15 @@ from modelfleet.runs.feeding import Feeding
 from modelfleet.runs.opening import OpenLane
 from modelfleet.trees import map_tree
 from modelfleet.types import Arrays, Json
+from modelfleet.workers.supervisor import Policy, RestartBudget
 
 STEP_RAISED = "its step raised"
 MAX_BACKUP_BYTES = 1 << 26  # of a state on the host that is copied before the first step of a kind
+
+WORKER_POLICY = Policy(
+    start_timeout=300.0, patience=10.0, max_failed_starts=3, max_failed_restarts=3, max_deaths=2
+)
+"""When a worker that takes a lane's steps is given up, and how many may be lost before the lane's members fail."""
 
 GeneratorState = dict[str, np.ndarray]
 """State of the global random generators, by name."""
@@ -69,8 +75,8 @@ class RemoteState:
     """True if the lane here was changed, and the worker does not know it yet."""
     stopped: list[str] = field(default_factory=list)
     """Members that were stopped, and the worker does not know it yet."""
-    deaths: int = 0
-    """Workers that died since the lane's last epoch ended."""
+    budget: RestartBudget = field(default_factory=lambda: RestartBudget(WORKER_POLICY))
+    """Counts the workers that were lost since the lane's last epoch ended."""
 
 
 @dataclass

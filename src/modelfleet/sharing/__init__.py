@@ -1,7 +1,9 @@
 """Sharing: how the lanes of a fit share their devices.
 
 A sharing is a function of runs and options that runs the lanes to their end and yields what happens
-(`modelfleet.runs.events.Sharing`). To add one, write such a function and add it to `sharings`.
+(`modelfleet.runs.events.Sharing`). To add one, write such a function, add it to `sharings`, and its name to
+`SharingName` and `Strategy` in `modelfleet.types`. If the planner should try it, name it in `Planner._plan_fit`;
+if it takes groups whole, in `LaneSet._asked_for`.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,8 +12,8 @@ from functools import partial
 from modelfleet.devices import Device
 from modelfleet.remote.messages import OrderWriter
 from modelfleet.runs.events import Sharing
+from modelfleet.runs.interleaved import interleaved
 from modelfleet.runs.job import Job
-from modelfleet.runs.turns import interleaved
 from modelfleet.sharing.data_parallel import RankedPlace
 from modelfleet.sharing.processes import on_one_device, on_places
 from modelfleet.sharing.threads import threads

@@ -9,13 +9,10 @@ from modelfleet.remote.lanes import RemoteLanes, fail_runs
 from modelfleet.remote.messages import LaneOrder, OrderWriter, OwnerReply
 from modelfleet.remote.worker import run_lanes
 from modelfleet.runs.events import EpochsEnded, Event, Reports, RunOptions, StepsTaken
-from modelfleet.runs.lane_run import LaneRun
+from modelfleet.runs.lane_run import WORKER_POLICY, LaneRun
 from modelfleet.workers import Place, SharedValue, WorkerDiedError
-from modelfleet.workers.supervisor import Loss, Policy, Supervisor
+from modelfleet.workers.supervisor import Supervisor
 
-POLICY = Policy(start_timeout=300.0, patience=10.0)
-MAX_DEATHS = 2  # of workers in one epoch of a lane, before its members fail
-MAX_FAILED_STARTS = 3  # of workers that die before their first update, before the members fail
 POLL_SECONDS = 0.2  # between two looks at whether the fit should stop
 
 
@@ -24,7 +21,7 @@ class WorkerSlot:
 
     def __init__(self, place: Place, device: str | None) -> None:
         self.device = device
-        self.supervisor = Supervisor(place, POLICY)
+        self.supervisor = Supervisor(place, WORKER_POLICY)
         self.lanes: RemoteLanes | None = None
         self.ready = False
         """True if the worker has everything it needs, and takes steps."""
@@ -223,6 +220,8 @@ class Dispatcher:
         if not more:
             slot.lanes = None
             return
+        if not has_started:
+            lanes.note_started()
         slot.ready = has_started  # with its second update a worker is about to take steps
         reports, stepped = lanes.receive(update, watched=self._options.watched)
         if stepped is not None and self._options.watched:
@@ -271,14 +270,10 @@ class Dispatcher:
         """Fail the lanes of a worker that died, or queue them for another."""
         lanes, slot.lanes = slot.lanes, None
         assert lanes is not None
-        loss: Loss = slot.supervisor.lose(error)
+        loss = slot.supervisor.lose(error)
         if not self._replaces_workers:
             self._ended += fail_runs(lanes.runs, loss.reason)
             return
-        lanes.failed_starts += not loss.started
-        if not loss.started and lanes.failed_starts < MAX_FAILED_STARTS:
-            self._queue.append(lanes)
-            return
-        reports, left = lanes.after_death(loss.reason, MAX_DEATHS if loss.started else 0)
+        reports, left = lanes.after_loss(loss)
         self._ended += reports
         self._queue += left

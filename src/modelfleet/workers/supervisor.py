@@ -24,7 +24,8 @@ fault:
                   raise
               pause(budget.delay)
 
-- A fit that spreads jobs (some lanes each) over places has a budget for each job, which moves from place to place.
+- A fit that spreads lanes over places has a budget for each lane (`runs.lane_run.WORKER_POLICY`), which moves from
+  place to place with the lane.
   The dispatcher polls several supervisors at once instead of blocking in `wait_started`:
 
       supervisor.start(run_lanes, argument, "members 'a', 'b' with their data", job=fleet_id)
@@ -34,9 +35,9 @@ fault:
           loss = supervisor.lose(supervisor.late_error())
       elif supervisor.may_be_stuck():                       # another place may try the job instead
           supervisor.drop()
-      job.budget.charge(loss)                               # a failed start, or a death
-      if job.budget.is_spent: ...                           # its members fail with loss.reason
-      job.budget.reset()                                    # at the end of each whole epoch
+      budget.charge(loss)                                   # a failed start, or a death
+      if budget.is_spent: ...                               # the lane's members fail with loss.reason
+      budget.reset()                                        # at the end of each whole epoch
 
   `supervisor.started` is False until the first item, `supervisor.lost_last` is True if the last worker here died
   (the place may have gone with it), and `supervisor.release()` gives an idle worker back.
