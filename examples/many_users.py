@@ -32,7 +32,7 @@ def main() -> None:
     rows = sum(map(len, users.values()))
     print(f"map: {rows:,} rows of {len(answers)} users, the same as from the model itself: {same}")
 
-    def archive() -> Iterator[np.ndarray]:  # read as it is needed: it may be larger than memory
+    def archive() -> Iterator[np.ndarray]:  # read as its rows are needed, so it may be larger than memory
         for day in range(200):
             yield np.full((100, 16), day, np.float32)
 
@@ -43,7 +43,7 @@ def main() -> None:
         futures = {user: replicas.submit(user, rows) for user, rows in users.items()}
         while not hired_pids():
             pass
-        os.kill(hired_pids()[0], signal.SIGKILL)  # what a crash or the system's memory killer does
+        os.kill(hired_pids()[0], signal.SIGKILL)  # as a crash or the system's out-of-memory killer would
         same = all(np.allclose(future.result(), expected[user], atol=1e-5) for user, future in futures.items())
         print(f"a replica was killed, and all answers are right: {same}")
 
@@ -59,7 +59,7 @@ def main() -> None:
         stats = replicas.stats()
         longest = max(user.longest_wait for user in stats.users.values())
         print(f"{stats.submitted} submitted, {stats.answered} answered, {stats.failed} failed")
-        print(f"nobody waited longer than {longest:.1f} s for their first row")
+        print(f"no user waited longer than {longest:.1f} s for the first row")
 
 
 if __name__ == "__main__":

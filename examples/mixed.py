@@ -1,6 +1,6 @@
 """Torch and Keras models in one fleet: two groups, a lone CNN and two Keras models, fitted in one call.
 
-One member's data break off half-way; the others never notice.
+One member's data fail half-way; the others train on unchanged.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A model per store: two hundred little models, each on its own rows of one table."""
+"""A model per store: two hundred small models, each on its own rows of one table."""
 
 import tempfile
 from pathlib import Path
@@ -17,7 +17,7 @@ def make_net() -> nn.Module:
 
 
 def make_sales() -> pd.DataFrame:
-    """A made-up table: every store has its own taste for low prices, and its own number of rows."""
+    """A made-up table: every store reacts to prices in its own way, and has its own number of rows."""
     random = np.random.default_rng(0)
     rows = random.integers(40, 121, STORES)
     store = np.repeat(np.arange(STORES), rows)

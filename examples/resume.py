@@ -1,4 +1,4 @@
-"""A run that is cut short and goes on: the same script again ends with the same weights."""
+"""A run that is cut short and resumed: running the same script again ends with the same weights."""
 
 import tempfile
 from pathlib import Path
@@ -24,13 +24,13 @@ def make_fleet() -> mf.Fleet:
 
 
 class PowerCut(mf.Callback):
-    """Stands for whatever may end a process: it cuts the run short in its fourth epoch."""
+    """Cuts the run short in its fourth epoch, as a crash or a kill would."""
 
     def __init__(self, *, comes: bool) -> None:
         self.comes = comes
 
     def on_epoch_end(self, run: Run) -> None:
-        """End everything before the checkpoint of this epoch is written."""
+        """Raise before the checkpoint of this epoch is written."""
         if self.comes and run.epoch == 4:
             raise KeyboardInterrupt
 
