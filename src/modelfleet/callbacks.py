@@ -76,8 +76,7 @@ class Callback:
     def check_metrics(self, metrics: Collection[str]) -> None:
         """Raise `InputError` if the callback needs a metric that the fit will not record.
 
-        Called once before the first step, so that a misspelt metric costs no epoch. Not called if the metrics of
-        the fit are not known in advance.
+        Called before the first step if the callback has a `metric` of validation data, and there are none.
 
         Args:
             metrics: The names of all metrics that will be recorded, such as "loss" and "val_loss".

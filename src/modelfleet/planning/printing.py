@@ -64,15 +64,16 @@ def as_renderable(plan: "Plan") -> "RenderableType":
             _steps(lane),
             Text(lane.program),
         )
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[str, list[_Row]] = {}
     for row in rows:
-        reasons.setdefault(row.lanes[0].reason, []).append(row.label)
-    lines = [
-        Padding(Text(f"{'lane' if len(labels) == 1 else 'lanes'} {', '.join(labels)}: {reason}"), (0, 0, 0, 1))
-        for reason, labels in reasons.items()
-        if reason
-    ]
+        reasons.setdefault(row.lanes[0].reason, []).append(row)
+    lines = [Padding(Text(f"{_lanes(own)}: {reason}"), (0, 0, 0, 1)) for reason, own in reasons.items() if reason]
     return Group(table, *lines)
+
+
+def _lanes(rows: Sequence[_Row]) -> str:
+    several = sum(len(row.lanes) for row in rows) > 1
+    return f"{'lanes' if several else 'lane'} {', '.join(row.label for row in rows)}"
 
 
 def _rows(lanes: Sequence[LaneSpec]) -> list[_Row]:
