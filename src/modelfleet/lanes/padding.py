@@ -1,6 +1,6 @@
 """Pieces of a batch in which padded rows do not count.
 
-The members of a lane may have different numbers of rows in a batch. Missing rows are padding, which must not change
+Members of a lane may have different numbers of rows in a batch. Missing rows are padding, which must not change
 any result.
 """
 

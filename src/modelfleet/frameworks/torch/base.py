@@ -3,7 +3,7 @@
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,8 +15,33 @@ from modelfleet.frameworks.torch.devices import out_of_memory
 from modelfleet.frameworks.torch.losses import check_range, check_targets
 from modelfleet.joining import joined
 from modelfleet.trees import leaves, map_tree
+from modelfleet.types import State, Tree
 
 CARRIED = {"optimizer": None, "member": ("step", "scale", "good")}  # what a member takes along to another engine
+
+
+class Batch(Protocol):
+    """A batch as feeds make it (see `feeds.Batch`)."""
+
+    @property
+    def data(self) -> Tree:
+        """Return a tree of tensors `(slot, row, …)`, or `(row, …)` if shared."""
+        ...
+
+    @property
+    def shared(self) -> bool:
+        """Return True if all members see the same rows."""
+        ...
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Return `(slot,)`: the number of real rows."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Return the number of rows, with padding."""
+        ...
 
 
 class TorchEngine(protocol.Engine, ABC):
@@ -79,6 +104,10 @@ class TorchEngine(protocol.Engine, ABC):
     def out_of_memory(self, error: BaseException) -> bool:
         """Return True if an error says that the device is out of memory."""
         return out_of_memory(error)
+
+    def carried(self, position: int) -> State:
+        """Return a member's optimizer state and step count for another engine to adopt."""
+        raise NotImplementedError
 
     def _to_host(self, tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
         """Return device tensors as host arrays, in one transfer."""

@@ -21,7 +21,7 @@ STEPS_AHEAD = 64  # for which the optimizer's numbers are worked out at a time
 Coefficients = dict[tuple[str, ...], dict[str, Tensor]]
 
 
-class Ahead:
+class CoefficientsAhead:
     """Works out the numbers of many steps at a time, while the same members step with the same hyperparameters.
 
     Outside of the program: a compiler would work out these few numbers again for every element they scale. And

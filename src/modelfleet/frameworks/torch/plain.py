@@ -29,13 +29,12 @@ from modelfleet.frameworks.torch.random.detection import DrawDetector
 from modelfleet.frameworks.torch.random.eager import DrawRecord, DrawsIfNeeded, EagerDraws, WordCache
 from modelfleet.frameworks.torch.random.streams import DrawShapes
 from modelfleet.frameworks.torch.row_independence import divide_by_rows
-from modelfleet.frameworks.torch.steps import GROWTH_STEPS, SMALLEST_SCALE, Steps
+from modelfleet.frameworks.torch.steps import Steps
 from modelfleet.frameworks.torch.task import PRECISIONS, Task, call, logits
+from modelfleet.frameworks.torch.updating import GROWTH_STEPS, INITIAL_SCALE, SMALLEST_SCALE
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import State
-
-FIRST_SCALE = 65536.0  # torch.amp.GradScaler's
 
 
 class PlainEngine(TorchEngine):
@@ -68,7 +67,7 @@ class PlainEngine(TorchEngine):
         self._active: tuple[Any, bool] = None, True
         self._step = 0
         self._trouble = FINE
-        self._scale, self._good = FIRST_SCALE, 0
+        self._scale, self._good = INITIAL_SCALE, 0
         self._sums: dict[str, Any] = {}
         self._habits: dict[str, DrawRecord] = {}  # by what is done: whether it has drawn random numbers after all
         self._may_draw: DrawDetector | None = None  # not looked at yet
