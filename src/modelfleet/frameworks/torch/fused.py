@@ -13,8 +13,9 @@ from modelfleet.frameworks.stacked import WEIGHTS, Positions, StackedState, fitt
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.base import CARRIED, Batch, TorchEngine, on_host
 from modelfleet.frameworks.torch.compiling.compiler import compile_mode
+from modelfleet.frameworks.torch.model_locks import borrowed, held
 from modelfleet.frameworks.torch.program_engine import ProgramEngine, batch_form, batch_layout
-from modelfleet.frameworks.torch.programs import Programs, borrowed, held, readable
+from modelfleet.frameworks.torch.programs import Programs, readable
 from modelfleet.frameworks.torch.python_state.checks import DivergenceCheck
 from modelfleet.frameworks.torch.row_independence import ignores_padding, rows_are_independent
 from modelfleet.frameworks.torch.structure import shared_parameters

@@ -16,8 +16,9 @@ from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.base import Batch, TorchEngine, explained
 from modelfleet.frameworks.torch.counting import Coefficients, CoefficientsAhead
 from modelfleet.frameworks.torch.fused_parallel import RowDivision
+from modelfleet.frameworks.torch.model_locks import borrowed
 from modelfleet.frameworks.torch.process_group import ProcessGroup
-from modelfleet.frameworks.torch.programs import Programs, borrowed
+from modelfleet.frameworks.torch.programs import Programs
 from modelfleet.frameworks.torch.python_state.checks import DivergenceCheck, StatefulError
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.trees import leaves, map_tree, paths
