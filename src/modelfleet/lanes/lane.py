@@ -27,7 +27,7 @@ Columns = Mapping[str, np.ndarray]
 
 
 class Lane:
-    """The members of one group, stepping together on one device.
+    """Members of one group that step together on one device.
 
     The framework's `engine` stacks the members' state and runs programs. The lane decides which members take part
     in a step, keeps padded rows out of it, and frees the slots of members that are done.
@@ -234,7 +234,7 @@ class Lane:
             rows: By member, a tree of NumPy arrays `(row, …)` with one row or more.
 
         Returns:
-            By member, its model's outputs as NumPy arrays. They equal those of the member alone on these rows.
+            By member, its model's outputs as NumPy arrays. They equal the outputs of the member alone.
 
         Raises:
             InputError: A member has no rows, or its model can't take them.

@@ -1,15 +1,16 @@
 """Modules as functions of their parameters and buffers."""
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from modelfleet.types import Tree
+
 
 def call_with(
-    model: nn.Module, weights: dict[str, Tensor], buffers: dict[str, Tensor], run: Callable[..., Any], *args: Any
-) -> Any:
+    model: nn.Module, weights: dict[str, Tensor], buffers: dict[str, Tensor], run: Callable[..., Tree], *args: Tree
+) -> Tree:
     """Return `run(model, *args)` with these tensors in the model. Buffers that the model reassigns are put back.
 
     Args:
@@ -31,12 +32,12 @@ def call_with(
 class _Runner(nn.Module):
     """Module of a model and a function that runs it, so that `functional_call` reaches both."""
 
-    def __init__(self, model: nn.Module, run: Callable[..., Any]) -> None:
+    def __init__(self, model: nn.Module, run: Callable[..., Tree]) -> None:
         super().__init__()
         self.model = model
         self._run = run
 
-    def forward(self, *args: Any) -> Any:
+    def forward(self, *args: Tree) -> Tree:
         return self._run(self.model, *args)
 
 

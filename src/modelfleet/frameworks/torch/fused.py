@@ -1,7 +1,6 @@
 """Engine of a fused lane of torch modules: their stacked state on a device, and the programs that step it."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -102,7 +101,7 @@ class FusedEngine(ProgramEngine):
                 part = part or self._division.cut(data, None, (0, 1), shared=shared)
                 self.programs.program("row_gradients", (self.state, self.shared, *part), shared)
                 return
-            rest: tuple[Any, ...] = (self._coefficients_for(self.state, hyper), active, data, None)
+            rest: tuple[Tree, ...] = (self._coefficients_for(self.state, hyper), active, data, None)
             self.programs.program("train", (self.state, self.shared, *rest), shared)
             return
         rest = (data,)
@@ -111,7 +110,7 @@ class FusedEngine(ProgramEngine):
             rest = data, self.row_weights(np.full(len(active), size), size)
         self.programs.program(kind, (readable(self.state), self.shared, *rest), shared)
 
-    def _run(self, kind: Kind, state: State, data: Tree, *weights: Tensor, shared: bool) -> Any:
+    def _run(self, kind: Kind, state: State, data: Tree, *weights: Tensor, shared: bool) -> Tree:
         """Evaluate or predict: all members at once, or one after the other if a batch can't be fused."""
         try:
             self._refuse_unfusable(kind, data, shared=shared)
@@ -259,7 +258,7 @@ class FusedEngine(ProgramEngine):
             states.write_back([member.model for member in members], state, self.layout)
 
     def refresh(self, positions: Positions, members: Sequence[Member]) -> None:
-        """Replace the weights of some members by those of their models.
+        """Replace the weights of some members by the weights of their models.
 
         The optimizer's state of a parameter that the user has replaced starts again.
 

@@ -5,7 +5,6 @@ member, without the member axis, for models that can't be mapped.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch.func import grad, vmap
@@ -17,7 +16,7 @@ Axes = Sequence[int | None]
 """For each argument, 0 if its tensors have a member axis, or None if all members share them."""
 
 
-def mapped(function: Callable[..., Tree], args: Sequence[Tree], axes: Axes, *, fused: bool) -> Any:
+def mapped(function: Callable[..., Tree], args: Sequence[Tree], axes: Axes, *, fused: bool) -> Tree:
     """Return the results `(member, …)` of one member's function for all members."""
     if fused:
         return _vmapped(function, args, axes)
@@ -25,7 +24,7 @@ def mapped(function: Callable[..., Tree], args: Sequence[Tree], axes: Axes, *, f
     return map_tree(lambda t: t.unsqueeze(0), result)
 
 
-def mapped_gradients(loss_of: Callable[..., Any], args: Sequence[Tree], axes: Axes, *, fused: bool) -> Any:
+def mapped_gradients(loss_of: Callable[..., Tree], args: Sequence[Tree], axes: Axes, *, fused: bool) -> Tree:
     """Return every member's gradients by its first argument, and what `loss_of` returns with its loss.
 
     A parameter that takes no part in the loss has a gradient of zero if fused, and none otherwise.
@@ -41,7 +40,7 @@ def mapped_gradients(loss_of: Callable[..., Any], args: Sequence[Tree], axes: Ax
     return map_tree(lambda t: t.detach().unsqueeze(0), (gradients, more))
 
 
-def _vmapped(function: Callable[..., Any], args: Sequence[Tree], axes: Axes) -> Any:
+def _vmapped(function: Callable[..., Tree], args: Sequence[Tree], axes: Axes) -> Tree:
     # vmap wants the axis None for an argument that is None, and an empty dict has no axis at all.
     axes = tuple(None if arg is None or arg == {} else axis for arg, axis in zip(args, axes, strict=True))
     return vmap(function, in_dims=axes, randomness="different")(*args)

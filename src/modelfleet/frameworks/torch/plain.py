@@ -8,7 +8,6 @@ finite is not taken: the member keeps its last good weights and buffers.
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -117,7 +116,7 @@ class PlainEngine(TorchEngine):
             self._member.use(hyper)
             self._take_step(_own_copy(data, shared), None)
 
-    def gradients(self, data: Tree, weights: Tensor | None = None, *, shared: bool) -> dict[str, Any]:
+    def gradients(self, data: Tree, weights: Tensor | None = None, *, shared: bool) -> dict[str, Tree]:
         """Return what `apply` needs of a batch. The model's buffers stay as they are."""
         member = self._member
         saved = member.save_buffers()
@@ -132,7 +131,7 @@ class PlainEngine(TorchEngine):
         gradients = member.stored({"gradients": gradients})["gradients"]
         return {"gradients": gradients, "loss": loss, "sums": sums, "buffers": buffers, "scale": scale}
 
-    def apply(self, hyper: dict[str, Tensor], active: Tensor, gradients: dict[str, Any]) -> None:
+    def apply(self, hyper: dict[str, Tensor], active: Tensor, gradients: dict[str, Tree]) -> None:
         """Update the member by what `gradients` returned."""
         member = self._member
         member.use(hyper)

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -70,7 +70,7 @@ class PlainTrials:
 
 def _scratch_copy(model: nn.Module) -> nn.Module | None:
     """Return a copy of a model that reads the same parameters, or None if it can't be copied."""
-    memo: dict[int, Any] = {
+    memo: dict[int, object] = {
         id(parameter): nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
         for parameter in model.parameters()
     }

@@ -2,7 +2,6 @@
 
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from modelfleet.trees import leaves, map_tree, paths
 from modelfleet.types import Kind, State, Tree
 
 Pace = tuple[int, float | None]
-"""The number of steps left, and the seconds per step so far."""
+"""Number of steps left, and seconds per step so far."""
 
 
 class ProgramEngine(TorchEngine, StackedEngine):
@@ -132,12 +131,12 @@ class ProgramEngine(TorchEngine, StackedEngine):
         rest = (self._next_coefficients(hyper, active), active, data, weights)
         self._step(self.state, rest, shared=shared, pace=pace)
 
-    def gradients(self, data: Tree, weights: Tensor | None = None, *, shared: bool) -> dict[str, Any]:
+    def gradients(self, data: Tree, weights: Tensor | None = None, *, shared: bool) -> dict[str, Tree]:
         """Return what `apply` needs of a batch."""
         with self._refusing_state():
             return self.programs.gradients((self.state, self.shared), (data, weights), shared_data=shared)
 
-    def apply(self, hyper: dict[str, Tensor], active: Tensor, gradients: dict[str, Any]) -> None:
+    def apply(self, hyper: dict[str, Tensor], active: Tensor, gradients: dict[str, Tree]) -> None:
         """Update the active members by what `gradients` returned."""
         rest = (self._next_coefficients(hyper, active), active, gradients)
         with self._refusing_state():

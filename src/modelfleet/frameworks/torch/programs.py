@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ Args = tuple[Tree, ...]
 TRAINING = ("train", "gradients", "apply", "row_gradients", "row_apply")
 APPLYING = ("apply", "row_apply")
 MAX_KEPT = 16  # Python states of the model whose programs are kept
+Result = TypeVar("Result")
 ByWidth = dict[int, tuple[Program, Compiler]]
 # torch's messages for `view(-1)` of a transposed weight:
 _NO_VIEW = ("view size is not compatible", "Cannot view a tensor")
@@ -119,7 +120,7 @@ class Programs:
             flat, columns = program.run(*self._flat(lead), *leaves(rest), *program.outside)
         return flat, columns
 
-    def gradients(self, lead: Args, rest: Args, *, shared_data: bool) -> dict[str, Any]:
+    def gradients(self, lead: Args, rest: Args, *, shared_data: bool) -> dict[str, Tree]:
         """Return what `apply` needs of a batch."""
         args = (*lead, *rest)
         with torch.no_grad():
@@ -184,10 +185,10 @@ class Programs:
             # Only now, so that a refused model is refused again.
             self._snapshot, self._thoroughly = snapshot, False
 
-    def _roots(self) -> list[tuple[str, Any]]:
+    def _roots(self) -> list[tuple[str, object]]:
         """Return everything that runs while a step is traced, by the names that messages use."""
         task = self.task
-        roots: list[tuple[str, Any]] = [("self", self.steps.model), ("the objective", task.objective)]
+        roots: list[tuple[str, object]] = [("self", self.steps.model), ("the objective", task.objective)]
         if task.loss is not None:
             roots.append(("the loss", task.loss.plain))
         return roots + [(f"the metric {metric.name}", metric.sums) for metric in task.metrics]
@@ -202,7 +203,7 @@ class Programs:
         ):
             yield
 
-    def found(self, trial: Hashable, run: Callable[[], Any]) -> Any:
+    def found(self, trial: Hashable, run: Callable[[], Result]) -> Result:
         """Return a trial's result. It runs again only if the model's Python may read something else now."""
         if self._snapshot is None or not self._snapshot.same(thoroughly=False):
             return run()
@@ -237,7 +238,7 @@ class Programs:
         return next((pair for pair in programs.values() if pair[0].any_width and width > 1), None)
 
     def _make(self, kind: str, args: Args, shared_data: bool) -> tuple[Program, Compiler]:
-        step: Callable[..., Any] = getattr(self.steps, kind)
+        step: Callable[..., Tree] = getattr(self.steps, kind)
         rest = {
             "train": (True, True, not shared_data, True),
             "gradients": (not shared_data, True),

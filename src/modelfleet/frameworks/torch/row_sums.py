@@ -1,4 +1,4 @@
-"""What a train step sums over the rows of a batch, packed into two tensors that ranks can add up.
+"""Sums over the rows of a batch, packed into two tensors that ranks can add up.
 
 The gradients are `(member, number)`, for all parameters in their order. The columns are `(member, column)`: the
 loss's total, its count, the rows, the epoch's sums, and for every parameter 1 if it took part in the loss.

@@ -7,7 +7,6 @@ member the same numbers.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +31,8 @@ from modelfleet.trees import leaves, map_tree
 from modelfleet.types import State, Tree
 
 Tensors = dict[str, Tensor]
+Run = Callable[..., Tree]
+"""A function of a model or of tensors. It returns a tree of tensors."""
 
 
 class Steps:
@@ -96,7 +97,7 @@ class Steps:
         *,
         shared_data: bool,
         fused: bool,
-    ) -> dict[str, Any]:
+    ) -> dict[str, Tree]:
         """Return what `apply` needs of a batch, `(member, …)` each.
 
         These are the "gradients" of the parameters that take part in the loss, the "loss", the "sums" of the
@@ -133,7 +134,7 @@ class Steps:
         shared: Tensors,
         coefficients: Coefficients,
         active: Tensor,
-        found: dict[str, Any],
+        found: dict[str, Tree],
         *,
         shared_data: bool,
         fused: bool,
@@ -250,9 +251,7 @@ class Steps:
 
         return self._read(output_of, state, args, (0, 0, 0, None if shared_data else 0), fused)
 
-    def _observed(
-        self, own: Tensors, buffers: Tensors, state: State, fused: bool, run: Callable[..., Any], *args: Any
-    ) -> Any:
+    def _observed(self, own: Tensors, buffers: Tensors, state: State, fused: bool, run: Run, *args: Tree) -> Tree:
         """Run a function in evaluation mode.
 
         If it changes a buffer, the change is kept in the state of one member. Several members can't be run at once
@@ -269,9 +268,7 @@ class Steps:
                 state["buffers"][name].copy_(buffer.unsqueeze(0))
         return result
 
-    def _read(
-        self, function: Callable[..., Any], state: State, args: tuple[Tree, ...], axes: Axes, fused: bool
-    ) -> Any:
+    def _read(self, function: Run, state: State, args: tuple[Tree, ...], axes: Axes, fused: bool) -> Tree:
         """Map a function that changes no weight over the members; again with gradients if it takes some itself."""
         try:
             return self._mapped(function, state, args, axes, fused)
@@ -281,21 +278,19 @@ class Steps:
             self.differentiates = True
             return self._mapped(function, state, args, axes, fused)
 
-    def _mapped(
-        self, function: Callable[..., Any], state: State, args: tuple[Tree, ...], axes: Axes, fused: bool
-    ) -> Any:
+    def _mapped(self, function: Run, state: State, args: tuple[Tree, ...], axes: Axes, fused: bool) -> Tree:
         with torch.no_grad(), self._streams(state["member"], fused):
             if not self.differentiates:
                 return mapped(function, args, axes, fused=fused)
 
-            def tracked(params: Tensors, *rest: Tree) -> tuple[Any, Tree]:
+            def tracked(params: Tensors, *rest: Tree) -> tuple[Tensor | int, Tree]:
                 return sum((p * 0.0).sum() for p in params.values()), function(params, *rest)
 
             return mapped_gradients(tracked, args, axes, fused=fused)[1]
 
     def observe(
-        self, state: State, shared: Tensors, run: Callable[..., Any], data: Tree, streams: Streams
-    ) -> tuple[Any, Tensors]:
+        self, state: State, shared: Tensors, run: Run, data: Tree, streams: Streams
+    ) -> tuple[Tree, Tensors]:
         """Return the result of `run(model, data)` for the first member, and the member's buffers after it."""
         one = {part: map_tree(lambda t: t[0], state[part]) for part in ("params", "frozen", "buffers")}
         buffers = {name: buffer.clone() for name, buffer in one["buffers"].items()}
@@ -309,14 +304,14 @@ class Steps:
         self,
         state: State,
         shared: Tensors,
-        run: Callable[..., Any],
+        run: Run,
         args: tuple[Tree, ...],
         streams: Streams,
     ) -> tuple[Tree, Tensors, Tensors]:
         """Return the result of `run(steps, model, *args)` for the first member, the gradients, and its buffers.
 
-        The first leaf of the result is a loss. The gradients are those of that loss, by the parameters that take
-        part in it.
+        The first leaf of the result is a loss. The gradients are of that loss, by the parameters that take part in
+        it.
         """
         one = {part: map_tree(lambda t: t[0], state[part]) for part in ("params", "frozen", "buffers")}
         buffers = {name: buffer.clone() for name, buffer in one["buffers"].items()}
@@ -328,7 +323,7 @@ class Steps:
         gradients = {name: g for name, g in zip(params, found, strict=True) if g is not None}
         return map_tree(torch.Tensor.detach, (result, gradients, buffers))
 
-    def _call(self, own: Tensors, buffers: Tensors, run: Callable[..., Any], *args: Any) -> Any:
+    def _call(self, own: Tensors, buffers: Tensors, run: Run, *args: Tree) -> Tree:
         """Return `run(model, *args)` with these weights in the model, and put its new buffers into `buffers`."""
         trained = {name: parameter.requires_grad for name, parameter in self.model.named_parameters()}
         own = {name: self._as_given(name, t) for name, t in own.items()}
