@@ -1,5 +1,6 @@
 """Engine of a lane whose stacked state is stepped by traced programs: torch modules, and Keras models on torch."""
 
+from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -271,8 +272,8 @@ class ProgramEngine(TorchEngine, StackedEngine):
             self._independent_rows[size] = self._rows_are_independent(inputs)
         return self._independent_rows[size]
 
-    def _rows_are_independent(self, inputs: Tree) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def _rows_are_independent(self, inputs: Tree) -> bool: ...
 
     # --- state ---------------------------------------------------------------------------------------------------
 
