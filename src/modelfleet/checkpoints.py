@@ -169,7 +169,7 @@ def save(folder: Path, fit: CheckpointedFit) -> None:
         "positions": [run.step_in_epoch for run in fit.runs],
         "history": fit.history.to_dict(),
         "lanes": [
-            {**run.lane.standing(), "fused": run.lane.engine.fused, "place": _device_number(fit, run)}
+            {**run.lane.progress(), "fused": run.lane.engine.fused, "place": _device_number(fit, run)}
             for run in fit.runs
         ],
         "devices": len(fit.devices),

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from modelfleet.lanes.lane import finish_in_step
+from modelfleet.lanes.work import finish_in_step
 from modelfleet.runs.lane_run import EpochReport, LaneRun
 
 Reports = list[tuple[LaneRun, EpochReport]]

@@ -10,7 +10,8 @@ from modelfleet.errors import FleetError
 from modelfleet.feeds import Batch, Feed
 from modelfleet.frameworks.protocol import REASONS, CannotFuseError, Schedules, StepError
 from modelfleet.history import Failure
-from modelfleet.lanes.lane import Lane, Work, finish_in_step
+from modelfleet.lanes.lane import Lane
+from modelfleet.lanes.work import Work, finish_in_step
 from modelfleet.runs.feeding import Feeding
 from modelfleet.runs.opening import OpenLane
 from modelfleet.trees import map_tree
@@ -338,11 +339,11 @@ class LaneRun:
     def progress(self) -> Progress:
         """Return how far the run has come."""
         before = self.epochs_before.tolist(), self.steps_before.tolist(), self.updates_before.tolist()
-        return Progress(self.lane.standing(), self.schedules.state(), self.epoch, self.step_in_epoch, before)
+        return Progress(self.lane.progress(), self.schedules.state(), self.epoch, self.step_in_epoch, before)
 
     def resume(self, lane: dict[str, Json], epoch: int, step: int) -> None:
         """Continue from where an earlier run of the same lane was; its state and schedules are restored apart."""
-        positions = self.lane.take_up(lane).tolist()
+        positions = self.lane.resume(lane).tolist()
         self.epoch, self.step_in_epoch = epoch, step
         if len(positions) < len(self.lane.members):
             self.feed = self.feed.select(positions)

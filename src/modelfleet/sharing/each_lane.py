@@ -5,7 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from modelfleet.feeds import Feed
-from modelfleet.lanes.lane import Lane, Work, finish_in_step
+from modelfleet.lanes.lane import Lane
+from modelfleet.lanes.work import Work, finish_in_step
 from modelfleet.runs.opening import OpenLane
 from modelfleet.sharing.thread_counts import divided_cores
 

@@ -682,7 +682,7 @@ class Annealed:
 def test_members_that_share_what_their_objective_changes_are_told() -> None:
     fleet = mf.Fleet([mlp(), mlp()])
     fleet.compile("adam", objective=Annealed(), lr=1e-2)
-    with pytest.warns(mf.FleetWarning, match=r"'0' and '1' take turns and share what they change"):
+    with pytest.warns(mf.FleetWarning, match=r"'0' and '1' take turns and share state that they change"):
         fleet.fit((X, Y), batch_size=8, progress=False)
     models = [mlp(), mlp()]
     expected = [copy.deepcopy(model) for model in models]

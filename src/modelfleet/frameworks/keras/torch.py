@@ -27,14 +27,17 @@ from modelfleet.frameworks.keras.steps import Steps, outputs
 from modelfleet.frameworks.keras.task import task_of
 from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, CannotFuseError
 from modelfleet.frameworks.stacked import Positions, StackedState, stack
-from modelfleet.frameworks.torch import arrays, fused, programs, steps
+from modelfleet.frameworks.torch import arrays, programs, steps
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.base import on_host
 from modelfleet.frameworks.torch.counting import Coefficients
 from modelfleet.frameworks.torch.devices import out_of_memory
+from modelfleet.frameworks.torch.mapping import mapped
+from modelfleet.frameworks.torch.program_engine import ProgramEngine
 from modelfleet.frameworks.torch.random.operations import DrawFromStreams
 from modelfleet.frameworks.torch.random.streams import Streams
 from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, Program, trace, untraced
+from modelfleet.frameworks.torch.updating import keep_new
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import State
@@ -79,7 +82,7 @@ class LaneSteps(steps.Steps):
             return self._applied(own, self._gradients(own, data, weights, fused=fused))
 
         with self._keras(state, fused):
-            found = steps.mapped(step, (own, data, weights), _axes(shared_data), fused=fused)
+            found = mapped(step, (own, data, weights), _axes(shared_data), fused=fused)
         return self._keep(state, active, *found)
 
     def gradients(
@@ -99,7 +102,7 @@ class LaneSteps(steps.Steps):
 
         own = {part: state[part] for part in PARTS}
         with self._keras(state, fused):
-            return steps.mapped(found, (own, data, weights), _axes(shared_data), fused=fused)
+            return mapped(found, (own, data, weights), _axes(shared_data), fused=fused)
 
     def apply(
         self,
@@ -115,7 +118,7 @@ class LaneSteps(steps.Steps):
         """Update every active member in place by what `gradients` found; gives the losses `(member,)`."""
         own = {part: state[part] for part in PARTS}
         with self._keras(state, fused):
-            new = steps.mapped(self._applied, (own, found), (0, 0), fused=fused)
+            new = mapped(self._applied, (own, found), (0, 0), fused=fused)
         return self._keep(state, active, *new)
 
     def _applied(self, own: State, found: Any) -> tuple[State, Tensor, Tensor]:
@@ -141,8 +144,8 @@ class LaneSteps(steps.Steps):
         ]
         for tensor, value in kept:
             tensor.copy_(value)
-        steps.keep_new(keep, member["step"], member["step"] + 1)
-        steps.keep_new(live, member["trouble"], torch.where(good_loss, torch.where(finite, FINE, GRADIENT), LOSS))
+        keep_new(keep, member["step"], member["step"] + 1)
+        keep_new(live, member["trouble"], torch.where(good_loss, torch.where(finite, FINE, GRADIENT), LOSS))
         return loss
 
     def evaluate(
@@ -162,7 +165,7 @@ class LaneSteps(steps.Steps):
 
         own = {part: state[part] for part in ("params", "buffers", "metrics")}
         with torch.no_grad(), self._keras(state, fused):
-            return steps.mapped(add, (own, data, weights), _axes(shared_data), fused=fused)
+            return mapped(add, (own, data, weights), _axes(shared_data), fused=fused)
 
     def predict(
         self, state: State, shared: dict[str, Tensor], data: Any, *, shared_data: bool, fused: bool
@@ -174,12 +177,12 @@ class LaneSteps(steps.Steps):
 
         own = {part: state[part] for part in ("params", "buffers")}
         with torch.no_grad(), self._keras(state, fused):
-            return steps.mapped(output_of, (own, data), _axes(shared_data)[:2], fused=fused)
+            return mapped(output_of, (own, data), _axes(shared_data)[:2], fused=fused)
 
     def results(self, metrics: dict[str, Tensor], *, fused: bool) -> dict[str, Tensor]:
         """The loss and the metrics `(member,)` of what was added up."""
         with torch.no_grad():
-            return steps.mapped(self.own.results, (metrics,), (0,), fused=fused)
+            return mapped(self.own.results, (metrics,), (0,), fused=fused)
 
     def _gradients(self, own: State, data: Any, weights: Any, *, fused: bool) -> Any:
         """One member's gradients, of the variables that have one; and its loss, buffers and metrics."""
@@ -253,7 +256,7 @@ class LaneSteps(steps.Steps):
             yield
 
 
-class Engine(fused.FusedEngine):
+class Engine(ProgramEngine):
     """The Keras-on-torch side of a lane (see `modelfleet.lanes.Lane`)."""
 
     held = ("params", "buffers", "optimizer")
@@ -273,10 +276,10 @@ class Engine(fused.FusedEngine):
         elif programs.steps.own.stale:  # in place: others have these programs, too
             vars(programs).update(vars(_programs(members[0].model, task, fused=fused)))
         self._members = list(members)
-        self._alike = None  # models of one signature are alike, and a change of one is seen at the next verb
         self._batch = 0  # the number of the next batch to evaluate or predict
-        # Nothing is `shared`: every Keras model has variables of its own.
-        self._begin(members[0].name, programs, device)
+        # Nothing is `shared`: every Keras model has variables of its own. Models of one signature can't diverge: a
+        # change of one is seen at the next verb.
+        super().__init__(members[0].name, programs, device)
         self.stacked = StackedState(self._from_models(members), len(members), states.Rows(device))
 
     @property
@@ -382,14 +385,14 @@ class Engine(fused.FusedEngine):
             return False
         real = int(batch.counts[batch.counts > 0].min())
         key = (real, batch.size)
-        if key not in self._bears_padding:
+        if key not in self._ignores_padding:
             slot = int(np.flatnonzero(batch.counts == real)[0])
             data = batch.data if batch.shared else map_tree(lambda leaf: leaf[slot], batch.data)
             one = states.select(self.state, self.tensor(np.array([slot])))
-            self._bears_padding[key] = self._steps.bears_padding(one, data, real)
-        return self._bears_padding[key]
+            self._ignores_padding[key] = self._steps.bears_padding(one, data, real)
+        return self._ignores_padding[key]
 
-    def _are_apart(self, inputs: Any) -> bool:
+    def _rows_are_independent(self, inputs: Any) -> bool:
         return self._steps.rows_apart(states.select(self.state, self.tensor(np.array([0]))), inputs)
 
     # --- state ---------------------------------------------------------------------------------------------------
@@ -480,7 +483,7 @@ class Engine(fused.FusedEngine):
     def _next_coefficients(self, hyper: dict[str, Tensor], active: Tensor) -> Coefficients:
         return {}  # the optimizer's numbers are variables of its own
 
-    def _coefficients(self, state: State, hyper: dict[str, Tensor]) -> Coefficients:
+    def _coefficients_for(self, state: State, hyper: dict[str, Tensor]) -> Coefficients:
         return {}
 
     def _from_models(self, members: Sequence[Member]) -> State:

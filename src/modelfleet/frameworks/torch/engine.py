@@ -1,4 +1,4 @@
-"""The engine of a lane of torch members."""
+"""Engines of lanes of torch members."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""A real `torch.optim` optimizer for one member, and its state in the form that fused lanes keep theirs in.
+"""A real `torch.optim` optimizer for one member, and its state in the form that fused lanes have.
 
 Fused lanes keep `{slot: {parameter: (member, …)}}`, with zeros for a parameter that has not been stepped. torch
 makes the state of a parameter at its first step.
@@ -16,7 +16,7 @@ from modelfleet.frameworks.torch.hyperparameters import flat_names
 from modelfleet.frameworks.torch.optimizers import Optimizer
 
 Slots = dict[str, dict[str, Tensor]]
-MOST_JOINED = 1 << 17  # numbers: beyond, copying them together takes longer than it saves
+MAX_JOINED = 1 << 17  # numbers; joining more of them takes longer than it saves
 
 
 class Lion(torch.optim.Optimizer):
@@ -62,15 +62,15 @@ def make(
 ) -> torch.optim.Optimizer:
     """Return the torch optimizer that `optimizer` stands for, over all of `params`.
 
-    Parameters that take no gradient are passed over by its steps; they may take one later.
+    Its steps skip parameters that take no gradient. They may take one later.
     """
     chosen = optimizer.torch_class or Lion
     return chosen(list(params), **settings(optimizer, hyper), **optimizer.flags)  # pyrefly: ignore
 
 
-def settings(optimizer: Optimizer, hyper: Mapping[str, float]) -> dict[str, Any]:
+def settings(optimizer: Optimizer, hyper: Mapping[str, float]) -> dict[str, float | tuple[float, ...]]:
     """Return a member's hyperparameters by torch's names: `beta1` and `beta2` as `betas`."""
-    found: dict[str, Any] = {}
+    found: dict[str, float | tuple[float, ...]] = {}
     for name in optimizer.defaults:
         values = tuple(hyper[flat] for flat in flat_names(name))
         found[name] = values if len(values) > 1 else values[0]
@@ -80,7 +80,7 @@ def settings(optimizer: Optimizer, hyper: Mapping[str, float]) -> dict[str, Any]
 def read_slots(
     optimizer: Optimizer, made: torch.optim.Optimizer, params: Mapping[str, Tensor], hyper: Mapping[str, Tensor]
 ) -> Slots:
-    """Return the state of some parameters by slot, `(1, …)` each; the state's own memory where there is one."""
+    """Return the state of some parameters by slot, `(1, …)` each. It shares the memory of the state there is."""
     slots: Slots = {slot: {} for slot in optimizer.slots}
     for name, parameter in params.items():
         state = made.state.get(parameter) or {}
@@ -95,22 +95,22 @@ def read_slots(
 def write_slots(
     made: torch.optim.Optimizer, parameter: nn.Parameter, slots: Mapping[str, Tensor], steps: float
 ) -> None:
-    """Give a parameter the state that `read_slots` gave for it, without the member axis; it is copied.
+    """Give a parameter a copy of the state that `read_slots` returned for it, without the member axis.
 
-    `steps` is how many the member has taken: the parameter's own count, where the optimizer needs none.
+    `steps` is the number of steps that the member has taken. It is used if the optimizer keeps no count.
     """
     count = float(slots.get(STEP, steps))
     if not count and "sum" not in made.state.get(parameter, {}):  # Adagrad makes its state before the first step
         made.state.pop(parameter, None)
         return
     state = {slot: value.detach().to(parameter.device, copy=True) for slot, value in slots.items() if slot != STEP}
-    if not isinstance(made, torch.optim.SGD):  # which keeps no count
+    if not isinstance(made, torch.optim.SGD):  # SGD keeps no count
         state[STEP] = torch.tensor(count, dtype=torch.get_default_dtype())
     made.state[parameter] = state
 
 
 def _steps(state: Mapping[str, Any]) -> float:
-    """Return how many steps a parameter's state has seen; of SGD, which does not count, 1 for any."""
+    """Return the number of steps that a parameter has taken. SGD does not count: 1 if it has any state."""
     if "step" in state:
         return float(state["step"])
     return 1.0 if any(value is not None for value in state.values()) else 0.0
@@ -123,13 +123,13 @@ def finite(gradients: Sequence[Tensor]) -> bool:
         kinds.setdefault(gradient.dtype, []).append(gradient._values() if gradient.is_sparse else gradient)
     for tensors in kinds.values():
         total = _sum(tensors)
-        # A sum may overflow where no term does: then every number is looked at.
+        # A sum may overflow where no term does. Then every number is checked.
         if not math.isfinite(abs(total)) and not all(bool(torch.isfinite(t).all()) for t in tensors):
             return False
     return True
 
 
 def _sum(tensors: Sequence[Tensor]) -> complex:
-    if sum(t.numel() for t in tensors) <= MOST_JOINED:  # one call costs less than one for each
+    if sum(t.numel() for t in tensors) <= MAX_JOINED:  # one call costs less than one for each
         return torch.cat([t.reshape(-1) for t in tensors]).sum().item()
     return torch.stack([t.sum() for t in tensors]).sum().item()

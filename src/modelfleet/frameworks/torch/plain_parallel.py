@@ -1,7 +1,6 @@
-"""The rows of one plain member's batches over several processes: each computes some, and gradients are summed."""
+"""Rows of one plain member's batches, divided over several processes, with the gradients summed."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from modelfleet.frameworks.torch.random.streams import BatchRows, DrawShapes, St
 from modelfleet.frameworks.torch.state import exact
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.trees import leaves, map_tree
+from modelfleet.types import Tree
 
 
 def backward(
@@ -21,17 +21,29 @@ def backward(
     params: Mapping[str, nn.Parameter],
     key: tuple[int, int],
     draws: DrawShapes,
-    batch: Any,
+    batch: Tree,
     weights: Tensor | None,
     scale: float | None,
-) -> tuple[float, dict[str, Any]]:
-    """Give the parameters the gradients of a whole batch, of which this rank computes its rows.
+) -> tuple[float, dict[str, Tensor | float]]:
+    """Give the parameters the gradients of a whole batch, of which this rank computes its own rows.
 
-    `key` is the member's seed and step. Returns the batch's loss and its sums, the same on every rank.
+    Args:
+        group: The ranks that compute the batch together.
+        task: The member's task.
+        model: The member's model.
+        params: All parameters of the model by name.
+        key: The member's seed and step.
+        draws: What the rows of the batch draw.
+        batch: The whole batch, `(row, …)`.
+        weights: The weights of the rows, or None.
+        scale: float16's loss scale, or None.
+
+    Returns:
+        The batch's loss, and what it adds to the sums of the epoch. Both are the same on every rank.
     """
     count = len(leaves(batch)[0])
     start, end = group.rows(count)
-    idle = start == end  # a rank without rows computes one, which does not count: it must know what is summed
+    idle = start == end  # a rank without rows computes one that does not count, to know the shapes of the sums
     if idle:
         start, end = 0, 1
     own = map_tree(lambda leaf: leaf[start:end], batch)
@@ -54,12 +66,12 @@ def backward(
         ]
         + [torch.tensor(float(p.grad is not None), dtype=dtype, device=device) for p in params.values()]
     )
-    wide = torch.float32
+    dtype = torch.float32
     for parameter in params.values():
-        wide = torch.promote_types(wide, parameter.dtype)
+        dtype = torch.promote_types(dtype, parameter.dtype)
     flat = torch.cat(
         [
-            (torch.zeros_like(p) if p.grad is None else p.grad).detach().reshape(-1).to(wide)
+            (torch.zeros_like(p) if p.grad is None else p.grad).detach().reshape(-1).to(dtype)
             for p in params.values()
         ]
     )

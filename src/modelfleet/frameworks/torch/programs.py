@@ -1,11 +1,10 @@
-"""The programs of a lane: its steps traced once for each shape of batch and width, and compiled where it pays."""
+"""Programs of a lane: its steps, traced once for each shape of batch and width, and compiled if it pays."""
 
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from modelfleet.frameworks.protocol import CannotFuseError
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.compiling.compiler import SAVED_FRACTION, Compiler, compile_mode
+from modelfleet.frameworks.torch.model_locks import borrowed, held
 from modelfleet.frameworks.torch.modes import in_mode
 from modelfleet.frameworks.torch.python_state.checks import StatefulError, refuse_unstackable
 from modelfleet.frameworks.torch.python_state.snapshot import PythonSnapshot
@@ -22,59 +22,59 @@ from modelfleet.frameworks.torch.task import Task
 from modelfleet.frameworks.torch.tracing.parameters import NeedsGradientError
 from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, Program, trace, untraced
 from modelfleet.trees import leaves, map_tree
-from modelfleet.types import State
+from modelfleet.types import State, Tree
 
-Key = tuple[Any, ...]
-# A whole step; its parts; and the parts of a step whose rows are on several devices.
+Key = tuple[Hashable, ...]
+Args = tuple[Tree, ...]
+"""Arguments of a step: the state, the shared tensors, and the rest."""
+# A whole step, its parts, and the parts of a step whose rows are on several devices:
 TRAINING = ("train", "gradients", "apply", "row_gradients", "row_apply")
 APPLYING = ("apply", "row_apply")
-MOST_KEPT = 16  # states of the model's Python whose programs are kept
+MAX_KEPT = 16  # Python states of the model whose programs are kept
+Result = TypeVar("Result")
 ByWidth = dict[int, tuple[Program, Compiler]]
-_NO_VIEW = (
-    "view size is not compatible",
-    "Cannot view a tensor",
-)  # what torch says of a transposed weight's view(-1)
+# torch's messages for `view(-1)` of a transposed weight:
+_NO_VIEW = ("view size is not compatible", "Cannot view a tensor")
 
 
 class Programs:
     """Train, evaluate and predict for the lanes of one group.
 
-    `model` stands for the structure: its Python is traced, its own weights are never touched. With `fused=False`
-    the lanes hold one member each, and a step that can't be traced runs as the plain Python it is.
+    The Python of `model` is traced for all members. Its own weights are never touched. With `fused=False` a lane
+    holds one member, and a step that can't be traced runs as plain Python.
     """
 
     def __init__(self, model: nn.Module, task: Task, *, fused: bool) -> None:
         self.steps = Steps(model, task, states.transposed(model))
         self.fused = fused
-        self.traces = 0  # how often a step was traced: a test's proof that a second epoch traces nothing
-        self.untraced: str | None = None  # why a lane of one runs its Python at every step, if it does
-        self._watch: PythonSnapshot | None = None  # what the Python of the model and the task reads
-        self._thoroughly = True
-        self._kept: dict[
-            Hashable, tuple[PythonSnapshot, dict[Key, ByWidth]]
-        ] = {}  # the programs of what it read before, too
+        self.traces = 0  # how often a step was traced; tests check that a second epoch traces nothing
+        self.untraced: str | None = None  # why a lane of one member runs its Python at every step, if it does
+        self._snapshot: PythonSnapshot | None = None  # what the Python of the model and the task reads
+        self._thoroughly = True  # compare large arrays, too, before the next step
+        # By the snapshot's key: programs for what the Python read before are kept, too.
+        self._kept: dict[Hashable, tuple[PythonSnapshot, dict[Key, ByWidth]]] = {}
         self._programs: dict[Key, ByWidth] = {}  # by kind and batch, then by width
-        self._found: dict[Hashable, Any] = {}  # what trials found, for what the Python reads now
-        self._listed = threading.local()
+        self._found: dict[Hashable, Any] = {}  # results of trials, for what the Python reads now
+        self._flattened = threading.local()
 
     @property
     def task(self) -> Task:
-        """What the members are to do."""
+        """Return the members' task."""
         return self.steps.task
 
     @property
     def compiling(self) -> bool:
-        """Whether a program is being compiled beside the training now."""
+        """Return True if a program is being compiled beside the training."""
         return any(compiler.busy for _, compiler in self._all())
 
     @property
     def compiled(self) -> bool:
-        """Whether any program runs compiled."""
+        """Return True if any program runs compiled."""
         return any(program.compiled for program, _ in self._all())
 
     @property
     def description(self) -> str:
-        """How the train steps run, in a word."""
+        """Return in a word how the train steps run."""
         programs = [program for program, _ in self._all(*TRAINING)]
         if not programs:
             return "not traced yet"
@@ -84,68 +84,71 @@ class Programs:
 
     @property
     def prospect(self) -> float:
-        """What compiling will leave of a step's time, if it is still to come."""
+        """Return the fraction of a step's time that is left after compiling, 1 if nothing will be compiled."""
         return 1.0 if self.compiled or not self.fused or compile_mode() == "never" else 1.0 - SAVED_FRACTION
 
     @property
     def working_bytes(self) -> int | None:
-        """The most that a train step takes beside the state, of those traced so far."""
+        """Return the most memory that a train step takes beside the state, of those traced so far."""
         known = [program.working_bytes for program, _ in self._all(*TRAINING)]
         return max((size for size in known if size is not None), default=None)
 
     def train(
-        self, lead: Sequence[Any], rest: Sequence[Any], *, shared_data: bool, pace: tuple[int, float | None]
+        self, lead: Args, rest: Args, *, shared_data: bool, pace: tuple[int, float | None]
     ) -> frozenset[str]:
-        """One step of every active member, in place. `pace`: steps left of this kind, and seconds per step.
+        """Take one step of every active member, in place, and return the parameters that took no part in it.
 
-        `lead` are the first arguments of `Steps.train`, the state and what is shared; `rest` are the others. Gives
-        the parameters that took no part in it.
+        Args:
+            lead: The first arguments of `Steps.train`: the state and the shared tensors.
+            rest: The other arguments.
+            shared_data: True if the data have no member axis.
+            pace: The number of steps left of this kind, and the seconds per step.
         """
         program, compiler = self.program("train", (*lead, *rest), shared_data)
         compiler.consider(*pace)
-        with torch.no_grad():  # what is outside may take gradients
+        with torch.no_grad():  # tensors outside of the step may take gradients
             program.run(*self._flat(lead), *leaves(rest), *program.outside)
         return program.unused
 
     def row_gradients(
-        self, lead: Sequence[Any], rest: Sequence[Any], *, shared_data: bool, pace: tuple[int, float | None]
+        self, lead: Args, rest: Args, *, shared_data: bool, pace: tuple[int, float | None]
     ) -> tuple[Tensor, Tensor]:
-        """The first half of a train step, on some rows of a batch; what it gives is to be summed over all rows."""
+        """Compute the first half of a train step on some rows of a batch. Its results are summed over all rows."""
         program, compiler = self.program("row_gradients", (*lead, *rest), shared_data)
         compiler.consider(*pace)
         with torch.no_grad():
             flat, columns = program.run(*self._flat(lead), *leaves(rest), *program.outside)
         return flat, columns
 
-    def gradients(self, lead: Sequence[Any], rest: Sequence[Any], *, shared_data: bool) -> dict[str, Any]:
-        """Return what a step makes of a batch before its optimizer does."""
+    def gradients(self, lead: Args, rest: Args, *, shared_data: bool) -> dict[str, Tree]:
+        """Return what `apply` needs of a batch."""
         args = (*lead, *rest)
         with torch.no_grad():
             return self.program("gradients", args, shared_data)[0](leaves(args))
 
-    def apply(self, kind: str, lead: Sequence[Any], rest: Sequence[Any]) -> None:
+    def apply(self, kind: str, lead: Args, rest: Args) -> None:
         """Run the second part of a train step in place: "apply", or "row_apply" for rows on several devices."""
-        # Never compiled: the devices of a group would have it compiled at different steps, and round differently.
+        # Never compiled: the devices of a group would compile it at different steps, and round differently.
         program, _ = self.program(kind, (*lead, *rest), False)
-        with torch.no_grad():  # what is outside may take gradients
+        with torch.no_grad():  # tensors outside of the step may take gradients
             program.run(*self._flat(lead), *leaves(rest), *program.outside)
 
-    def evaluate(self, args: tuple[Any, ...], *, shared_data: bool) -> dict[str, Tensor]:
-        """The sums `(member,)` of the loss and the metrics over a batch."""
+    def evaluate(self, args: Args, *, shared_data: bool) -> dict[str, Tensor]:
+        """Return the sums `(member,)` of the loss and the metrics over a batch."""
         args = (readable(args[0]), *args[1:])
         return self.program("evaluate", args, shared_data)[0](leaves(args))
 
-    def predict(self, args: tuple[Any, ...], *, shared_data: bool) -> Any:
-        """The outputs `(member, row, …)` on a batch of inputs."""
+    def predict(self, args: Args, *, shared_data: bool) -> Tree:
+        """Return the outputs `(member, row, …)` on a batch of inputs."""
         args = (readable(args[0]), *args[1:])
         return self.program("predict", args, shared_data)[0](leaves(args))
 
-    def _flat(self, lead: Sequence[Any]) -> list[Tensor]:
-        # A lane's state is the same tensors from step to step: they are listed once, by each thread for its own.
-        listed = getattr(self._listed, "last", None)
-        if listed is None or any(a is not b for a, b in zip(listed[0], lead, strict=True)):
-            listed = self._listed.last = tuple(lead), leaves(lead)
-        return listed[1]
+    def _flat(self, lead: Args) -> list[Tensor]:
+        # A lane's state has the same tensors at every step. Each thread flattens it once.
+        known = getattr(self._flattened, "last", None)
+        if known is None or any(a is not b for a, b in zip(known[0], lead, strict=True)):
+            known = self._flattened.last = lead, leaves(lead)
+        return known[1]
 
     def _all(self, *kinds: str) -> Iterator[tuple[Program, Compiler]]:
         for _, family in list(self._kept.values()):
@@ -154,45 +157,45 @@ class Programs:
                     yield from list(programs.values())
 
     def stop(self) -> None:
-        """End every compiler that is still at work."""
+        """Stop every compiler that is still at work."""
         for _, compiler in self._all():
             compiler.stop()
 
     def look_again(self) -> None:
-        """Compare all that the traced Python could read before the next step, large arrays too."""
+        """Before the next step, compare everything that the traced Python can read, large arrays too."""
         self._thoroughly = True
 
     def _look(self) -> None:
-        """Find the programs for what the Python of the model, the loss and the metrics would read now."""
-        if self._watch is not None and self._watch.same(thoroughly=self._thoroughly):
+        """Find the programs for what the Python of the model, the loss and the metrics reads now."""
+        if self._snapshot is not None and self._snapshot.same(thoroughly=self._thoroughly):
             self._thoroughly = False
             return
         with TRACE_LOCK, held(self.steps.model):
-            watch = PythonSnapshot(self._roots())
+            snapshot = PythonSnapshot(self._roots())
             if self.fused:
-                watch.refuse()
+                snapshot.refuse()
                 refuse_unstackable(self.steps.model)
-            kept = self._kept.pop(watch.key, None) or (watch, {})
-            self._kept[watch.key] = kept  # the last one used is the last one to go
-            while len(self._kept) > MOST_KEPT:
+            kept = self._kept.pop(snapshot.key, None) or (snapshot, {})
+            self._kept[snapshot.key] = kept  # the last one used is dropped last
+            while len(self._kept) > MAX_KEPT:
                 _, forgotten = self._kept.pop(next(iter(self._kept)))
                 for _, compiler in (pair for programs in forgotten.values() for pair in programs.values()):
                     compiler.stop()
             self._programs, self._found = kept[1], {}
-            # Only now: what was refused is refused again.
-            self._watch, self._thoroughly = watch, False
+            # Only now, so that a refused model is refused again.
+            self._snapshot, self._thoroughly = snapshot, False
 
-    def _roots(self) -> list[tuple[str, Any]]:
-        """What runs while a step is traced, as a reader knows it."""
+    def _roots(self) -> list[tuple[str, object]]:
+        """Return everything that runs while a step is traced, by the names that messages use."""
         task = self.task
-        roots: list[tuple[str, Any]] = [("self", self.steps.model), ("the objective", task.objective)]
+        roots: list[tuple[str, object]] = [("self", self.steps.model), ("the objective", task.objective)]
         if task.loss is not None:
             roots.append(("the loss", task.loss.plain))
         return roots + [(f"the metric {metric.name}", metric.sums) for metric in task.metrics]
 
     @contextmanager
     def trial(self, *, train: bool) -> Iterator[None]:
-        """Run the model's Python to see what it says, and leave nothing of it behind."""
+        """Context in which the model's Python can be tried without side effects."""
         with (
             held(self.steps.model),
             undoing_side_effects(*self._roots()),
@@ -200,25 +203,25 @@ class Programs:
         ):
             yield
 
-    def found(self, trial: Hashable, run: Callable[[], Any]) -> Any:
-        """What a trial gives: run again only if the model's Python may read something else than the last time."""
-        if self._watch is None or not self._watch.same(thoroughly=False):
+    def found(self, trial: Hashable, run: Callable[[], Result]) -> Result:
+        """Return a trial's result. It runs again only if the model's Python may read something else now."""
+        if self._snapshot is None or not self._snapshot.same(thoroughly=False):
             return run()
         if trial not in self._found:
             self._found[trial] = run()
         return self._found[trial]
 
     def serve(self, model: nn.Module) -> None:
-        """Trace this model from now on; it is of the structure that the programs are for."""
+        """Trace this model from now on. It must have the structure that the programs are for."""
         if model is not self.steps.model:
-            self.steps.model, self._watch = model, None
+            self.steps.model, self._snapshot = model, None
 
-    def program(self, kind: str, args: tuple[Any, ...], shared_data: bool) -> tuple[Program, Compiler]:
-        """The program for arguments of these shapes; traced if there is none yet."""
+    def program(self, kind: str, args: Args, shared_data: bool) -> tuple[Program, Compiler]:
+        """Return the program for arguments of these shapes. It is traced if there is none yet."""
         self._look()
-        # What is left out, the weights and the numbers per member, follows from the structure and the width.
+        # The weights and the numbers per member are left out. They follow from the structure and the width.
         data = _key(args[-2:] if kind == "train" else args[2:], 0 if shared_data else 1)
-        # Neither does what is shared follow from the structure, nor which parameters have counted the same steps.
+        # The shared tensors, and which parameters have the same counts, do not follow from the structure.
         counted = tuple(args[2]) if kind in ("train", *APPLYING) else ()
         family = (kind, shared_data, tuple(args[1]), counted, data)
         width = len(args[0]["member"]["seed"])
@@ -231,12 +234,12 @@ class Programs:
         return programs[width]
 
     def _for_any(self, programs: ByWidth, width: int) -> tuple[Program, Compiler] | None:
-        """A program that was compiled for any width, if there is one."""
+        """Return a program that was compiled for any width, if there is one."""
         return next((pair for pair in programs.values() if pair[0].any_width and width > 1), None)
 
-    def _make(self, kind: str, args: tuple[Any, ...], shared_data: bool) -> tuple[Program, Compiler]:
-        step: Callable[..., Any] = getattr(self.steps, kind)
-        data = {
+    def _make(self, kind: str, args: Args, shared_data: bool) -> tuple[Program, Compiler]:
+        step: Callable[..., Tree] = getattr(self.steps, kind)
+        rest = {
             "train": (True, True, not shared_data, True),
             "gradients": (not shared_data, True),
             "apply": (True, True, True),
@@ -244,9 +247,9 @@ class Programs:
             "row_apply": (True, True, True, True),
             "evaluate": (not shared_data, True),
         }
-        stacked = (True, False, *data.get(kind, (not shared_data,)))
+        stacked = (True, False, *rest.get(kind, (not shared_data,)))
 
-        def run(*args: Any) -> Any:
+        def run(*args: Tree) -> Tree:
             with borrowed(self.steps, train=kind in TRAINING):
                 modes = {name: module.training for name, module in self.steps.model.named_modules()}
                 result = step(*args, shared_data=shared_data, fused=self.fused)
@@ -257,20 +260,20 @@ class Programs:
                         )
                 return result
 
-        watch = self._watch
-        assert watch is not None
+        snapshot = self._snapshot
+        assert snapshot is not None
 
         def at_width(width: int) -> Program:
-            if not watch.same(thoroughly=True):
+            if not snapshot.same(thoroughly=True):
                 raise CannotFuseError("what it reads has changed")
-            with restoring_python(watch):
+            with restoring_python(snapshot):
                 return trace(run, tuple(rows_of(args, stacked, width)), stacked)
 
         if self.fused:
-            self._try(kind, args, stacked, shared_data, watch)
+            self._try(kind, args, stacked, shared_data, snapshot)
         self.traces += 1
         try:
-            with restoring_python(watch, strictly=self.fused, harmless=lambda: self._is_cache(kind, watch)):
+            with restoring_python(snapshot, strictly=self.fused, harmless=lambda: self._is_cache(kind, snapshot)):
                 program = self._traced(run, args, stacked)
         except CannotFuseError as error:
             if self.fused:
@@ -281,16 +284,21 @@ class Programs:
         return program, Compiler(program, at_width if self.fused else None)
 
     def _try(
-        self, kind: str, args: tuple[Any, ...], stacked: Sequence[bool], shared_data: bool, watch: PythonSnapshot
+        self, kind: str, args: Args, stacked: Sequence[bool], shared_data: bool, snapshot: PythonSnapshot
     ) -> None:
-        """Run a step's Python once as it is, for the first member: to see what it draws, and which parameters take
-        part in the loss. What else is wrong with it, tracing will tell."""
+        """Run a step's Python once for the first member, to find the parameters that take part in the loss.
+
+        Tracing will show anything else that is wrong with the step.
+
+        Raises:
+            StatefulError: The step changes Python state that its result depends on.
+        """
         if kind in APPLYING:
             return
-        harmless = partial(self._is_cache, kind, watch)
+        harmless = partial(self._is_cache, kind, snapshot)
         with (
-            restoring_python(watch, harmless=harmless),
-            restoring_tensors(watch),
+            restoring_python(snapshot, harmless=harmless),
+            restoring_tensors(snapshot),
             borrowed(self.steps, train=kind in TRAINING),
         ):
             try:
@@ -301,7 +309,7 @@ class Programs:
                 one = [map_tree(torch.clone, arg) for arg in rows_of(args, stacked, 1)]
                 step = partial(getattr(self.steps, kind), shared_data=shared_data, fused=False)
                 first = step(*map_tree(torch.clone, one))
-                changed = watch.changed()
+                changed = snapshot.changed()
                 if not changed:
                     return
                 known = PythonSnapshot(self._roots()).key
@@ -311,21 +319,21 @@ class Programs:
             if known != PythonSnapshot(self._roots()).key or not _equal(first, again):
                 raise StatefulError(f"running it changes {changed[0]}")
 
-    def _is_cache(self, kind: str, watch: PythonSnapshot) -> bool:
-        """Whether what a forward in evaluation in_mode has left is a cache that `model.train()` empties.
+    def _is_cache(self, kind: str, snapshot: PythonSnapshot) -> bool:
+        """Return True if the state that a forward in evaluation mode left is a cache that `model.train()` empties.
 
-        timm's LeViT and others keep their attention biases so. A program computes them anew at every batch.
+        timm's LeViT and others keep their attention biases this way. A program computes them for every batch.
         """
         if kind in TRAINING:
             return False
         model = self.steps.model
         model.train(True)
         after = PythonSnapshot(self._roots()).key
-        watch.restore()
+        snapshot.restore()
         model.train(True)
         return after == PythonSnapshot(self._roots()).key
 
-    def _refuse_other_parameters(self, kind: str, args: tuple[Any, ...]) -> None:
+    def _refuse_other_parameters(self, kind: str, args: Args) -> None:
         """Raise `CannotFuseError` if a parameter was frozen or unfrozen since the state was stacked."""
         state, shared = args[:2]
         for name, parameter in self.steps.model.named_parameters():
@@ -333,8 +341,8 @@ class Programs:
                 done = "unfrozen" if parameter.requires_grad else "frozen"
                 raise StatefulError(f"its parameter {name} was {done} meanwhile")
 
-    def _traced(self, run: Callable[..., Any], args: tuple[Any, ...], stacked: Sequence[bool]) -> Program:
-        """Trace a step; once more, otherwise, if the model turns out to need it."""
+    def _traced(self, run: Callable[..., Tree], args: Args, stacked: Sequence[bool]) -> Program:
+        """Trace a step, and again with other settings if the model turns out to need them."""
         try:
             return trace(run, args, stacked)
         except NeedsGradientError:
@@ -346,38 +354,20 @@ class Programs:
         return self._traced(run, args, stacked)
 
 
-def rows_of(args: Sequence[Any], stacked: Sequence[bool], width: int) -> Iterator[Any]:
-    """The arguments of a step for so many members: the first ones, over and over."""
+def rows_of(args: Args, stacked: Sequence[bool], width: int) -> Iterator[Tree]:
+    """Yield the arguments of a step for `width` members, by repeating the members there are."""
     seeds = args[0]["member"]["seed"]
     rows = torch.arange(width, device=seeds.device) % len(seeds)
     for arg, axis in zip(args, stacked, strict=True):
         yield map_tree(lambda t: t.index_select(0, rows), arg) if axis else arg
 
 
-def _equal(tree: Any, other: Any) -> bool:
+def _equal(tree: Tree, other: Tree) -> bool:
     return all(torch.equal(a, b) for a, b in zip(leaves(tree), leaves(other), strict=True))
 
 
-_HELD: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-_HOLDING = threading.Lock()
-
-
-def held(model: nn.Module) -> AbstractContextManager[Any]:
-    """To have a model to oneself: while its Python runs for a member, that member's weights are in it, and all
-    lanes of a group run the same one."""
-    with _HOLDING:
-        return _HELD.setdefault(model, threading.RLock())
-
-
-@contextmanager
-def borrowed(steps: Steps, *, train: bool) -> Iterator[None]:
-    """Have a model to oneself, in training or evaluation in_mode, to run its Python with some member's weights."""
-    with held(steps.model), in_mode(steps.model, train=train, given=steps.modes):
-        yield
-
-
 def readable(state: State) -> State:
-    """What a forward pass reads of a state."""
+    """Return the part of a state that a forward pass reads."""
     member = {name: state["member"][name] for name in ("seed", "step")}
     return {
         "params": state["params"],
@@ -387,6 +377,6 @@ def readable(state: State) -> State:
     }
 
 
-def _key(args: Any, first: int) -> Key:
-    # Without the member axis, where there is one: the width is kept apart.
+def _key(args: Args, first: int) -> Key:
+    # Without the member axis, if there is one: the width is kept apart.
     return tuple((leaf.shape[first:], leaf.dtype, leaf.stride()[first:]) for leaf in leaves(args))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.frameworks.torch import arrays
-from modelfleet.frameworks.torch.programs import borrowed
+from modelfleet.frameworks.torch.model_locks import borrowed
 from modelfleet.frameworks.torch.random.streams import BatchRows, DrawShapes, Streams
 from modelfleet.frameworks.torch.random.trial_streams import ConstantStreams, ExtremeStreams
 from modelfleet.frameworks.torch.state import State

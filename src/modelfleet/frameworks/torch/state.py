@@ -1,4 +1,4 @@
-"""The stacked state of a lane: every tensor has the member as its first axis, `(member, …)`.
+"""Stacked state of a lane: every tensor has the member as its first axis, `(member, …)`.
 
 A state is a plain dict of dicts of tensors, so that selecting members, saving and resuming are one line each:
 
@@ -9,26 +9,27 @@ A state is a plain dict of dicts of tensors, so that selecting members, saving a
     member    per-member scalars: seed, step, trouble, and with float16 the loss scale
     sums      what the epoch's metrics have summed up so far
 
-Tensors that are the very same object in every member (a shared frozen trunk) are not stacked; they are kept apart,
-once, without a member axis.
+Tensors that are the same object in every member (a shared frozen trunk) are not stacked. They are kept once, apart
+from the state, without a member axis.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from modelfleet.frameworks.torch import arrays
-from modelfleet.types import State
+from modelfleet.trees import map_tree
+from modelfleet.types import State, Tree
 
 
 def transposed(model: nn.Module) -> frozenset[str]:
-    """The parameters that are stored transposed.
+    """Return the parameters that are stored transposed.
 
-    A stacked `x @ weight.T` runs two to three times as fast if the weights lie as `(member, in, out)`. So those
-    of linear and recurrent layers and of attention's input projection are stored that way; the module gets a view.
+    A stacked `x @ weight.T` runs two to three times as fast if the weights lie as `(member, in, out)`. So the
+    weights of linear and recurrent layers and of attention's input projection are stored that way. The module gets
+    a view.
     """
     names: set[str] = set()
     seen: dict[Tensor, list[str]] = {}
@@ -44,12 +45,12 @@ def transposed(model: nn.Module) -> frozenset[str]:
 
 
 def stack(tensors: Sequence[Tensor], device: torch.device, *, transpose: bool = False) -> Tensor:
-    """One tensor `(member, …)` of the members' own, on the device, contiguous."""
+    """Return the members' tensors as one `(member, …)`, on the device, contiguous."""
     return placed(torch.stack([tensor.detach() for tensor in tensors]), device, transpose=transpose)
 
 
 def placed(tensor: Tensor, device: torch.device, *, transpose: bool = False) -> Tensor:
-    """A tensor on the device in the layout it is stored in."""
+    """Return a tensor on the device, in the layout that it is stored in."""
     tensor = tensor.detach().to(device)
     return (tensor.transpose(-1, -2) if transpose else tensor).contiguous()
 
@@ -60,22 +61,22 @@ def turned(name: str, tensor: Tensor, layout: frozenset[str]) -> Tensor:
 
 
 def exact(device: torch.device) -> torch.dtype:
-    """The dtype for sums and counts: float64 wherever the device has it."""
+    """Return the dtype for sums and counts: float64 if the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that take a gradient, each once."""
+    """Return the parameters that take a gradient, each once."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def kept(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that take none, each once."""
+    """Return the parameters that take no gradient, each once."""
     return {name: p for name, p in model.named_parameters() if not p.requires_grad}
 
 
 def buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers, each once."""
+    """Return the buffers, each once."""
     return dict(model.named_buffers())
 
 
@@ -111,10 +112,10 @@ class Rows:
 
 def select(state: State, rows: Tensor) -> State:
     """Return a copy of the state of some members, in the order of `rows`."""
-    return {part: _map(tensors, lambda t: t.index_select(0, rows)) for part, tensors in state.items()}
+    return map_tree(lambda t: t.index_select(0, rows), state)
 
 
-def put(state: Any, rows: Tensor, part: Any) -> None:
+def put(state: Tree, rows: Tensor, part: Tree) -> None:
     """Write the state of some members, as `select` returns it, into the state of all."""
     if isinstance(state, dict):
         for name, whole in state.items():
@@ -123,8 +124,8 @@ def put(state: Any, rows: Tensor, part: Any) -> None:
         state.index_copy_(0, rows, part)
 
 
-def tensors(state: Any) -> list[Tensor]:
-    """All tensors of a state, in a fixed order."""
+def tensors(state: Tree) -> list[Tensor]:
+    """Return all tensors of a state, in a fixed order."""
     if isinstance(state, dict):
         return [tensor for value in state.values() for tensor in tensors(value)]
     return [state]
@@ -140,7 +141,7 @@ def write_back(models: Iterable[nn.Module], state: State, layout: frozenset[str]
     }
     sources = [values[row] for row in range(len(models)) for values in rows.values()]
     targets = [_tensor(model, *name.rpartition(".")[::2]) for model in models for name in rows]
-    # What is expanded has fewer numbers than elements: torch can't write to it, and no step has changed it.
+    # An expanded tensor has fewer numbers than elements: torch can't write to it, and no step has changed it.
     written = [pair for pair in zip(targets, sources, strict=True) if not _expanded(pair[0])]
     with torch.no_grad():
         torch._foreach_copy_([target for target, _ in written], [source for _, source in written])
@@ -153,7 +154,7 @@ def _expanded(tensor: Tensor) -> bool:
 
 
 def _tensor(model: nn.Module, path: str, name: str) -> Tensor:
-    """A parameter or buffer by its path. Ten thousand models are quicker asked this way than listed."""
+    """Return a parameter or buffer by its path. For ten thousand models this is faster than `named_parameters`."""
     module = model
     for part in path.split(".") if path else ():
         module = module._modules[part]
@@ -162,7 +163,3 @@ def _tensor(model: nn.Module, path: str, name: str) -> Tensor:
     found = module._buffers[name] if found is None else found
     assert found is not None
     return found
-
-
-def _map(tree: Any, fn: Any) -> Any:
-    return {key: _map(value, fn) for key, value in tree.items()} if isinstance(tree, dict) else fn(tree)

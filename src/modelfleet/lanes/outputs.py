@@ -1,0 +1,71 @@
+"""Outputs of `predict`: one member's rows of each batch, joined to one array."""
+
+from collections.abc import Sequence
+
+from modelfleet.errors import InputError
+from modelfleet.frameworks.protocol import Engine
+from modelfleet.trees import map_tree, paths
+from modelfleet.types import Tree
+from modelfleet.words import without_period
+
+_ROW_BY_ROW = (
+    "predict joins the outputs of batches row by row. Have the model return only what has one row for each input, "
+    "or call fleet[name] yourself."
+)
+
+
+def member_rows(engine: Engine, outputs: Tree, slot: int, name: str, count: int, size: int) -> Tree:
+    """Return a member's real rows of the outputs of a batch, on the host.
+
+    Args:
+        engine: The engine that made the outputs.
+        outputs: The outputs of all slots.
+        slot: The member's slot.
+        name: The member's name.
+        count: The number of real rows, which come before the padding.
+        size: The number of rows in the batch, with padding.
+
+    Raises:
+        InputError: Some output does not have one row for each input.
+    """
+    try:
+        rows = engine.rows(outputs, slot, size + 1)  # one more than there should be, to notice extra rows
+    except IndexError as error:
+        raise InputError(
+            f"member {name!r}: a part of the output is a single number for a batch of {size} rows. {_ROW_BY_ROW}"
+        ) from error
+    for path, leaf in paths(rows):
+        if len(leaf) not in (size, count):
+            raise InputError(
+                f"member {name!r}: {_output(path)} has the shape {leaf.shape} for a batch of {size} rows. "
+                f"{_ROW_BY_ROW}"
+            )
+    return map_tree(lambda leaf: leaf[:count], rows)
+
+
+def join_batches(engine: Engine, name: str, parts: Sequence[Tree]) -> Tree:
+    """Return a member's outputs for all batches as one tree of arrays.
+
+    Raises:
+        InputError: The outputs of two batches have different shapes or structures.
+    """
+    shapes = [{path: tuple(leaf.shape[1:]) for path, leaf in paths(part)} for part in parts]
+    for other in shapes:
+        for path, first in shapes[0].items():
+            shape = other.get(path, first)
+            if shape != first:
+                raise InputError(
+                    f"member {name!r}: a row of {_output(path)} is {first} in one batch and {shape} in another, "
+                    f"which can't be one array. Pad the inputs to one length, or predict one length at a time."
+                )
+    try:
+        return engine.concatenate(parts)
+    except (ValueError, TypeError) as error:
+        raise InputError(
+            f"member {name!r}: its outputs for {len(parts)} batches can't be joined: {without_period(error)}. "
+            f"Let the model return the same tree of arrays for every batch."
+        ) from error
+
+
+def _output(path: str) -> str:
+    return f"{path} of the output" if path else "the output"
