@@ -12,9 +12,9 @@ import pytest
 from modelfleet.errors import InputError
 from modelfleet.feeds import Batch
 from modelfleet.frameworks import jax as adapter
+from modelfleet.frameworks.errors import GRADIENT, LOSS, CannotFuseError
 from modelfleet.frameworks.functional import Definition, FunctionalEngine, State
 from modelfleet.frameworks.jax.backend import JaxBackend
-from modelfleet.frameworks.protocol import GRADIENT, LOSS, CannotFuseError
 from modelfleet.frameworks.stacked import WEIGHTS
 from modelfleet.members import Member
 
@@ -192,7 +192,7 @@ def test_trouble_stays_with_its_member(value: float, code: int) -> None:
     assert made.steps_taken().tolist() == [4, 1, 4]
     assert np.isfinite(slopes(made)).all()
     np.testing.assert_array_equal(slopes(made)[[0, 2]], slopes(sound)[[0, 2]])
-    made.forgive()
+    made.clear_trouble()
     assert made.trouble().tolist() == [0, 0, 0]
 
 

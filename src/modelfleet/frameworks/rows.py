@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from modelfleet.frameworks.protocol import Engine
+from modelfleet.frameworks.engine import Engine
 from modelfleet.trees import leaves, map_tree, map_trees, structure
 from modelfleet.types import Tree
 

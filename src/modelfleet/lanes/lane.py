@@ -9,13 +9,14 @@ import numpy as np
 
 from modelfleet.errors import FleetError, GroupError, InputError, StrategyError
 from modelfleet.feeds import Batch, Feed
-from modelfleet.frameworks.protocol import Engine, StepError
+from modelfleet.frameworks.engine import Engine
+from modelfleet.frameworks.errors import StepError
 from modelfleet.frameworks.rows import predict_rows
 from modelfleet.frameworks.stacked import WEIGHTS
 from modelfleet.lanes.spec import LaneSpec
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree, paths
-from modelfleet.types import Model, State, Tree
+from modelfleet.types import Kind, Model, State, Tree
 from modelfleet.words import without_period
 
 T = TypeVar("T")
@@ -190,7 +191,7 @@ class Lane:
                 causes[slot] = raised
         return causes
 
-    def ready(self, batch: Batch, kind: str) -> None:
+    def ready(self, batch: Batch, kind: Kind) -> None:
         """Have the program for batches like this one; raises `CannotFuseError` if a fused lane can't have it."""
         data = self.engine.inputs(batch.data) if kind == "predict" else batch.data
         hyper = self._hyper_tensors(self.columns)

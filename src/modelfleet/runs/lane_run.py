@@ -8,7 +8,8 @@ import numpy as np
 
 from modelfleet.errors import FleetError
 from modelfleet.feeds import Batch, Feed
-from modelfleet.frameworks.protocol import REASONS, CannotFuseError, Schedules, StepError
+from modelfleet.frameworks.adapter_protocol import Schedules
+from modelfleet.frameworks.errors import REASONS, CannotFuseError, StepError
 from modelfleet.history import Failure
 from modelfleet.lanes.lane import Lane, Work, finish_in_step
 from modelfleet.runs.feeding import Feeding
@@ -390,7 +391,7 @@ def make_runs(opened: Sequence[OpenLane], feeding: Feeding) -> list[LaneRun]:
             own_epochs,
             names=lane.names,
         )
-        lane.engine.forgive()
+        lane.engine.clear_trouble()
         share = max(shares[name] or 1 for name in lane.names)
         runs.append(
             LaneRun(

@@ -4,7 +4,7 @@
     def test_my_engine(check):
         check(case)
 
-They ask an engine as a lane does (`modelfleet.frameworks.protocol.Engine`), without feeds and fleets. Engines of
+They ask an engine as a lane does (`modelfleet.frameworks.engine.Engine`), without feeds and fleets. Engines of
 one member skip those of `OF_SEVERAL`.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from modelfleet.errors import StrategyError
 from modelfleet.feeds import Batch
-from modelfleet.frameworks.protocol import Engine
+from modelfleet.frameworks.engine import Engine
 from modelfleet.frameworks.rows import predict_rows
 from modelfleet.frameworks.stacked import WEIGHTS, by_path
 from modelfleet.members import Member
@@ -63,7 +63,7 @@ def _begin(case: Case, engine: Engine, members: Sequence[Member]) -> None:
     engine.check(Batch(data, False, np.full(case.width, _rows(data))), members[0].name)
     slots = range(case.width)
     engine.ready("train", _hyper(case, engine, slots), _on(engine, case.width), data, shared=False)
-    engine.forgive()
+    engine.clear_trouble()
 
 
 def _train(case: Case, engine: Engine, slots: Sequence[int], active: Sequence[bool] | None = None) -> None:
@@ -298,7 +298,7 @@ def trouble_is_noted_and_forgiven(case: Case) -> None:
     assert not engine.trouble()[1:].any()
     _train(case, engine, slots)
     assert engine.steps_taken().tolist() == [0, *[2] * (case.width - 1)]
-    engine.forgive()
+    engine.clear_trouble()
     assert not engine.trouble().any()
     _same(_written(case, engine, members)[0], before, 0)
     _train(case, engine, slots)

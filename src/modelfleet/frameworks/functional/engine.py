@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from modelfleet.errors import InputError
+from modelfleet.frameworks.engine import Engine
 from modelfleet.frameworks.explaining import batch_error
 from modelfleet.frameworks.functional.contract import Backend, Definition, State
 from modelfleet.frameworks.functional.padding import bears_padding, rows_apart
 from modelfleet.frameworks.functional.programs import Programs
-from modelfleet.frameworks.protocol import Engine, StackedEngine
 from modelfleet.frameworks.stacked import Positions, StackedState, fitting, stack
+from modelfleet.frameworks.stacked_engine import StackedEngine
 from modelfleet.joining import joined
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree
@@ -23,7 +24,7 @@ SEVERAL = 16  # steps a call: few enough to hear Ctrl-C soon, and enough that ca
 
 
 class FunctionalEngine(StackedEngine):
-    """The side of a lane that its framework knows (`protocol.Engine`), of a definition and a backend.
+    """The side of a lane that its framework knows (`engine.Engine`), of a definition and a backend.
 
     `definition` is for these members; `programs` are those of another engine of the same structure and task.
     """
@@ -297,14 +298,14 @@ class FunctionalEngine(StackedEngine):
         return self.backend.tensor(array)
 
     def trouble(self) -> np.ndarray:
-        """`(slot,)`: what went wrong, by the codes of `protocol.REASONS`; 0 where nothing did."""
+        """`(slot,)`: what went wrong, by the codes of `errors.REASONS`; 0 where nothing did."""
         return np.asarray(self.backend.host(self.state["member"]["trouble"]))
 
     def steps_taken(self) -> np.ndarray:
         """`(slot,)`: the steps that changed each member's weights."""
         return np.asarray(self.backend.host(self.state["member"]["step"]))
 
-    def forgive(self) -> None:
+    def clear_trouble(self) -> None:
         """Begin a fit with nobody in trouble."""
         fine = self.tensor(np.zeros(self._width, dtype=np.int32))
         self.state = {**self.state, "member": {**self.state["member"], "trouble": fine}}

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS, CannotFuseError
 from modelfleet.frameworks.functional.contract import PARTS, Backend, Definition, Function, State
-from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, CannotFuseError
 from modelfleet.trees import leaves, map_tree
 
 

@@ -11,7 +11,7 @@ from modelfleet.trees import map_tree
 
 
 class Replica:
-    """Answers batches with a compiled program of one model (see `protocol.Replica`).
+    """Answers batches with a compiled program of one model (see `adapter_protocol.Replica`).
 
     predict: a pure function of the state and of a batch's inputs.
     state: a tree of tensors on the device. They are only read, never donated: others may read them, too.

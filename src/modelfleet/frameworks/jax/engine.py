@@ -8,12 +8,12 @@ import jax
 import numpy as np
 
 from modelfleet.errors import StrategyError
+from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.functional import FunctionalEngine, Programs
 from modelfleet.frameworks.jax.backend import JaxBackend
 from modelfleet.frameworks.jax.definition import JaxDefinition
 from modelfleet.frameworks.jax.structure import difference, is_module, signature, statics
 from modelfleet.frameworks.jax.task import Task
-from modelfleet.frameworks.protocol import CannotFuseError
 from modelfleet.frameworks.python_snapshot import PythonSnapshot
 from modelfleet.frameworks.stacked import Positions
 from modelfleet.members import Member
@@ -25,7 +25,7 @@ _programs: dict[Any, Programs] = {}  # those used last are at the end
 
 
 class JaxEngine(FunctionalEngine):
-    """The engine of a lane of JAX models (see `protocol.Engine`).
+    """The engine of a lane of JAX models (see `frameworks.engine.Engine`).
 
     There are no columns: each member's hyperparameters are in its state.
 

@@ -8,12 +8,13 @@ import numpy as np
 from keras import ops
 
 from modelfleet.frameworks import batches
+from modelfleet.frameworks.engine import Engine
+from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.functional import Definition, FunctionalEngine, Programs, State
 from modelfleet.frameworks.keras.losses import label_check
 from modelfleet.frameworks.keras.plain import become_plain
 from modelfleet.frameworks.keras.steps import Steps
 from modelfleet.frameworks.keras.task import task_of
-from modelfleet.frameworks.protocol import CannotFuseError, Engine
 from modelfleet.members import Member
 
 Loss = Callable[[dict[str, Any]], tuple[Any, Any]]

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from modelfleet.frameworks import protocol
+from modelfleet.frameworks.engine import Engine
 from modelfleet.frameworks.keras.plain import PlainEngine
 from modelfleet.members import Member
 from modelfleet.types import NativeDevice
@@ -23,7 +23,7 @@ def make_engine(
     *,
     fused: bool,
     programs: Any = None,
-) -> protocol.Engine:
+) -> Engine:
     """Return the engine of a lane: by the backend's programs, or for one member by the model's own functions."""
     if task.plain is not None:
         return PlainEngine(members, task, device)

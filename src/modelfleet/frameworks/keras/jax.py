@@ -31,7 +31,7 @@ class JaxDefinition(KerasDefinition):
 
 
 class Engine(KerasEngine):
-    """The engine of a lane (see `protocol.Engine`)."""
+    """The engine of a lane (see `frameworks.engine.Engine`)."""
 
     def __init__(
         self,

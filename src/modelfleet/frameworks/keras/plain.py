@@ -16,12 +16,13 @@ import numpy as np
 from keras import ops, tree
 
 from modelfleet.errors import InputError, StrategyError
-from modelfleet.frameworks import batches, protocol
+from modelfleet.frameworks import batches
+from modelfleet.frameworks.engine import Engine
+from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS
 from modelfleet.frameworks.explaining import batch_error
 from modelfleet.frameworks.keras.optimizers import built, left_unbuilt
 from modelfleet.frameworks.keras.steps import slot_keys, structural_keys
 from modelfleet.frameworks.keras.task import task_of
-from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS
 from modelfleet.frameworks.stacked import Positions
 from modelfleet.joining import joined
 from modelfleet.members import Member
@@ -31,8 +32,8 @@ from modelfleet.types import State
 BACKEND = keras.backend.backend()
 
 
-class PlainEngine(protocol.Engine):
-    """The side of a lane of one member that Keras knows (see `protocol.Engine`)."""
+class PlainEngine(Engine):
+    """The side of a lane of one member that Keras knows (see `frameworks.engine.Engine`)."""
 
     programs = None
     several = 1
@@ -224,14 +225,14 @@ class PlainEngine(protocol.Engine):
         return np.asarray(array)
 
     def trouble(self) -> np.ndarray:
-        """Return `(slot,)`: what went wrong, by the codes of `protocol.REASONS`."""
+        """Return `(slot,)`: what went wrong, by the codes of `errors.REASONS`."""
         return np.array([self._trouble])
 
     def steps_taken(self) -> np.ndarray:
         """Return `(slot,)`: the steps that changed the member's weights."""
         return np.array([self._step])
 
-    def forgive(self) -> None:
+    def clear_trouble(self) -> None:
         """Begin a fit out of trouble, and with metrics at nothing, as `fit` does."""
         self._trouble = FINE
         if self.model.compiled:
@@ -243,7 +244,7 @@ class PlainEngine(protocol.Engine):
     def widen(self) -> None:
         """Do nothing: there is one member."""
 
-    def adopt(self, position: int, other: protocol.Engine, source: int) -> None:
+    def adopt(self, position: int, other: Engine, source: int) -> None:
         """Take over the number of steps that the member has taken."""
         self._step = _number(other.read([source], ("member",))["member"]["step"])
 

@@ -12,6 +12,7 @@ from keras.src.saving.serialization_lib import ObjectSharingScope
 from keras.src.utils.dtype_utils import dtype_size
 
 from modelfleet.errors import InputError
+from modelfleet.frameworks.adapter_protocol import Replica
 from modelfleet.frameworks.keras.building import check_model
 from modelfleet.frameworks.keras.custom_objects import (
     check_config,
@@ -22,7 +23,6 @@ from modelfleet.frameworks.keras.custom_objects import (
     unique_names,
 )
 from modelfleet.frameworks.keras.steps import structural_keys
-from modelfleet.frameworks.protocol import Replica
 from modelfleet.types import NativeDevice
 
 # Modules whose layers save their variables, and nothing else.

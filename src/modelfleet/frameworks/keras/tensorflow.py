@@ -8,11 +8,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.functional import Programs, Replica, State
 from modelfleet.frameworks.keras.definition import KerasDefinition, KerasEngine, Loss
 from modelfleet.frameworks.keras.replica import is_double
 from modelfleet.frameworks.keras.steps import outputs
-from modelfleet.frameworks.protocol import CannotFuseError
 from modelfleet.frameworks.tensorflow import arrays
 from modelfleet.frameworks.tensorflow.backend import TensorFlowBackend
 from modelfleet.frameworks.tensorflow.replica import dense
@@ -51,7 +51,7 @@ class TensorFlowDefinition(KerasDefinition):
 
 
 class Engine(KerasEngine):
-    """The engine of a lane (see `protocol.Engine`)."""
+    """The engine of a lane (see `frameworks.engine.Engine`)."""
 
     def __init__(
         self,

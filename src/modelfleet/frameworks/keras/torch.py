@@ -17,7 +17,8 @@ from keras.src.random.seed_generator import draw_seed
 from torch import Tensor
 
 from modelfleet.errors import InputError
-from modelfleet.frameworks import batches, protocol
+from modelfleet.frameworks import batches, engine
+from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS, CannotFuseError
 from modelfleet.frameworks.functional import Replica, padding
 from modelfleet.frameworks.keras.custom_objects import own_python
 from modelfleet.frameworks.keras.losses import label_check
@@ -25,7 +26,6 @@ from modelfleet.frameworks.keras.plain import become_plain, evaluation_offset
 from modelfleet.frameworks.keras.replica import is_double
 from modelfleet.frameworks.keras.steps import Steps, outputs
 from modelfleet.frameworks.keras.task import task_of
-from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, CannotFuseError
 from modelfleet.frameworks.stacked import Positions, StackedState, stack
 from modelfleet.frameworks.torch import arrays, fused, programs, steps
 from modelfleet.frameworks.torch import state as states
@@ -394,7 +394,7 @@ class Engine(fused.FusedEngine):
 
     # --- state ---------------------------------------------------------------------------------------------------
 
-    def adopt(self, position: int, other: protocol.Engine, source: int) -> None:
+    def adopt(self, position: int, other: engine.Engine, source: int) -> None:
         """Take over the number of steps a member has taken. Its optimizer's state is in its model."""
         self.write([position], {"member": {"step": other.read([source], ("member",))["member"]["step"]}})
 

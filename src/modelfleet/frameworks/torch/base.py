@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from modelfleet.frameworks import batches, protocol
+from modelfleet.frameworks import batches
+from modelfleet.frameworks.engine import Engine
 from modelfleet.frameworks.explaining import batch_error
 from modelfleet.frameworks.torch.devices import out_of_memory
 from modelfleet.frameworks.torch.losses import check_range, check_targets
@@ -19,7 +20,7 @@ from modelfleet.trees import leaves, map_tree
 CARRIED = {"optimizer": None, "member": ("step", "scale", "good")}  # what a member takes along to another engine
 
 
-class TorchEngine(protocol.Engine, ABC):
+class TorchEngine(Engine, ABC):
     """The parts of a torch engine that do not depend on how its steps are run."""
 
     @property

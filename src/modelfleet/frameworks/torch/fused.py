@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.errors import InputError, StrategyError
-from modelfleet.frameworks.protocol import CannotFuseError, StackedEngine
+from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.stacked import WEIGHTS, Positions, StackedState, fitting
+from modelfleet.frameworks.stacked_engine import StackedEngine
 from modelfleet.frameworks.torch import malloc
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.base import CARRIED, TorchEngine, explained, on_host
@@ -31,7 +32,7 @@ FIRST_SCALE = 65536.0  # torch.amp.GradScaler's
 
 
 class FusedEngine(TorchEngine, StackedEngine):
-    """The engine of a lane of torch members that are stepped by one program (see `protocol.Engine`)."""
+    """The engine of a lane of torch members that are stepped by one program (see `frameworks.engine.Engine`)."""
 
     def __init__(
         self,
@@ -544,7 +545,7 @@ class FusedEngine(TorchEngine, StackedEngine):
         """`(slot,)`: the steps that changed each member's weights."""
         return self.state["member"]["step"].cpu().numpy()
 
-    def forgive(self) -> None:
+    def clear_trouble(self) -> None:
         """Begin a fit with nobody in trouble, and without the gradients of an earlier backward."""
         for _, parameters in self._owned:
             for parameter in parameters.values():

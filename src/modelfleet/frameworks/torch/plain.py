@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.errors import InputError, StrategyError
-from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, SCALE
+from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS, SCALE
 from modelfleet.frameworks.stacked import WEIGHTS, Positions
 from modelfleet.frameworks.torch import arrays, plain_optimizer, plain_parallel
 from modelfleet.frameworks.torch import state as states
@@ -530,14 +530,14 @@ class PlainEngine(TorchEngine):
             self._scale, self._good = float(member["scale"]), int(member["good"])
 
     def trouble(self) -> np.ndarray:
-        """Return `(slot,)`: what went wrong, by the codes of `protocol.REASONS`; 0 where nothing did."""
+        """Return `(slot,)`: what went wrong, by the codes of `errors.REASONS`; 0 where nothing did."""
         return np.array([self._trouble])
 
     def steps_taken(self) -> np.ndarray:
         """Return `(slot,)`: the steps that changed the weights."""
         return np.array([self._step], dtype=np.float64)
 
-    def forgive(self) -> None:
+    def clear_trouble(self) -> None:
         """Begin a fit with nobody in trouble, on the model as it is now."""
         self._trouble = FINE
         self._may_draw, self._habits = None, {}

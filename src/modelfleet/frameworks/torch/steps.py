@@ -15,7 +15,7 @@ from torch._functorch.eager_transforms import enable_inplace_requires_grad
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, SCALE, CannotFuseError
+from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS, SCALE, CannotFuseError
 from modelfleet.frameworks.torch.algorithms import STEP
 from modelfleet.frameworks.torch.coefficients import computing, pairs
 from modelfleet.frameworks.torch.counting import Coefficients
