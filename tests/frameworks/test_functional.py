@@ -1,7 +1,6 @@
 """The functional engine on the smallest member there is: a line through points, trained by hand-written SGD."""
 
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -382,7 +381,7 @@ def test_what_a_lane_costs_is_known() -> None:
     made = engine()
     assert made.parameters == 1
     assert made.bytes == 3 * 6 * 4  # slope, seen, speed, rate, step, trouble
-    needed = made.working_bytes(SimpleNamespace(data=data(3), shared=False))
+    needed = made.working_bytes(batch(3))
     assert needed is not None
     assert needed >= 0
     assert made.program == "jit, 16 steps a call"

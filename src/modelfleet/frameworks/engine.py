@@ -40,7 +40,7 @@ class Engine(ABC):
     """True if a step that raises leaves the state as it was before, also when memory runs out."""
     checks_targets: bool = True
     """True if the targets of (x, y) can be compared with the model's output on x."""
-    several: int
+    steps_per_call: int
     """The best number of steps for one call of `train`; 1 if more steps gain nothing."""
     held: Collection[str] = WEIGHTS
     """The parts of the state that the members' models contain themselves."""

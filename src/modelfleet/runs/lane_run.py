@@ -145,7 +145,7 @@ class LaneRun:
 
         Steps are single if each is watched, or if the hyperparameters change from step to step.
         """
-        self.max_steps = 1 if single or self.schedules.by_step else self.lane.engine.several
+        self.max_steps = 1 if single or self.schedules.by_step else self.lane.engine.steps_per_call
 
     # --- steps ---------------------------------------------------------------------------------------------------
 

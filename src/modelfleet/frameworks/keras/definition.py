@@ -16,6 +16,7 @@ from modelfleet.frameworks.keras.plain import become_plain
 from modelfleet.frameworks.keras.steps import Steps
 from modelfleet.frameworks.keras.task import task_of
 from modelfleet.members import Member
+from modelfleet.types import Kind
 
 Loss = Callable[[dict[str, Any]], tuple[Any, Any]]
 
@@ -143,7 +144,7 @@ class KerasEngine(FunctionalEngine):
         if self._width == 1:
             self._run_plainly()
 
-    def ready(self, kind: str, hyper: Any, active: Any, data: Any, *, shared: bool) -> None:
+    def ready(self, kind: Kind, hyper: Any, active: Any, data: Any, *, shared: bool) -> None:
         """Have the program for batches like this one, if Keras would compute the same."""
         super().ready(kind, hyper, active, data, shared=shared)
         if self._width == 1:

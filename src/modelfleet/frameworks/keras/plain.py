@@ -27,7 +27,7 @@ from modelfleet.frameworks.stacked import Positions
 from modelfleet.joining import joined
 from modelfleet.members import Member
 from modelfleet.trees import map_tree
-from modelfleet.types import State
+from modelfleet.types import Kind, State
 
 BACKEND = keras.backend.backend()
 
@@ -36,7 +36,7 @@ class PlainEngine(Engine):
     """The side of a lane of one member that Keras knows (see `frameworks.engine.Engine`)."""
 
     programs = None
-    several = 1
+    steps_per_call = 1
     fused = False
     prospect = 1.0
     untraced: str | None = None
@@ -136,7 +136,7 @@ class PlainEngine(Engine):
         else:
             self._put(before)
 
-    def ready(self, kind: str, hyper: Any, active: Any, data: Any, *, shared: bool) -> None:
+    def ready(self, kind: Kind, hyper: Any, active: Any, data: Any, *, shared: bool) -> None:
         """Refuse to train a model that has nothing to train."""
         self._batch = 0
         own_step = type(self.model).train_step is not keras.Model.train_step

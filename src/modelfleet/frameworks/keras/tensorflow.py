@@ -17,6 +17,7 @@ from modelfleet.frameworks.tensorflow import arrays
 from modelfleet.frameworks.tensorflow.backend import TensorFlowBackend
 from modelfleet.frameworks.tensorflow.replica import dense
 from modelfleet.members import Member
+from modelfleet.types import Kind
 
 
 class TensorFlowDefinition(KerasDefinition):
@@ -68,7 +69,7 @@ class Engine(KerasEngine):
         self._tensorflow: Any = programs.backend if programs else TensorFlowBackend(device)
         super().__init__(members, definition, self._tensorflow, fused=fused, programs=programs)
 
-    def ready(self, kind: str, hyper: Any, active: Any, data: Any, *, shared: bool) -> None:
+    def ready(self, kind: Kind, hyper: Any, active: Any, data: Any, *, shared: bool) -> None:
         """Have the program for batches like this one; loops over time are slow fused, and are not."""
         if kind == "train" and self._width > 1:
             for layer in self._keras.steps.model._flatten_layers():

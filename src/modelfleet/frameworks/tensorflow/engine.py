@@ -67,5 +67,5 @@ def make_engine(
     """Return the engine of a lane of one member, which predicts."""
     definition = programs.definition if programs else _Prediction(members[0], task)
     engine = FunctionalEngine(members, definition, TensorFlowBackend(device), fused=fused, programs=programs)
-    engine.several = 1
+    engine.steps_per_call = 1
     return engine

@@ -71,7 +71,7 @@ class FusedEngine(TorchEngine, StackedEngine):
         self._first = first
         self._ahead = Ahead(programs.task)
         self._resting: dict[int, dict[str, Tensor]] = {}  # by member: the optimizer's state of what is frozen now
-        self.several = 1
+        self.steps_per_call = 1
         self._begun = False  # whether a step was taken since the members were last looked at
         self._bears_padding: dict[tuple[int, int], bool] = {}
         self._rows_apart: dict[int, bool] = {}  # by the size of a batch

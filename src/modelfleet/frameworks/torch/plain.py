@@ -43,7 +43,7 @@ class PlainEngine(TorchEngine):
 
     programs = None
     undoes_steps = True
-    several = 8  # steps a turn: what is around a step costs as much as a small model's forward
+    steps_per_call = 8  # what is around a step costs as much as a small model's forward
     fused = False
     prospect = 1.0
     compiling = False
