@@ -14,7 +14,8 @@ from modelfleet.frameworks.engine import Engine, Hyper
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.keras.custom_objects import own_python
 from modelfleet.frameworks.keras.losses import label_check
-from modelfleet.frameworks.keras.plain import become_plain, evaluation_offset
+from modelfleet.frameworks.keras.own_functions import evaluation_offset
+from modelfleet.frameworks.keras.plain import become_plain
 from modelfleet.frameworks.keras.task import Task, task_of
 from modelfleet.frameworks.keras.torch.steps import TorchSteps
 from modelfleet.frameworks.stacked import Positions, StackedState, stack
