@@ -47,7 +47,7 @@ class Prepared(Protocol):
 
 
 class Schedules(Protocol):
-    """The hyperparameters of a lane's members over the steps of a fit."""
+    """Hyperparameters of a lane's members over the steps of a fit."""
 
     @property
     def by_step(self) -> bool:

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 Hyper = Mapping[str, Tensor]
 """Hyperparameters `(slot,)` by name, on the device."""
 Pace = tuple[int, float | None]
-"""The number of steps that are left, and the seconds per step so far."""
+"""Number of steps that are left, and the seconds per step so far."""
 
 
 class Engine(ABC):
-    """The stacked state of a lane's members, and the programs that step it.
+    """Stacked state of a lane's members, and the programs that step it.
 
     Slots are the rows of the stacked state. "Tensors" are the framework's own. A feed makes batches with the
     adapter's `arrays`: trees whose leaves are `(slot, row, …)`, or `(row, …)` if `shared`. With `steps`, the
@@ -41,9 +41,9 @@ class Engine(ABC):
     checks_targets: bool = True
     """True if the targets of (x, y) can be compared with the model's output on x."""
     steps_per_call: int
-    """The best number of steps for one call of `train`; 1 if more steps gain nothing."""
+    """Best number of steps for one call of `train`; 1 if more steps gain nothing."""
     held: Collection[str] = WEIGHTS
-    """The parts of the state that the members' models contain themselves."""
+    """Parts of the state that the members' models contain themselves."""
 
     @property
     @abstractmethod

@@ -26,7 +26,7 @@ class CannotFuseError(FleetError):
 
 
 class StepError(FleetError):
-    """The steps of some members raised. Their state is unchanged; all other members took their step.
+    """Steps of some members raised. Their state is unchanged; all other members took their step.
 
     Attributes:
         causes: The exception of each failed member, by slot.

@@ -19,7 +19,7 @@ STEPS_PER_CALL = 16  # few enough that Ctrl-C acts soon, and so many that the co
 
 
 class FunctionalState(StackedEngine):
-    """The part of a functional engine that keeps its state.
+    """Part of a functional engine that keeps its state.
 
     Args:
         members: The lane's members.

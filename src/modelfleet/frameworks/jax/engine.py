@@ -32,7 +32,7 @@ _programs: dict[Hashable, Programs] = {}  # the most recently used are at the en
 
 
 class JaxEngine(FunctionalEngine):
-    """The engine of a lane of JAX models (see `frameworks.engine.Engine`).
+    """Engine of a lane of JAX models (see `frameworks.engine.Engine`).
 
     There are no columns: each member's hyperparameters are in its state.
 

@@ -26,7 +26,7 @@ Loss = Callable[[dict[str, Tensor]], tuple[Tensor, Tree]]
 
 
 class KerasDefinition(Definition):
-    """The steps of the members of one lane (see `functional.Definition`); a backend adds how it differentiates."""
+    """Steps of the members of one lane (see `functional.Definition`); a backend adds `differentiate`."""
 
     def __init__(self, model: keras.Model, task: Task | None) -> None:
         self.steps = Steps(model)

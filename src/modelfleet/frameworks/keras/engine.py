@@ -1,4 +1,4 @@
-"""The engine of a lane of Keras members, on the backend that Keras has in this process."""
+"""Engine of a lane of Keras members, on the backend that Keras has in this process."""
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -9,6 +9,7 @@ import numpy as np
 
 from modelfleet.frameworks.engine import Engine
 from modelfleet.frameworks.keras.plain import PlainEngine
+from modelfleet.frameworks.keras.task import Task
 from modelfleet.members import Member
 from modelfleet.types import NativeDevice
 
@@ -17,7 +18,7 @@ backend_module = import_module(f"modelfleet.frameworks.keras.{keras.backend.back
 
 def make_engine(
     members: Sequence[Member],
-    task: Any,
+    task: Task,
     columns: Mapping[str, np.ndarray],
     device: NativeDevice,
     *,

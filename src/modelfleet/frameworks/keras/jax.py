@@ -18,7 +18,7 @@ from modelfleet.types import Model, Tensor, Tree
 
 
 class JaxDefinition(KerasDefinition):
-    """The steps of one member, under JAX's transformations."""
+    """Steps of one member, under JAX's transformations."""
 
     def differentiate(self, loss: Loss, params: dict[str, Tensor]) -> tuple[Tree, dict[str, Tensor]]:
         """Return the gradients by `jax.grad`."""
@@ -33,7 +33,7 @@ class JaxDefinition(KerasDefinition):
 
 
 class Engine(KerasEngine):
-    """The engine of a lane (see `frameworks.engine.Engine`)."""
+    """Engine of a lane (see `frameworks.engine.Engine`)."""
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ BACKEND = keras.backend.backend()
 
 
 class PlainEngine(Engine):
-    """The engine of a lane of one member, on the member's own model (see `frameworks.engine.Engine`)."""
+    """Engine of a lane of one member, on the member's own model (see `frameworks.engine.Engine`)."""
 
     programs = None
     steps_per_call = 1

@@ -23,7 +23,7 @@ from modelfleet.frameworks.keras.custom_objects import (
     unique_names,
 )
 from modelfleet.frameworks.keras.steps import structural_keys
-from modelfleet.types import NativeDevice
+from modelfleet.types import NativeDevice, Precision
 
 # Modules whose layers save their variables, and nothing else.
 _PLAIN_LAYERS = ("keras.src.layers.layer", "keras.src.layers.core.", "keras.src.layers.convolutional.")
@@ -61,7 +61,7 @@ def frozen(model: keras.Model) -> Frozen:
     return Frozen(model)
 
 
-def replica(model: keras.Model | Frozen, device: NativeDevice, precision: str) -> Replica:
+def replica(model: keras.Model | Frozen, device: NativeDevice, precision: Precision) -> Replica:
     """Return a replica that answers batches with a model, which may come from `frozen`."""
     return _backend().replica(model.model if isinstance(model, Frozen) else model, device)
 

@@ -23,7 +23,7 @@ from modelfleet.types import Kind, Model, Tensor, Tree
 
 
 class TensorFlowDefinition(KerasDefinition):
-    """The steps of one member, under TensorFlow's gradient tape."""
+    """Steps of one member, under TensorFlow's gradient tape."""
 
     def differentiate(self, loss: Loss, params: dict[str, Tensor]) -> tuple[Tree, dict[str, Tensor]]:
         """Return the gradients by `tf.GradientTape`."""
@@ -56,7 +56,7 @@ class TensorFlowDefinition(KerasDefinition):
 
 
 class Engine(KerasEngine):
-    """The engine of a lane (see `frameworks.engine.Engine`)."""
+    """Engine of a lane (see `frameworks.engine.Engine`)."""
 
     def __init__(
         self,

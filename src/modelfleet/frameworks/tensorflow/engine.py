@@ -13,7 +13,7 @@ from modelfleet.members import Member
 
 
 class _Prediction(Definition):
-    """A member's outputs. Its weights stay in its own variables: there is no state to stack."""
+    """Prediction with one member. Its weights stay in its own variables: there is no state to stack."""
 
     maskable = False
 
