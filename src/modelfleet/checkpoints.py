@@ -8,7 +8,7 @@ from modelfleet.callbacks import Callback
 from modelfleet.errors import StoreError
 from modelfleet.fingerprints import alike, fingerprint
 from modelfleet.frameworks import files as numpy_files
-from modelfleet.frameworks.protocol import Adapter
+from modelfleet.frameworks.adapter_protocol import Adapter
 from modelfleet.history import History
 from modelfleet.planning.plan import Plan
 from modelfleet.planning.stored import StoredPlan

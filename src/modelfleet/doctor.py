@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from modelfleet import __version__, frameworks
 from modelfleet.devices import Device, Memory, cores, host_memory
-from modelfleet.frameworks.protocol import Adapter
+from modelfleet.frameworks.adapter_protocol import Adapter
 from modelfleet.types import Json
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from modelfleet import checkpoints
 from modelfleet.callbacks import Callback, Checkpoint
 from modelfleet.errors import AllFailedError, BusyError, InputError
 from modelfleet.frameworks import randomness
-from modelfleet.frameworks.protocol import Adapter
+from modelfleet.frameworks.adapter_protocol import Adapter
 from modelfleet.history import History
 from modelfleet.interrupts import StopRequest
 from modelfleet.lanes import Lane, LaneSpec

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from modelfleet.errors import FleetError, InputError, MissingExtraError, StoreError, unknown
-from modelfleet.frameworks.protocol import REASONS
+from modelfleet.frameworks.errors import REASONS
 from modelfleet.types import Json
 from modelfleet.words import count
 

@@ -9,7 +9,7 @@ from modelfleet.errors import InputError
 from modelfleet.types import Model
 
 if TYPE_CHECKING:  # it imports this module
-    from modelfleet.frameworks.protocol import Adapter
+    from modelfleet.frameworks.adapter_protocol import Adapter
 
 
 @dataclass(slots=True)

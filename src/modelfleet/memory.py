@@ -5,7 +5,7 @@ import re
 
 from modelfleet.devices import host_memory
 from modelfleet.errors import InputError
-from modelfleet.frameworks.protocol import Adapter
+from modelfleet.frameworks.adapter_protocol import Adapter
 from modelfleet.types import NativeDevice
 
 USABLE = 0.9  # of the free memory

@@ -13,7 +13,7 @@ from torch import nn
 
 from modelfleet.frameworks import jax as adapter
 from modelfleet.frameworks import torch as torch_adapter
-from modelfleet.frameworks.protocol import Engine
+from modelfleet.frameworks.engine import Engine
 from modelfleet.frameworks.torch.base import on_host
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe

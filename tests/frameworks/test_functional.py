@@ -1,7 +1,6 @@
 """The functional engine on the smallest member there is: a line through points, trained by hand-written SGD."""
 
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,9 +11,9 @@ import pytest
 from modelfleet.errors import InputError
 from modelfleet.feeds import Batch
 from modelfleet.frameworks import jax as adapter
+from modelfleet.frameworks.errors import GRADIENT, LOSS, CannotFuseError
 from modelfleet.frameworks.functional import Definition, FunctionalEngine, State
 from modelfleet.frameworks.jax.backend import JaxBackend
-from modelfleet.frameworks.protocol import GRADIENT, LOSS, CannotFuseError
 from modelfleet.frameworks.stacked import WEIGHTS
 from modelfleet.members import Member
 
@@ -192,7 +191,7 @@ def test_trouble_stays_with_its_member(value: float, code: int) -> None:
     assert made.steps_taken().tolist() == [4, 1, 4]
     assert np.isfinite(slopes(made)).all()
     np.testing.assert_array_equal(slopes(made)[[0, 2]], slopes(sound)[[0, 2]])
-    made.forgive()
+    made.clear_trouble()
     assert made.trouble().tolist() == [0, 0, 0]
 
 
@@ -382,7 +381,7 @@ def test_what_a_lane_costs_is_known() -> None:
     made = engine()
     assert made.parameters == 1
     assert made.bytes == 3 * 6 * 4  # slope, seen, speed, rate, step, trouble
-    needed = made.working_bytes(SimpleNamespace(data=data(3), shared=False))
+    needed = made.working_bytes(batch(3))
     assert needed is not None
     assert needed >= 0
     assert made.program == "jit, 16 steps a call"

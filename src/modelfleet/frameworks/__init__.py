@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from modelfleet.errors import InputError, MissingExtraError, refuse_masked
-from modelfleet.frameworks.protocol import Adapter
+from modelfleet.frameworks.adapter_protocol import Adapter
 from modelfleet.types import Model, Tensor
 from modelfleet.words import without_period
 

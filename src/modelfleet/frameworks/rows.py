@@ -1,25 +1,25 @@
-"""Predicting for some members of a lane, each on rows of its own, in one call for as many members as possible.
+"""Prediction for some members of a lane, each on its own rows, with as many members per call as possible.
 
-The numbers of members and of rows are padded to powers of two. So under load, with other members and other numbers
-of rows in every call, only a few sizes are ever traced.
+The numbers of members and of rows are padded to powers of two. So under load, when every call has other
+members and other numbers of rows, only a few sizes are ever traced.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from types import ModuleType
 
 import numpy as np
 
-from modelfleet.frameworks.protocol import Engine
+from modelfleet.frameworks.engine import Engine
 from modelfleet.trees import leaves, map_tree, map_trees, structure
-from modelfleet.types import Tree
+from modelfleet.types import NativeDevice, Tree
 
 
-def predict_rows(engine: Engine, arrays: Any, positions: Sequence[int], rows: Sequence[Tree]) -> list[Tree]:
-    """Return the outputs of some members on rows of their own.
+def predict_rows(engine: Engine, arrays: ModuleType, positions: Sequence[int], rows: Sequence[Tree]) -> list[Tree]:
+    """Return the outputs of some members, each on its own rows.
 
     Args:
         engine: The engine of the members' lane.
-        arrays: The adapter's module of that name.
+        arrays: The module `arrays` of the members' adapter.
         positions: The members' positions in the lane.
         rows: For each member, a tree of NumPy arrays `(row, …)` with one row or more.
 
@@ -27,7 +27,7 @@ def predict_rows(engine: Engine, arrays: Any, positions: Sequence[int], rows: Se
         For each member a tree of NumPy arrays as its model gives it, `(row, …)` where the output has a row for
         each input. They equal the outputs of the member alone on these rows.
     """
-    forms: dict[Any, list[int]] = {}
+    forms: dict[Hashable, list[int]] = {}
     for number, tree in enumerate(rows):
         form = structure(tree), tuple((leaf.dtype.str, leaf.shape[1:]) for leaf in leaves(tree))
         forms.setdefault(form, []).append(number)
@@ -37,7 +37,7 @@ def predict_rows(engine: Engine, arrays: Any, positions: Sequence[int], rows: Se
         size = bucket(int(counts.max()))
         if (counts == size).all() or _rows_apart(engine, arrays, [rows[number] for number in numbers], size):
             groups = [(numbers, size)]
-        else:  # rows that feel each other must not feel padding
+        else:  # rows that influence each other must not be padded
             sizes = np.unique(counts).tolist()
             groups = [([n for n, c in zip(numbers, counts, strict=True) if c == size], size) for size in sizes]
         for own, size in groups:
@@ -51,7 +51,9 @@ def bucket(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _predict(engine: Engine, arrays: Any, positions: Sequence[int], rows: Sequence[Tree], size: int) -> list[Tree]:
+def _predict(
+    engine: Engine, arrays: ModuleType, positions: Sequence[int], rows: Sequence[Tree], size: int
+) -> list[Tree]:
     """Return the outputs of members on rows of one form, padded to `size`."""
     more = bucket(len(rows)) - len(rows)
     counts = np.array([*(len(leaves(tree)[0]) for tree in rows), *[0] * more])
@@ -65,13 +67,13 @@ def _predict(engine: Engine, arrays: Any, positions: Sequence[int], rows: Sequen
     return [map_tree(lambda leaf, number=number: own(leaf, number), outputs) for number in range(len(rows))]
 
 
-def _rows_apart(engine: Engine, arrays: Any, rows: Sequence[Tree], size: int) -> bool:
+def _rows_apart(engine: Engine, arrays: ModuleType, rows: Sequence[Tree], size: int) -> bool:
     longest = max(rows, key=lambda tree: len(leaves(tree)[0]))
     padded = _stacked(arrays, [longest], size, engine.device)
     return engine.rows_apart(map_tree(lambda leaf: leaf[0], padded))
 
 
-def _stacked(arrays: Any, rows: Sequence[Tree], size: int, device: Any) -> Tree:
+def _stacked(arrays: ModuleType, rows: Sequence[Tree], size: int, device: NativeDevice) -> Tree:
     """Return rows of several members as tensors `(member, size, …)`. Padding repeats a member's first row."""
 
     def padded(leaf: np.ndarray) -> np.ndarray:

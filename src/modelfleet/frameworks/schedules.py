@@ -7,7 +7,7 @@ import numpy as np
 
 
 class NoSchedules:
-    """Schedules that have nothing to do between steps (see `protocol.Schedules`).
+    """Schedules that have nothing to do between steps (see `adapter_protocol.Schedules`).
 
     The schedules of Keras and Optax are part of the optimizer: all they need is in its state.
     """

@@ -7,14 +7,14 @@ A state is a dict of parts, each a dict of tensors by name. Every tensor has the
     buffers     running statistics, seeds and the like
     optimizer   the optimizer's state
     member      numbers of each member: step, trouble, seed, loss scale
-    sums, metrics   what the metrics of the current epoch have added up
+    sums, metrics   sums for the metrics of the current epoch
 
 An engine has those parts that its framework needs. Callers address members by their position in the lane. Which
 slot of the tensors a member has, and whether it has one, is known here alone.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -23,8 +23,10 @@ from modelfleet.types import State, Tensor, Tree
 WEIGHTS = ("params", "frozen", "buffers")
 PARTS = (*WEIGHTS, "optimizer", "member", "sums", "metrics")
 Positions = Sequence[int] | np.ndarray
+Given = Mapping[str, Mapping[str, Tensor | np.ndarray]]
+"""A state to write: tensors, or NumPy arrays of them, by part and name."""
 
-_PATHS = {"optimizer": "slots"}  # parts whose name in checkpoints is another
+_PATHS = {"optimizer": "slots"}  # parts that have another name in checkpoints
 
 
 class Tensors(Protocol):
@@ -52,7 +54,7 @@ class Tensors(Protocol):
 
 
 class StackedState:
-    """The state of a lane's members, of which some may rest.
+    """Stacked state of a lane's members, of which some may rest.
 
     `parts` is the working state, which programs step. An engine may replace its tensors, or the whole dict. Slot n
     of every tensor belongs to the member at position `slots[n]`. After `narrow`, the members without a slot rest:
@@ -71,17 +73,17 @@ class StackedState:
 
     @property
     def positions(self) -> np.ndarray:
-        """The positions of all members."""
+        """Return the positions of all members."""
         return np.arange(self.members)
 
     @property
     def width(self) -> int:
-        """The number of slots."""
+        """Return the number of slots."""
         return len(self.slots)
 
     @property
     def rows(self) -> int:
-        """The number of rows that are allocated, for members that step and for members that rest."""
+        """Return the number of allocated rows, for members that step and for members that rest."""
         return self.width + (0 if self._resting is None else self.members)
 
     def read(self, positions: Positions, parts: Collection[str] | None = None, *, copy: bool = True) -> State:
@@ -89,7 +91,7 @@ class StackedState:
 
         Args:
             positions: Positions in the lane, with or without a slot.
-            parts: Names of parts; those that this state does not have are left out. None for all.
+            parts: Names of parts. Parts that this state does not have are left out. None for all.
             copy: False if the tensors are read at once and may be those of the working state.
         """
         positions, take, rows = np.asarray(positions, np.int64), self._tensors.take, self._tensors.rows
@@ -103,7 +105,7 @@ class StackedState:
         stepping = np.flatnonzero(slots >= 0)
         return self._put(found, stepping, take(working, rows(slots[stepping]))) if len(stepping) else found
 
-    def write(self, positions: Positions, state: Mapping[str, Mapping[str, Tensor | np.ndarray]]) -> None:
+    def write(self, positions: Positions, state: Given) -> None:
         """Replace the state of some members by part and name.
 
         Args:
@@ -139,8 +141,14 @@ class StackedState:
         found[self.slots] = np.arange(self.width)
         return found[positions]
 
-    def _put(self, whole: State, rows: np.ndarray, state: Any, chosen: np.ndarray | None = None) -> State:
-        """Return a state with some rows replaced by those of another state, or by the chosen ones of it."""
+    def _put(
+        self,
+        whole: State,
+        rows: np.ndarray,
+        state: Given,
+        chosen: np.ndarray | None = None,
+    ) -> State:
+        """Return a state with some rows replaced by the rows of another state, or by its chosen rows."""
         state = {
             part: {name: tensor for name, tensor in tensors.items() if name in whole.get(part, {})}
             for part, tensors in state.items()
@@ -196,7 +204,7 @@ def by_part(tensors: Mapping[str, Tensor]) -> State:
     return state
 
 
-def _mapped(function: Callable[[Tensor, Any], Tensor], first: State, second: State) -> State:
+def _mapped(function: Callable[[Tensor, Tensor], Tensor], first: State, second: Given) -> State:
     """Return `function` of the tensors of two states with the same names."""
     return {
         part: {name: function(tensor, second[part][name]) for name, tensor in own.items()}
@@ -204,7 +212,7 @@ def _mapped(function: Callable[[Tensor, Any], Tensor], first: State, second: Sta
     }
 
 
-def _length(state: State) -> int:
+def _length(state: Given) -> int:
     return next((len(tensor) for own in state.values() for tensor in own.values()), 0)
 
 
@@ -212,7 +220,7 @@ def _chosen(state: State, parts: Collection[str] | None) -> State:
     return {part: dict(own) for part, own in state.items() if parts is None or part in parts}
 
 
-def stack(states: Sequence[State], join: Callable[[list[Any]], Tensor]) -> State:
+def stack(states: Sequence[State], join: Callable[[list[Tensor]], Tensor]) -> State:
     """Return the states of single members as one, with `join` to stack tensors of one name."""
     return {
         part: {name: join([state[part][name] for state in states]) for name in own}

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from modelfleet.devices import Device, parse_devices
-from modelfleet.frameworks.protocol import CannotFuseError
+from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.lanes.groups import Groups
 from modelfleet.lanes.lane import Lane
 from modelfleet.lanes.spec import LaneSpec

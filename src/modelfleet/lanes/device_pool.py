@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from modelfleet.devices import Device
-from modelfleet.frameworks.protocol import Adapter
+from modelfleet.frameworks.adapter_protocol import Adapter
 from modelfleet.members import Member
 from modelfleet.workers import Place, places
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from modelfleet.devices import Device
 from modelfleet.errors import InputError
-from modelfleet.frameworks.protocol import Adapter, Task
+from modelfleet.frameworks.adapter_protocol import Adapter, Task
 from modelfleet.lanes.device_pool import DevicePool
 from modelfleet.lanes.spec import LaneSpec
 from modelfleet.members import Member

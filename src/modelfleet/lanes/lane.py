@@ -9,7 +9,8 @@ import numpy as np
 
 from modelfleet.errors import FleetError, GroupError, InputError, StrategyError
 from modelfleet.feeds import Batch, Feed
-from modelfleet.frameworks.protocol import Engine, StepError
+from modelfleet.frameworks.engine import Engine
+from modelfleet.frameworks.errors import StepError
 from modelfleet.frameworks.rows import predict_rows
 from modelfleet.frameworks.stacked import WEIGHTS
 from modelfleet.lanes.outputs import join_batches, member_rows
@@ -19,7 +20,7 @@ from modelfleet.lanes.step_times import StepTimes
 from modelfleet.lanes.work import Work
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree
-from modelfleet.types import Arrays, Json, Model, Signature, State, Tensor, Tree
+from modelfleet.types import Arrays, Json, Kind, Model, Signature, State, Tensor, Tree
 from modelfleet.words import without_period
 
 Columns = Mapping[str, np.ndarray]
@@ -183,7 +184,7 @@ class Lane:
                 causes[slot] = raised
         return causes
 
-    def ready(self, batch: Batch, kind: str) -> None:
+    def ready(self, batch: Batch, kind: Kind) -> None:
         """Prepare the program for batches like this one, or raise `CannotFuseError` if it can't be fused."""
         data = self.engine.inputs(batch.data) if kind == "predict" else batch.data
         hyper = self._hyper_tensors(self.columns)

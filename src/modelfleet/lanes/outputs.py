@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from modelfleet.errors import InputError
-from modelfleet.frameworks.protocol import Engine
+from modelfleet.frameworks.engine import Engine
 from modelfleet.trees import map_tree, paths
 from modelfleet.types import Tree
 from modelfleet.words import without_period

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from modelfleet.feeds import Batch
-from modelfleet.frameworks.protocol import Engine
+from modelfleet.frameworks.engine import Engine
 from modelfleet.trees import map_tree
 from modelfleet.types import Tensor, Tree
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from modelfleet.devices import Device
 from modelfleet.errors import FleetWarning, StrategyError
-from modelfleet.frameworks.protocol import CannotFuseError
+from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.lanes import LaneSpec
 from modelfleet.members import Member
 from modelfleet.runs.opening import LaneOpener, OpenLane

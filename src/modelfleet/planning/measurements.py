@@ -9,7 +9,7 @@ from modelfleet.devices import threads_of
 from modelfleet.errors import FleetError
 from modelfleet.feeds import Feed
 from modelfleet.feeds.checking import row_spec
-from modelfleet.frameworks.protocol import CannotFuseError
+from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.lanes import Groups, LaneSpec
 from modelfleet.planning import timings, trials
 from modelfleet.planning.plan import Plan

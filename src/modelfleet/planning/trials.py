@@ -25,7 +25,7 @@ def step_seconds(builder: LaneBuilder, groups: Groups, spec: LaneSpec, batch: Ba
     lane = builder.build(groups, spec, scratch=True)
     lane.engine.check(batch, lane.names[0])
     lane.ready(batch, "train")
-    several = lane.engine.several
+    several = lane.engine.steps_per_call
     arrays = lane.members[0].framework.arrays
     one = next(group_steps(iter([batch] * several), several, arrays)) if batch.full else batch
 

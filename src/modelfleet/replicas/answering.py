@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from modelfleet.errors import InputError
-from modelfleet.frameworks.protocol import Replica
+from modelfleet.frameworks.adapter_protocol import Replica
 from modelfleet.joining import alike, joined
 from modelfleet.replicas.rows import Part
 from modelfleet.trees import leaves, map_tree

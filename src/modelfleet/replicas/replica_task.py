@@ -6,7 +6,7 @@ from typing import Any
 
 from modelfleet import frameworks
 from modelfleet.devices import parse_devices
-from modelfleet.frameworks.protocol import Replica
+from modelfleet.frameworks.adapter_protocol import Replica
 from modelfleet.replicas.answering import Answerer, Reply, portable_error
 from modelfleet.replicas.models import Source, UnknownFramework
 from modelfleet.types import Precision, Tree

@@ -10,7 +10,7 @@ from modelfleet.each import Each
 from modelfleet.errors import InputError
 from modelfleet.feeds import ArrayOperations, Feed, LoaderFeed, SharedLoader, is_loader, make_feed
 from modelfleet.feeds.checking import RowSpec, as_arrays, describe_difference, row_spec
-from modelfleet.frameworks.protocol import Adapter
+from modelfleet.frameworks.adapter_protocol import Adapter
 from modelfleet.lanes import Groups, Lane, LaneSpec
 from modelfleet.members import Member
 from modelfleet.runs.job import Job

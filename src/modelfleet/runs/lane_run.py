@@ -8,7 +8,8 @@ import numpy as np
 
 from modelfleet.errors import FleetError
 from modelfleet.feeds import Batch, Feed
-from modelfleet.frameworks.protocol import REASONS, CannotFuseError, Schedules, StepError
+from modelfleet.frameworks.adapter_protocol import Schedules
+from modelfleet.frameworks.errors import REASONS, CannotFuseError, StepError
 from modelfleet.history import Failure
 from modelfleet.lanes.lane import Lane
 from modelfleet.lanes.work import Work, finish_in_step
@@ -151,7 +152,7 @@ class LaneRun:
 
         Steps are single if each is watched, or if the hyperparameters change from step to step.
         """
-        self.max_steps = 1 if single or self.schedules.by_step else self.lane.engine.several
+        self.max_steps = 1 if single or self.schedules.by_step else self.lane.engine.steps_per_call
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -397,7 +398,7 @@ def make_runs(opened: Sequence[OpenLane], feeding: Feeding) -> list[LaneRun]:
             own_epochs,
             names=lane.names,
         )
-        lane.engine.forgive()
+        lane.engine.clear_trouble()
         share = max(shares[name] or 1 for name in lane.names)
         runs.append(
             LaneRun(

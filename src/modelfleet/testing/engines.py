@@ -1,11 +1,11 @@
-"""What every engine must hold of the state it keeps, as checks that its author can run.
+"""Checks of the state that an engine keeps, for its author to run.
 
     @pytest.mark.parametrize("check", engines.CHECKS)
     def test_my_engine(check):
         check(case)
 
-They ask an engine as a lane does (`modelfleet.frameworks.protocol.Engine`), without feeds and fleets. Engines of
-one member skip those of `OF_SEVERAL`.
+The checks call an engine as a lane does (`modelfleet.frameworks.engine.Engine`), without feeds and fleets. Engines
+of one member skip the checks in `OF_SEVERAL`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +16,11 @@ import numpy as np
 
 from modelfleet.errors import StrategyError
 from modelfleet.feeds import Batch
-from modelfleet.frameworks.protocol import Engine
+from modelfleet.frameworks.engine import Engine
 from modelfleet.frameworks.rows import predict_rows
 from modelfleet.frameworks.stacked import WEIGHTS, by_path
 from modelfleet.members import Member
+from modelfleet.types import Model, Tree
 
 Check = Callable[["Case"], None]
 WIDTH = 3
@@ -27,27 +28,27 @@ WIDTH = 3
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """An engine, as the suite needs to know it."""
+    """An engine to check."""
 
     members: Callable[[], Sequence[Member]]
-    """New members with models of their own, the same at every call."""
+    """`members()`: return new members with new models, equal at every call."""
     engine: Callable[[Sequence[Member]], Engine]
-    """A new engine of such members, whose optimizer keeps a state."""
-    batch: Callable[[Sequence[int]], Any]
-    """`batch(slots)`: data `(slot, row, …)` for the members in these slots, as the adapter has them."""
-    weights: Callable[[Any], Mapping[str, np.ndarray]]
-    """All that a model holds, by name, in its own dtypes; a copy."""
+    """`engine(members)`: return a new engine, with an optimizer that has a state."""
+    batch: Callable[[Sequence[int]], Tree]
+    """`batch(slots)`: return data `(slot, row, …)` for the members in these slots, as tensors."""
+    weights: Callable[[Model], Mapping[str, np.ndarray]]
+    """`weights(model)`: return a copy of everything that a model contains, by name, in its own dtypes."""
     hyper: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """The hyperparameters `(member,)` that are no part of the state."""
+    """Hyperparameters `(member,)` that are not part of the state."""
     width: int = WIDTH
-    """How many members there are: `WIDTH`, or 1 for an engine that takes one only."""
+    """Number of members: `WIDTH`, or 1 for an engine that takes only one."""
 
     def some(self) -> list[int]:
-        """The slots that stay when others rest."""
+        """Return the slots that stay when others rest."""
         return [0] if self.width == 1 else [0, 2]
 
     def fresh(self, row: int) -> dict[str, np.ndarray]:
-        """What the model of a new member holds."""
+        """Return the weights of a new member's model."""
         return dict(self.weights(self.members()[row].model))
 
 
@@ -63,7 +64,7 @@ def _begin(case: Case, engine: Engine, members: Sequence[Member]) -> None:
     engine.check(Batch(data, False, np.full(case.width, _rows(data))), members[0].name)
     slots = range(case.width)
     engine.ready("train", _hyper(case, engine, slots), _on(engine, case.width), data, shared=False)
-    engine.forgive()
+    engine.clear_trouble()
 
 
 def _train(case: Case, engine: Engine, slots: Sequence[int], active: Sequence[bool] | None = None) -> None:
@@ -106,7 +107,7 @@ def _same(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], t
 
 
 def state_goes_in_and_out(case: Case) -> None:
-    """What is stacked and written back at once is what was there, in its dtypes."""
+    """State that is stacked and written back at once is unchanged, in the same dtypes."""
     members = case.members()
     before = [dict(case.weights(member.model)) for member in members]
     for found, expected in zip(_written(case, case.engine(members), members), before, strict=True):
@@ -286,7 +287,7 @@ def everything_that_is_read_is_of_the_members_asked_for(case: Case) -> None:
 
 
 def trouble_is_noted_and_forgiven(case: Case) -> None:
-    """A member whose loss is NaN keeps its state until it is forgiven."""
+    """A member whose loss is NaN keeps its state until its trouble is cleared."""
     engine, members = _begun(case)
     before = dict(case.weights(members[0].model))
     slots, data = range(case.width), case.batch(range(case.width))
@@ -298,7 +299,7 @@ def trouble_is_noted_and_forgiven(case: Case) -> None:
     assert not engine.trouble()[1:].any()
     _train(case, engine, slots)
     assert engine.steps_taken().tolist() == [0, *[2] * (case.width - 1)]
-    engine.forgive()
+    engine.clear_trouble()
     assert not engine.trouble().any()
     _same(_written(case, engine, members)[0], before, 0)
     _train(case, engine, slots)
@@ -371,7 +372,7 @@ OF_SEVERAL: Sequence[Check] = (
     members_are_read_and_written_with_and_without_a_slot,
     one_member_is_scattered_and_refreshed,
 )
-"""Those that need members beside the one that they look at."""
+"""Checks that need more than one member."""
 
 CHECKS: Sequence[Check] = (
     state_goes_in_and_out,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from modelfleet.frameworks import keras as adapter
-from modelfleet.frameworks.protocol import Engine
+from modelfleet.frameworks.engine import Engine
 from modelfleet.members import Member
 from modelfleet.testing import engines
 

@@ -170,7 +170,7 @@ def test_noise_without_a_seed_goes_on() -> None:
     history = fleet.fit((same, np.zeros(8, np.int32)), epochs=3, batch_size=8, progress=False)
     assert len(set(history["a"]["loss"] + history["b"]["loss"])) == 6
     plan = fleet.plan((same, np.zeros(8, np.int32)), batch_size=8)
-    assert all("which is not of the model" in (lane.reason or "") for lane in plan.lanes)
+    assert all("which is not part of the model" in (lane.reason or "") for lane in plan.lanes)
 
 
 def test_a_step_that_is_not_finite_is_undone() -> None:

@@ -13,13 +13,14 @@ from modelfleet.frameworks import keras as adapter
 from modelfleet.frameworks.keras.recipe import compile, prepare
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
+from modelfleet.types import Kind
 
 
 def members(count: int = 2, **options: Any) -> list[Member]:
     return [Member(str(index), models.mlp(**options), index, adapter) for index in range(count)]
 
 
-def tasks(own: list[Member], kind: str = "train") -> list[Any]:
+def tasks(own: list[Member], kind: Kind = "train") -> list[Any]:
     return list(prepare(None, own, kind).tasks)
 
 

@@ -11,8 +11,8 @@ from tests.frameworks.keras import models
 import modelfleet as mf
 from modelfleet import frameworks
 from modelfleet.feeds import Batch
+from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.keras import copy_model
-from modelfleet.frameworks.protocol import CannotFuseError
 from modelfleet.members import Member
 
 if keras.backend.backend() != "tensorflow":

@@ -1,8 +1,8 @@
 """Lanes whose steps are pure functions: of JAX models, and of Keras models on JAX and on TensorFlow.
 
-A `Definition` says what one member does, as functions of its state; a `Backend` maps them over the members,
-compiles them and loops them over several steps; `FunctionalEngine` makes a lane of the two, and `Replica` a model
-that only answers. No framework is known here.
+A `Definition` describes the steps of one member as functions of its state. A `Backend` maps them over the members,
+compiles them and loops them over several steps. `FunctionalEngine` is the engine of a lane made of the two, and
+`Replica` a model that only predicts. This package imports no framework.
 """
 
 from modelfleet.frameworks.functional.contract import Backend, Definition, State

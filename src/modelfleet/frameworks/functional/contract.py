@@ -1,14 +1,14 @@
-"""What a functional engine is made of: a `Definition` of what one member does, a `Backend` that runs it for many.
+"""Parts of a functional engine: the `Definition` of one member's steps, and the `Backend` that runs it.
 
 The state of a lane is
 
     params    trained weights
-    buffers   all else that the model owns: frozen weights, running statistics, seeds
+    buffers   everything else that the model owns: frozen weights, running statistics, seeds
     optimizer the optimizer's state, with its count of steps and its learning rate
-    metrics   what the epoch's metrics have summed up so far
-    member    per-member scalars: step, trouble, and what else a definition needs (a seed)
+    metrics   sums for the metrics of the current epoch
+    member    scalars of each member: step, trouble, and what else a definition needs (a seed)
 
-each a dict of tensors `(member, …)`. Tensors are never changed in place: a step gives a new state for the old.
+each a dict of tensors `(member, …)`. Tensors are never changed in place: a step returns a new state.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,52 +18,52 @@ import numpy as np
 
 from modelfleet.frameworks import batches
 from modelfleet.members import Member
-from modelfleet.types import State, Tensor, Tree
+from modelfleet.types import Arrays, NativeDevice, State, Tensor, Tree
 
 Function = Callable[..., Any]
 
-PARTS = ("params", "buffers", "optimizer", "metrics")  # what a step may change of a member
+PARTS = ("params", "buffers", "optimizer", "metrics")  # the parts of a member's state that a step may change
 
 
 class Definition(Protocol):
-    """What the members of a lane do: pure functions of one member's state, its tensors without a member axis.
+    """Steps of a lane's members, as pure functions of one member's state: tensors without a member axis.
 
-    The state has the parts named above; "member" is there to be read, and what is returned of it is ignored.
-    Inherit from this class: what is not abstract here has a meaning already.
+    The state has the parts named above. "member" is only read: a returned "member" is ignored. Inherit from this
+    class for the methods that have a default.
     """
 
     task: Any
     maskable: bool
-    """Whether `train` and `evaluate` honour row weights `(row,)`: a row of weight 0 leaves no trace in the loss
-    and the metrics. Whether it leaves one within the model, as with BatchNorm, is tried out."""
+    """True if a row of weight 0 has no influence on the loss and the metrics of `train` and `evaluate`. The engine
+    tries out if it has an influence within the model, as with BatchNorm."""
 
     def state(self, member: Member) -> State:
-        """Return a member's params, buffers and optimizer as NumPy arrays, and perhaps "member" with scalars."""
+        """Return a member's params, buffers and optimizer as NumPy arrays; optionally "member" with scalars."""
         ...
 
-    def try_out(self, state: State, batch: Any) -> None:
-        """Try a member on a few rows, and raise what does not fit; `fresh_metrics` then knows what there is."""
+    def try_out(self, state: State, batch: Tree) -> None:
+        """Try a member on a few rows, and raise if they do not fit. `fresh_metrics` is known from then on."""
         ...
 
-    def fresh_metrics(self) -> dict[str, Any]:
-        """A member's accumulators at the beginning of an epoch, as NumPy arrays."""
+    def fresh_metrics(self) -> Arrays:
+        """Return a member's metrics before the first batch, as NumPy arrays."""
         ...
 
     def gradients(self, state: State, batch: Tree, weights: Tensor | None) -> dict[str, Tree]:
-        """Return what a step makes of a batch before its optimizer does.
+        """Return what `apply` needs to finish a step on a batch.
 
         Returns:
             The "loss", the "gradients" by the names of params, the new "metrics", and the "params" and "buffers"
-            that the model has changed. Whether padding is felt is judged by these.
+            that the model has changed. Padding has an influence if it changes any of these.
         """
         ...
 
     def apply(
         self, state: State, hyper: Mapping[str, Tensor], found: dict[str, Tree]
     ) -> tuple[State, Tensor, Tensor]:
-        """Return the state after an update by what `gradients` found (its `PARTS`).
+        """Return the state, its `PARTS`, after an update by what `gradients` returned.
 
-        Also returns whether the loss and whether the gradient were finite, as scalars.
+        Also returns two scalars: if the loss was finite, and if the gradient was finite.
         """
         ...
 
@@ -74,122 +74,130 @@ class Definition(Protocol):
         return self.apply(state, hyper, self.gradients(state, batch, weights))
 
     def evaluate(
-        self, state: State, metrics: dict[str, Any], batch: Any, weights: Any
-    ) -> tuple[dict[str, Any], State]:
-        """The accumulators with a batch added, and those of the params and buffers that the model has changed, as
-        a counter or a seed may be; the state comes without optimizer and metrics."""
+        self, state: State, metrics: dict[str, Tensor], batch: Tree, weights: Tensor | None
+    ) -> tuple[dict[str, Tensor], State]:
+        """Return the metrics with a batch added, and the params and buffers that the model has changed.
+
+        A model may change a counter or a seed as it evaluates. The state has no optimizer and no metrics.
+        """
         ...
 
-    def results(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """The loss and the metrics, scalars each, from their accumulators."""
+    def results(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the values of the loss and the metrics, as scalars."""
         ...
 
-    def predict(self, state: State, x: Any) -> tuple[Any, State]:
-        """The outputs `(row, …)` on inputs, and what the model has changed, as in `evaluate`."""
+    def predict(self, state: State, x: Tree) -> tuple[Tree, State]:
+        """Return the outputs `(row, …)` on inputs, and what the model has changed, as in `evaluate`."""
         ...
 
     def write_back(self, member: Member, state: State) -> None:
-        """Put a member's own arrays, of NumPy, into its model."""
+        """Copy a member's own NumPy arrays into its model."""
         ...
 
-    def inputs(self, data: Any) -> Any:
-        """The inputs of a batch: the x of (x, y), or the batch itself."""
+    def inputs(self, data: Tree) -> Tree:
+        """Return the inputs of a batch: the x of (x, y), or the batch itself."""
         return batches.inputs(data)
 
-    def check_targets(self, output_shape: tuple[int, ...], target: Any, name: str | None) -> None:
-        """Refuse targets of a whole data set that the loss can't take; as a batch of them, if nothing else."""
+    def check_targets(self, output_shape: tuple[int, ...], target: Tree, name: str | None) -> None:
+        """Raise InputError for targets of a whole data set that the loss can't take."""
         check = self.label_check(output_shape)
         if check is not None:
             check((None, target))
 
-    def label_check(self, output_shape: tuple[int, ...]) -> Callable[[Any], None] | None:
-        """A function that refuses a batch with targets out of range; None where there is nothing to check."""
+    def label_check(self, output_shape: tuple[int, ...]) -> Callable[[Tree], None] | None:
+        """Return a function that raises for a batch with targets out of range; None if nothing can be checked."""
         return None
 
 
 class Backend(Protocol):
-    """What the engine asks of a framework. Trees are nested dicts, lists and tuples; None holds no tensor.
+    """Operations of a framework that the engine needs. None in a tree is not a tensor.
 
-    Those marked * are used within programs, on what is being traced, as well as outside of them.
+    Programs also call the methods marked * while they are traced.
     """
 
-    device: Any
+    device: NativeDevice
 
     @property
     def name(self) -> str:
-        """How compiled programs are called: "jit", "tf.function"."""
+        """Return the name of compiled programs: "jit", "tf.function"."""
         ...
 
-    def tensor(self, array: np.ndarray) -> Any:
-        """An array as a tensor of its own on the device."""
+    def tensor(self, array: np.ndarray) -> Tensor:
+        """Return a copy of an array as a tensor on the device."""
         ...
 
-    def host(self, tree: Any) -> Any:
-        """A tree of tensors as NumPy arrays; what NumPy does not have (bfloat16) as float32."""
+    def host(self, tree: Tree) -> Tree:
+        """Return a tree of tensors as NumPy arrays. Dtypes that NumPy lacks (bfloat16) become float32."""
         ...
 
-    def exactly(self, tree: Any) -> Any:
-        """A tree of tensors as NumPy arrays of their own dtypes, bfloat16 among them."""
+    def exactly(self, tree: Tree) -> Tree:
+        """Return a tree of tensors as NumPy arrays of the same dtypes, bfloat16 included."""
         ...
 
-    def loaded(self, array: Any, like: Any) -> Any:
-        """What the `host` of the adapter's arrays gave of a tensor (or the tensor) as one like another."""
+    def loaded(self, array: Tensor | np.ndarray, like: Tensor) -> Tensor:
+        """Return a tensor, or an array that the adapter's `arrays.host` returned, like another tensor."""
         ...
 
-    def map(self, function: Function, args: Sequence[Any], mapped: Sequence[bool]) -> Any:
-        """* `function` of every member: over the first axis of the arguments that are mapped, and with the others
-        as they are. What it gives has the member in front."""
+    def map(self, function: Function, args: Sequence[Tree], mapped: Sequence[bool]) -> Tree:
+        """* Return `function` of every member, with the member as the first axis.
+
+        Each member gets its row of the arguments that are mapped, and the others whole.
+        """
         ...
 
-    def where(self, chosen: Any, new: Any, old: Any) -> Any:
-        """* `new` for the members `(member,)` that are chosen, `old` for the others; tensors `(member, …)`."""
+    def where(self, chosen: Tensor, new: Tensor, old: Tensor) -> Tensor:
+        """* Return `new` for the members `(member,)` that are chosen, and `old` for the others."""
         ...
 
-    def take(self, tree: Any, rows: Any) -> Any:
-        """* The rows `(n,)` of every tensor."""
+    def take(self, tree: Tree, rows: Tensor) -> Tree:
+        """* Return the rows `(n,)` of every tensor."""
         ...
 
-    def put(self, tree: Any, rows: Any, part: Any) -> Any:
-        """* Every tensor with some of its rows replaced."""
+    def put(self, tree: Tree, rows: Tensor, part: Tree) -> Tree:
+        """* Return every tensor with some of its rows replaced."""
         ...
 
-    def lengthened(self, tree: Any, length: int) -> Any:
-        """Every tensor or NumPy array with a longer first axis; what is added is never read."""
+    def lengthened(self, tree: Tree, length: int) -> Tree:
+        """Return every tensor or NumPy array with a longer first axis. The new rows are never read."""
         ...
 
-    def loop(self, step: Callable[[Any, Any], Any], state: Any, xs: Any, count: Any) -> Any:
-        """* The state after `count` times `state = step(state, x)`, where x are the slices of `xs` in turn.
+    def loop(self, step: Callable[[State, Tree], State], state: State, xs: Tree, count: Tensor) -> State:
+        """* Return the state after `count` times `state = step(state, x)`, where x is the next slice of `xs`.
 
-        `count` may be less than there are slices, and is known only when the program runs.
+        `count` may be smaller than the number of slices. It is known only when the program runs.
         """
         ...
 
     def compile(self, function: Function, *, donate: bool = False) -> Function:
-        """A program of a function of trees, made anew for every set of shapes; with `donate` it may write over its
-        first argument."""
+        """Return a program of a function of trees, compiled for every new set of shapes.
+
+        With `donate`, the program may overwrite its first argument.
+        """
         ...
 
     def within(self, program: Function, function: Function) -> Function:
-        """What to call within another program: the program that `compile` made of a function, if that spares
-        tracing it again, or the function."""
+        """Return the one of the two to call within another program.
+
+        This is the program that `compile` made of the function, if it saves tracing the function again.
+        """
         ...
 
-    def trace(self, program: Function, args: Sequence[Any]) -> None:
-        """Find out whether what `compile` gave can be made into a program for these arguments; raise if not."""
+    def trace(self, program: Function, args: Sequence[Tree]) -> None:
+        """Trace a program of `compile` for these arguments. Raise if that is not possible."""
         ...
 
-    def shapes(self, function: Function, *args: Any) -> Any:
-        """What a function gives, as a tree of anything with a `shape` and a `dtype`, as cheaply as can be."""
+    def shapes(self, function: Function, *args: Tree) -> Tree:
+        """Return the results of a function as a tree of objects with a `shape` and a `dtype`, at little cost."""
         ...
 
-    def working_bytes(self, program: Function, args: Sequence[Any]) -> int | None:
-        """What a program takes on the device beside what goes in and comes out; None if that can't be known."""
+    def working_bytes(self, program: Function, args: Sequence[Tree]) -> int | None:
+        """Return the memory that a program needs beside its arguments and results; None if not known."""
         ...
 
     def reason(self, error: Exception) -> str:
-        """Why a function could not be traced, in a line."""
+        """Return one line that says why a function could not be traced."""
         ...
 
     def out_of_memory(self, error: BaseException) -> bool:
-        """Whether an error says that the device is out of memory."""
+        """Return True if an error means that the device is out of memory."""
         ...

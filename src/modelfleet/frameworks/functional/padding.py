@@ -1,23 +1,25 @@
-"""Whether the rows of a batch feel padding beside them, found by trying.
+"""Trials that show if padding has an influence on the other rows of a batch.
 
-A step on a padded batch is compared with one on its own rows alone: the loss, the gradients, what the model has
-changed, and the metrics. The weights tried are random, since a model's own may hide what it does: a head, a scale
-or a gate often begins at zero. The member's own are tried, too.
+A step on a padded batch is compared with a step on its real rows alone: the loss, the gradients, the changes by
+the model, and the metrics. The trials use random weights, because a model's own weights may hide an influence: a
+head, a scale or a gate often starts at zero. The member's own weights are tried, too.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from modelfleet.frameworks.functional.contract import Backend, Definition, State
 from modelfleet.trees import leaves, map_tree
+from modelfleet.types import Tree
 
-BOUND = 1e-4  # of what is largest: the rounding of float32
+TOLERANCE = 1e-4  # relative to the largest number: the rounding of float32
 
 
-def bears_padding(definition: Definition, backend: Backend, one: State, data: Any, real: int, size: int) -> bool:
-    """Return True if a member's step on `real` rows is the same with rows behind them that weigh nothing.
+def ignores_padding(
+    definition: Definition, backend: Backend, one: State, data: Tree, real: int, size: int
+) -> bool:
+    """Return True if a member's step on `real` rows stays the same with padding of weight 0 behind them.
 
     `one` is the member's state, without a member axis, and `data` are `(row, …)`.
     """
@@ -28,18 +30,18 @@ def bears_padding(definition: Definition, backend: Backend, one: State, data: An
     own = {name: backend.exactly(tensor) for name, tensor in one["params"].items()}
     try:
         for number in (1, 2, None):
-            params = own if number is None else shaken(own, number)
+            params = own if number is None else random_weights(own, number)
             state = {**one, "params": map_tree(backend.tensor, params)}
             padded = backend.host(program(state, data, weights))
             alone = backend.host(program(state, few, None))
             if not all(alike(padded[part], alone[part], together=part == "gradients") for part in padded):
                 return False
-    except Exception:  # a model that needs whole batches feels padding
+    except Exception:  # a model that accepts only batches of one size
         return False
     return True
 
 
-def rows_apart(definition: Definition, backend: Backend, one: State, inputs: Any) -> bool:
+def rows_apart(definition: Definition, backend: Backend, one: State, inputs: Tree) -> bool:
     """Return True if a member's output for a row of inputs `(row, …)` depends on that row alone."""
     rows = len(leaves(inputs)[0])
     few = map_tree(lambda leaf: leaf[: (rows + 1) // 2], inputs)
@@ -47,25 +49,25 @@ def rows_apart(definition: Definition, backend: Backend, one: State, inputs: Any
     own = {name: backend.exactly(tensor) for name, tensor in one["params"].items()}
     try:
         for number in (1, 2, None):
-            params = own if number is None else shaken(own, number)
+            params = own if number is None else random_weights(own, number)
             state = {**one, "params": map_tree(backend.tensor, params)}
             whole, part = (backend.host(program(state, x)) for x in (inputs, few))
             if not rows_alike(whole, part, rows):
                 return False
-    except Exception:  # a model that needs whole batches feels padding
+    except Exception:  # a model that accepts only batches of one size
         return False
     return True
 
 
-def rows_alike(whole: Any, part: Any, rows: int) -> bool:
-    """Return True if the first half of so many rows has the outputs that it has without the other half."""
+def rows_alike(whole: Tree, part: Tree, rows: int) -> bool:
+    """Return True if the first half of `rows` rows has the same outputs as without the other half."""
     half = (rows + 1) // 2
     by_row = [(w[:half], p) for w, p in zip(leaves(whole), leaves(part), strict=True) if w.ndim and len(w) == rows]
     return alike([w for w, _ in by_row], [p for _, p in by_row], together=False)
 
 
-def shaken(params: Mapping[str, np.ndarray], number: int) -> dict[str, np.ndarray]:
-    """Return random weights of the size that fresh ones have."""
+def random_weights(params: Mapping[str, np.ndarray], number: int) -> dict[str, np.ndarray]:
+    """Return random weights as large as newly initialized weights."""
     generator = np.random.default_rng(number)
     found = {}
     for name, array in params.items():
@@ -76,8 +78,11 @@ def shaken(params: Mapping[str, np.ndarray], number: int) -> dict[str, np.ndarra
     return found
 
 
-def alike(padded: Any, alone: Any, *, together: bool) -> bool:
-    """Return True if trees hold the same numbers, but for the rounding of the largest, of all or of each array."""
+def alike(padded: Tree, alone: Tree, *, together: bool) -> bool:
+    """Return True if two trees hold the same numbers, except for rounding.
+
+    Rounding is relative to the largest number of each array; with `together`, of all arrays.
+    """
     pairs = [(np.asarray(p), np.asarray(a)) for p, a in zip(leaves(padded), leaves(alone), strict=True)]
     largest = [_largest(a) for _, a in pairs]
     for (p, a), own in zip(pairs, largest, strict=True):
@@ -89,7 +94,7 @@ def alike(padded: Any, alone: Any, *, together: bool) -> bool:
             continue
         p, a = (array if array.dtype.kind == "c" else array.astype(np.float64) for array in (p, a))
         scale = max(largest) if together else own
-        if not np.allclose(p, a, rtol=BOUND, atol=BOUND * max(scale, 1e-3), equal_nan=True):
+        if not np.allclose(p, a, rtol=TOLERANCE, atol=TOLERANCE * max(scale, 1e-3), equal_nan=True):
             return False
     return True
 
@@ -100,7 +105,7 @@ def _largest(array: np.ndarray) -> float:
 
 
 def padded_otherwise(leaf: np.ndarray, real: int) -> np.ndarray:
-    """The rows of a batch with other padding: its own, real rows again, might leave means and variances alone."""
+    """Return a batch with other padding. Its own padding repeats rows, which may leave means unchanged."""
     leaf = np.array(leaf)
     leaf[real:] = leaf[0]
     if leaf.dtype.kind in "fcV":  # V: bfloat16

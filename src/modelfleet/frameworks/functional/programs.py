@@ -1,15 +1,21 @@
-"""The steps of a lane as functions of its stacked state, compiled as they are needed."""
+"""Steps of a lane as functions of its stacked state, compiled when they are first needed."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal
 
+from modelfleet.frameworks.engine import Hyper
+from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS, CannotFuseError
 from modelfleet.frameworks.functional.contract import PARTS, Backend, Definition, Function, State
-from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, CannotFuseError
 from modelfleet.trees import leaves, map_tree
+from modelfleet.types import Kind, Tensor, Tree
+
+StepName = Literal[
+    "train", "several", "one", "gradients", "apply", "evaluate", "evaluate_one", "predict", "results"
+]
 
 
 class Programs:
-    """The steps for lanes of one structure and task, compiled as they are needed."""
+    """Steps for lanes of one structure and task, compiled when they are first needed."""
 
     def __init__(self, definition: Definition, backend: Backend, *, fused: bool) -> None:
         self.backend = backend
@@ -19,70 +25,79 @@ class Programs:
         self.renew(definition)
 
     def renew(self, definition: Definition) -> None:
-        """Begin anew with another definition: what was traced of the one before is forgotten."""
+        """Start again with another definition, and forget everything that was traced before."""
         self.definition = definition
-        self.reads: Any = None  # what they were traced under, where a framework keeps that
+        self.reads: Any = None  # the Python values that the steps were traced under, if an engine keeps them
         self.untraced: str | None = None
-        self.names: list[str] = []  # of the loss and the metrics, in their order
-        self.bears_padding: dict[Any, bool] = {}
+        self.names: list[str] = []  # the loss and the metrics, in their order
+        self.ignores_padding: dict[tuple[int, int], bool] = {}
         self.rows_apart: dict[int, bool] = {}
-        self.output_shapes: dict[Any, tuple[int, ...] | None] = {}
-        self._known: dict[tuple[str, bool], tuple[Function, Function]] = {}
-        self._plain: set[tuple[str, bool]] = set()
+        self.output_shapes: dict[Hashable, tuple[int, ...] | None] = {}
+        self._known: dict[tuple[StepName, bool], tuple[Function, Function]] = {}
+        self._plain: set[tuple[StepName, bool]] = set()  # steps that can't be traced
 
-    def run(self, kind: str, shared: bool, *args: Any) -> Any:
-        """Run a step: "train", "several", "one", "gradients", "apply", "evaluate", "evaluate_one", "predict",
-        "predict_one" or "results"."""
-        compiled, plain = self._functions(kind, shared)
-        return (plain if (kind, shared) in self._plain else compiled)(*args)
+    def run(self, name: StepName, shared: bool, *args: Any) -> Any:
+        """Run a step. `shared` is True if its data have no member axis."""
+        compiled, plain = self._functions(name, shared)
+        return (plain if (name, shared) in self._plain else compiled)(*args)
 
-    def ready(self, kind: str, shared: bool, *args: Any) -> None:
-        """Make sure that a step can be run; raises `CannotFuseError` if the members can't be run as one."""
+    def ready(self, kind: Kind, shared: bool, *args: Any) -> None:
+        """Trace a step, or have it run as Python.
+
+        Raises:
+            CannotFuseError: The step is of several members and can't be traced.
+        """
         try:
             self.backend.trace(self._functions(kind, shared)[0], args)
-        except Exception as error:  # whatever a model may do that can't be traced
+        except Exception as error:  # a model may do anything that can't be traced
             self.refuse(kind, self.backend.reason(error), error)
 
-    def refuse(self, kind: str, reason: str, error: Exception | None = None) -> None:
-        """Run such steps as Python, for a reason; raises `CannotFuseError` if they are of several members."""
+    def refuse(self, kind: Kind, reason: str, error: Exception | None = None) -> None:
+        """Run such steps as Python from now on.
+
+        Raises:
+            CannotFuseError: The steps are of several members.
+        """
         if self.fused:
             raise CannotFuseError(reason) from error
         self.untraced = reason
         self._plain |= {(name, both) for name in _TOGETHER[kind] for both in (True, False)}
 
     def working_bytes(self, shared: bool, *args: Any) -> int | None:
-        """What a train step takes on the device beside the state."""
+        """Return the memory that a train step needs beside the state; None if not known."""
         if ("train", shared) in self._plain:
             return None
         return self.backend.working_bytes(self._functions("train", shared)[0], args)
 
-    def _functions(self, kind: str, shared: bool) -> tuple[Function, Function]:
-        """A step as a program, and as it is."""
-        if (kind, shared) not in self._known:
-            step = getattr(self, f"_{kind}")
+    def _functions(self, name: StepName, shared: bool) -> tuple[Function, Function]:
+        """Return a step as a program, and as a plain function."""
+        if (name, shared) not in self._known:
+            step = getattr(self, f"_{name}")
 
             def function(*args: Any) -> Any:
                 return step(shared, *args)
 
-            compiled = self.backend.compile(function, donate=kind in ("train", "several", "one", "apply"))
-            plain = function if kind != "several" else self._several_plain(shared)
-            self._known[kind, shared] = compiled, plain
-        return self._known[kind, shared]
+            compiled = self.backend.compile(function, donate=name in ("train", "several", "one", "apply"))
+            plain = function if name != "several" else self._several_plain(shared)
+            self._known[name, shared] = compiled, plain
+        return self._known[name, shared]
 
-    # --- the steps, as functions of the stacked state. `shared`: the data have no member axis.
+    # --- steps, as functions of the stacked state
 
-    def _train(self, shared: bool, state: State, hyper: Any, active: Any, data: Any, weights: Any) -> State:
+    def _train(
+        self, shared: bool, state: State, hyper: Hyper, active: Tensor, data: Tree, weights: Tensor | None
+    ) -> State:
         args, mapped = (state, hyper, data, weights), (True, True, not shared, True)
         return self._kept(state, active, *self._mapped(self.definition.train, args, mapped))
 
-    def _gradients(self, shared: bool, state: State, data: Any, weights: Any) -> Any:
+    def _gradients(self, shared: bool, state: State, data: Tree, weights: Tensor | None) -> Tree:
         return self._mapped(self.definition.gradients, (state, data, weights), (True, not shared, True))
 
-    def _apply(self, _: bool, state: State, hyper: Any, active: Any, found: Any) -> State:
+    def _apply(self, _: bool, state: State, hyper: Hyper, active: Tensor, found: Tree) -> State:
         args = (state, hyper, found)
         return self._kept(state, active, *self._mapped(self.definition.apply, args, (True, True, True)))
 
-    def _kept(self, state: State, active: Any, new: State, good_loss: Any, good_gradient: Any) -> State:
+    def _kept(self, state: State, active: Tensor, new: State, good_loss: Tensor, good_gradient: Tensor) -> State:
         """Return the new state of active members whose loss and gradient were finite, the old of others."""
         where, member = self.backend.where, state["member"]
         live = active & (member["trouble"] == FINE)
@@ -97,17 +112,26 @@ class Programs:
         return kept
 
     def _several(
-        self, shared: bool, state: State, hyper: Any, active: Any, data: Any, weights: Any, count: Any
+        self,
+        shared: bool,
+        state: State,
+        hyper: Hyper,
+        active: Tensor,
+        data: Tree,
+        weights: Tensor | None,
+        count: Tensor,
     ) -> State:
         train = self.backend.within(*self._functions("train", shared))
 
-        def step(state: State, xs: Any) -> State:
+        def step(state: State, xs: tuple[Tree, Tree]) -> State:
             return train(state, hyper, active, *xs)
 
         return self.backend.loop(step, state, (data, weights), count)
 
     def _several_plain(self, shared: bool) -> Function:
-        def run(state: State, hyper: Any, active: Any, data: Any, weights: Any, count: int) -> State:
+        def run(
+            state: State, hyper: Hyper, active: Tensor, data: Tree, weights: Tensor | None, count: int
+        ) -> State:
             for number in range(count):
                 xs = map_tree(lambda leaf, number=number: leaf[number], (data, weights))
                 state = self._train(shared, state, hyper, active, *xs)
@@ -115,67 +139,66 @@ class Programs:
 
         return run
 
-    def _one(self, _: bool, state: State, rows: Any, hyper: Any, active: Any, data: Any) -> State:
+    def _one(self, _: bool, state: State, rows: Tensor, hyper: Hyper, active: Tensor, data: Tree) -> State:
         take = self.backend.take
         part = self._train(True, take(state, rows), take(hyper, rows), active, data, None)
         return self.backend.put(state, rows, part)
 
-    def _evaluate(self, shared: bool, state: State, totals: Any, there: Any, data: Any, weights: Any) -> Any:
+    def _evaluate(
+        self, shared: bool, state: State, totals: Tree, present: Tensor, data: Tree, weights: Tensor | None
+    ) -> tuple[Tree, State]:
         args, mapped = (state, totals, data, weights), (True, True, not shared, True)
         new, changed = self._mapped(self.definition.evaluate, args, mapped)
-        kept = {part: {name: state[part][name] for name in own} for part, own in changed.items()}
 
-        def there_only(new: Any, old: Any) -> Any:
-            return self.backend.where(there, new, old)
+        def where_present(new: Tensor, old: Tensor) -> Tensor:
+            return self.backend.where(present, new, old)
 
-        return _merged(there_only, new, totals), _merged(there_only, changed, kept)
+        return _merged(where_present, new, totals), _merged(where_present, changed, _same_names(state, changed))
 
-    def _evaluate_one(self, _: bool, state: State, totals: Any, rows: Any, there: Any, data: Any) -> Any:
+    def _evaluate_one(
+        self, _: bool, state: State, totals: Tree, rows: Tensor, present: Tensor, data: Tree
+    ) -> tuple[Tree, State]:
         take = self.backend.take
-        part, changed = self._evaluate(True, take(state, rows), take(totals, rows), there, data, None)
-        return self.backend.put(totals, rows, part), self._put_changed(state, rows, changed)
+        part, changed = self._evaluate(True, take(state, rows), take(totals, rows), present, data, None)
+        put = self.backend.put
+        return put(totals, rows, part), put(_same_names(state, changed), rows, changed)
 
-    def _predict(self, shared: bool, state: State, there: Any, data: Any) -> Any:
+    def _predict(self, shared: bool, state: State, present: Tensor, data: Tree) -> tuple[Tree, State]:
         outputs, changed = self._mapped(self.definition.predict, (state, data), (True, not shared))
-        kept = {part: {name: state[part][name] for name in own} for part, own in changed.items()}
-        return outputs, _merged(lambda new, old: self.backend.where(there, new, old), changed, kept)
+        old = _same_names(state, changed)
+        return outputs, _merged(lambda new, old: self.backend.where(present, new, old), changed, old)
 
-    def _predict_one(self, _: bool, state: State, rows: Any, there: Any, data: Any) -> Any:
-        outputs, changed = self._predict(True, self.backend.take(state, rows), there, data)
-        return outputs, self._put_changed(state, rows, changed)
-
-    def _put_changed(self, state: State, rows: Any, changed: State) -> State:
-        kept = {part: {name: state[part][name] for name in own} for part, own in changed.items()}
-        return self.backend.put(kept, rows, changed)
-
-    def _results(self, _: bool, metrics: dict[str, Any]) -> dict[str, Any]:
-        def results(metrics: dict[str, Any]) -> dict[str, Any]:
+    def _results(self, _: bool, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+        def results(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
             found = self.definition.results(metrics)
-            self.names = list(found)  # programs give dicts in the order of their keys; people want the loss first
+            self.names = list(found)  # a program sorts the keys of a dict; the loss should come first
             return found
 
         return self._mapped(results, (metrics,), (True,))
 
     def _mapped(self, function: Function, args: Sequence[Any], mapped: Sequence[bool]) -> Any:
-        # A member on its own is not mapped: the plain operations are faster, and some models have no others.
+        # A single member is not mapped: plain operations are faster, and some operations can't be mapped.
         if leaves(args[0])[0].shape[0] > 1:
             return self.backend.map(function, args, mapped)
         rows = [map_tree(lambda t: t[0], arg) if own else arg for arg, own in zip(args, mapped, strict=True)]
         return map_tree(lambda t: t[None], function(*rows))
 
 
-_TOGETHER = {  # what can't be traced if one of them can't: a model that branches when trained does so elsewhere
-    "train": (
-        *("train", "several", "one", "gradients", "apply"),
-        *("evaluate", "evaluate_one", "predict", "predict_one"),
-    ),
+# Steps that run as Python if one of them can't be traced: a model that branches as it trains also does elsewhere.
+_TOGETHER: dict[Kind, tuple[StepName, ...]] = {
+    "train": ("train", "several", "one", "gradients", "apply", "evaluate", "evaluate_one", "predict"),
     "evaluate": ("evaluate", "evaluate_one"),
-    "predict": ("predict", "predict_one"),
+    "predict": ("predict",),
 }
 
 
-def _merged(function: Callable[[Any, Any], Any], new: Any, old: Any) -> Any:
-    """`function(new, old)` of the tensors of two trees of dicts, in the order of the second."""
+def _same_names(state: State, changed: State) -> State:
+    """Return the tensors of a state that `changed` also has."""
+    return {part: {name: state[part][name] for name in own} for part, own in changed.items()}
+
+
+def _merged(function: Callable[[Tensor, Tensor], Tensor], new: Tree, old: Tree) -> Tree:
+    """Return `function(new, old)` of the tensors of two trees of dicts, in the order of the second."""
     if isinstance(old, dict):
         return {name: _merged(function, new[name], value) for name, value in old.items()}
     return function(new, old)

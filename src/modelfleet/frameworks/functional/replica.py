@@ -1,4 +1,4 @@
-"""One model as it is, to be asked only: its state is not stacked, and may be another's memory."""
+"""A model that only predicts. Its state is not stacked, and may be memory that other processes read, too."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,21 +8,27 @@ import numpy as np
 from modelfleet.errors import InputError
 from modelfleet.frameworks.outputs import Outputs
 from modelfleet.trees import map_tree
+from modelfleet.types import Tensor, Tree
 
 
 class Replica:
-    """Answers batches with a compiled program of one model (see `protocol.Replica`).
+    """A replica that runs a compiled program of one model (see `adapter_protocol.Replica`).
 
-    predict: a pure function of the state and of a batch's inputs.
-    state: a tree of tensors on the device. They are only read, never donated: others may read them, too.
-    backend: of `functional.Backend`, its `device`, `compile`, `host` and `out_of_memory`.
-    place: gives a NumPy array of rows as the program takes it.
+    Args:
+        predict: A pure function of the state and of a batch's inputs.
+        state: A tree of tensors on the device. They are only read, never donated.
+        backend: A `functional.Backend`, or an object with its `compile`, `host` and `out_of_memory`.
+        place: A function that converts a NumPy array of rows to a tensor.
     """
 
     pads = True
 
     def __init__(
-        self, predict: Callable[[Any, Any], Any], state: Any, backend: Any, place: Callable[[np.ndarray], Any]
+        self,
+        predict: Callable[[Tree, Tree], Tree],
+        state: Tree,
+        backend: Any,
+        place: Callable[[np.ndarray], Tensor],
     ) -> None:
         self._program = backend.compile(predict)
         self._state = state
@@ -30,11 +36,11 @@ class Replica:
         self._place = place
         self._outputs = Outputs(self._host)
 
-    def __call__(self, rows: Any) -> Any:
-        """The model's outputs on a tree of NumPy arrays `(row, …)`, as one."""
-        return self._outputs.of(rows, self._ask)
+    def __call__(self, rows: Tree) -> Tree:
+        """Return the model's outputs, a tree of NumPy arrays, for a tree of NumPy arrays `(row, …)`."""
+        return self._outputs.of(rows, self._predict)
 
-    def _ask(self, rows: Any) -> Any:
+    def _predict(self, rows: Tree) -> Tree:
         return self._program(self._state, map_tree(self._place, rows))
 
     def _host(self, value: Any) -> np.ndarray | None:
@@ -43,13 +49,13 @@ class Replica:
         return np.asarray(self._backend.host(value)) if hasattr(value, "__array__") else None
 
     def out_of_memory(self, error: BaseException) -> bool:
-        """Whether an error says that the device is out of memory."""
+        """Return True if an error means that the device is out of memory."""
         return self._backend.out_of_memory(error)
 
     def broken(self, error: BaseException) -> bool:
-        """Never: no error is known after which nothing more could be computed."""
+        """Return False: after every known error the process can still compute."""
         return False
 
     def close(self) -> None:
-        """Let go of the state."""
+        """Release the state."""
         self._state = None

@@ -1,4 +1,7 @@
-"""JAX models in fleets: Flax NNX modules and `(params, apply)` pairs. Exports the names of `protocol.Adapter`."""
+"""JAX models in fleets: Flax NNX modules and `(params, apply)` pairs.
+
+Exports the names of `adapter_protocol.Adapter`.
+"""
 
 import os
 

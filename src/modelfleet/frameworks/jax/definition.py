@@ -1,4 +1,4 @@
-"""What one JAX model does as a member of a lane, as pure functions."""
+"""Steps of one JAX model as a member of a lane, as pure functions."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,33 +7,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from modelfleet.frameworks.engine import Hyper
 from modelfleet.frameworks.functional import Definition, State
 from modelfleet.frameworks.jax.backend import shapes
 from modelfleet.frameworks.jax.losses import check_range, check_targets
-from modelfleet.frameworks.jax.models import Parts, Tree, as_numpy, form_of, key_data, key_of
+from modelfleet.frameworks.jax.models import Parts, TreeLayout, as_numpy, form_of, key_data, key_of
 from modelfleet.frameworks.jax.task import PRECISIONS, Task, widened
 from modelfleet.members import Member
+from modelfleet.types import Model, Tensor, Tree
 
 
 class JaxDefinition(Definition):
-    """One member's steps (see `functional.Definition`)."""
+    """Steps of one member (see `functional.Definition`)."""
 
-    def __init__(self, model: Any, task: Task) -> None:
+    def __init__(self, model: Model, task: Task) -> None:
         self.task = task
         self.model = model
         self.form = form_of(model)
-        self._slots: Tree | None = None
+        self._slots: TreeLayout | None = None
         self._fresh: dict[str, np.ndarray] = {}
-        self.maskable = False  # until `try_out` has seen what the loss gives
+        self.maskable = False  # until `try_out` has seen what the loss returns
 
     def go_on(self, other: "JaxDefinition") -> None:
-        """Know what another of the same task has found out by trying."""
+        """Take over what another definition of the same task has found out by trials."""
         self._slots = self._slots or other._slots
         self._fresh = self._fresh or other._fresh
         self.maskable = self.maskable or other.maskable
 
     def state(self, member: Member) -> State:
-        """A member's params, buffers and slots; and its random key, and where its gradient is clipped."""
+        """Return a member's params, buffers and optimizer state, its random key, and its clip norm."""
         params, buffers = self.form.parts(member.model)
         own = self.task.own.get(member.name, {})
         key = {"key": key_data(member.seed)}
@@ -41,13 +43,13 @@ class JaxDefinition(Definition):
         state = {"params": as_numpy(params), "buffers": as_numpy(buffers), "optimizer": {}, "member": key | clip}
         if self.task.optimizer is not None and params:
             slots = self.task.optimizer.state(self.form.tree(params), own)
-            self._slots = self._slots or Tree(slots)
+            self._slots = self._slots or TreeLayout(slots)
             state["optimizer"] = as_numpy(self._slots.parts(slots))
         return state
 
-    def try_out(self, state: State, batch: Any) -> None:
-        """Run a member on a few rows without computing anything, and see what there is to sum up."""
-        self.maskable = self._tells_rows(state, batch) and all(m.maskable for m in self.task.metrics)
+    def try_out(self, state: State, batch: Tree) -> None:
+        """Trace a member on a few rows without computing anything, and find out which metrics there are."""
+        self.maskable = self._has_loss_by_row(state, batch) and all(m.maskable for m in self.task.metrics)
         for train in (True, False):
             _, found = shapes(lambda s, b, train=train: self._losses(s, b, None, train)[0], state, batch)
         self._fresh = {
@@ -57,21 +59,21 @@ class JaxDefinition(Definition):
         }
 
     def fresh_metrics(self) -> Parts:
-        """A member's accumulators at the beginning of an epoch."""
+        """Return a member's metrics before the first batch."""
         return self._fresh
 
-    def train(self, state: State, hyper: Any, batch: Any, weights: Any) -> tuple[State, Any, Any]:
-        """One step."""
+    def train(self, state: State, hyper: Hyper, batch: Tree, weights: Tensor | None) -> tuple[State, Any, Any]:
+        """Return what `apply` returns after a whole step."""
         loss_of = self._loss_of(state, batch, weights)
         found = self.gradients(state, batch, weights)
         return self.apply(state, hyper, found, lambda tree: loss_of(self.form.flat(tree))[0])
 
     def apply(
-        self, state: State, hyper: Any, found: dict[str, Any], value_of: Callable[[Any], Any] | None = None
+        self, state: State, hyper: Hyper, found: dict[str, Any], value_of: Callable[[Any], Any] | None = None
     ) -> tuple[State, Any, Any]:
-        """Return the state after an update by what `gradients` found.
+        """Return the state after an update by what `gradients` returned.
 
-        `value_of` gives the loss on the same batch for other params, for optimizers that search along a line.
+        `value_of` returns the loss on the same batch for other params, for optimizers that search along a line.
         """
         import optax
 
@@ -81,9 +83,9 @@ class JaxDefinition(Definition):
         finite = jnp.isfinite(sum((g * 0).sum() for g in gradients.values()))
         if self.task.clip:
             gradients = _clipped(gradients, state["member"]["clip_norm"])
-        # A forward may change weights itself, as nnx.SpectralNorm does: these are what the optimizer steps.
+        # A forward pass may change weights itself, like nnx.SpectralNorm. The optimizer steps the changed weights.
         params, slots = self.form.tree(after["params"]), self._slots.tree(state["optimizer"])
-        # Some transformations go by the loss: Polyak's steps, the plateau's; and those that search along a line.
+        # Some transformations need the loss: Polyak's steps, reducing on a plateau, line searches.
         tree = self.form.tree(gradients)
         extra = self.task.optimizer.taken(value=loss, grad=tree, value_fn=value_of)
         updates, slots = self.task.optimizer.transformation.update(tree, slots, params, **extra)
@@ -96,60 +98,60 @@ class JaxDefinition(Definition):
         kept["metrics"] = found["metrics"]
         return kept, jnp.isfinite(loss), finite
 
-    def gradients(self, state: State, batch: Any, weights: Any) -> dict[str, Any]:
-        """Return what a step makes of a batch before its optimizer does."""
+    def gradients(self, state: State, batch: Tree, weights: Tensor | None) -> dict[str, Any]:
+        """Return what `apply` needs to finish a step on a batch."""
         loss_of = self._loss_of(state, batch, weights)
         (loss, (found, after)), gradients = jax.value_and_grad(loss_of, has_aux=True)(state["params"])
         return {**after, "loss": loss, "gradients": gradients, "metrics": self._added(state["metrics"], found)}
 
-    def _loss_of(self, state: State, batch: Any, weights: Any) -> Callable[[Parts], Any]:
+    def _loss_of(self, state: State, batch: Tree, weights: Tensor | None) -> Callable[[Parts], Any]:
         def loss_of(params: Parts) -> Any:
             (loss, found), after = self._losses({**state, "params": params}, batch, weights, True)
             return loss, (found, after)
 
         return loss_of
 
-    def evaluate(self, state: State, metrics: Parts, batch: Any, weights: Any) -> tuple[Parts, State]:
-        """The accumulators with a batch added."""
+    def evaluate(self, state: State, metrics: Parts, batch: Tree, weights: Tensor | None) -> tuple[Parts, State]:
+        """Return the metrics with a batch added, and what the model has changed."""
         (_, found), after = self._losses(state, batch, weights, False)
         return self._added(metrics, found), _changed(after, state)
 
     def results(self, metrics: Parts) -> Parts:
-        """The loss and the metrics from their accumulators."""
+        """Return the values of the loss and the metrics."""
         found = _by_metric(metrics)
         order = [name for name in ("loss", *(m.name for m in self.task.metrics)) if name in found]
         return {name: self.task.metric(name).value(found[name]) for name in dict.fromkeys([*order, *found])}
 
     def predict(self, state: State, x: Any) -> tuple[Any, State]:
-        """The outputs on inputs."""
+        """Return the outputs on inputs, and what the model has changed."""
         x = self._cast(x)
         call = self.form.call
         outputs, after = self._run(state, False, lambda model: widened(call(model, x), self.task.precision))
         return outputs, _changed(after, state)
 
     def write_back(self, member: Member, state: State) -> None:
-        """Put a member's arrays into its module, or make a new pair of them."""
+        """Copy a member's arrays into its module, or make a new pair of them."""
         member.model = self.form.write_back(member.model, state["params"], state["buffers"])
 
-    def check_targets(self, output_shape: tuple[int, ...], target: Any, name: str | None) -> None:
-        """Refuse targets that the loss can't take."""
+    def check_targets(self, output_shape: tuple[int, ...], target: Tensor, name: str | None) -> None:
+        """Raise InputError for targets that the loss can't take."""
         if self.task.loss is not None and hasattr(target, "shape"):
             check_targets(self.task.loss, output_shape, target, name)
 
     def label_check(self, output_shape: tuple[int, ...]) -> Callable[[Any], None] | None:
-        """A function that refuses a batch with targets out of range."""
+        """Return a function that raises for a batch with targets out of range."""
         loss = self.task.loss
         if loss is None:
             return None
 
-        def check(batch: Any) -> None:
+        def check(batch: Tree) -> None:
             if isinstance(batch, tuple) and len(batch) == 2 and hasattr(batch[1], "shape"):
                 check_range(loss, output_shape, batch[1])
 
         return check
 
-    def _losses(self, state: State, batch: Any, weights: Any, train: bool) -> Any:
-        """(loss, parts of the metrics), and the params and buffers afterwards."""
+    def _losses(self, state: State, batch: Tree, weights: Tensor | None, train: bool) -> Any:
+        """Return (loss, parts of the metrics), and the params and buffers afterwards."""
         if self.task.loss is not None and isinstance(batch, tuple) and len(batch) == 2:
             batch = self._cast(batch[0]), batch[1]
         else:
@@ -161,7 +163,7 @@ class JaxDefinition(Definition):
         key = jax.random.fold_in(key_of(member["key"]), member["step"])
         given = self._cast(state["params"])
         result, params, buffers = self.form.run(given, state["buffers"], key, use, train=train)
-        # Of those that it left alone, what was there before they were cast.
+        # Weights that the model did not change keep the value from before the cast.
         kept = {
             name: before if params[name] is given[name] else params[name].astype(before.dtype)
             for name, before in state["params"].items()
@@ -169,7 +171,7 @@ class JaxDefinition(Definition):
         return result, {"params": kept, "buffers": buffers}
 
     def _cast(self, tree: Any) -> Any:
-        """A tree in the precision to compute in; weights and their updates stay in float32."""
+        """Return a tree in the precision to compute in. Weights and their updates stay in float32."""
         dtype = PRECISIONS[self.task.precision]
         if dtype is None:
             return tree
@@ -183,13 +185,13 @@ class JaxDefinition(Definition):
             for key, value in self.task.metric(name).joined(before[name], parts).items()
         }
 
-    def _tells_rows(self, state: State, batch: Any) -> bool:
-        """Whether the loss is told row by row."""
+    def _has_loss_by_row(self, state: State, batch: Tree) -> bool:
+        """Return True if the loss is known for each row."""
         loss = self.task.loss
         if loss is None or not (isinstance(batch, tuple) and len(batch) == 2):
             return False
 
-        def counted(state: State, batch: Any) -> Any:
+        def counted(state: State, batch: Tree) -> Any:
             return loss.rows(self.predict(state, batch[0])[0], batch[1])[1]
 
         return shapes(counted, state, batch) is not None
@@ -210,7 +212,7 @@ def _clipped(gradients: Parts, most: Any) -> Parts:
 
 
 def _changed(after: State, before: State) -> State:
-    """Those of the params and buffers that a model has put others in the place of."""
+    """Return the params and buffers that a model has replaced."""
     return {
         part: _as_before({name: own[name] for name in own if own[name] is not before[part][name]}, before[part])
         for part, own in after.items()
@@ -218,5 +220,5 @@ def _changed(after: State, before: State) -> State:
 
 
 def _as_before(new: Parts, old: Parts) -> Parts:
-    """The new tensors in the dtypes of the old: a step never changes what a member is made of."""
+    """Return the new tensors in the dtypes of the old: a step never changes a dtype."""
     return {key: jnp.asarray(value, old[key].dtype) for key, value in new.items()}

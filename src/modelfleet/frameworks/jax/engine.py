@@ -1,38 +1,45 @@
-"""The engine of a lane of JAX members."""
+"""Engine of a lane of JAX members."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from modelfleet.errors import StrategyError
+from modelfleet.frameworks.engine import Hyper, Pace
+from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.functional import FunctionalEngine, Programs
 from modelfleet.frameworks.jax.backend import JaxBackend
 from modelfleet.frameworks.jax.definition import JaxDefinition
+from modelfleet.frameworks.jax.models import Module, Pair
 from modelfleet.frameworks.jax.structure import difference, is_module, signature, statics
 from modelfleet.frameworks.jax.task import Task
-from modelfleet.frameworks.protocol import CannotFuseError
 from modelfleet.frameworks.python_snapshot import PythonSnapshot
 from modelfleet.frameworks.stacked import Positions
 from modelfleet.members import Member
 from modelfleet.trees import map_tree
+from modelfleet.types import Kind, Model, Tensor, Tree
 
-_MOST_PROGRAMS = 64
-_MOST_LOOKED_AT = 256  # members of a lane whose modules are looked at before each epoch
-_programs: dict[Any, Programs] = {}  # those used last are at the end
+if TYPE_CHECKING:
+    from modelfleet.feeds import Batch
+
+
+_MAX_PROGRAMS = 64
+_MAX_COMPARED = 256  # members of a lane whose modules are compared before each epoch
+_programs: dict[Hashable, Programs] = {}  # the most recently used are at the end
 
 
 class JaxEngine(FunctionalEngine):
-    """The engine of a lane of JAX models (see `protocol.Engine`).
+    """Engine of a lane of JAX models (see `frameworks.engine.Engine`).
 
     There are no columns: each member's hyperparameters are in its state.
 
-    What a program was traced under (globals, closures, attributes) is looked at before each call, and what takes
-    longer to compare (large arrays, members' attributes) before each epoch and verb: if it has changed, another is
-    traced. Members whose calls change such values, or draw from Python's generators, run as they are, each on its
-    own, and nothing of them is traced.
+    A program is traced under the values that Python holds: globals, closures, attributes. The engine compares them
+    before each call, and the slow ones (large arrays, members' attributes) before each epoch and verb. If a value
+    has changed, another program is traced. Members whose calls change such values, or draw from Python's
+    generators, are not traced: each runs its Python code alone.
     """
 
     def __init__(
@@ -49,12 +56,12 @@ class JaxEngine(FunctionalEngine):
         definition = JaxDefinition(members[0].model, task)
         found = _found(self._signature, definition, device, fused)
         super().__init__(members, definition, found.backend, fused=fused, programs=found)
-        self._begun = False  # whether a step was taken since the members were last looked at
-        self._ready: set[str] = set()  # kinds of steps that are known to be traceable
-        self._unlike: str | None = None  # where members of the lane differ by now
+        self._begun = False  # True if a step was taken since the members were last compared
+        self._ready: set[Kind] = set()  # kinds of steps that are known to be traceable
+        self._unlike: str | None = None  # the difference between members of the lane, if there is one by now
 
-    def ready(self, kind: str, hyper: Any, active: Any, data: Any, *, shared: bool) -> None:
-        """Have the program for batches like this one; run Python where a call does more than compute."""
+    def ready(self, kind: Kind, hyper: Hyper, active: Tensor, data: Tree, *, shared: bool) -> None:
+        """Prepare the program for batches like this one, or run Python if a call does more than compute."""
         self._look()
         if self._unlike is not None:
             raise CannotFuseError(self._unlike)
@@ -72,73 +79,83 @@ class JaxEngine(FunctionalEngine):
 
     def train(
         self,
-        hyper: Any,
-        active: Any,
-        data: Any,
-        weights: Any,
+        hyper: Hyper,
+        active: Tensor,
+        data: Tree,
+        weights: Tensor | None,
         *,
         shared: bool,
-        pace: Any = None,
+        pace: Pace | None = None,
         steps: int | None = None,
     ) -> None:
-        """One step of the active members, or `steps` of them on data (and weights) with a step axis."""
+        """Take one step of the active members, or `steps` steps on data and weights with a step axis."""
         one = data if steps is None else map_tree(lambda leaf: leaf[0], data)
         self._begin("train", hyper, one, shared=shared)
         if self._unlike is not None:
             raise CannotFuseError(self._unlike)
         super().train(hyper, active, data, weights, shared=shared, pace=pace, steps=steps)
 
-    def gradients(self, data: Any, weights: Any = None, *, shared: bool) -> Any:
-        """Return what a step of every member makes of a batch before its optimizer does."""
+    def gradients(self, data: Tree, weights: Tensor | None = None, *, shared: bool) -> Tree:
+        """Return what `apply` needs to finish a step of every member on a batch."""
         self._begin("train", {}, data, shared=shared)
         if self._unlike is not None:
             raise CannotFuseError(self._unlike)
         return super().gradients(data, weights, shared=shared)
 
-    def train_some(self, slots: np.ndarray, hyper: Any, data: Any, *, shared: bool, pace: Any = None) -> None:
-        """One step of the members in some slots; one that has become unlike the others has its own program."""
+    def train_some(
+        self, slots: np.ndarray, hyper: Hyper, data: Tree, *, shared: bool, pace: Pace | None = None
+    ) -> None:
+        """Take one step of the members in some slots. A member that now differs has its own program."""
         self._begin("train", hyper, data if shared else _first(data), shared=True)
         if self._unlike is None:
             super().train_some(slots, hyper, data, shared=shared, pace=pace)
             return
-        for place, slot in enumerate(slots):
-            own = data if shared else map_tree(lambda leaf, place=place: leaf[place : place + 1], data)
+        for index, slot in enumerate(slots):
+            own = data if shared else map_tree(lambda leaf, index=index: leaf[index : index + 1], data)
             with self._serving(slot):
                 super().train_some(np.array([slot]), hyper, own, shared=shared, pace=pace)
 
     def evaluate(
-        self, totals: Any, slots: Any, data: Any, weights: Any, counts: np.ndarray, size: int, *, shared: bool
-    ) -> Any:
-        """`totals` (None at first) with a batch added."""
+        self,
+        totals: Tree | None,
+        slots: np.ndarray | None,
+        data: Tree,
+        weights: Tensor | None,
+        counts: np.ndarray,
+        size: int,
+        *,
+        shared: bool,
+    ) -> Tree:
+        """Return the totals of the loss and the metrics with a batch added."""
         self._begun &= totals is not None
         few = data if slots is None or shared else _first(data)
-        self._begin("evaluate", None, few, shared=shared or slots is not None)
+        self._begin("evaluate", {}, few, shared=shared or slots is not None)
         if self._unlike is None:
             return super().evaluate(totals, slots, data, weights, counts, size, shared=shared)
-        for place, slot in enumerate((np.flatnonzero(counts) if slots is None else slots).tolist()):
-            rows = np.array([slot if slots is None else place])
+        for index, slot in enumerate((np.flatnonzero(counts) if slots is None else slots).tolist()):
+            rows = np.array([slot if slots is None else index])
             own = self.cut(data, rows, int(counts[slot]), shared=shared)
             with self._serving(slot):
                 totals = super().evaluate(totals, np.array([slot]), own, None, counts, size, shared=shared)
         return totals
 
-    def forward(self, data: Any, *, shared: bool, counts: np.ndarray | None = None) -> Any:
+    def forward(self, data: Tree, *, shared: bool, counts: np.ndarray | None = None) -> Tree:
         """Return the outputs `(slot, row, …)` on a batch of inputs, on the device."""
-        self._begin("predict", None, data, shared=shared)
+        self._begin("predict", {}, data, shared=shared)
         if self._unlike is not None:  # since the verb began
             raise CannotFuseError(self._unlike)
         return super().forward(data, shared=shared, counts=counts)
 
-    def predict_some(self, positions: Positions, data: Any, counts: np.ndarray) -> Any:
-        """Return the outputs of some members, each on rows of its own, as NumPy arrays `(member, row, …)`."""
-        self._begin("predict", None, _first(data), shared=True)
+    def predict_some(self, positions: Positions, data: Tree, counts: np.ndarray) -> Tree:
+        """Return the outputs of some members, each on its own rows, as NumPy arrays `(member, row, …)`."""
+        self._begin("predict", {}, _first(data), shared=True)
         if self._unlike is not None:
             raise CannotFuseError(self._unlike)
         return super().predict_some(positions, data, counts)
 
     @contextmanager
     def _serving(self, slot: int) -> Iterator[None]:
-        """Have the programs of the member in a slot, who may be unlike the first."""
+        """Use the programs of the member in a slot, which may differ from the first member."""
         member = self._members[self.slots[slot]]
         structure, usual = signature(member.model), self.programs
         if structure == self._signature:
@@ -154,15 +171,15 @@ class JaxEngine(FunctionalEngine):
         finally:
             self.programs = usual
 
-    def _begin(self, kind: str, hyper: Any, data: Any, *, shared: bool) -> None:
-        """Before a call: have programs for what Python reads now, and know whether it can be traced."""
+    def _begin(self, kind: Kind, hyper: Hyper, data: Tree, *, shared: bool) -> None:
+        """Find the programs for the current Python values, and find out if they can be traced."""
         if not self._begun or (self.untraced is None and self._reads.changed(thoroughly=False) is not None):
             self._look()
         self._begun = True
         if kind in self._ready or self.untraced is not None or self._unlike is not None:
             return
         try:
-            self.ready(kind, hyper, self._all(), data, shared=shared)
+            self.ready(kind, hyper, self._all_slots(), data, shared=shared)
         except CannotFuseError as error:
             if self._shared_definition.form.changes is not None:
                 raise self._too_late(self._members[0], str(error)) from error
@@ -176,35 +193,35 @@ class JaxEngine(FunctionalEngine):
         )
 
     def epoch_values(self) -> dict[str, np.ndarray]:
-        """The loss and the metrics `(slot,)` since the last call; the next epoch begins at nothing."""
+        """Return the loss and the metrics `(slot,)` since the last call, and start a new epoch."""
         self._begun = False
         return super().epoch_values()
 
-    def maskable(self, batch: Any) -> bool:
-        """Whether padded rows can be weighted out without being felt."""
+    def maskable(self, batch: "Batch") -> bool:
+        """Return True if row weights can remove the influence of padding."""
         if not self._begun or self._reads.changed(thoroughly=False) is not None:
             self._look()
         with self._trial():
             return self.untraced is None and super().maskable(batch)
 
-    def rows_apart(self, inputs: Any) -> bool:
+    def rows_apart(self, inputs: Tree) -> bool:
         """Return True if the output for a row depends on that row alone."""
         with self._trial():
             return self.untraced is None and super().rows_apart(inputs)
 
-    def working_bytes(self, batch: Any) -> int | None:
-        """What a train step on a batch like this takes on the device beside the state; None if not known."""
+    def working_bytes(self, batch: "Batch") -> int | None:
+        """Return the memory that a train step on such a batch needs beside the state; None if not known."""
         with self._trial():
             return super().working_bytes(batch)
 
     @contextmanager
-    def _trying(self, batch: Any, data: Any, name: str) -> Iterator[Any]:
+    def _trying(self, batch: "Batch", data: Tree, name: str) -> Iterator[Tree]:
         with self._trial(), super()._trying(batch, data, name) as few:
             yield few
 
     @contextmanager
     def _trial(self) -> Iterator[None]:
-        """Leave nothing of what runs within: neither in what Python holds, nor in the form."""
+        """Undo all changes of Python values and of the form at the end of this context."""
         form = self._shared_definition.form
         kept, form.keep = form.keep, False
         try:
@@ -220,11 +237,11 @@ class JaxEngine(FunctionalEngine):
         return found
 
     def _look(self) -> None:
-        """See whether what the programs were traced under is still so; have others if it is not."""
+        """Take other programs if the Python values that they were traced under have changed."""
         if self.untraced is not None:
             self._own_form.form.take(self._members[0].model)
             return
-        models = [member.model for member in self._members[:_MOST_LOOKED_AT]]
+        models = [member.model for member in self._members[:_MAX_COMPARED]]
         signatures = [signature(model) for model in models] if is_module(models[0]) else [signature(models[0])]
         if self._reads.changed() is None and all(found == self._signature for found in signatures):
             return
@@ -242,7 +259,7 @@ class JaxEngine(FunctionalEngine):
         self._shared_definition.go_on(before)
 
     def _own_if_untraced(self) -> None:
-        """Python runs with the member's own form: what calls change stays its own."""
+        """Run Python with the member's own form, so that changes by its calls stay its own."""
         if self.untraced is not None and self.programs.definition is not self._definition:
             own = Programs(self._definition, self.backend, fused=False)
             self._own_form.go_on(self._shared_definition)
@@ -257,17 +274,17 @@ class JaxEngine(FunctionalEngine):
         return self._definition
 
 
-def _changes(form: Any) -> str:
+def _changes(form: Module | Pair) -> str:
     return f"a call changes what Python holds ({form.changes})"
 
 
-def _first(data: Any) -> Any:
-    """The rows of the first of several members."""
+def _first(data: Tree) -> Tree:
+    """Return the rows of the first of several members."""
     return map_tree(lambda leaf: leaf[0], data)
 
 
-def _reads(model: Any, task: Task) -> PythonSnapshot:
-    """The Python values that a model's code and its task's may read."""
+def _reads(model: Model, task: Task) -> PythonSnapshot:
+    """Return the Python values that the code of a model and of its task may read."""
     optimizer = task.optimizer
     roots: dict[str, Any] = {
         "the objective": task.objective,
@@ -280,15 +297,15 @@ def _reads(model: Any, task: Task) -> PythonSnapshot:
     return PythonSnapshot({**roots, "apply": model[1]})
 
 
-def _found(structure: Any, definition: JaxDefinition, device: jax.Device, fused: bool) -> Programs:
-    """The programs of a structure and a task, for all fleets of a process, if they are as they were traced."""
+def _found(structure: Hashable, definition: JaxDefinition, device: jax.Device, fused: bool) -> Programs:
+    """Return the process's programs of a structure and a task; new ones if Python values have changed."""
     key = (structure, definition.task, device, fused)
     known = _programs.pop(key, None)
     if known is None or known.untraced is not None or known.reads.changed() is not None:
         known = Programs(definition, JaxBackend(device), fused=fused)
         known.reads = _reads(definition.model, definition.task)
     _programs[key] = known
-    while len(_programs) > _MOST_PROGRAMS:
+    while len(_programs) > _MAX_PROGRAMS:
         _programs.pop(next(iter(_programs)))
     return known
 

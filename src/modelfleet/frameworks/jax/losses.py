@@ -32,7 +32,7 @@ class Loss:
     """
     kind: TargetKind = "any"
     function: Callable[[Any, Any], Any] | None = None
-    """The user's own function; None for losses with a name."""
+    """A user's own function; None for losses with a name."""
 
     @property
     def summary(self) -> str:

@@ -1,4 +1,4 @@
-"""The two kinds of JAX models, as parts that can be stacked: Flax NNX modules, and `(params, apply)` pairs.
+"""Two kinds of JAX models, as parts that can be stacked: Flax NNX modules, and `(params, apply)` pairs.
 
 A pair's `apply` is called as `apply(params, x)`. If it also takes `train` or `rng` by name, it gets True in
 training, and the member's own key for each step.
@@ -56,7 +56,7 @@ def key_of(data: Any) -> jax.Array:
     return jax.random.wrap_key_data(data, impl="threefry2x32")
 
 
-class Tree:
+class TreeLayout:
     """Converts a tree of arrays to a dict with structural keys, and back."""
 
     def __init__(self, tree: Any) -> None:
@@ -126,7 +126,7 @@ class Module:
         self._assigned: dict[str, Any] = {}
         self._python = _frozen(model)  # values of the user's model when it was last read
         params, others = nnx.split(own, nnx.Param, ...)[1:]
-        self._params, self._others = Tree(params), Tree(others)
+        self._params, self._others = TreeLayout(params), TreeLayout(others)
         self._trained = self._params.trained
 
     def take(self, model: Model) -> None:
@@ -207,7 +207,7 @@ class Pair:
     keep = False
 
     def __init__(self, model: Model) -> None:
-        self._params = Tree(model[0])
+        self._params = TreeLayout(model[0])
         self._trained = self._params.trained
         self._apply = model[1]
         self._takes = _keywords(model[1])

@@ -57,7 +57,7 @@ class Optimizer:
 
     @functools.cached_property
     def transformation(self) -> Any:
-        """The transformation. Its state holds the member's own hyperparameters."""
+        """Return the transformation. Its state holds the member's own hyperparameters."""
         optax = _optax()
         if isinstance(self.make, optax.GradientTransformation):
             return optax.with_extra_args_support(self.make)

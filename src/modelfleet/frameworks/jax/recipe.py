@@ -11,6 +11,7 @@ from modelfleet.frameworks.jax.task import PRECISIONS, Task
 from modelfleet.frameworks.recipe import Prepared, check_objective, clip_norms, require_compiled
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
+from modelfleet.types import Kind
 
 
 def compile(recipe: Recipe, members: Sequence[Member]) -> None:
@@ -18,7 +19,7 @@ def compile(recipe: Recipe, members: Sequence[Member]) -> None:
     _prepare(recipe, [member.name for member in members])
 
 
-def prepare(recipe: Recipe | None, members: Sequence[Member], kind: str) -> Prepared[Task]:
+def prepare(recipe: Recipe | None, members: Sequence[Member], kind: Kind) -> Prepared[Task]:
     """Return the tasks of members. Predicting needs no recipe."""
     if recipe is None:
         require_compiled(members, kind)

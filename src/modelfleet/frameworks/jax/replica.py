@@ -10,10 +10,10 @@ from modelfleet.frameworks.jax.engine import JaxDefinition
 from modelfleet.frameworks.jax.models import is_module, raw
 from modelfleet.frameworks.jax.task import Task
 from modelfleet.members import Member
-from modelfleet.types import Model, Tree
+from modelfleet.types import Model, Precision, Tree
 
 
-def replica(model: Model, device: jax.Device, precision: str) -> functional.Replica:
+def replica(model: Model, device: jax.Device, precision: Precision) -> functional.Replica:
     """Return a replica that answers batches with a model. On the CPU its weights are not copied."""
     definition = JaxDefinition(model, Task(precision=precision))
     state = definition.state(Member("model", model, 0, adapter("jax")))

@@ -15,7 +15,7 @@ from modelfleet.frameworks.jax import metrics
 from modelfleet.frameworks.jax.losses import Loss, weighted
 from modelfleet.frameworks.jax.metrics import Metric
 from modelfleet.frameworks.jax.optimizers import Optimizer
-from modelfleet.types import Model, Tree
+from modelfleet.types import Model, Precision, Tree
 
 PRECISIONS = {"float32": None, "bf16": jnp.bfloat16, "fp16": jnp.float16}  # fp16 is only for predicting
 
@@ -34,12 +34,12 @@ class Task:
     objective: Callable[[Any, Any], Any] | None = None
     metrics: tuple[Metric, ...] = ()
     clip: bool = False
-    precision: str = "float32"
+    precision: Precision = "float32"
     own: Mapping[str, Mapping[str, float]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def summary(self) -> str:
-        """The task in one line, for checkpoints. A run can be resumed only with an equal summary."""
+        """Return the task as one line for checkpoints. A run can be resumed only with an equal summary."""
         optimizer = "no optimizer" if self.optimizer is None else self.optimizer.name
         fixed = () if self.optimizer is None else self.optimizer.fixed
         plain = [f"{key}={value}" for key, value in fixed if isinstance(value, bool | int | float | str | None)]
@@ -89,7 +89,7 @@ def _scalar(loss: Any) -> Array:
     return loss.astype(jnp.promote_types(loss.dtype, jnp.float32)).reshape(())
 
 
-def widened(output: Tree, precision: str = "bf16") -> Tree:
+def widened(output: Tree, precision: Precision = "bf16") -> Tree:
     """Return an output with halves cast to float32."""
     halves = (jnp.bfloat16, PRECISIONS[precision] or jnp.bfloat16)
     # Other values stay: JAX's own error says where they are among the outputs.

@@ -1,4 +1,4 @@
-"""Keras models in fleets, on the backend of this process. Exports the names of `protocol.Adapter`."""
+"""Keras models in fleets, on the backend of this process. Exports the names of `adapter_protocol.Adapter`."""
 
 from importlib import import_module
 from typing import Any

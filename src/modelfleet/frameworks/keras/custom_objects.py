@@ -24,7 +24,7 @@ from modelfleet.frameworks.keras.structure import difference, signature
 from modelfleet.frameworks.structure import Signature
 
 CustomObjects = Mapping[str, Any]
-"""The user's own classes and functions, by the names that configs have for them."""
+"""A user's own classes and functions, by the names that configs have for them."""
 
 _LAMBDA = "<lambda>"
 _naming = threading.RLock()  # `unique_names` changes names for all threads

@@ -1,9 +1,9 @@
 """Lanes of Keras models on JAX."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
+import keras
 import numpy as np
 
 from modelfleet.frameworks.functional import Programs, Replica, State
@@ -12,31 +12,33 @@ from modelfleet.frameworks.jax.backend import JaxBackend
 from modelfleet.frameworks.jax.replica import lent
 from modelfleet.frameworks.keras.definition import KerasDefinition, KerasEngine, Loss
 from modelfleet.frameworks.keras.steps import outputs
+from modelfleet.frameworks.keras.task import Task
 from modelfleet.members import Member
+from modelfleet.types import Model, Tensor, Tree
 
 
 class JaxDefinition(KerasDefinition):
-    """The steps of one member, under JAX's transformations."""
+    """Steps of one member, under JAX's transformations."""
 
-    def differentiate(self, loss: Loss, params: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The gradients by `jax.grad`."""
+    def differentiate(self, loss: Loss, params: dict[str, Tensor]) -> tuple[Tree, dict[str, Tensor]]:
+        """Return the gradients by `jax.grad`."""
         gradients, rest = jax.grad(loss, has_aux=True)(params)
         return rest, gradients
 
-    def try_out(self, state: State, batch: Any) -> None:
-        """Make the metrics for batches like this one, and see whether the model takes it."""
+    def try_out(self, state: State, batch: Tree) -> None:
+        """Create the metrics for batches like this one, and raise if the model does not accept it."""
         super().try_out(state, batch)
         own = {part: state[part] for part in ("params", "buffers")}
         jax.eval_shape(self.evaluate, own, self.fresh_metrics(), batch, None)
 
 
 class Engine(KerasEngine):
-    """The engine of a lane (see `protocol.Engine`)."""
+    """Engine of a lane (see `frameworks.engine.Engine`)."""
 
     def __init__(
         self,
         members: Sequence[Member],
-        task: Any,
+        task: Task,
         columns: Mapping[str, np.ndarray],
         device: jax.Device,
         *,
@@ -47,25 +49,25 @@ class Engine(KerasEngine):
         super().__init__(members, definition, JaxBackend(device), fused=fused, programs=programs)
 
 
-def replica(model: Any, device: jax.Device) -> Replica:
-    """Answers batches with a model. On the CPU its weights are not copied."""
+def replica(model: Model, device: jax.Device) -> Replica:
+    """Return a replica of a model. On the CPU its weights are not copied."""
     variables = list(model.variables)
 
-    def predict(values: Any, x: Any) -> Any:
+    def predict(values: Tree, x: Tree) -> Tree:
         return outputs(model, list(zip(variables, values, strict=True)), x)
 
-    # NumPy's views of them: a fit of the model then copies what it would write over.
+    # NumPy views of the variables: a fit of the model then copies an array before it overwrites it.
     values = lent([np.asarray(variable.value) for variable in variables], device)
     return Replica(predict, values, JaxBackend(device), lambda leaf: arrays.place(leaf, device))
 
 
-def numbers(variable: Any) -> np.ndarray:
-    """A variable's numbers in NumPy's terms: of bfloat16 the bits."""
+def numbers(variable: keras.Variable) -> np.ndarray:
+    """Return a variable as a NumPy array; bfloat16 by its bits."""
     return arrays.host(variable.value)
 
 
-def lend(variable: Any, array: np.ndarray) -> None:
-    """Give a variable what `numbers` gave; on the CPU it reads that memory."""
-    # Of float64 there may be float32 only: what JAX made of it without 64 bits.
+def lend(variable: keras.Variable, array: np.ndarray) -> None:
+    """Set a variable to what `numbers` returned. On the CPU the variable reads that memory."""
+    # Without 64 bits, JAX has made float32 of float64.
     dtype = "bfloat16" if variable.dtype == "bfloat16" else array.dtype.name
     variable._direct_assign(arrays.restored(array, dtype))

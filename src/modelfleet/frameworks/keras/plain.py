@@ -1,75 +1,87 @@
-"""The engine of a Keras member on its own: its own object, by the functions that its own `fit` calls.
+"""Engine of a single Keras member whose steps are not pure functions: it calls the functions that `fit` calls.
 
-What can't be had as a pure function of a member's variables runs here: a `train_step` of one's own, eager models,
-states that a forward changes outside of the model. The model itself is the state: a step changes its variables in
-place, as `fit` does. Only two things differ from `fit`. On torch, draws come from the member's own stream. And a
-step whose loss or weights are not finite is undone: the member keeps its last good state.
+It serves models with their own `train_step`, eager models, and models that change state outside of themselves. The
+model itself is the state: a step changes its variables in place, as `fit` does. Only two things differ from `fit`.
+On torch, draws come from the member's own stream. And a step whose loss or weights are not finite is undone: the
+member keeps its last good state.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 from keras import ops, tree
 
 from modelfleet.errors import InputError, StrategyError
-from modelfleet.frameworks import batches, protocol
+from modelfleet.frameworks import batches
+from modelfleet.frameworks.engine import Engine, Hyper, Pace
+from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS
 from modelfleet.frameworks.explaining import batch_error
 from modelfleet.frameworks.keras.optimizers import built, left_unbuilt
-from modelfleet.frameworks.keras.steps import slot_keys, structural_keys
-from modelfleet.frameworks.keras.task import task_of
-from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS
-from modelfleet.frameworks.stacked import Positions
+from modelfleet.frameworks.keras.own_functions import FunctionName, as_tuple, call_own_function, evaluation_offset
+from modelfleet.frameworks.keras.own_variables import (
+    assign_rows,
+    assign_values,
+    copied_values,
+    variable_bytes,
+    variables_by_part,
+)
+from modelfleet.frameworks.keras.task import Task, task_of
+from modelfleet.frameworks.stacked import Given, Positions
 from modelfleet.joining import joined
 from modelfleet.members import Member
 from modelfleet.trees import map_tree
-from modelfleet.types import State
+from modelfleet.types import Kind, Model, NativeDevice, State, Tensor, Tree
+
+if TYPE_CHECKING:
+    from modelfleet.feeds import Batch
+
 
 BACKEND = keras.backend.backend()
 
 
-class PlainEngine(protocol.Engine):
-    """The side of a lane of one member that Keras knows (see `protocol.Engine`)."""
+class PlainEngine(Engine):
+    """Engine of a lane of one member, on the member's own model (see `frameworks.engine.Engine`)."""
 
     programs = None
-    several = 1
+    steps_per_call = 1
     fused = False
     prospect = 1.0
     untraced: str | None = None
     compiling = False
     positions = slots = np.zeros(1, dtype=np.int64)
 
-    def __init__(self, members: Sequence[Member], task: Any, device: Any, reason: str | None = None) -> None:
+    def __init__(
+        self, members: Sequence[Member], task: Task, device: NativeDevice, reason: str | None = None
+    ) -> None:
         (member,) = members
         self.device = device
         self.untraced = reason
         self._task = task
         self._member = member
-        self.model: Any = member.model
+        self.model: Model = member.model
         self._step = 0
         self._trouble = FINE
         self._batch = 0  # the number of the next batch to evaluate or predict
         self._logs: dict[str, Any] = {}
-        self._held: list[Any] = []  # what the metrics of training are while others are evaluated
+        self._train_metrics: list[tuple[keras.Variable, Tensor]] = []  # values to restore after an evaluation
 
     @property
-    def task(self) -> Any:
-        """Return what the member is to do."""
+    def task(self) -> Task:
+        """Return the task of the member."""
         return self._task
 
     @property
     def parameters(self) -> int:
-        """Return how many numbers are trained."""
+        """Return the number of trained numbers."""
         return sum(int(np.prod(variable.shape)) for variable in self.model.trainable_variables)
 
     @property
     def bytes(self) -> int:
-        """Return what the model's and the optimizer's variables take."""
-        found = (variable for own in self._variables().values() for variable in own.values())
-        return sum(int(np.prod(v.shape)) * np.dtype(_numpy_dtype(v)).itemsize for v in found)
+        """Return the size of the model's and the optimizer's variables."""
+        return variable_bytes(self.model)
 
     @property
     def program(self) -> str:
@@ -77,25 +89,25 @@ class PlainEngine(protocol.Engine):
         return "Keras's own train step, eager" if self.model.run_eagerly else "Keras's own train step"
 
     def stop(self) -> None:
-        """Do what Keras does when a fit is over: an optimizer may put averages in the place of the weights."""
+        """Finish a fit as Keras does: an optimizer may replace the weights by their averages."""
         optimizer: Any = getattr(self.model, "optimizer", None)
         if getattr(optimizer, "use_ema", False) and int(ops.convert_to_numpy(optimizer.iterations)) > 0:
             optimizer.finalize_variable_values(self.model.trainable_variables)
             for variable in self.model.trainable_variables:
-                # Not the average's own array: on JAX, what next takes the weights would take that, too (3.15).
+                # A copy: on JAX, a later step that donates the weights would also donate the average (Keras 3.15).
                 variable.assign(ops.copy(variable.value))
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
     def train(
         self,
-        hyper: Any,
-        active: Any,
-        data: Any,
-        weights: Any,
+        hyper: Hyper,
+        active: Tensor,
+        data: Tree,
+        weights: Tensor | None,
         *,
         shared: bool,
-        pace: Any = None,
+        pace: Pace | None = None,
         steps: int | None = None,
     ) -> None:
         """Take one step, or several on data with a step axis."""
@@ -105,25 +117,27 @@ class PlainEngine(protocol.Engine):
         if steps is None and bool(np.all(ops.convert_to_numpy(active))) and self._trouble == FINE:
             self._take_step(data if shared else map_tree(lambda leaf: leaf[0], data))
 
-    def gradients(self, data: Any, weights: Any = None, *, shared: bool) -> Any:
-        """Raise `StrategyError`: a train step of the model's own has no parts."""
+    def gradients(self, data: Tree, weights: Tensor | None = None, *, shared: bool) -> Tree:
+        """Raise StrategyError: the model's own train step has no parts."""
         raise StrategyError(
             f"member {self._member.name!r} trains by its model's own train_step, which can't be taken in parts. "
             f"Leave train_step as Keras has it, and compile without run_eagerly."
         )
 
-    def apply(self, hyper: Any, active: Any, gradients: Any) -> None:
-        """Raise `StrategyError`: a train step of the model's own has no parts."""
+    def apply(self, hyper: Hyper, active: Tensor, gradients: Tree) -> None:
+        """Raise StrategyError: the model's own train step has no parts."""
         self.gradients(None, shared=False)
 
-    def train_some(self, slots: np.ndarray, hyper: Any, data: Any, *, shared: bool, pace: Any = None) -> None:
-        """Take one step on data that were cut."""
+    def train_some(
+        self, slots: np.ndarray, hyper: Hyper, data: Tree, *, shared: bool, pace: Pace | None = None
+    ) -> None:
+        """Take one step on data from `cut`."""
         self.train(hyper, np.ones(1, dtype=bool), data, None, shared=shared)
 
-    def _take_step(self, batch: Any) -> None:
+    def _take_step(self, batch: Tree) -> None:
         if self.model.optimizer is not None:
             built(self.model)
-        before = self._copied(("params", "buffers", "optimizer", "metrics"))
+        before = copied_values(self.model)
         with self._drawing(self._member.seed):
             self._logs = self._called("train", batch)
         if not _finite(self._logs.get("loss", 0.0)):
@@ -133,10 +147,10 @@ class PlainEngine(protocol.Engine):
         if self._trouble == FINE:
             self._step += 1
         else:
-            self._put(before)
+            assign_values(self.model, before)
 
-    def ready(self, kind: str, hyper: Any, active: Any, data: Any, *, shared: bool) -> None:
-        """Refuse to train a model that has nothing to train."""
+    def ready(self, kind: Kind, hyper: Hyper, active: Tensor, data: Tree, *, shared: bool) -> None:
+        """Raise InputError for a model that is to be trained and has no trainable variable."""
         self._batch = 0
         own_step = type(self.model).train_step is not keras.Model.train_step
         if kind == "train" and not self.model.trainable_variables and not own_step:
@@ -146,35 +160,45 @@ class PlainEngine(protocol.Engine):
             )
 
     def epoch_values(self) -> dict[str, np.ndarray]:
-        """Return the loss and the metrics `(slot,)` since the last call; the next epoch begins at nothing."""
+        """Return the loss and the metrics `(slot,)` since the last call, and start a new epoch."""
         found = self._results(self._logs)
         self.model.reset_metrics()
         self._logs = {}
         return found
 
     def evaluate(
-        self, totals: Any, slots: Any, data: Any, weights: Any, counts: np.ndarray, size: int, *, shared: bool
+        self,
+        totals: Tree | None,
+        slots: np.ndarray | None,
+        data: Tree,
+        weights: Tensor | None,
+        counts: np.ndarray,
+        size: int,
+        *,
+        shared: bool,
     ) -> Any:
-        """Add a batch; `totals` are the last batch's logs, and the sums are in the model's own metrics."""
+        """Add a batch to the model's own metrics, and return its logs as the totals."""
         if not np.asarray(counts)[0]:
             return totals
         if totals is None:
-            self._held = [(variable, ops.copy(variable.value)) for variable in self.model.metrics_variables]
+            self._train_metrics = [
+                (variable, ops.copy(variable.value)) for variable in self.model.metrics_variables
+            ]
             self.model.reset_metrics()
             self._batch = 0
         batch = data if shared else map_tree(lambda leaf: leaf[0], data)
         with self._drawing_to_evaluate():
             return self._called("test", batch)
 
-    def values(self, totals: Any) -> dict[str, np.ndarray]:
-        """Return the loss and the metrics `(slot,)` of what `evaluate` added up."""
+    def values(self, totals: Tree | None) -> dict[str, np.ndarray]:
+        """Return the loss and the metrics `(slot,)` from the totals of `evaluate`."""
         found = self._results(totals or {})
-        for variable, value in self._held:
+        for variable, value in self._train_metrics:
             variable.assign(value)
-        self._held = []
+        self._train_metrics = []
         return found
 
-    def predict(self, data: Any, *, shared: bool, counts: np.ndarray | None = None) -> Any:
+    def predict(self, data: Tree, *, shared: bool, counts: np.ndarray | None = None) -> Tree:
         """Return the outputs `(slot, row, …)` on a batch of inputs, on the host."""
         x = data if shared else map_tree(lambda leaf: leaf[0], data)
         if counts is not None:
@@ -183,56 +207,56 @@ class PlainEngine(protocol.Engine):
             found = self._called("predict", (x,))
         return map_tree(lambda leaf: np.asarray(ops.convert_to_numpy(leaf))[None], found)
 
-    def predict_some(self, positions: Positions, data: Any, counts: np.ndarray) -> Any:
+    def predict_some(self, positions: Positions, data: Tree, counts: np.ndarray) -> Tree:
         """Return the outputs on the member's rows, as NumPy arrays `(1, row, …)`."""
         return self.predict(data, shared=False, counts=counts)
 
-    def inputs(self, data: Any) -> Any:
+    def inputs(self, data: Tree) -> Tree:
         """Return the x of (x,), (x, y) and (x, y, sample_weight), or the batch itself."""
         return batches.weighted_inputs(data)
 
-    def rows(self, outputs: Any, slot: int, count: int) -> Any:
+    def rows(self, outputs: Tree, slot: int, count: int) -> Tree:
         """Return the member's real rows of a batch of outputs."""
         return map_tree(lambda leaf: leaf[slot, :count], outputs)
 
-    def concatenate(self, parts: Sequence[Any]) -> Any:
-        """Return batches of rows as one array, or tree of arrays."""
+    def concatenate(self, parts: Sequence[Tree]) -> Tree:
+        """Return batches of rows as one array, or as one tree of arrays."""
         return joined(parts)
 
-    # --- which rows count ----------------------------------------------------------------------------------------
+    # --- padding -------------------------------------------------------------------------------------------------
 
-    def maskable(self, batch: Any) -> bool:
-        """Padded rows are cut off: nothing is known of what a step of one's own does with weights."""
+    def maskable(self, batch: "Batch") -> bool:
+        """Return False: padding is cut off, as a user's own step may ignore row weights."""
         return False
 
-    def rows_apart(self, inputs: Any) -> bool:
-        """Return False: that is not known, and one member needs no padding."""
+    def rows_apart(self, inputs: Tree) -> bool:
+        """Return False: this is not known, and one member needs no padding."""
         return False
 
-    def row_weights(self, counts: np.ndarray, size: int) -> Any:
+    def row_weights(self, counts: np.ndarray, size: int) -> Tensor:
         """Return `(slot, row)`: 1 for a real row, 0 for padding."""
         return (np.arange(size) < np.asarray(counts)[:, None]).astype(np.float32)
 
-    def cut(self, data: Any, slots: np.ndarray, count: int, *, shared: bool) -> Any:
+    def cut(self, data: Tree, slots: np.ndarray, count: int, *, shared: bool) -> Tree:
         """Return the first `count` rows."""
         return map_tree(lambda leaf: leaf[:count] if shared else leaf[:, :count], data)
 
     # --- state ---------------------------------------------------------------------------------------------------
 
-    def tensor(self, array: np.ndarray) -> Any:
-        """Return a host array as it is: what is active is known on the host."""
+    def tensor(self, array: np.ndarray) -> Tensor:
+        """Return a host array unchanged: the engine reads its arguments on the host."""
         return np.asarray(array)
 
     def trouble(self) -> np.ndarray:
-        """Return `(slot,)`: what went wrong, by the codes of `protocol.REASONS`."""
+        """Return `(slot,)`: why the member was set aside, by the codes of `errors.REASONS`."""
         return np.array([self._trouble])
 
     def steps_taken(self) -> np.ndarray:
-        """Return `(slot,)`: the steps that changed the member's weights."""
+        """Return `(slot,)`: the number of steps that changed the member's weights."""
         return np.array([self._step])
 
-    def forgive(self) -> None:
-        """Begin a fit out of trouble, and with metrics at nothing, as `fit` does."""
+    def clear_trouble(self) -> None:
+        """Mark the member as fine, and reset its metrics as `fit` does."""
         self._trouble = FINE
         if self.model.compiled:
             self.model.reset_metrics()
@@ -243,12 +267,12 @@ class PlainEngine(protocol.Engine):
     def widen(self) -> None:
         """Do nothing: there is one member."""
 
-    def adopt(self, position: int, other: protocol.Engine, source: int) -> None:
-        """Take over the number of steps that the member has taken."""
+    def adopt(self, position: int, other: Engine, source: int) -> None:
+        """Copy the number of steps that the member has taken."""
         self._step = _number(other.read([source], ("member",))["member"]["step"])
 
     def still_shared(self, members: Sequence[Member]) -> bool:
-        """Return whether the member is compiled as it was when the lane was made."""
+        """Return True if the member is compiled as it was when the lane was made."""
         return all(task_of(member.model) is self.task for member in members)
 
     def gather(self, members: Sequence[Member]) -> State:
@@ -262,7 +286,7 @@ class PlainEngine(protocol.Engine):
         """Return a copy of the member's state, `(1, …)`."""
         found: State = {
             part: {key: variable.value[None] * 1 for key, variable in own.items()}
-            for part, own in self._variables().items()
+            for part, own in variables_by_part(self.model).items()
             if parts is None or part in parts
         }
         if parts is None or "member" in parts:
@@ -272,109 +296,63 @@ class PlainEngine(protocol.Engine):
             }
         return found
 
-    def write(self, positions: Positions, state: Mapping[str, Mapping[str, Any]]) -> None:
+    def write(self, positions: Positions, state: Given) -> None:
         """Replace the member's state by part and name."""
-        if state.get("optimizer"):  # there is none before the first step
-            built(self.model)
-        for part, own in self._variables().items():
-            for key, variable in own.items():
-                if key not in state.get(part, {}):
-                    continue
-                value = state[part][key][0]
-                if isinstance(value, np.ndarray | np.generic) and str(variable.dtype) == "bfloat16":
-                    arrays = import_module(f"modelfleet.frameworks.{BACKEND}.arrays")
-                    value = arrays.from_host(np.asarray(value), variable.value)
-                variable.assign(value)
+        assign_rows(self.model, state)
         member = state.get("member", {})
         self._step = _number(member["step"]) if "step" in member else self._step
         self._trouble = _number(member["trouble"]) if "trouble" in member else self._trouble
 
     def stream(self) -> AbstractContextManager[Any]:
-        """Return nothing to step within."""
+        """Return an empty context."""
         return nullcontext()
 
     def out_of_memory(self, error: BaseException) -> bool:
-        """Return whether an error that a step raised says that the device is out of memory."""
+        """Return True if an error of a step means that the device is out of memory."""
         return (
             isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error)
         )
 
     # --- checks and costs ----------------------------------------------------------------------------------------
 
-    def check(self, batch: Any, name: str) -> None:
-        """Make the variables of the metrics, as far as the model can be looked at for it."""
+    def check(self, batch: "Batch", name: str) -> None:
+        """Create the variables of the metrics, if the model can be traced for this."""
         data = batch.data if batch.shared else map_tree(lambda leaf: leaf[0], batch.data)
         with (
             left_unbuilt(self.model),
             suppress(Exception),
-        ):  # an eager model may look at numbers; its first step will tell what is wrong
-            self.model._symbolic_build(data_batch=_tuple(data))
+        ):  # an eager model may read values; its first step raises if something is wrong
+            self.model._symbolic_build(data_batch=as_tuple(data))
 
-    def output_shape(self, batch: Any, name: str) -> tuple[int, ...] | None:
-        """Return None: what a model of its own ways gives is known when it gives it."""
+    def output_shape(self, batch: "Batch", name: str) -> tuple[int, ...] | None:
+        """Return None: the outputs of the model's own functions are known only once it is called."""
         return None
 
-    def check_targets(self, output_shape: tuple[int, ...] | None, target: Any, name: str | None) -> None:
-        """Do nothing: nothing is known of the outputs."""
+    def check_targets(self, output_shape: tuple[int, ...] | None, target: Tree, name: str | None) -> None:
+        """Do nothing: the outputs are not known."""
 
-    def label_check(self, output_shape: tuple[int, ...] | None) -> Callable[[Any], None] | None:
-        """Return None: nothing is known of the outputs."""
+    def label_check(self, output_shape: tuple[int, ...] | None) -> Callable[[Tree], None] | None:
+        """Return None: the outputs are not known."""
         return None
 
-    def working_bytes(self, batch: Any) -> int | None:
+    def working_bytes(self, batch: "Batch") -> int | None:
         """Return None: it is not known."""
         return None
 
     # --- helpers -------------------------------------------------------------------------------------------------
 
-    def _called(self, kind: str, batch: Any) -> Any:
-        """Call the model's own train, test or predict function on one batch, as `fit` does."""
-        model = self.model
-        getattr(model, f"make_{kind}_function")()
-        function = getattr(model, f"{kind}_function")
+    def _called(self, name: FunctionName, batch: Tree) -> Any:
+        """Call the model's own train, test or predict function on one batch, and explain its errors."""
         try:
-            if BACKEND == "jax":
-                return self._with_state(kind, function, _tuple(batch))
-            if BACKEND == "tensorflow":
-                batch = tree.map_structure(_with_strings, batch)
-            if BACKEND == "torch":
-                (model.train if kind == "train" else model.eval)()
-            with keras.device(str(self.device)) if BACKEND == "torch" else nullcontext():
-                return function([_tuple(batch)])
-        except Exception as error:  # whatever a model of one's own may raise
+            return call_own_function(self.model, name, batch, self.device)
+        except Exception as error:  # a user's own step may raise anything
             if self.out_of_memory(error):
                 raise
-            kind, name = type(model).__name__, self._member.name
-            raise batch_error(name, kind, _shapes(batch), error, memory=False) from error
-        finally:
-            if BACKEND == "torch":
-                model.eval()
+            kind = type(self.model).__name__
+            raise batch_error(self._member.name, kind, _shapes(batch), error, memory=False) from error
 
-    def _with_state(self, kind: str, function: Any, batch: Any) -> Any:
-        # As `train_on_batch` does on JAX, but without its reset of the metrics.
-        model = self.model
-        parts = {
-            "train": (
-                "trainable_variables",
-                "non_trainable_variables",
-                "optimizer_variables",
-                "metrics_variables",
-            ),
-            "test": ("trainable_variables", "non_trainable_variables", "metrics_variables"),
-            "predict": ("trainable_variables", "non_trainable_variables"),
-        }[kind]
-        state = model._get_jax_state(**dict.fromkeys(parts, True))
-        model._jax_state_synced = False
-        try:
-            found, state = function(state, iter([batch]))
-            model._jax_state = dict(zip(parts, state, strict=True))
-            model.jax_state_sync()
-        finally:
-            model._jax_state_synced = True
-        return found
-
-    def _results(self, logs: Any) -> dict[str, np.ndarray]:
-        """Return what Keras's logs would tell: the metrics, or what a step of one's own has given."""
+    def _results(self, logs: dict[str, Any]) -> dict[str, np.ndarray]:
+        """Return the values of Keras's logs: the metrics, or what the model's own step has returned."""
         found = self.model._get_metrics_result_or_logs(logs) if logs else self.model.get_metrics_result()
         numbers = {name: np.asarray(ops.convert_to_numpy(value)) for name, value in dict(found).items()}
         for name, value in numbers.items():
@@ -386,7 +364,7 @@ class PlainEngine(protocol.Engine):
         return {name: value.astype(np.float64).reshape(1) for name, value in numbers.items()}
 
     def _drawing(self, seed: int) -> AbstractContextManager[Any]:
-        """On torch, have draws come from the member's own stream; elsewhere they come from the model's seeds."""
+        """On torch, draw from the member's own stream. On other backends draws depend on the model's seeds."""
         if BACKEND != "torch":
             return nullcontext()
         from modelfleet.frameworks.keras.torch import drawing
@@ -397,66 +375,23 @@ class PlainEngine(protocol.Engine):
         self._batch += 1
         return self._drawing((self._member.seed + evaluation_offset(self._batch)) % 2**63)
 
-    def _variables(self) -> dict[str, dict[str, Any]]:
-        model = self.model
-        slots: list[Any] = []
-        if model.compiled and model.optimizer is not None and model.optimizer.built:
-            slots = model.optimizer.variables
-        trained, kept = model.trainable_variables, model.non_trainable_variables
-        metrics = model.metrics_variables if model.compiled else []
-        return {
-            "params": dict(zip(structural_keys(trained), trained, strict=True)),
-            "buffers": dict(zip(structural_keys(kept), kept, strict=True)),
-            "optimizer": dict(zip(slot_keys(slots, trained), slots, strict=True)),
-            "metrics": dict(zip(structural_keys(metrics), metrics, strict=True)),
-        }
 
-    def _copied(self, parts: Sequence[str]) -> dict[str, dict[str, Any]]:
-        found = self._variables()
-        return {part: {key: ops.copy(v.value) for key, v in found[part].items()} for part in parts}
-
-    def _put(self, values: Mapping[str, Mapping[str, Any]]) -> None:
-        found = self._variables()
-        for part, some in values.items():
-            for key, value in some.items():
-                found[part][key].assign(value)
-
-
-def evaluation_offset(batch: int) -> int:
-    """What is added to a member's seed, modulo 2**63, for the draws of a batch of an evaluation: each its own."""
-    return batch * 0x9E3779B97F4A7C15 % 2**63
-
-
-def _tuple(batch: Any) -> Any:
-    return tuple(batch) if isinstance(batch, list) else batch if isinstance(batch, tuple) else (batch,)
-
-
-def _with_strings(leaf: Any) -> Any:
-    """Return an array of strings as TensorFlow's; any other as it is."""
-    strings = isinstance(leaf, np.ndarray) and leaf.dtype.kind == "O"
-    return ops.convert_to_tensor(leaf, dtype="string") if strings else leaf
-
-
-def _number(value: Any) -> int:
+def _number(value: Tensor | np.ndarray) -> int:
     """Return the number in a tensor or array `(1,)`."""
     return int(np.asarray(ops.convert_to_numpy(value))[0])
 
 
-def _finite(value: Any) -> bool:
+def _finite(value: Tensor | float) -> bool:
     return bool(np.isfinite(ops.convert_to_numpy(value)).all())
 
 
-def _numpy_dtype(variable: Any) -> str:
-    return {"bfloat16": "float16"}.get(str(variable.dtype), str(variable.dtype))
-
-
-def _shapes(batch: Any) -> str:
+def _shapes(batch: Tree) -> str:
     found = [leaf for leaf in tree.flatten(batch) if leaf is not None]
     return ", ".join(f"{tuple(leaf.shape)} {getattr(leaf.dtype, 'name', leaf.dtype)}" for leaf in found)
 
 
-def become_plain(engine: Any, members: Sequence[Member], reason: str) -> None:
-    """Turn the engine of one member into a plain one, where it is."""
+def become_plain(engine: Engine, members: Sequence[Member], reason: str) -> None:
+    """Turn the engine of one member into a plain engine, in place."""
     steps = engine.steps_taken()
     plain = PlainEngine(members, engine.task, engine.device, reason)
     plain._step = int(steps[0])

@@ -12,6 +12,7 @@ from modelfleet.frameworks.keras.task import Task, task_of
 from modelfleet.frameworks.recipe import Prepared
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
+from modelfleet.types import Kind
 
 COMPILE_OPTIONS = ("loss_weights", "weighted_metrics")  # for model.compile, not for the optimizer
 
@@ -46,7 +47,7 @@ def compile(recipe: Recipe, members: Sequence[Member]) -> None:
         member.model.compile(**own)
 
 
-def prepare(recipe: Recipe | None, members: Sequence[Member], kind: str) -> Prepared[Task]:
+def prepare(recipe: Recipe | None, members: Sequence[Member], kind: Kind) -> Prepared[Task]:
     """Return the tasks of members, from how their models are compiled now. Predicting needs no compile.
 
     There are no columns: learning rates are among the optimizer's variables.
@@ -63,7 +64,7 @@ def prepare(recipe: Recipe | None, members: Sequence[Member], kind: str) -> Prep
     return Prepared(tasks, [None] * len(tasks))
 
 
-def _check_compiled(member: Member, kind: str) -> None:
+def _check_compiled(member: Member, kind: Kind) -> None:
     model = member.model
     if not model.compiled or (kind == "train" and model.optimizer is None):
         missing = "an optimizer" if model.compiled else "an optimizer and a loss"

@@ -12,6 +12,7 @@ from keras.src.saving.serialization_lib import ObjectSharingScope
 from keras.src.utils.dtype_utils import dtype_size
 
 from modelfleet.errors import InputError
+from modelfleet.frameworks.adapter_protocol import Replica
 from modelfleet.frameworks.keras.building import check_model
 from modelfleet.frameworks.keras.custom_objects import (
     check_config,
@@ -22,8 +23,7 @@ from modelfleet.frameworks.keras.custom_objects import (
     unique_names,
 )
 from modelfleet.frameworks.keras.steps import structural_keys
-from modelfleet.frameworks.protocol import Replica
-from modelfleet.types import NativeDevice
+from modelfleet.types import NativeDevice, Precision
 
 # Modules whose layers save their variables, and nothing else.
 _PLAIN_LAYERS = ("keras.src.layers.layer", "keras.src.layers.core.", "keras.src.layers.convolutional.")
@@ -61,7 +61,7 @@ def frozen(model: keras.Model) -> Frozen:
     return Frozen(model)
 
 
-def replica(model: keras.Model | Frozen, device: NativeDevice, precision: str) -> Replica:
+def replica(model: keras.Model | Frozen, device: NativeDevice, precision: Precision) -> Replica:
     """Return a replica that answers batches with a model, which may come from `frozen`."""
     return _backend().replica(model.model if isinstance(model, Frozen) else model, device)
 

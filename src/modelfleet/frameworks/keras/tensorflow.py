@@ -8,55 +8,60 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from modelfleet.frameworks.engine import Hyper, Pace
+from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.functional import Programs, Replica, State
 from modelfleet.frameworks.keras.definition import KerasDefinition, KerasEngine, Loss
 from modelfleet.frameworks.keras.replica import is_double
 from modelfleet.frameworks.keras.steps import outputs
-from modelfleet.frameworks.protocol import CannotFuseError
+from modelfleet.frameworks.keras.task import Task
 from modelfleet.frameworks.tensorflow import arrays
 from modelfleet.frameworks.tensorflow.backend import TensorFlowBackend
 from modelfleet.frameworks.tensorflow.replica import dense
 from modelfleet.members import Member
+from modelfleet.types import Kind, Model, Tensor, Tree
 
 
 class TensorFlowDefinition(KerasDefinition):
-    """The steps of one member, under TensorFlow's gradient tape."""
+    """Steps of one member, under TensorFlow's gradient tape."""
 
-    def differentiate(self, loss: Loss, params: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The gradients by `tf.GradientTape`."""
+    def differentiate(self, loss: Loss, params: dict[str, Tensor]) -> tuple[Tree, dict[str, Tensor]]:
+        """Return the gradients by `tf.GradientTape`."""
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(params)
             value, rest = loss(params)
-        # Those of an embedding stay the rows that were looked up: Keras's optimizers square them one by one.
+        # An embedding's gradient stays the rows that were looked up: Keras's optimizers square them one by one.
         found = tape.gradient(value, params)
         if self.steps.clips and any(isinstance(gradient, tf.IndexedSlices) for gradient in found.values()):
             # Keras sums them by row before it takes their norm, and how many rows there are depends on the data.
             self.steps.apart = "its optimizer clips the gradient of an embedding"
         return rest, found
 
-    def gradients(self, state: State, batch: Any, weights: Any) -> dict[str, Any]:
-        """Return what a step makes of a batch before its optimizer does, with whole tables for embeddings."""
+    def gradients(self, state: State, batch: Tree, weights: Tensor | None) -> dict[str, Tree]:
+        """Return what `apply` needs to finish a step, with whole tables for embeddings."""
         found = super().gradients(state, batch, weights)
         return {**found, "gradients": {name: tf.convert_to_tensor(g) for name, g in found["gradients"].items()}}
 
-    def train(self, state: State, hyper: Any, batch: Any, weights: Any) -> tuple[State, Any, Any]:
+    def train(
+        self, state: State, hyper: Hyper, batch: Tree, weights: Tensor | None
+    ) -> tuple[State, Tensor, Tensor]:
         """Take a whole step. Here the gradient of an embedding stays the rows that were looked up."""
         return self.apply(state, hyper, super().gradients(state, batch, weights))
 
-    def try_out(self, state: State, batch: Any) -> None:
-        """Make the metrics for batches like this one, and see whether the model takes it."""
+    def try_out(self, state: State, batch: Tree) -> None:
+        """Create the metrics for batches like this one, and raise if the model does not accept it."""
         super().try_out(state, batch)
         own = {part: state[part] for part in ("params", "buffers")}
         self.evaluate(own, self.fresh_metrics(), batch, None)
 
 
 class Engine(KerasEngine):
-    """The engine of a lane (see `protocol.Engine`)."""
+    """Engine of a lane (see `frameworks.engine.Engine`)."""
 
     def __init__(
         self,
         members: Sequence[Member],
-        task: Any,
+        task: Task | None,
         columns: Mapping[str, np.ndarray],
         device: str,
         *,
@@ -64,12 +69,12 @@ class Engine(KerasEngine):
         programs: Programs | None = None,
     ) -> None:
         definition = TensorFlowDefinition(members[0].model, task)
-        # Of the other engine, too: it knows how its programs run.
+        # The backend of the other engine, if there is one: it knows how its programs run.
         self._tensorflow: Any = programs.backend if programs else TensorFlowBackend(device)
         super().__init__(members, definition, self._tensorflow, fused=fused, programs=programs)
 
-    def ready(self, kind: str, hyper: Any, active: Any, data: Any, *, shared: bool) -> None:
-        """Have the program for batches like this one; loops over time are slow fused, and are not."""
+    def ready(self, kind: Kind, hyper: Hyper, active: Tensor, data: Tree, *, shared: bool) -> None:
+        """Prepare the program for batches like this one. Loops over time are not fused, as this would be slow."""
         if kind == "train" and self._width > 1:
             for layer in self._keras.steps.model._flatten_layers():
                 if isinstance(layer, keras.layers.RNN) and not layer.unroll:
@@ -81,46 +86,46 @@ class Engine(KerasEngine):
 
     @property
     def program(self) -> str:
-        """How the train steps run, and what in them runs for one member after the other."""
+        """Return how train steps run, and which of their operations run for one member after the other."""
         looped = sorted({"draws" if "Random" in kind else kind for kind in self._tensorflow.looped})
         return f"{super().program}; {', '.join(looped)} one by one" if looped else super().program
 
     @property
     def compiling(self) -> bool:
-        """Whether XLA is at work beside the training."""
+        """Return True if XLA is compiling during the training."""
         return any(graph.compiling for graph in self._tensorflow.graphs)
 
     def stop(self) -> None:
-        """XLA can't be interrupted. What it is at takes seconds, and serves the next fit."""
+        """Do nothing: XLA can't be interrupted. Its work takes seconds, and serves the next fit."""
 
     def train(
         self,
-        hyper: Any,
-        active: Any,
-        data: Any,
-        weights: Any,
+        hyper: Hyper,
+        active: Tensor,
+        data: Tree,
+        weights: Tensor | None,
         *,
         shared: bool,
-        pace: Any = None,
+        pace: Pace | None = None,
         steps: int | None = None,
     ) -> None:
-        """One step of the active members, or `steps` of them on data (and weights) with a step axis."""
+        """Take one step of the active members, or `steps` steps on data and weights with a step axis."""
         self._tensorflow.calls_left = pace[0] / (steps or 1) if pace else 0
         super().train(hyper, active, data, weights, shared=shared, pace=pace, steps=steps)
 
 
-def replica(model: Any, device: str) -> Replica:
-    """Answers batches with a model: its own variables are read where they are."""
+def replica(model: Model, device: str) -> Replica:
+    """Return a replica of a model, which reads the model's own variables."""
     exact = is_double(model.variables)
     place = partial(arrays.place, device=device, exact=exact)
     return Replica(lambda _, x: dense(outputs(model, (), x)), None, TensorFlowBackend(device), place)
 
 
-def numbers(variable: Any) -> np.ndarray:
-    """A variable's numbers in NumPy's terms: of bfloat16 the bits."""
+def numbers(variable: keras.Variable) -> np.ndarray:
+    """Return a variable as a NumPy array; bfloat16 by its bits."""
     return arrays.host(variable.value)
 
 
-def lend(variable: Any, array: np.ndarray) -> None:
-    """Give a variable what `numbers` gave, copied: a variable of TensorFlow has memory of its own."""
+def lend(variable: keras.Variable, array: np.ndarray) -> None:
+    """Set a variable to a copy of what `numbers` returned: a variable of TensorFlow owns its memory."""
     variable.assign(arrays.from_host(array, variable.value))

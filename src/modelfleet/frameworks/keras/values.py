@@ -23,7 +23,7 @@ _NAMES = frozenset({"name", "_name"})
 _METRIC = frozenset(vars(keras.metrics.Metric())) | _NAMES | {"_built", "built"}
 
 Owned = Mapping[int, Hashable]
-"""The position in a model of each of its layers, variables and seeds, by id."""
+"""Position in a model of each of its layers, variables and seeds, by id."""
 
 
 def freeze(value: Any, owned: Owned | None = None) -> Hashable:

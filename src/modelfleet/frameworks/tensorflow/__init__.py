@@ -1,4 +1,4 @@
-"""TensorFlow's own models in fleets, which only predict. Exports the names of `protocol.Adapter`.
+"""TensorFlow's own models in fleets, which only predict. Exports the names of `adapter_protocol.Adapter`.
 
 Keras models on TensorFlow belong to `modelfleet.frameworks.keras`, which trains them through `backend` here.
 """

@@ -1,4 +1,4 @@
-"""What the functional engine asks of TensorFlow: to map over members, compile, and loop over steps."""
+"""TensorFlow as the functional engine uses it: to map over members, compile, and loop over steps."""
 
 import logging
 import re
@@ -13,6 +13,7 @@ from modelfleet.frameworks.tensorflow import rules
 from modelfleet.frameworks.tensorflow.arrays import from_host
 from modelfleet.frameworks.tensorflow.programs import Graph, Program, live_bytes
 from modelfleet.trees import leaves, map_tree, rebuild
+from modelfleet.types import Tree
 
 Function = Callable[..., Any]
 
@@ -30,38 +31,38 @@ class TensorFlowBackend:
     def __init__(self, device: str) -> None:
         self.device = device
         self.calls_left = 0.0
-        """How many more calls of train steps there will be."""
+        """Number of calls of train steps that are left."""
         self.looped: set[str] = set()
-        """The operations of mapped steps that run for one member after the other: they have no other form."""
+        """Operations of mapped steps that run for one member after the other, as they can't be vectorized."""
         self._steps: list[Program] = []
 
     @property
     def name(self) -> str:
-        """How the steps run."""
+        """Return how steps run."""
         compiled = any(graph.compiled for graph in self.graphs)
         return "XLA" if compiled else "tf.function"
 
     @property
     def graphs(self) -> list[Graph]:
-        """The graphs of all train steps."""
+        """Return the graphs of all train steps."""
         return [graph for program in self._steps for graph in program.graphs]
 
     def tensor(self, array: np.ndarray) -> tf.Tensor:
-        """An array as a tensor of its own on the device."""
+        """Return a copy of an array as a tensor on the device."""
         with tf.device(self.device):
             # Copied: on a CPU the tensor may otherwise read NumPy's memory in place.
             return tf.identity(tf.constant(np.array(array)))
 
-    def host(self, tree: Any) -> Any:
-        """A tree of tensors as NumPy arrays; bfloat16 as float32."""
+    def host(self, tree: Tree) -> Tree:
+        """Return a tree of tensors as NumPy arrays; bfloat16 as float32."""
         return map_tree(_host, tree)
 
-    def exactly(self, tree: Any) -> Any:
-        """A tree of tensors as NumPy arrays of their own dtypes."""
+    def exactly(self, tree: Tree) -> Tree:
+        """Return a tree of tensors as NumPy arrays of the same dtypes."""
         return map_tree(np.asarray, tree)
 
     def loaded(self, array: Any, like: tf.Tensor) -> tf.Tensor:
-        """What `arrays.host` gave of a tensor, as one like another."""
+        """Return an array that `arrays.host` returned as a tensor like another."""
         return self.tensor(from_host(np.asarray(array), like))
 
     def map(self, function: Function, args: Sequence[Any], mapped: Sequence[bool]) -> Any:
@@ -94,21 +95,21 @@ class TensorFlowBackend:
             found.set_shape(old.shape)
         return found
 
-    def take(self, tree: Any, rows: Any) -> Any:
-        """The rows of every tensor."""
+    def take(self, tree: Tree, rows: tf.Tensor) -> Tree:
+        """Return the rows of every tensor."""
         return map_tree(lambda t: tf.gather(t, rows), tree)
 
-    def put(self, tree: Any, rows: Any, part: Any) -> Any:
-        """Every tensor with some of its rows replaced."""
+    def put(self, tree: Tree, rows: tf.Tensor, part: Tree) -> Tree:
+        """Return every tensor with some of its rows replaced."""
         places = tf.expand_dims(rows, 1)
         return tf.nest.map_structure(lambda t, own: tf.tensor_scatter_nd_update(t, places, own), tree, part)
 
-    def lengthened(self, tree: Any, length: int) -> Any:
-        """Every array with a longer first axis."""
+    def lengthened(self, tree: Tree, length: int) -> Tree:
+        """Return every array with a longer first axis."""
         return map_tree(lambda leaf: _lengthened(leaf, length), tree)
 
     def loop(self, step: Callable[[Any, Any], Any], state: Any, xs: Any, count: Any) -> Any:
-        """The state after `count` steps."""
+        """Return the state after `count` steps."""
 
         def body(number: Any, state: Any) -> tuple[Any, Any]:
             return number + 1, step(state, map_tree(lambda x: x[number], xs))
@@ -116,30 +117,30 @@ class TensorFlowBackend:
         return tf.while_loop(lambda number, _: number < count, body, (tf.constant(0), state))[1]
 
     def compile(self, function: Function, *, donate: bool = False) -> Program:
-        """The function as TensorFlow's graphs; those that replace the state are what runs long."""
+        """Return the function as TensorFlow's graphs. Only graphs that replace the state run long."""
         if not donate:
             return Program(function, self.device)
         self._steps.append(Program(function, self.device, lambda: self.calls_left))
         return self._steps[-1]
 
     def within(self, program: Function, function: Function) -> Function:
-        """The program: its graph is called."""
+        """Return the program: a graph can call its graph."""
         return program
 
-    def trace(self, program: Any, args: Sequence[Any]) -> None:
+    def trace(self, program: Any, args: Sequence[Tree]) -> None:
         """Trace a program; raises what the tracing raises."""
         program.trace(args)
 
-    def shapes(self, function: Function, *args: Any) -> Any:
-        """What a function gives, without computing it."""
+    def shapes(self, function: Function, *args: Tree) -> Tree:
+        """Return the shapes of a function's results without computing them."""
         return Program(function, self.device).trace(args).structure
 
-    def working_bytes(self, program: Any, args: Sequence[Any]) -> int | None:
-        """What a program takes on the device beside what goes in and comes out, by its graph."""
+    def working_bytes(self, program: Any, args: Sequence[Tree]) -> int | None:
+        """Return the memory that a program needs beside its arguments and results, by its graph."""
         return live_bytes(program.trace(args).concrete)
 
     def reason(self, error: Exception) -> str:
-        """Why a function could not be traced, in a line."""
+        """Return one line that says why a function could not be traced."""
         missing = _MISSING.search(str(error))
         if missing is not None:
             return f"{missing[1]} has no form for several members (tf.vectorized_map)"
@@ -149,7 +150,7 @@ class TensorFlowBackend:
         return f"{type(error).__name__}: {line}".rstrip(".: ")
 
     def out_of_memory(self, error: BaseException) -> bool:
-        """Whether an error says that the device is out of memory."""
+        """Return True if an error means that the device is out of memory."""
         return isinstance(error, tf.errors.ResourceExhaustedError | MemoryError)
 
 

@@ -13,7 +13,7 @@ from modelfleet.members import Member
 
 
 class _Prediction(Definition):
-    """A member's outputs. Its weights stay in its own variables: there is no state to stack."""
+    """Prediction with one member. Its weights stay in its own variables: there is no state to stack."""
 
     maskable = False
 
@@ -67,5 +67,5 @@ def make_engine(
     """Return the engine of a lane of one member, which predicts."""
     definition = programs.definition if programs else _Prediction(members[0], task)
     engine = FunctionalEngine(members, definition, TensorFlowBackend(device), fused=fused, programs=programs)
-    engine.several = 1
+    engine.steps_per_call = 1
     return engine

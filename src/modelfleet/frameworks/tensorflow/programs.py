@@ -61,7 +61,7 @@ class Program:
         return list(self._graphs.values())
 
     def _flat(self, args: Sequence[Any]) -> tuple[list[Any], Any]:
-        """The tensors of the arguments, and a key for their structure and shapes."""
+        """Return the tensors of the arguments, and a key for their structure and shapes."""
         tensors: list[Any] = []
         keys: list[Any] = []
         for arg in args:
@@ -106,12 +106,12 @@ class Graph:
 
     @property
     def compiled(self) -> bool:
-        """Whether XLA's form has been chosen."""
+        """Return True if the form compiled by XLA was chosen."""
         return self._xla is not None and self._trials >= TRIALS
 
     @property
     def compiling(self) -> bool:
-        """Whether XLA is at work on it."""
+        """Return True if XLA is compiling this graph."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
@@ -120,7 +120,7 @@ class Graph:
             self._thread.join()
 
     def __call__(self, tensors: Sequence[Any], calls_left: float = 0) -> list[Any]:
-        """What the function gives, flat; within another graph, a call of this one."""
+        """Return the function's results, flat. Within another graph, this calls the graph."""
         if not tf.executing_eagerly():
             return list(self.concrete(*tensors))
         with tf.device(self._device):
@@ -198,14 +198,14 @@ class _Call:
 
 
 def operations(concrete: Any) -> set[str]:
-    """The kinds of operations in a graph and in all that it calls."""
+    """Return the kinds of operations in a graph and in all graphs that it calls."""
     definition = concrete.graph.as_graph_def()
     own = {node.op for node in definition.node}
     return own | {node.op for function in definition.library.function for node in function.node_def}
 
 
 def live_bytes(concrete: Any) -> int:
-    """The most bytes that a graph's tensors take at once, if its operations run in the order they were traced in.
+    """Return the peak size of a graph's tensors, if its operations run in the order of the trace.
 
     Without what goes in and comes out; what loops and calls take within themselves is not counted.
     """
@@ -249,7 +249,7 @@ def _tensor(value: Any) -> Any:
 
 
 def _filled(tree: Any, following: Iterator[Any]) -> Any:
-    """The same tree with other tensors, in the order of `_flatten`."""
+    """Return the same tree with other tensors, in the order of `_flatten`."""
     if isinstance(tree, dict):
         return {name: _filled(tree[name], following) for name in sorted(tree)}
     if isinstance(tree, tuple):

@@ -7,6 +7,7 @@ from modelfleet.frameworks.recipe import Prepared
 from modelfleet.frameworks.tensorflow.task import Task
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
+from modelfleet.types import Kind
 
 
 def compile(recipe: Recipe, members: Sequence[Member]) -> None:
@@ -14,7 +15,7 @@ def compile(recipe: Recipe, members: Sequence[Member]) -> None:
     raise _refusal(members[0], "compiled")
 
 
-def prepare(recipe: Recipe | None, members: Sequence[Member], kind: str) -> Prepared[Task]:
+def prepare(recipe: Recipe | None, members: Sequence[Member], kind: Kind) -> Prepared[Task]:
     """Return the tasks of members. Raises InputError for any kind but "predict"."""
     if kind != "predict":
         raise _refusal(members[0], "trained" if kind == "train" else "evaluated")

@@ -10,10 +10,10 @@ from modelfleet.frameworks.tensorflow import arrays
 from modelfleet.frameworks.tensorflow.backend import TensorFlowBackend
 from modelfleet.frameworks.tensorflow.models import call_of
 from modelfleet.trees import paths
-from modelfleet.types import Model, Tree
+from modelfleet.types import Model, Precision, Tree
 
 
-def replica(model: Model, device: str, precision: str) -> functional.Replica:
+def replica(model: Model, device: str, precision: Precision) -> functional.Replica:
     """Return a replica that answers batches with a model."""
     call = call_of(model)
     # TensorFlow itself casts no inputs.

@@ -5,6 +5,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Task:
-    """The task of predicting."""
+    """Prediction, the only task of these models."""
 
     summary: str = "predict"

@@ -1,4 +1,4 @@
-"""Torch models in fleets. Exports the names of `protocol.Adapter`."""
+"""Torch models in fleets. Exports the names of `adapter_protocol.Adapter`."""
 
 from modelfleet.frameworks.batches import inputs
 from modelfleet.frameworks.torch import arrays, files

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from modelfleet.frameworks import batches, protocol
+from modelfleet.frameworks import batches
+from modelfleet.frameworks.engine import Engine
 from modelfleet.frameworks.explaining import batch_error
 from modelfleet.frameworks.torch.devices import out_of_memory
 from modelfleet.frameworks.torch.losses import check_range, check_targets
@@ -44,7 +45,7 @@ class Batch(Protocol):
         ...
 
 
-class TorchEngine(protocol.Engine, ABC):
+class TorchEngine(Engine, ABC):
     """Torch engine, as far as it does not depend on how its steps are run."""
 
     @property

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.errors import InputError, StrategyError
-from modelfleet.frameworks.protocol import CannotFuseError, Engine
+from modelfleet.frameworks.engine import Engine
+from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.stacked import WEIGHTS, Positions, StackedState, fitting
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.base import CARRIED, Batch, TorchEngine, on_host
@@ -26,7 +27,7 @@ from modelfleet.types import Kind, State, Tree
 
 
 class FusedEngine(ProgramEngine):
-    """Engine of a lane of torch members that are stepped by one program (see `protocol.Engine`)."""
+    """Engine of a lane of torch members that are stepped by one program (see `frameworks.engine.Engine`)."""
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class FusedEngine(ProgramEngine):
 
     # --- programs ------------------------------------------------------------------------------------------------
 
-    def ready(self, kind: str, hyper: dict[str, Tensor], active: Tensor, data: Tree, *, shared: bool) -> None:
+    def ready(self, kind: Kind, hyper: Mapping[str, Tensor], active: Tensor, data: Tree, *, shared: bool) -> None:
         """Trace a step for batches like this one, if that has not been done.
 
         Raises:
@@ -332,9 +333,9 @@ class FusedEngine(ProgramEngine):
             return True
         return self.shared.keys() <= shared_parameters([member.model for member in members])
 
-    def forgive(self) -> None:
+    def clear_trouble(self) -> None:
         """Clear every member's trouble at the start of a fit, and the gradients of an earlier backward."""
         for _, parameters in self._sources:
             for parameter in parameters.values():
                 parameter.grad = None
-        super().forgive()
+        super().clear_trouble()

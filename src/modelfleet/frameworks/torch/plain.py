@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.errors import InputError, StrategyError
-from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, SCALE, Engine
+from modelfleet.frameworks.engine import Engine
+from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS, SCALE
 from modelfleet.frameworks.stacked import Positions
 from modelfleet.frameworks.torch import plain_optimizer, plain_parallel
 from modelfleet.frameworks.torch import state as states
@@ -28,15 +29,15 @@ from modelfleet.frameworks.torch.task import Task, call, logits
 from modelfleet.frameworks.torch.updating import GROWTH_STEPS, SMALLEST_SCALE
 from modelfleet.members import Member
 from modelfleet.trees import map_tree
-from modelfleet.types import State, Tree
+from modelfleet.types import Kind, State, Tree
 
 
 class PlainEngine(TorchEngine):
-    """Engine of a lane of one torch member (see `protocol.Engine`)."""
+    """Engine of a lane of one torch member (see `frameworks.engine.Engine`)."""
 
     programs = None
     undoes_steps = True
-    several = 8  # steps a call: the overhead of a call costs as much as a small model's forward
+    steps_per_call = 8  # steps a call: the overhead of a call costs as much as a small model's forward
     fused = False
     prospect = 1.0
     compiling = False
@@ -86,7 +87,7 @@ class PlainEngine(TorchEngine):
 
     def train(
         self,
-        hyper: dict[str, Tensor],
+        hyper: Mapping[str, Tensor],
         active: Tensor,
         data: Tree,
         weights: Tensor | None,
@@ -105,7 +106,7 @@ class PlainEngine(TorchEngine):
     def train_some(
         self,
         slots: np.ndarray,
-        hyper: dict[str, Tensor],
+        hyper: Mapping[str, Tensor],
         data: Tree,
         *,
         shared: bool,
@@ -131,7 +132,7 @@ class PlainEngine(TorchEngine):
         gradients = member.stored({"gradients": gradients})["gradients"]
         return {"gradients": gradients, "loss": loss, "sums": sums, "buffers": buffers, "scale": scale}
 
-    def apply(self, hyper: dict[str, Tensor], active: Tensor, gradients: dict[str, Tree]) -> None:
+    def apply(self, hyper: Mapping[str, Tensor], active: Tensor, gradients: dict[str, Tree]) -> None:
         """Update the member by what `gradients` returned."""
         member = self._member
         member.use(hyper)
@@ -313,14 +314,14 @@ class PlainEngine(TorchEngine):
         return self._member.carried()
 
     def trouble(self) -> np.ndarray:
-        """Return `(slot,)`: the member's trouble by the codes of `protocol.REASONS`, 0 for none."""
+        """Return `(slot,)`: the member's trouble by the codes of `errors.REASONS`, 0 for none."""
         return np.array([self._member.trouble])
 
     def steps_taken(self) -> np.ndarray:
         """Return `(slot,)`: the number of steps that changed the weights."""
         return np.array([self._member.step], dtype=np.float64)
 
-    def forgive(self) -> None:
+    def clear_trouble(self) -> None:
         """Clear the member's trouble at the start of a fit, and look at the model as it is now."""
         self._member.trouble = FINE
         self._contexts.reset()
@@ -358,7 +359,7 @@ class PlainEngine(TorchEngine):
 
     # --- checks --------------------------------------------------------------------------------------------------
 
-    def ready(self, kind: str, hyper: dict[str, Tensor], active: Tensor, data: Tree, *, shared: bool) -> None:
+    def ready(self, kind: Kind, hyper: Mapping[str, Tensor], active: Tensor, data: Tree, *, shared: bool) -> None:
         """Raise InputError if there is nothing to train, and StrategyError if the rows can't be divided."""
         if kind == "train" and not states.trained(self.model):
             raise InputError(

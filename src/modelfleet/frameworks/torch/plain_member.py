@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from modelfleet.frameworks.protocol import FINE
+from modelfleet.frameworks.errors import FINE
 from modelfleet.frameworks.stacked import WEIGHTS
 from modelfleet.frameworks.torch import arrays, plain_optimizer
 from modelfleet.frameworks.torch import state as states

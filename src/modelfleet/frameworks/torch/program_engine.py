@@ -1,7 +1,7 @@
 """Engine of a lane whose stacked state is stepped by traced programs: torch modules, and Keras models on torch."""
 
 from abc import abstractmethod
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.errors import StrategyError
-from modelfleet.frameworks.protocol import CannotFuseError, StackedEngine
+from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.stacked import Positions
+from modelfleet.frameworks.stacked_engine import StackedEngine
 from modelfleet.frameworks.torch import malloc, row_sums
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.base import Batch, TorchEngine, explained
@@ -29,7 +30,7 @@ Pace = tuple[int, float | None]
 
 
 class ProgramEngine(TorchEngine, StackedEngine):
-    """Engine that holds a stacked state and steps it by programs (see `protocol.Engine`)."""
+    """Engine that holds a stacked state and steps it by programs (see `frameworks.engine.Engine`)."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class ProgramEngine(TorchEngine, StackedEngine):
         self.programs = programs
         self.layout = programs.steps.layout
         self.shared: dict[str, Tensor] = {}
-        self.several = 1
+        self.steps_per_call = 1
         self._first = first
         self._divergence = divergence
         self._coefficients = CoefficientsAhead(programs.task)
@@ -113,7 +114,7 @@ class ProgramEngine(TorchEngine, StackedEngine):
 
     def train(
         self,
-        hyper: dict[str, Tensor],
+        hyper: Mapping[str, Tensor],
         active: Tensor,
         data: Tree,
         weights: Tensor | None,
@@ -137,7 +138,7 @@ class ProgramEngine(TorchEngine, StackedEngine):
         with self._refusing_state():
             return self.programs.gradients((self.state, self.shared), (data, weights), shared_data=shared)
 
-    def apply(self, hyper: dict[str, Tensor], active: Tensor, gradients: dict[str, Tree]) -> None:
+    def apply(self, hyper: Mapping[str, Tensor], active: Tensor, gradients: dict[str, Tree]) -> None:
         """Update the active members by what `gradients` returned."""
         rest = (self._next_coefficients(hyper, active), active, gradients)
         with self._refusing_state():
@@ -145,7 +146,7 @@ class ProgramEngine(TorchEngine, StackedEngine):
         self._coefficients.stepped(None)
 
     def train_some(
-        self, slots: np.ndarray, hyper: dict[str, Tensor], data: Tree, *, shared: bool, pace: Pace
+        self, slots: np.ndarray, hyper: Mapping[str, Tensor], data: Tree, *, shared: bool, pace: Pace
     ) -> None:
         """Take one step of the members in some slots, on data that `cut` returned for them."""
         rows = self.tensor(slots)
@@ -157,11 +158,11 @@ class ProgramEngine(TorchEngine, StackedEngine):
         self._step(part, rest, shared=shared, pace=pace)
         states.put(self.state, rows, part)
 
-    def _next_coefficients(self, hyper: dict[str, Tensor], active: Tensor) -> Coefficients:
+    def _next_coefficients(self, hyper: Mapping[str, Tensor], active: Tensor) -> Coefficients:
         """Return the optimizer's numbers for the next step of all members."""
         return self._coefficients.next(self.state, hyper, active)
 
-    def _coefficients_for(self, state: State, hyper: dict[str, Tensor]) -> Coefficients:
+    def _coefficients_for(self, state: State, hyper: Mapping[str, Tensor]) -> Coefficients:
         """Return the optimizer's numbers for one step of some members."""
         return self._coefficients.one(state, hyper)
 
@@ -293,14 +294,14 @@ class ProgramEngine(TorchEngine, StackedEngine):
         self._coefficients.forget()
 
     def trouble(self) -> np.ndarray:
-        """Return `(slot,)`: the trouble of each member by the codes of `protocol.REASONS`, 0 for none."""
+        """Return `(slot,)`: the trouble of each member by the codes of `errors.REASONS`, 0 for none."""
         return self.state["member"]["trouble"].cpu().numpy()
 
     def steps_taken(self) -> np.ndarray:
         """Return `(slot,)`: the number of steps that changed each member's weights."""
         return self.state["member"]["step"].cpu().numpy()
 
-    def forgive(self) -> None:
+    def clear_trouble(self) -> None:
         """Clear every member's trouble at the start of a fit."""
         self.state["member"]["trouble"].zero_()
         self._coefficients.forget()

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from modelfleet.frameworks.protocol import CannotFuseError
+from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.compiling.compiler import SAVED_FRACTION, Compiler, compile_mode
 from modelfleet.frameworks.torch.model_locks import borrowed, held

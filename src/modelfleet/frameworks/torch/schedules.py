@@ -283,7 +283,7 @@ def of_task(
     *,
     names: Sequence[str],
 ) -> Schedules:
-    """Return the schedules of the members of a lane (see `protocol.Adapter.Schedules`)."""
+    """Return the schedules of the members of a lane (see `adapter_protocol.Adapter.Schedules`)."""
     return Schedules(schedules, columns, task.optimizer, per_epoch, epochs, names=names)
 
 

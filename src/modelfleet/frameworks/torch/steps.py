@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._functorch.eager_transforms import enable_inplace_requires_grad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from modelfleet.frameworks.protocol import CannotFuseError
+from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.torch import row_sums
 from modelfleet.frameworks.torch.counting import Coefficients
 from modelfleet.frameworks.torch.functional import call_with

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from modelfleet.frameworks.protocol import FINE, GRADIENT, LOSS, SCALE, CannotFuseError
+from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS, SCALE, CannotFuseError
 from modelfleet.frameworks.torch.algorithms import STEP
 from modelfleet.frameworks.torch.coefficients import computing
 from modelfleet.frameworks.torch.counting import Coefficients

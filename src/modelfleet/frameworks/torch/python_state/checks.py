@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from modelfleet.frameworks.protocol import CannotFuseError
+from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.torch.structure import difference, hooked, overlapping, signature, without_modes
 
 

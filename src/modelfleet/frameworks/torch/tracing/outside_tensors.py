@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
-from modelfleet.frameworks.protocol import CannotFuseError
+from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.torch.tracing.reasons import WRITES_OUTSIDE
 from modelfleet.frameworks.torch.tracing.writes import memory_owners, written
 

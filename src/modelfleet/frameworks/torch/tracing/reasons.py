@@ -1,6 +1,6 @@
 """Say in a few words why a step can't be traced, and on which line of the user's code."""
 
-from modelfleet.frameworks.protocol import CannotFuseError
+from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.user_code import line_of_error
 
 WRITES_OUTSIDE = "it writes to a tensor that is not part of the model"

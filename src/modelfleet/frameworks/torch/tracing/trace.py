@@ -18,7 +18,7 @@ from torch import SymInt, Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from modelfleet.errors import FleetError
-from modelfleet.frameworks.protocol import CannotFuseError
+from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.torch.tracing.outside_tensors import forbid_outside_writes, lift_outside_tensors
 from modelfleet.frameworks.torch.tracing.reasons import add_line, explain
 from modelfleet.frameworks.torch.tracing.simplify import simplify

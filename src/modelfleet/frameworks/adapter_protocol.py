@@ -1,0 +1,260 @@
+"""Names that a framework's adapter exports to the layers above.
+
+An adapter is a package `modelfleet.frameworks.<name>` whose `__init__` exports the names of `Adapter`.
+`modelfleet.testing.conformance` checks adapters. `frameworks/engine.py` describes the engines that they make.
+"""
+# ruff: noqa: N802  an adapter exports classes and constants, which a protocol declares as properties
+
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+
+from modelfleet.devices import Device, Memory
+from modelfleet.frameworks.engine import Engine
+from modelfleet.members import Member
+from modelfleet.recipe import Recipe
+from modelfleet.types import Json, Kind, Model, NativeDevice, Precision, Signature, Tensor, Tree
+
+
+class Task(Protocol):
+    """Everything that the members of a lane have in common beside their structure. Equal tasks can be fused."""
+
+    @property
+    def summary(self) -> str:
+        """Return the task as one line for checkpoints. A run can continue only with an equal summary."""
+        ...
+
+
+class Prepared(Protocol):
+    """A recipe applied to members of one framework, in their order."""
+
+    @property
+    def tasks(self) -> Sequence[Task]:
+        """Return the task of each member. Members that can be fused have the same object."""
+        ...
+
+    @property
+    def columns(self) -> Mapping[str, np.ndarray]:
+        """Return hyperparameters `(member,)` that are not part of the state; may be empty."""
+        ...
+
+    @property
+    def schedules(self) -> Sequence[Any]:
+        """Return each member's compiled schedule, for `Adapter.Schedules`."""
+        ...
+
+
+class Schedules(Protocol):
+    """Hyperparameters of a lane's members over the steps of a fit."""
+
+    @property
+    def by_step(self) -> bool:
+        """Return True if the columns can change within an epoch."""
+        ...
+
+    def at(self, steps: np.ndarray, /) -> Mapping[str, np.ndarray]:
+        """Return the columns for members that have taken `steps` steps, `(member,)`.
+
+        As long as nothing changes, this is the same object.
+        """
+        ...
+
+    def end_epoch(self, values: Sequence[Mapping[str, float]]) -> None:
+        """Pass each member's metrics of an epoch to schedules that depend on them."""
+        ...
+
+    def state(self) -> Json:
+        """Return the current position of the schedules."""
+        ...
+
+    def restore(self, state: Json, /) -> None:
+        """Continue from what `state` returned."""
+        ...
+
+
+class Replica(Protocol):
+    """One model that only predicts.
+
+    On the CPU, its weights stay in memory that other processes may also read. A replica never writes to them.
+    """
+
+    pads: bool
+    """True if batches should have few different sizes because each size is compiled."""
+
+    def __call__(self, rows: Tree) -> Tree:
+        """Return the model's outputs, a tree of NumPy arrays, for a tree of NumPy arrays `(row, …)`."""
+        ...
+
+    def out_of_memory(self, error: BaseException) -> bool:
+        """Return True if an error of this replica means that the device is out of memory."""
+        ...
+
+    def broken(self, error: BaseException) -> bool:
+        """Return True if after this error the process can't compute on the device any more."""
+        ...
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        ...
+
+
+class Adapter(Protocol):
+    """Names that a framework's package exports.
+
+    Some names are optional:
+
+    * `threads() -> int` and `use_threads(count)`, if steps on the CPU use the number of threads that is set for
+      the calling thread. Logical CPU devices then have their own threads.
+    * `Group`, like `frameworks.torch.ProcessGroup`, if the engines implement `spread`.
+    * `frozen(model)`, if models contain more than replicas need. Its result is sent to the replicas and given to
+      `Replica` instead of the model.
+    * `settings()` and `using(settings)`, if a program can change a model's numbers by global settings such as a
+      default dtype. Workers then compute with the settings of the process that started them.
+    """
+
+    @property
+    def NAME(self) -> str:
+        """Return the name of the package."""
+        ...
+
+    @property
+    def arrays(self) -> Any:
+        """Return a module with the functions of `feeds.ArrayOperations`, and `host(tensor)` for NumPy arrays."""
+        ...
+
+    @property
+    def files(self) -> Any:
+        """Return a module with the functions of `frameworks.torch.files`."""
+        ...
+
+    def make_engine(
+        self,
+        members: Sequence[Member],
+        task: Any,
+        columns: Mapping[str, np.ndarray],
+        device: NativeDevice,
+        *,
+        fused: bool,
+        programs: Any = None,
+    ) -> Engine:
+        """Return the engine of a lane.
+
+        Args:
+            members: The lane's members, of one structure and task.
+            task: The `Task` that the members have in common.
+            columns: Hyperparameters `(member,)` that are not part of the state.
+            device: The device, as `native` returned it.
+            fused: True if a step is to be one program for all members.
+            programs: The `.programs` of another engine of the same structure and task, so that nothing is traced
+                again.
+        """
+        ...
+
+    @property
+    def Schedules(self) -> Callable[..., Schedules]:
+        """Return the class `Schedules(schedules, columns, task, per_epoch, epochs, *, names)`.
+
+        `per_epoch` is None if the number of steps in an epoch is not known.
+        """
+        ...
+
+    @property
+    def Replica(self) -> Callable[[Any, NativeDevice, Precision], Replica]:
+        """Return the class `Replica(model, device, precision)`; `device` is a result of `native`."""
+        ...
+
+    @property
+    def PRECISIONS(self) -> Collection[str]:
+        """Return the precisions that `Replica` accepts."""
+        ...
+
+    def is_model(self, value: Any) -> bool:
+        """Return True if this adapter accepts a value as a model. Its class belongs to the framework."""
+        ...
+
+    def inputs(self, batch: Tree) -> Tree:
+        """Return the inputs of a batch: the x of (x, y), or the batch itself; like `Engine.inputs`."""
+        ...
+
+    def seeding(self, seed: int) -> AbstractContextManager[None]:
+        """Seed the framework's global generators within a context, for a factory. Restore them at the end."""
+        ...
+
+    def check_model(self, model: Model, name: str) -> None:
+        """Raise InputError if a model can't be a member, for example because it has no weights yet."""
+        ...
+
+    def copy_model(self, model: Model) -> Model:
+        """Return an independent model with the same weights."""
+        ...
+
+    def compile(self, recipe: Recipe, members: Sequence[Member]) -> None:
+        """Check a recipe for these members, and do what is needed only once (Keras: `model.compile`)."""
+        ...
+
+    def prepare(self, recipe: Recipe | None, members: Sequence[Member], kind: Kind) -> Prepared:
+        """Return the tasks of members.
+
+        Args:
+            recipe: None if `Fleet.compile` was not called for them.
+            members: Members of this framework.
+            kind: The verb that the members are prepared for.
+
+        Raises:
+            InputError: The verb needs a recipe, and there is none.
+        """
+        ...
+
+    def signature(self, model: Model) -> Hashable:
+        """Return a model's structure, which is equal for models that can be fused."""
+        ...
+
+    def difference(self, a: Signature, b: Signature) -> str | None:
+        """Return the first difference between two signatures, such as "features.3.stride is 2, not 1"."""
+        ...
+
+    def trained_twice(self, models: Sequence[Model]) -> tuple[int, int, str] | None:
+        """Return the indices of two models that train the same variable, and its name; None if none do."""
+        ...
+
+    def accelerators(self) -> list[Device]:
+        """Return every accelerator that the framework can use in this process."""
+        ...
+
+    def choose(self, wanted: tuple[Device, ...] | None) -> tuple[Device, ...]:
+        """Return the devices to use, by `devices.chosen`. With None, the adapter chooses."""
+        ...
+
+    def native(self, device: Device) -> NativeDevice:
+        """Return a device as the framework itself names it."""
+        ...
+
+    def memory(self, device: NativeDevice) -> Memory | None:
+        """Return the memory of a device; None if the framework does not know it, as on the CPU."""
+        ...
+
+    def randomness(self) -> Tensor | None:
+        """Return the state of the global generator that this framework's loaders shuffle with, if any."""
+        ...
+
+    def restore_randomness(self, state: Tensor) -> None:
+        """Restore that generator."""
+        ...
+
+    def weight_bytes(self, model: Model) -> int:
+        """Return the size of a model's weights in bytes."""
+        ...
+
+    def weights_key(self, model: Model) -> Hashable:
+        """Return a key that is equal for models whose weights can be stacked in one file."""
+        ...
+
+    def stacked_weights(self, models: Sequence[Model]) -> Mapping[str, Tensor]:
+        """Return the weights `(member, …)` of models of one key, for `files`."""
+        ...
+
+    def fill(self, model: Model, tensors: Mapping[str, Tensor]) -> str | None:
+        """Copy one member's weights into a model. If something does not fit, return the first such problem."""
+        ...

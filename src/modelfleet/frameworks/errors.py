@@ -1,0 +1,37 @@
+"""Errors that engines raise for their steps, and codes that say why a member was set aside."""
+
+from collections.abc import Mapping
+
+from modelfleet.errors import FleetError
+
+# Values of `Engine.trouble`.
+FINE, LOSS, GRADIENT, SCALE = 0, 1, 2, 3
+REASONS = {
+    LOSS: "its loss became NaN or infinite",
+    GRADIENT: "its gradient became NaN or infinite",
+    SCALE: "its float16 gradients overflowed at every loss scale",
+}
+
+
+class CannotFuseError(FleetError):
+    """One program can't step several members. The message names the operation that prevents this.
+
+    Attributes:
+        shared: True if the cause is state that the members would share even if they took turns.
+    """
+
+    def __init__(self, message: str, *, shared: bool = False) -> None:
+        super().__init__(message)
+        self.shared = shared
+
+
+class StepError(FleetError):
+    """Steps of some members raised. Their state is unchanged; all other members took their step.
+
+    Attributes:
+        causes: The exception of each failed member, by slot.
+    """
+
+    def __init__(self, causes: Mapping[int, Exception]) -> None:
+        super().__init__("; ".join(f"slot {slot}: {type(e).__name__}: {e}" for slot, e in causes.items()))
+        self.causes = dict(causes)

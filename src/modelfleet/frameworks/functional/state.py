@@ -1,0 +1,166 @@
+"""Stacked state of a functional engine: how it is made, and how it moves between the device and the models."""
+
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+
+from modelfleet.frameworks.engine import Engine
+from modelfleet.frameworks.functional.contract import Backend, Definition, State
+from modelfleet.frameworks.functional.programs import Programs
+from modelfleet.frameworks.stacked import Positions, StackedState, fitting, stack
+from modelfleet.frameworks.stacked_engine import StackedEngine
+from modelfleet.members import Member
+from modelfleet.trees import leaves, map_tree
+from modelfleet.types import Tensor, Tree
+
+READABLE = ("params", "buffers", "member")  # the parts of a state that a forward pass reads
+STEPS_PER_CALL = 16  # few enough that Ctrl-C acts soon, and so many that the cost of a call does not matter
+
+
+class FunctionalState(StackedEngine):
+    """Part of a functional engine that keeps its state.
+
+    Args:
+        members: The lane's members.
+        definition: The steps of these members.
+        backend: The framework on the lane's device.
+        fused: True if a step is to be one program for all members.
+        programs: The programs of another engine of the same structure and task.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        definition: Definition,
+        backend: Backend,
+        *,
+        fused: bool,
+        programs: Programs | None = None,
+    ) -> None:
+        assert fused or len(members) == 1
+        self.backend = backend
+        self.device = backend.device
+        self.programs = programs or Programs(definition, backend, fused=fused)
+        self.steps_per_call = STEPS_PER_CALL
+        self._definition = definition
+        self._first = members[0]
+        self._tried: tuple[str, bool] | None = None  # the form of the batches that a member was tried on
+        self._one = self.tensor(np.ones(1, dtype=bool))
+        self._changed = False  # True after evaluating or predicting has changed the state
+        arrays = stack([definition.state(member) for member in members], np.stack)
+        arrays = {part: arrays.get(part, {}) for part in ("params", "buffers", "optimizer", "member")}
+        arrays["member"] |= {name: np.zeros(len(members), dtype=np.int32) for name in ("step", "trouble")}
+        self._parameters = sum(array[0].size for array in arrays["params"].values())
+        self._row_bytes = sum(array.nbytes for array in leaves(arrays)) // len(members)
+        parts = map_tree(self.tensor, {**arrays, "metrics": {}})
+        self.stacked = StackedState(parts, len(members), _ProgramTensors(self))
+
+    @property
+    def _width(self) -> int:
+        return self.stacked.width
+
+    @property
+    def parameters(self) -> int:
+        """Return the number of trained numbers per member."""
+        return self._parameters
+
+    @property
+    def bytes(self) -> int:
+        """Return the size of the state on the device."""
+        return self._row_bytes * self.stacked.rows
+
+    def tensor(self, array: np.ndarray) -> Tensor:
+        """Return a host array on the device."""
+        return self.backend.tensor(array)
+
+    def trouble(self) -> np.ndarray:
+        """Return `(slot,)`: why each member was set aside, by the codes of `errors.REASONS`."""
+        return np.asarray(self.backend.host(self.state["member"]["trouble"]))
+
+    def steps_taken(self) -> np.ndarray:
+        """Return `(slot,)`: the number of steps that changed each member's weights."""
+        return np.asarray(self.backend.host(self.state["member"]["step"]))
+
+    def clear_trouble(self) -> None:
+        """Mark every member as fine, at the start of a fit."""
+        fine = self.tensor(np.zeros(self._width, dtype=np.int32))
+        self.state = {**self.state, "member": {**self.state["member"], "trouble": fine}}
+
+    def adopt(self, position: int, other: Engine, source: int) -> None:
+        """Copy the optimizer state and the step count of a member from another engine, where the shapes fit.
+
+        For weights that were frozen or have a new shape, the optimizer starts from its initial state.
+        """
+        parts = {"optimizer": None, "member": ("step",)}
+        self.write([position], fitting(other.read([source], parts), self.state, parts=parts))
+
+    def still_shared(self, members: Sequence[Member]) -> bool:
+        """Return True: members share no tensors here. Each has its own row of every tensor."""
+        return True
+
+    def gather(self, members: Sequence[Member]) -> State:
+        """Return the state that the models of some members contain."""
+        found = stack([self._definition.state(member) for member in members], np.stack)
+        return {part: found[part] for part in self.held if part in found}
+
+    def scatter(self, positions: Positions, members: Sequence[Member]) -> None:
+        """Copy the state of some members into their models."""
+        arrays = self.backend.exactly(self.stacked.read(positions, self.held, copy=False))
+        for row, member in enumerate(members):
+            self._definition.write_back(member, map_tree(lambda array, row=row: array[row], arrays))
+
+    def write_changes(self, members: Sequence[Member]) -> bool:
+        """Copy changes made by evaluating and predicting into the models. Return True if there were any."""
+        changed, self._changed = self._changed, False
+        if changed:
+            self.scatter(self.stacked.positions, members)
+        return changed
+
+    def indices(self, numbers: Positions) -> Tensor:
+        """Return slots or rows as an index for `take` and `put`."""
+        return self.tensor(np.asarray(numbers, dtype=np.int32))
+
+    def _fresh_metrics(self) -> dict[str, Tensor]:
+        fresh = self.programs.definition.fresh_metrics()
+        return map_tree(lambda a: self.tensor(np.stack([np.asarray(a)] * self._width)), fresh)
+
+    def _all_slots(self) -> Tensor:
+        return self.tensor(np.ones(self._width, dtype=bool))
+
+    def _keep_changes(self, changed: State) -> None:
+        """Keep changes that evaluating or predicting made to the state."""
+        if leaves(changed):
+            self.state = {**self.state, **{part: {**self.state[part], **own} for part, own in changed.items()}}
+            self._changed = True
+
+    @staticmethod
+    def _readable(state: State) -> State:
+        return {part: state[part] for part in READABLE}
+
+
+class _ProgramTensors:
+    """Operations on tensors (see `stacked.Tensors`) that are compiled with an engine's programs."""
+
+    def __init__(self, engine: "FunctionalState") -> None:
+        self._engine = weakref.proxy(engine)  # the engine, as its programs may be replaced
+
+    def rows(self, numbers: np.ndarray) -> Tensor:
+        """Return row numbers as an index."""
+        return self._engine.indices(numbers)
+
+    def take(self, tree: Tree, rows: Tensor) -> Tree:
+        """Return a copy of some rows of every tensor."""
+        return self._engine.programs.take(tree, rows)
+
+    def put(self, tree: Tree, rows: Tensor, values: Tree) -> Tree:
+        """Return the tensors with some rows replaced."""
+        return self._engine.programs.put(tree, rows, values)
+
+    def like(self, value: Tensor | np.ndarray, tensor: Tensor) -> Tensor:
+        """Return a tensor, or an array that the adapter's `arrays.host` returned, like another tensor."""
+        return self.replace(tensor, value) if isinstance(value, np.ndarray) else value
+
+    def replace(self, tensor: Tensor, value: Tensor | np.ndarray) -> Tensor:
+        """Return the value as a tensor like another."""
+        return self._engine.backend.loaded(value, tensor)

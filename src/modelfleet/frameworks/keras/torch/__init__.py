@@ -1,0 +1,11 @@
+"""Keras on torch: a lane's engine on the torch adapter's machinery, with Keras's own pure functions in it.
+
+A Keras model on torch is stepped like any torch model: its stacked variables go through one traced program, which
+is compiled if that pays. The loss, the metrics and the optimizer's update come from `keras.steps.Steps`.
+"""
+
+from modelfleet.frameworks.keras.torch.contexts import drawing
+from modelfleet.frameworks.keras.torch.engine import KerasTorchEngine as Engine
+from modelfleet.frameworks.keras.torch.replica import lend, numbers, replica
+
+__all__ = ["Engine", "drawing", "lend", "numbers", "replica"]

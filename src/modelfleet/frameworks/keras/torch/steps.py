@@ -1,0 +1,243 @@
+"""Steps of a lane of Keras models on torch, as the torch engine calls them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import torch
+from torch import Tensor
+
+from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS
+from modelfleet.frameworks.functional import padding
+from modelfleet.frameworks.keras.steps import Steps
+from modelfleet.frameworks.keras.torch.contexts import STREAM_DRAWS, unfiltered_errors
+from modelfleet.frameworks.torch import arrays, steps
+from modelfleet.frameworks.torch.base import on_host
+from modelfleet.frameworks.torch.counting import Coefficients
+from modelfleet.frameworks.torch.mapping import mapped
+from modelfleet.frameworks.torch.updating import keep_new
+from modelfleet.trees import leaves, map_tree
+from modelfleet.types import Model, State, Tree
+
+PARTS = ("params", "buffers", "optimizer", "metrics")
+
+
+class TorchSteps(steps.Steps):
+    """Steps of a lane, made of a Keras model's pure functions (see `frameworks.torch.steps.Steps`)."""
+
+    def __init__(self, model: Model, task: Any) -> None:
+        super().__init__(model, task, layout=frozenset())
+        self.own = Steps(model)
+
+    def find_unused(
+        self, state: State, shared: dict[str, Tensor], data: Tree, weights: Tensor | None, *, shared_data: bool
+    ) -> None:
+        """Find the variables that do not influence the loss, by one backward pass of the first member."""
+        data = data if shared_data else map_tree(lambda t: t[0], data)
+        weights = None if weights is None else weights[0]
+        one = {part: map_tree(lambda t: t[0].clone(), state[part]) for part in PARTS}
+        with self._keras(state, fused=False):
+            found = self._gradients(one, data, weights, fused=False)[0]
+        self.unused = frozenset(one["params"].keys() - found.keys())
+
+    def train(
+        self,
+        state: State,
+        shared: dict[str, Tensor],
+        coefficients: Coefficients,
+        active: Tensor,
+        data: Tree,
+        weights: Tensor | None,
+        *,
+        shared_data: bool,
+        fused: bool,
+    ) -> Tensor:
+        """Take one step of every active member, in place. Return the losses `(member,)`."""
+        own = {part: state[part] for part in PARTS}
+
+        def step(own: State, data: Tree, weights: Tensor | None) -> Tree:
+            return self._applied(own, self._gradients(own, data, weights, fused=fused))
+
+        with self._keras(state, fused):
+            found = mapped(step, (own, data, weights), _axes(shared_data), fused=fused)
+        return self._keep(state, active, *found)
+
+    def gradients(
+        self,
+        state: State,
+        shared: dict[str, Tensor],
+        data: Tree,
+        weights: Tensor | None,
+        *,
+        shared_data: bool,
+        fused: bool,
+    ) -> Tree:
+        """Return every member's gradients, and its loss, buffers and metrics."""
+
+        def found(own: State, data: Tree, weights: Tensor | None) -> Tree:
+            return self._gradients(own, data, weights, fused=fused)
+
+        own = {part: state[part] for part in PARTS}
+        with self._keras(state, fused):
+            return mapped(found, (own, data, weights), _axes(shared_data), fused=fused)
+
+    def apply(
+        self,
+        state: State,
+        shared: dict[str, Tensor],
+        coefficients: Coefficients,
+        active: Tensor,
+        found: Tree,
+        *,
+        shared_data: bool,
+        fused: bool,
+    ) -> Tensor:
+        """Update every active member in place by what `gradients` returned. Return the losses `(member,)`."""
+        own = {part: state[part] for part in PARTS}
+        with self._keras(state, fused):
+            new = mapped(self._applied, (own, found), (0, 0), fused=fused)
+        return self._keep(state, active, *new)
+
+    def _applied(self, own: State, found: Tree) -> tuple[State, Tensor, Tensor]:
+        """Return one member's state after an update, its loss, and True if its gradient was finite."""
+        gradients, (loss, buffers, metrics) = found
+        params, optimizer = self.own.apply(own["params"], own["optimizer"], gradients)
+        finite = torch.isfinite(torch.stack([(g * 0).sum() for g in gradients.values()]).sum())
+        if self.own.scales_loss:  # the optimizer itself skips gradients that are not finite
+            finite = torch.ones_like(finite)
+        return {"params": params, "buffers": buffers, "optimizer": optimizer, "metrics": metrics}, loss, finite
+
+    def _keep(self, state: State, active: Tensor, new: State, loss: Tensor, finite: Tensor) -> Tensor:
+        """Write the new state of the active members whose loss and gradient are finite. Return the losses."""
+        member = state["member"]
+        live = active & (member["trouble"] == FINE)
+        good_loss = torch.isfinite(loss)
+        keep = live & good_loss & finite
+        # All results come before all writes, so that the compiler can share equal intermediate results.
+        kept = [
+            (tensor, torch.where(_like(keep, tensor), new[part][name].to(tensor.dtype), tensor))
+            for part in PARTS
+            for name, tensor in state[part].items()
+        ]
+        for tensor, value in kept:
+            tensor.copy_(value)
+        keep_new(keep, member["step"], member["step"] + 1)
+        keep_new(live, member["trouble"], torch.where(good_loss, torch.where(finite, FINE, GRADIENT), LOSS))
+        return loss
+
+    def evaluate(
+        self,
+        state: State,
+        shared: dict[str, Tensor],
+        data: Tree,
+        weights: Tensor | None,
+        *,
+        shared_data: bool,
+        fused: bool,
+    ) -> dict[str, Tensor]:
+        """Return the metrics `(member, …)` of a state with a batch added."""
+
+        def add(own: State, data: Tree, weights: Tensor | None) -> Tree:
+            return self.own.evaluate(own["params"], own["buffers"], own["metrics"], data, weights)[0]
+
+        own = {part: state[part] for part in ("params", "buffers", "metrics")}
+        with torch.no_grad(), self._keras(state, fused):
+            return mapped(add, (own, data, weights), _axes(shared_data), fused=fused)
+
+    def predict(
+        self, state: State, shared: dict[str, Tensor], data: Tree, *, shared_data: bool, fused: bool
+    ) -> Tree:
+        """Return the outputs `(member, row, …)` on a batch of inputs."""
+
+        def output_of(own: State, data: Tree) -> Tree:
+            return self.own.predict(own["params"], own["buffers"], data)[0]
+
+        own = {part: state[part] for part in ("params", "buffers")}
+        with torch.no_grad(), self._keras(state, fused):
+            return mapped(output_of, (own, data), _axes(shared_data)[:2], fused=fused)
+
+    def results(self, metrics: dict[str, Tensor], *, fused: bool) -> dict[str, Tensor]:
+        """Return the loss and the metrics `(member,)` from their sums."""
+        with torch.no_grad():
+            return mapped(self.own.results, (metrics,), (0,), fused=fused)
+
+    def _gradients(self, own: State, data: Tree, weights: Tensor | None, *, fused: bool) -> Tree:
+        """Return one member's gradients, and its loss, buffers and metrics. Unused variables have no gradient."""
+
+        def loss_of(params: dict[str, Tensor]) -> tuple[Tensor, Tree]:
+            return self.own.loss(params, own["buffers"], own["metrics"], own["optimizer"], data, weights)
+
+        if fused:
+            gradients, aux = torch.func.grad(loss_of, has_aux=True)(own["params"])
+            gradients = {name: g for name, g in gradients.items() if name not in self.unused}
+        else:
+            with torch.enable_grad():
+                params = {name: p.detach().requires_grad_() for name, p in own["params"].items()}
+                loss, aux = loss_of(params)
+                found = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+            gradients = {name: g for name, g in zip(params, found, strict=True) if g is not None}
+        return map_tree(torch.Tensor.detach, (gradients, aux))
+
+    def ignores_padding(self, one: State, data: Tree, real: int) -> bool:
+        """Return True if a member's step on `real` rows stays the same with padding of weight 0 behind them.
+
+        Random weights are tried, too: a member's own weights may hide an influence (see `functional.padding`).
+        """
+        own = {part: map_tree(lambda t: t[0], one[part]) for part in PARTS}
+        weights = (torch.arange(len(leaves(data)[0]), device=one["member"]["seed"].device) < real).float()
+        data = map_tree(lambda leaf: arrays.padded_otherwise(leaf, real), data)
+        few = map_tree(lambda t: t[:real], data)
+        params = map_tree(on_host, own["params"])
+        try:
+            for number in (1, 2, None):
+                if number is not None:
+                    drawn = padding.random_weights(params, number)
+                    own["params"] = {
+                        name: torch.from_numpy(drawn[name]).to(tensor) for name, tensor in own["params"].items()
+                    }
+                else:
+                    own["params"] = map_tree(lambda t: t[0], one["params"])
+                with self._keras(one, fused=False):
+                    padded = map_tree(on_host, self._gradients(own, data, weights, fused=False))
+                with self._keras(one, fused=False):
+                    alone = map_tree(on_host, self._gradients(own, few, None, fused=False))
+                pairs = zip(padded, alone, (True, False), strict=True)  # the gradients, and everything else
+                if not all(padding.alike(p, a, together=together) for p, a, together in pairs):
+                    return False
+        except Exception:  # a model that accepts only batches of one size
+            return False
+        return True
+
+    def rows_apart(self, one: State, inputs: Tree) -> bool:
+        """Return True if a member's output for a row depends on that row alone, by trials like those above."""
+        rows = len(leaves(inputs)[0])
+        few = map_tree(lambda t: t[: (rows + 1) // 2], inputs)
+        params = map_tree(lambda t: on_host(t[0]), one["params"])
+        buffers = map_tree(lambda t: t[0], one["buffers"])
+        try:
+            for number in (1, 2, None):
+                drawn = params if number is None else padding.random_weights(params, number)
+                own = {name: torch.from_numpy(drawn[name]).to(tensor) for name, tensor in one["params"].items()}
+                with torch.no_grad(), self._keras(one, fused=False):
+                    whole, part = (map_tree(on_host, self.own.predict(own, buffers, x)[0]) for x in (inputs, few))
+                if not padding.rows_alike(whole, part, rows):
+                    return False
+        except Exception:  # a model that accepts only batches of one size
+            return False
+        return True
+
+    @contextmanager
+    def _keras(self, state: State, fused: bool) -> Iterator[None]:
+        device = state["member"]["seed"].device
+        with keras.device(str(device)), STREAM_DRAWS, unfiltered_errors(), self._streams(state["member"], fused):
+            yield
+
+
+def _axes(shared_data: bool) -> tuple[int | None, ...]:
+    """Return the member axes of (state, data, weights)."""
+    return 0, None if shared_data else 0, 0
+
+
+def _like(per_member: Tensor, tensor: Tensor) -> Tensor:
+    return per_member.view(-1, *[1] * (tensor.dim() - 1))
