@@ -18,7 +18,7 @@ ORDER = (
     "modelfleet",
     "fleet",
     "fitting",
-    "checkpoints lane_sets saving",
+    "checkpoints live_lanes saving",
     "planning",
     "sharing",
     "remote",

@@ -12,7 +12,7 @@ from torch import nn
 
 import modelfleet as mf
 from modelfleet.errors import InputError
-from modelfleet.frameworks.rows import bucket
+from modelfleet.frameworks.predict_rows import bucket
 from modelfleet.lanes import Lane
 
 NAMES = ["a", "b", "c", "d"]

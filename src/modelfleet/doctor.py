@@ -160,7 +160,7 @@ def packages(adapters: Mapping[str, Adapter], problems: Mapping[str, str]) -> tu
         advice = package.pip if found is None else problems.get(package.name, "")
         row = Row(package.name, found, package.purpose, advice)
         if package.name == "keras" and "keras" in adapters:
-            from modelfleet.frameworks.keras.diagnosis import backend
+            from modelfleet.frameworks.keras.doctor_facts import backend
 
             row = replace(row, here=f"{found}, backend {backend()}")
         rows.append(row)
@@ -197,7 +197,7 @@ def machine(adapters: Mapping[str, Adapter]) -> tuple[Row, ...]:
         Row("MODELFLEET_COMPILE", os.environ.get("MODELFLEET_COMPILE", "auto"), "auto, now or never"),
     ]
     if "torch" in adapters:
-        from modelfleet.frameworks.torch.diagnosis import cache_folder
+        from modelfleet.frameworks.torch.doctor_facts import cache_folder
 
         folder, problem = _attempt(cache_folder)
         here = None if folder is None else str(folder)

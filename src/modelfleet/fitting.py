@@ -10,7 +10,7 @@ from typing import Protocol
 from modelfleet import checkpoints
 from modelfleet.callbacks import Callback, Checkpoint
 from modelfleet.errors import AllFailedError, BusyError, InputError
-from modelfleet.frameworks import randomness
+from modelfleet.frameworks import global_generators
 from modelfleet.frameworks.adapter_protocol import Adapter
 from modelfleet.history import History
 from modelfleet.interrupts import StopRequest
@@ -59,7 +59,7 @@ class Fit:
         halve: Callable[[LaneRun], list[LaneRun]],
         callbacks: Sequence[Callback],
         reporter: Reporter,
-        generators: randomness.State,
+        generators: global_generators.State,
         *,
         in_step: bool,
         devices: Sequence[str],
@@ -257,7 +257,7 @@ class Fit:
         for run, _ in reports:
             run.leave(self._take_stopped(run))
         self.active = self._training()
-        self.generators = randomness.state()
+        self.generators = global_generators.state()
         for run, _ in reports:  # a loader that a worker reads draws there
             if run.remote is not None:
                 self.generators.update(run.generators or {})
@@ -364,7 +364,7 @@ class Fit:
 
     def _rewind(self) -> None:
         """Have loaders draw the shuffles that they drew in the epoch that is resumed."""
-        randomness.restore(self.generators)
+        global_generators.restore(self.generators)
         for feed in [*(run.feed for run in self.runs), *(run.validation for run in self.runs)]:
             if feed is not None:
                 feed.rewind()

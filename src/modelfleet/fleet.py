@@ -14,14 +14,14 @@ from modelfleet.each import Each, per_member
 from modelfleet.errors import InputError, StrategyError, unknown
 from modelfleet.fitting import Fit
 from modelfleet.foreign_words import explain_arguments
-from modelfleet.frameworks import randomness
+from modelfleet.frameworks import global_generators
 from modelfleet.gate import Gate
 from modelfleet.history import History
 from modelfleet.interrupts import noticing
-from modelfleet.lane_sets import LaneSet
 from modelfleet.lanes import DevicePool, Lane, LaneBuilder
+from modelfleet.live_lanes import LiveLanes
 from modelfleet.members import Member, check_name, member_seed
-from modelfleet.planning.describing import describe
+from modelfleet.planning.lane_facts import describe
 from modelfleet.planning.plan import Plan
 from modelfleet.planning.planner import Planner
 from modelfleet.planning.stored import StoredPlan
@@ -88,8 +88,8 @@ class Fleet:
         self._exposed: set[str] = set()  # members whose models the user may hold, and change
         self._pool = DevicePool(parse_devices(devices))
         self._planner = Planner()
-        self._lane_set = LaneSet(self._members, self._recipes, self._pool, LaneBuilder(), self._planner)
-        self._nested_set: LaneSet | None = None  # the lanes of verbs that are called within others
+        self._lane_set = LiveLanes(self._members, self._recipes, self._pool, LaneBuilder(), self._planner)
+        self._nested_set: LiveLanes | None = None  # the lanes of verbs that are called within others
         self._gate = Gate()
         self._fit: Fit | None = None  # the one that is running
         self._epoch_seconds: float | None = None  # of the last fit
@@ -326,7 +326,7 @@ class Fleet:
             The plan. It can be printed, compared, and turned into a dict.
         """
         _check_strategy(strategy)
-        with self._gate.reading("plan"), randomness.kept(), frameworks.computing():
+        with self._gate.reading("plan"), global_generators.kept(), frameworks.computing():
             lanes, changed = self._lanes_to_read(), self._changed()
             if data is None:
                 compiled = all(recipe is not None for recipe in self._recipes.values())
@@ -410,7 +410,7 @@ class Fleet:
         job.check()
         shown = reporter(progress)
         with self._gate.changing("fit"), frameworks.computing(), noticing() as raise_if_interrupted:
-            generators = randomness.state()  # before any loader draws from them
+            generators = global_generators.state()  # before any loader draws from them
             members = list(self._members.values())
             try:
                 shown.status("tracing and measuring")
@@ -513,7 +513,7 @@ class Fleet:
         _, opened, feeding = lanes.open(job, kind, "auto", self._changed(), self._sharings)
         return opened, len(opened) > 1 and feeding.one_loader
 
-    def _lanes_to_read(self) -> LaneSet:
+    def _lanes_to_read(self) -> LiveLanes:
         """Return the lanes for a verb that reads. Within another verb, they are not that verb's lanes."""
         if not self._gate.nested:
             return self._lane_set
@@ -537,10 +537,10 @@ class Fleet:
         self._nested_set = None
         return self._lane_set.halve(run)
 
-    def _sharings(self, generators: randomness.State | None = None) -> Sharings:
+    def _sharings(self, generators: global_generators.State | None = None) -> Sharings:
         """Return the ways to share the devices."""
         devices = self._pool.of_all(list(self._members.values()))
-        generators = randomness.state() if generators is None else generators
+        generators = global_generators.state() if generators is None else generators
 
         def writer(job: Job) -> OrderWriter:
             return OrderWriter(self._token, self._recipes, self._pool.devices, job, generators)

@@ -12,7 +12,7 @@ from tests.helpers import fit, fleet_of, mlp, toy
 from torch import Tensor, nn
 
 import modelfleet as mf
-from modelfleet import lane_sets, testing
+from modelfleet import live_lanes, testing
 from modelfleet.lanes import DevicePool, Groups
 
 X, Y = toy(24)
@@ -189,7 +189,7 @@ def test_lanes_of_other_devices_are_given_up_though_making_new_ones_is_broken_of
         return Groups(*args)
 
     monkeypatch.setattr(DevicePool, "refresh", lambda self: next(looks, False))  # a cluster with other nodes now
-    monkeypatch.setattr(lane_sets, "Groups", interrupted)
+    monkeypatch.setattr(live_lanes, "Groups", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fit(fleet, toy(8))
     fit(fleet, toy(8))

@@ -27,7 +27,7 @@ import modelfleet as mf
 from modelfleet.devices import Memory
 from modelfleet.sharing import dispatcher
 from modelfleet.types import Strategy
-from modelfleet.workers import CannotSendError, WorkerDiedError, process, shared_memory, spawner
+from modelfleet.workers import CannotSendError, WorkerDiedError, fork_server_client, process, shared_memory
 from modelfleet.workers.parcels import Inbox, Outbox, SharedMemoryValue
 from modelfleet.workers.process import ProcessPlace, ProcessWorker
 
@@ -182,7 +182,9 @@ def test_a_frozen_worker_of_one_device_fails_its_members_by_name(monkeypatch: py
 
 
 def test_a_fit_for_which_no_worker_can_be_had_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spawner.fork_server, "command", lambda *_: [sys.executable, "-c", "raise SystemExit(3)"])
+    monkeypatch.setattr(
+        fork_server_client.fork_server, "command", lambda *_: [sys.executable, "-c", "raise SystemExit(3)"]
+    )
     fleet = mf.Fleet([mlp(4), mlp(5)])
     fleet.compile("sgd", "cross_entropy", lr=0.1)
     with pytest.raises(mf.AllFailedError, match=r"starts workers and ended with code 3.* All 2 members failed"):
@@ -191,7 +193,7 @@ def test_a_fit_for_which_no_worker_can_be_had_says_so(monkeypatch: pytest.Monkey
 
 def test_a_worker_that_does_not_begin_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatcher, "WORKER_POLICY", replace(dispatcher.WORKER_POLICY, start_timeout=1.0))
-    monkeypatch.setattr(spawner.fork_server, "command", lambda *_: ["sleep", "1000"])
+    monkeypatch.setattr(fork_server_client.fork_server, "command", lambda *_: ["sleep", "1000"])
     monkeypatch.setattr(multiprocessing.spawn, "get_executable", lambda: b"/bin/sleep")
     fleet = mf.Fleet([mlp(4), mlp(5)])
     fleet.compile("sgd", "cross_entropy", lr=0.1)
@@ -209,7 +211,7 @@ def test_idle_workers_are_dismissed_and_the_fork_server_with_them(monkeypatch: p
     until(lambda: not workers[0].alive)
     assert process.idle_count() == 0
     workers.clear()
-    until(lambda: spawner._current is None)
+    until(lambda: fork_server_client._current is None)
     until(lambda: home.poll() is not None)
 
 

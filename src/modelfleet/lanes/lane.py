@@ -11,7 +11,7 @@ from modelfleet.errors import FleetError, GroupError, InputError, StrategyError
 from modelfleet.feeds import Batch, Feed
 from modelfleet.frameworks.engine import Engine
 from modelfleet.frameworks.errors import StepError
-from modelfleet.frameworks.rows import predict_rows
+from modelfleet.frameworks.predict_rows import predict_rows
 from modelfleet.frameworks.stacked import WEIGHTS
 from modelfleet.lanes.outputs import join_batches, member_rows
 from modelfleet.lanes.padding import pieces, prediction_pieces

@@ -15,7 +15,7 @@ from modelfleet.errors import StrategyError
 from modelfleet.lanes import Groups, LaneSpec
 from modelfleet.lanes.spec import join_reasons
 from modelfleet.planning import memory, placement
-from modelfleet.planning.fusing import refuse_indivisible, split_unfusable
+from modelfleet.planning.fusability import refuse_indivisible, split_unfusable
 from modelfleet.planning.measurements import Budget, Measurements, steps_per_epoch, total_steps, work
 from modelfleet.planning.placement import Load
 from modelfleet.planning.plan import Plan

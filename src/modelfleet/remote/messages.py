@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from modelfleet import frameworks
 from modelfleet.devices import Device, parse_devices
 from modelfleet.each import Each
-from modelfleet.frameworks.randomness import State as GeneratorState
+from modelfleet.frameworks.global_generators import State as GeneratorState
 from modelfleet.lanes import LaneSpec
 from modelfleet.recipe import Recipe
 from modelfleet.runs.job import Job

@@ -7,7 +7,7 @@ import numpy as np
 
 from modelfleet import frameworks
 from modelfleet.errors import StrategyError
-from modelfleet.frameworks import randomness
+from modelfleet.frameworks import global_generators
 from modelfleet.lanes import DevicePool, Groups, LaneBuilder
 from modelfleet.members import Member
 from modelfleet.remote.messages import LaneOrder, LaneUpdate, OwnerReply, WorkerUpdate
@@ -49,7 +49,7 @@ def _run_lanes(order: LaneOrder) -> Generator[WorkerUpdate, OwnerReply, None]:
                 updates = [lanes.update(event.run)]
             else:
                 continue
-            reply = yield WorkerUpdate(updates, randomness.state())
+            reply = yield WorkerUpdate(updates, global_generators.state())
             if reply.end:
                 return
             lanes.apply(reply, reports)
@@ -59,7 +59,7 @@ def _run_lanes(order: LaneOrder) -> Generator[WorkerUpdate, OwnerReply, None]:
             run.lane.engine.stop()
         if ranks is not None:
             ranks.close()
-    yield WorkerUpdate([lanes.update(run) for run in lanes.runs], randomness.state())
+    yield WorkerUpdate([lanes.update(run) for run in lanes.runs], global_generators.state())
 
 
 def _join_ranks(order: LaneOrder):  # noqa: ANN202  a framework's own type
@@ -90,7 +90,7 @@ class _WorkerLanes:
             data, validation = order.data.get()
             job = replace(job, data=data, validation=validation)
         members = [Member(name, model, seed, frameworks.adapter(f)) for name, model, seed, f in order.members]
-        randomness.restore(order.generators)
+        global_generators.restore(order.generators)
         groups = Groups(DevicePool(order.devices), members, order.recipes, "train")
         for spec, progress in zip(order.lanes, order.progress, strict=True):
             groups.epochs.update(zip(spec.members, progress.before[0], strict=True))  # shuffles depend on them
@@ -105,7 +105,7 @@ class _WorkerLanes:
             # Lanes that read one loader take its batches one by one.
             run.choose_turn_length(single=order.watched or self.in_step)
         if any(progress.epoch or progress.step for progress in order.progress):
-            randomness.restore(order.generators)
+            global_generators.restore(order.generators)
             for run in self.runs:
                 for feed in (run.feed, run.validation):
                     if feed is not None:

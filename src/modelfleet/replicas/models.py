@@ -14,7 +14,7 @@ import numpy as np
 from modelfleet import frameworks, memory
 from modelfleet.devices import Device, parse_devices
 from modelfleet.errors import FleetError, InputError, StrategyError
-from modelfleet.frameworks import randomness
+from modelfleet.frameworks import global_generators
 from modelfleet.frameworks.batches import inputs
 from modelfleet.types import Model, Precision
 from modelfleet.words import size
@@ -61,7 +61,7 @@ class Source:
         """
         if not self.is_factory:
             return self
-        with randomness.kept(), ExitStack() as seeded:
+        with global_generators.kept(), ExitStack() as seeded:
             random.seed(0)
             np.random.seed(0)
             for framework in frameworks.loaded():
@@ -84,7 +84,7 @@ class Source:
     def _made_within(self, seconds: float) -> "Source":
         """Return `made()`, in a thread, because nothing else can be waited for with a limit."""
         making: Future[Source] = Future()
-        before, settings = randomness.state(), frameworks.settings(None)
+        before, settings = global_generators.state(), frameworks.settings(None)
 
         def make() -> None:
             try:
@@ -98,7 +98,7 @@ class Source:
         context = contextvars.copy_context()
         threading.Thread(target=context.run, args=(make,), name="modelfleet-factory", daemon=True).start()
         if wait([making], min(seconds, threading.TIMEOUT_MAX)).not_done:
-            randomness.restore(before)  # the factory's thread had seeded it
+            global_generators.restore(before)  # the factory's thread had seeded it
             raise FleetError(
                 f"{_described(self.value)} had not made its model after {seconds:g} s, and is left behind in a "
                 f"thread, which can't be ended. Give a larger start_timeout if it takes that long."

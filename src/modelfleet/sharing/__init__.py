@@ -3,7 +3,7 @@
 A sharing is a function of runs and options that runs the lanes to their end and yields what happens
 (`modelfleet.runs.events.Sharing`). To add one, write such a function, add it to `sharings`, and its name to
 `SharingName` and `Strategy` in `modelfleet.types`. If the planner should try it, name it in `Planner._plan_fit`;
-if it takes groups whole, in `LaneSet._asked_for`.
+if it takes groups whole, in `LiveLanes._asked_for`.
 """
 
 from collections.abc import Callable, Sequence

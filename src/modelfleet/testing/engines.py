@@ -17,7 +17,7 @@ import numpy as np
 from modelfleet.errors import StrategyError
 from modelfleet.feeds import Batch
 from modelfleet.frameworks.engine import Engine
-from modelfleet.frameworks.rows import predict_rows
+from modelfleet.frameworks.predict_rows import predict_rows
 from modelfleet.frameworks.stacked import WEIGHTS, by_path
 from modelfleet.members import Member
 from modelfleet.types import Model, Tree

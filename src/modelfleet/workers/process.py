@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 from weakref import WeakSet
 
-from modelfleet.workers import channel, spawner
+from modelfleet.workers import channel, fork_server_client
 from modelfleet.workers.entry import Setup
 from modelfleet.workers.heartbeat import SilenceTimer
 from modelfleet.workers.parcels import Inbox, Outbox, Parcel, SharedMemoryValue, pack
@@ -46,7 +46,7 @@ class ProcessWorker:
         self._messages: deque[tuple[str, Any, list[int]]] = deque()  # read, but not received yet
         self._outbox, self._inbox = Outbox(), Inbox()
         self._setup = Setup.current(self.env)
-        self._channel, self.process, self._heartbeat = spawner.spawn()
+        self._channel, self.process, self._heartbeat = fork_server_client.spawn()
         self._silence = SilenceTimer()
         self._begun_before = self._pings = 0
         _all.add(self)
@@ -158,7 +158,7 @@ class ProcessWorker:
         return not (
             have_changed(self.files)
             or now.path != self._setup.path
-            or spawner.differ_at_import(self._setup.environ, now.environ)
+            or fork_server_client.differ_at_import(self._setup.environ, now.environ)
         )
 
     def abandon(self) -> None:
@@ -288,7 +288,7 @@ def _expire_idle() -> None:
         for worker in expired:
             worker.close()
         if none_left:
-            spawner.dismiss()
+            fork_server_client.dismiss()
             return
 
 
@@ -301,7 +301,7 @@ def dismiss() -> None:
                 break
             worker = _idle.pop()
         worker.close()
-    spawner.dismiss()
+    fork_server_client.dismiss()
 
 
 def _abandon_after_fork() -> None:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from modelfleet.errors import InputError
+from modelfleet.frameworks.batch_errors import batch_error
 from modelfleet.frameworks.engine import Hyper, Pace
-from modelfleet.frameworks.explaining import batch_error
-from modelfleet.frameworks.functional.padding import ignores_padding, rows_apart
+from modelfleet.frameworks.functional.padding_trial import ignores_padding, rows_apart
 from modelfleet.frameworks.functional.state import READABLE, FunctionalState
 from modelfleet.frameworks.stacked import Positions
 from modelfleet.joining import joined

@@ -10,7 +10,7 @@ import numpy as np
 
 from modelfleet.errors import InputError
 from modelfleet.frameworks.jax.models import Array, is_module, is_pair, key_data, key_of, like, named_leaves, raw
-from modelfleet.frameworks.weights import Spec, mismatch
+from modelfleet.frameworks.weight_mismatch import Spec, mismatch
 from modelfleet.types import Arrays, Model, Tree
 
 

@@ -14,7 +14,7 @@ from modelfleet.errors import InputError
 from modelfleet.frameworks.keras.custom_objects import put_together, take_apart
 from modelfleet.frameworks.keras.optimizers import twin
 from modelfleet.frameworks.keras.steps import structural_keys
-from modelfleet.frameworks.weights import Spec, mismatch
+from modelfleet.frameworks.weight_mismatch import Spec, mismatch
 from modelfleet.types import Tensor
 from modelfleet.words import without_period
 

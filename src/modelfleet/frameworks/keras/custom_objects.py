@@ -19,7 +19,7 @@ from keras.src.saving.serialization_lib import ObjectSharingScope
 from keras.src.utils.python_utils import is_default
 
 from modelfleet.errors import InputError
-from modelfleet.frameworks import randomness
+from modelfleet.frameworks import global_generators
 from modelfleet.frameworks.keras.structure import difference, signature
 from modelfleet.frameworks.structure import Signature
 
@@ -118,7 +118,7 @@ def check_config(model: keras.Model, custom: CustomObjects, config: str, *, trai
     ]
     if not any(trained or getattr(part._auto_config, "config", None) for part in automatic):
         return
-    with randomness.kept(), custom_objects(custom), ObjectSharingScope():
+    with global_generators.kept(), custom_objects(custom), ObjectSharingScope():
         serialized = {**json.loads(config), "compile_config": None}
         twin: Any = keras.saving.deserialize_keras_object(serialized, safe_mode=False)
     unlike = difference(*(_without_weights(signature(one), trained) for one in (twin, model)))

@@ -16,9 +16,9 @@ from keras import ops, tree
 
 from modelfleet.errors import InputError, StrategyError
 from modelfleet.frameworks import batches
+from modelfleet.frameworks.batch_errors import batch_error
 from modelfleet.frameworks.engine import Engine, Hyper, Pace
 from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS
-from modelfleet.frameworks.explaining import batch_error
 from modelfleet.frameworks.keras.optimizers import built, left_unbuilt
 from modelfleet.frameworks.keras.own_functions import FunctionName, as_tuple, call_own_function, evaluation_offset
 from modelfleet.frameworks.keras.own_variables import (

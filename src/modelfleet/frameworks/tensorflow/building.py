@@ -11,7 +11,7 @@ from tensorflow.python.eager import context
 
 from modelfleet.errors import InputError
 from modelfleet.frameworks.tensorflow.models import SERVING, is_function
-from modelfleet.frameworks.weights import Spec, mismatch
+from modelfleet.frameworks.weight_mismatch import Spec, mismatch
 from modelfleet.types import Arrays, Model
 
 

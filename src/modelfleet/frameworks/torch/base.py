@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.frameworks import batches
+from modelfleet.frameworks.batch_errors import batch_error
 from modelfleet.frameworks.engine import Engine
-from modelfleet.frameworks.explaining import batch_error
 from modelfleet.frameworks.torch.devices import out_of_memory
 from modelfleet.frameworks.torch.losses import check_range, check_targets
 from modelfleet.joining import joined

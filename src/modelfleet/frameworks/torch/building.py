@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from modelfleet.errors import InputError
 from modelfleet.frameworks.torch.extra_state import difference, extra_states, is_extra, set_extra_states
-from modelfleet.frameworks.weights import Spec, mismatch
+from modelfleet.frameworks.weight_mismatch import Spec, mismatch
 from modelfleet.trees import leaves
 
 

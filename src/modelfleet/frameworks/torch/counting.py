@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from modelfleet.frameworks.torch.algorithms import STEP
 from modelfleet.frameworks.torch.coefficients import computing
+from modelfleet.frameworks.torch.optimizer_algorithms import STEP
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.types import State
 

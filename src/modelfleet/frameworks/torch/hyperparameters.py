@@ -9,7 +9,7 @@ import numpy as np
 
 from modelfleet.each import Each, per_member
 from modelfleet.errors import InputError, unknown
-from modelfleet.frameworks.torch.algorithms import ALGORITHMS
+from modelfleet.frameworks.torch.optimizer_algorithms import ALGORITHMS
 from modelfleet.frameworks.torch.optimizers import Optimizer
 from modelfleet.types import OptimizerLike
 

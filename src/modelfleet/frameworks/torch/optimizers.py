@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelfleet.frameworks.torch.algorithms import ALGORITHMS, STEP
 from modelfleet.frameworks.torch.coefficients import Coefficients, one_per_member, pairs
+from modelfleet.frameworks.torch.optimizer_algorithms import ALGORITHMS, STEP
 from modelfleet.frameworks.torch.state import exact
 
 PER_MEMBER = frozenset({STEP, "mu_product"})  # slots with one number per member, not one per weight

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelfleet.frameworks.torch.algorithms import STEP
 from modelfleet.frameworks.torch.hyperparameters import flat_names
+from modelfleet.frameworks.torch.optimizer_algorithms import STEP
 from modelfleet.frameworks.torch.optimizers import Optimizer
 
 Slots = dict[str, dict[str, Tensor]]

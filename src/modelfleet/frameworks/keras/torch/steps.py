@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS
-from modelfleet.frameworks.functional import padding
+from modelfleet.frameworks.functional import padding_trial
 from modelfleet.frameworks.keras.steps import Steps
 from modelfleet.frameworks.keras.torch.contexts import STREAM_DRAWS, unfiltered_errors
 from modelfleet.frameworks.torch import arrays, steps
@@ -192,7 +192,7 @@ class TorchSteps(steps.Steps):
         try:
             for number in (1, 2, None):
                 if number is not None:
-                    drawn = padding.random_weights(params, number)
+                    drawn = padding_trial.random_weights(params, number)
                     own["params"] = {
                         name: torch.from_numpy(drawn[name]).to(tensor) for name, tensor in own["params"].items()
                     }
@@ -203,7 +203,7 @@ class TorchSteps(steps.Steps):
                 with self._keras(one, fused=False):
                     alone = map_tree(on_host, self._gradients(own, few, None, fused=False))
                 pairs = zip(padded, alone, (True, False), strict=True)  # the gradients, and everything else
-                if not all(padding.alike(p, a, together=together) for p, a, together in pairs):
+                if not all(padding_trial.alike(p, a, together=together) for p, a, together in pairs):
                     return False
         except Exception:  # a model that accepts only batches of one size
             return False
@@ -217,11 +217,11 @@ class TorchSteps(steps.Steps):
         buffers = map_tree(lambda t: t[0], one["buffers"])
         try:
             for number in (1, 2, None):
-                drawn = params if number is None else padding.random_weights(params, number)
+                drawn = params if number is None else padding_trial.random_weights(params, number)
                 own = {name: torch.from_numpy(drawn[name]).to(tensor) for name, tensor in one["params"].items()}
                 with torch.no_grad(), self._keras(one, fused=False):
                     whole, part = (map_tree(on_host, self.own.predict(own, buffers, x)[0]) for x in (inputs, few))
-                if not padding.rows_alike(whole, part, rows):
+                if not padding_trial.rows_alike(whole, part, rows):
                     return False
         except Exception:  # a model that accepts only batches of one size
             return False

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 from modelfleet.frameworks.torch.compiling.graph_source import GraphSource
 from modelfleet.frameworks.torch.compiling.worker import DONE, FAILED, remove
-from modelfleet.frameworks.torch.diagnosis import cache_folder
+from modelfleet.frameworks.torch.doctor_facts import cache_folder
 
 MANY_CORES = 8  # from this number on, two programs are compiled at once
 SETTLING_SECONDS = 0.5  # that a first request waits, because more valuable ones may follow

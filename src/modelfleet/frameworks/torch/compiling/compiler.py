@@ -24,7 +24,7 @@ from modelfleet.errors import FleetError, unknown
 from modelfleet.frameworks.torch.compiling.any_width import FixedWidthError, merge_widths
 from modelfleet.frameworks.torch.compiling.compile_queue import QUEUE, CompileProcess
 from modelfleet.frameworks.torch.compiling.graph_source import ANY_WIDTH, ONE_WIDTH, Form, GraphSource, describe
-from modelfleet.frameworks.torch.diagnosis import cache_folder
+from modelfleet.frameworks.torch.doctor_facts import cache_folder
 from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, Program, TensorSpec
 
 CompileMode = Literal["auto", "now", "never"]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from modelfleet.lanes import DevicePool, Groups, Lane, LaneBuilder, LaneSpec
 from modelfleet.members import Member
-from modelfleet.planning.fusing import refuse_data_parallel, refuse_on_cluster, refuse_unfused
+from modelfleet.planning.fusability import refuse_data_parallel, refuse_on_cluster, refuse_unfused
 from modelfleet.planning.placement import place_by_size
 from modelfleet.planning.plan import Plan
 from modelfleet.planning.planner import Planner, usual_sharing
@@ -22,7 +22,7 @@ Asked = tuple[list[tuple[str, ...]], bool]
 """The members of the lanes that were asked for, and whether each lane is over all devices."""
 
 
-class LaneSet:
+class LiveLanes:
     """Lanes for all members of a fleet.
 
     A fleet keeps one set from verb to verb. A verb that a callback calls within a `fit` has a set of its own,
@@ -64,10 +64,10 @@ class LaneSet:
         assert self._groups is not None
         return self._groups
 
-    def aside(self, specs: Sequence[LaneSpec]) -> "LaneSet":
+    def aside(self, specs: Sequence[LaneSpec]) -> "LiveLanes":
         """Return another set for the same members, in these lanes, or in others if there are none."""
         fixed = (self._groups, specs) if specs and self._groups is not None else None
-        return LaneSet(self._members, self._recipes, self._pool, self._builder, self._planner, fixed)
+        return LiveLanes(self._members, self._recipes, self._pool, self._builder, self._planner, fixed)
 
     # --- for a verb ----------------------------------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ class LaneSet:
         if name in self._holders:
             self._holders[clone] = self._holders[name]
 
-    def take_state(self, other: "LaneSet", names: Collection[str]) -> None:
+    def take_state(self, other: "LiveLanes", names: Collection[str]) -> None:
         """Have members start with the optimizer state that they have in another fleet."""
         self._holders.update({name: other._holders[name] for name in names if name in other._holders})
 
