@@ -120,7 +120,7 @@ def test_a_fit_in_which_all_go_nan_says_so_and_what_often_helps(strategy: Strate
     )
     history = caught.value.history
     assert set(history.failed) == {"0", "1"}
-    with pytest.raises(mf.InputError, match=r"2 of 2 failed.*often a lower lr helps"):
+    with pytest.raises(mf.InputError, match=r"2 of 2 members failed.*often a lower lr helps"):
         history.best("loss")
 
 
