@@ -57,6 +57,10 @@ class Lion(torch.optim.Optimizer):
                 average.mul_(beta2).add_(gradient, alpha=1 - beta2)
 
 
+NOT_IN_TORCH: dict[str, type[torch.optim.Optimizer]] = {"lion": Lion}
+"""Classes of the algorithms that torch does not have."""
+
+
 def make(
     optimizer: Optimizer, params: Iterable[nn.Parameter], hyper: Mapping[str, float]
 ) -> torch.optim.Optimizer:
@@ -64,7 +68,7 @@ def make(
 
     Its steps skip parameters that take no gradient. They may take one later.
     """
-    chosen = optimizer.torch_class or Lion
+    chosen = optimizer.torch_class or NOT_IN_TORCH[optimizer.name]
     return chosen(list(params), **settings(optimizer, hyper), **optimizer.flags)  # pyrefly: ignore
 
 
