@@ -71,7 +71,7 @@ def test_models_must_be_models() -> None:
     refused(lambda: mf.Fleet("resnet"), "models is a str", "mapping from name to model")
     number: Any = 5
     refused(lambda: mf.Fleet(number), "models is a int", "sequence of models")
-    refused(lambda: mf.Fleet([nn.Linear]), "member '0'", "torch.nn.Module")
+    refused(lambda: mf.Fleet([nn.Linear]), "member '0'", "the class Linear", "Linear(...)")
     fleet = fleet_of(1)
     refused(lambda: fleet.add("b", None), "member 'b'", "torch.nn.Module")
 

@@ -274,7 +274,9 @@ def test_history_tells_who_is_best() -> None:
     assert history.metrics == ("loss", "accuracy", "val_loss", "val_accuracy")
     assert history.best("val_loss") == history.best("loss") == history.best() == "1"
     assert len(history["1"]["val_accuracy"]) == 10
-    assert history.frame().shape == (30, 6)
+    metrics = ["loss", "accuracy", "val_loss", "val_accuracy"]
+    assert list(history.frame().columns) == ["member", "epoch", "dropout", "optimizer", "lr", *metrics]
+    assert len(history.frame()) == 30
     assert fleet.evaluate((X, Y))["1"]["accuracy"] == pytest.approx(history["1"]["val_accuracy"][-1])
 
 

@@ -271,6 +271,7 @@ future = replicas.submit("ada", np.ones((3, 2), np.float32))
 if how == "frozen":
     os.kill(int(future.result()[0, 0]), signal.SIGSTOP)
 elif how == "interrupted":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     try:
         replicas.close()
