@@ -16,6 +16,7 @@ ORDER = (
     "demo doctor inspection",
     "testing",
     "modelfleet",
+    "loading",
     "fleet",
     "fitting",
     "checkpoints live_lanes saving",

@@ -33,9 +33,10 @@ if TYPE_CHECKING:
         StrategyError,
     )
     from modelfleet.feeds.tables import by
-    from modelfleet.fleet import Fleet, load
+    from modelfleet.fleet import Fleet
     from modelfleet.frameworks.torch.schedules import Schedule
     from modelfleet.history import Failure, History
+    from modelfleet.loading import load
     from modelfleet.planning.plan import Plan
     from modelfleet.replicas.mapping import Answers, imap, map
     from modelfleet.replicas.pool import Replicas
@@ -70,7 +71,7 @@ _MODULES = {
     "by": "feeds.tables",
     "connect": "workers.ray",
     "imap": "replicas.mapping",
-    "load": "fleet",
+    "load": "loading",
     "map": "replicas.mapping",
 }
 

@@ -1,10 +1,11 @@
 """Callbacks: your own code at the end of the steps and epochs of a fit."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
+from modelfleet import frameworks
 from modelfleet.errors import InputError, nearest
 from modelfleet.history import History, Mode, direction, plain
 from modelfleet.types import Json, Model
@@ -285,3 +286,24 @@ class Checkpoint(Callback):
         # resumed from those would not be the unbroken one.
         if by_epochs or run.epoch >= run.epochs:
             run.save(self.folder)
+
+
+def wrap_callbacks(callbacks: Sequence[Any]) -> list[Callback]:
+    """Return all callbacks as modelfleet's own: those of a framework as one, in place of the first of them."""
+    if not isinstance(callbacks, Iterable):
+        raise InputError(f"callbacks is {callbacks!r}; expected a list of callbacks: callbacks=[...].")
+    given = list(callbacks)
+    own = [callback for callback in given if isinstance(callback, Callback)]
+    others = [callback for callback in given if not isinstance(callback, Callback)]
+    if not others:
+        return own
+    place = next(index for index, callback in enumerate(given) if callback is others[0])
+    return [*own[:place], frameworks.wrapped(others), *own[place:]]
+
+
+def refuse_missing_validation(callbacks: Sequence[Callback]) -> None:
+    """Raise InputError for a callback that needs a metric of validation data, if there are none."""
+    for callback in callbacks:
+        metric = getattr(callback, "metric", None)
+        if isinstance(metric, str) and metric.startswith("val_"):
+            callback.check_metrics(["loss"])

@@ -1,10 +1,10 @@
 """Checkpoints of a fit under way: weights, optimizer state, positions, random state, history and callbacks."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
-from modelfleet.callbacks import Callback
+from modelfleet.callbacks import Callback, Checkpoint
 from modelfleet.errors import StoreError
 from modelfleet.fingerprints import alike, fingerprint
 from modelfleet.frameworks import files as numpy_files
@@ -85,6 +85,14 @@ def stored_plan(folder: Path, *, verify: bool = True) -> StoredPlan:
     lanes = [(tuple(lane["members"]), lane["fused"]) for lane in manifest["lanes"]]
     places = [lane.get("place", 0) for lane in manifest["lanes"]]
     return StoredPlan(lanes, manifest["sharing"], places, manifest.get("devices", 1))
+
+
+def stored_plan_of(callbacks: Sequence[Callback]) -> StoredPlan | None:
+    """Return the plan of the run that a checkpoint would resume."""
+    for callback in callbacks:
+        if isinstance(callback, Checkpoint) and callback.resume and exists(callback.folder):
+            return stored_plan(callback.folder, verify=callback.verify)
+    return None
 
 
 def check_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:

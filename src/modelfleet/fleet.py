@@ -8,7 +8,7 @@ from typing import Any, Literal, Self, get_args, overload
 import numpy as np
 
 from modelfleet import checkpoints, frameworks, saving
-from modelfleet.callbacks import Callback, Checkpoint
+from modelfleet.callbacks import refuse_missing_validation, wrap_callbacks
 from modelfleet.devices import parse_devices
 from modelfleet.each import Each, per_member
 from modelfleet.errors import InputError, StrategyError, unknown
@@ -24,7 +24,6 @@ from modelfleet.members import Member, check_name, member_seed
 from modelfleet.planning.lane_facts import describe
 from modelfleet.planning.plan import Plan
 from modelfleet.planning.planner import Planner
-from modelfleet.planning.stored import StoredPlan
 from modelfleet.progress import reporter
 from modelfleet.recipe import Recipe
 from modelfleet.remote.copies import copy_loaders
@@ -389,13 +388,13 @@ class Fleet:
         if exchange is not None:
             raise InputError("exchange is not built yet: members train independently. Leave it out.")
         _check_strategy(strategy)
-        wrapped = _wrap_callbacks(callbacks)
+        wrapped = wrap_callbacks(callbacks)
         if validation_split is not None:
             if validation is not None:
                 raise InputError("fit got both validation and validation_split. Give one of them.")
             data, validation = split_validation(data, validation_split, self._members)
         elif validation is None:
-            _refuse_missing_validation(wrapped)
+            refuse_missing_validation(wrapped)
         job = Job(
             tuple(self.names),
             data,
@@ -417,7 +416,7 @@ class Fleet:
                 remote = strategy in ("processes", "data_parallel") or self._pool.clustered
                 sent = copy_loaders(job, self._members) if remote else job
                 plan, opened, feeding = self._lane_set.open(
-                    job, "train", strategy, self._exposed, self._sharings, _stored_plan(wrapped)
+                    job, "train", strategy, self._exposed, self._sharings, checkpoints.stored_plan_of(wrapped)
                 )
                 self._nested_set = None
                 self._fit = fit = Fit(
@@ -590,71 +589,9 @@ def _check_strategy(strategy: str) -> None:
         raise unknown("strategy", strategy, STRATEGIES)
 
 
-def _wrap_callbacks(callbacks: Sequence[Any]) -> list[Callback]:
-    """Return all callbacks as modelfleet's own: those of a framework as one, in place of the first of them."""
-    if not isinstance(callbacks, Iterable):
-        raise InputError(f"callbacks is {callbacks!r}; expected a list of callbacks: callbacks=[...].")
-    given = list(callbacks)
-    own = [callback for callback in given if isinstance(callback, Callback)]
-    others = [callback for callback in given if not isinstance(callback, Callback)]
-    if not others:
-        return own
-    place = next(index for index, callback in enumerate(given) if callback is others[0])
-    return [*own[:place], frameworks.wrapped(others), *own[place:]]
-
-
-def _refuse_missing_validation(callbacks: Sequence[Callback]) -> None:
-    """Raise InputError for a callback that needs a metric of validation data, if there are none."""
-    for callback in callbacks:
-        metric = getattr(callback, "metric", None)
-        if isinstance(metric, str) and metric.startswith("val_"):
-            callback.check_metrics(["loss"])
-
-
-def _stored_plan(callbacks: Sequence[Callback]) -> StoredPlan | None:
-    """Return the plan of the run that a checkpoint would resume."""
-    for callback in callbacks:
-        if isinstance(callback, Checkpoint) and callback.resume and checkpoints.exists(callback.folder):
-            return checkpoints.stored_plan(callback.folder, verify=callback.verify)
-    return None
-
-
 def _listed(models: object) -> list[Model]:
     if isinstance(models, str | bytes) or not isinstance(models, Iterable):
         raise InputError(
             f"models is a {type(models).__name__}; give a mapping from name to model, or a sequence of models."
         )
     return list(models)
-
-
-def load(
-    folder: str | Path,
-    factory: Callable[..., Model] | None = None,
-    *,
-    members: Sequence[str] | None = None,
-    allow_import: bool = False,
-    devices: str | Sequence[str] = "auto",
-    verify: bool = True,
-) -> Fleet:
-    """Load a fleet that `Fleet.save` has saved.
-
-    Args:
-        folder: The folder.
-        factory: Makes a model to fill with weights. It gets the keywords that the member was built with.
-        members: Load only these, without reading the others.
-        allow_import: Import the factory from where the folder says it was, if none is given. This runs code of the
-            folder's choice: only for folders you trust.
-        devices: See `Fleet`.
-        verify: Compare the checksums of what is read.
-
-    Returns:
-        The fleet.
-
-    Raises:
-        StoreError: The folder is damaged, or holds no fleet.
-    """
-    models, seed, origins = saving.read(Path(folder), factory, allow_import, members, verify=verify)
-    fleet = Fleet(models, seed=seed, devices=devices)
-    fleet._exposed.clear()
-    fleet._origins = origins
-    return fleet
