@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Protocol
 
 from modelfleet import checkpoints
-from modelfleet.callbacks import Callback, Checkpoint
+from modelfleet.callbacks import Callback
 from modelfleet.errors import AllFailedError, BusyError, InputError
 from modelfleet.frameworks import global_generators
 from modelfleet.frameworks.adapter_protocol import Adapter
+from modelfleet.frameworks.stacked import WEIGHTS
 from modelfleet.history import History
 from modelfleet.interrupts import StopRequest
 from modelfleet.lanes import Lane, LaneSpec
@@ -107,29 +108,21 @@ class Fit:
 
     def snapshot(self, name: str) -> State:
         """Return a copy of a member's current weights."""
-        run = self._idle_run(name, "run.snapshot")
-        run.pull()
-        return run.lane.snapshot(run.lane.positions[name])
+        return self._idle_run(name, "run.snapshot").bring_here().read([name], WEIGHTS)
 
     def restore(self, name: str, snapshot: State) -> None:
         """Give a member the weights of a snapshot, whether it is still training or not."""
-        run = self._idle_run(name, "run.restore")
-        run.pull()
-        run.lane.restore(run.lane.positions[name], snapshot)
-        run.push()
+        self._idle_run(name, "run.restore").bring_here(to_change=True).write([name], snapshot)
 
     def sync(self, name: str) -> Model:
         """Write a member's current state into its model, and return the model."""
-        run = self._idle_run(name, "run.sync")
-        run.pull()
-        return run.lane.sync(run.lane.positions[name])
+        lane = self._idle_run(name, "run.sync").bring_here()
+        lane.scatter([name])
+        return lane.members[lane.positions[name]].model
 
     def take(self, name: str) -> None:
         """Read a member's state from its model, and continue the training with it."""
-        run = self._idle_run(name, "run.take")
-        run.pull()
-        run.lane.take(run.lane.positions[name])
-        run.push()
+        self._idle_run(name, "run.take").bring_here(to_change=True).gather([name])
 
     def save(self, folder: str | Path) -> None:
         """Save a checkpoint of the whole run when all callbacks of this event are done."""
@@ -139,23 +132,13 @@ class Fit:
 
     def sync_all(self, verb: str) -> None:
         """Write the current state of all members into their models, for a verb that a callback has called."""
-        for run in self._current_runs():
+        for run, names in self._current_runs():
             self._refuse_busy(run, f"fleet.{verb}")
-            run.pull()
-            lane = run.lane
-            own = [name for name in lane.names if self._run_of[name] is run]
-            if lane.width == len(lane.members) == len(own):
-                lane.engine.write_back(lane.members)
-            else:
-                for name in own:
-                    lane.sync(lane.positions[name])
+            run.bring_here().scatter(names)
 
     def specs(self) -> list[LaneSpec]:
         """Return the lanes that the members are in now."""
-        return [
-            replace(run.lane.spec, members=tuple(name for name in run.names if self._run_of[name] is run))
-            for run in self._current_runs()
-        ]
+        return [replace(run.lane.spec, members=tuple(names)) for run, names in self._current_runs()]
 
     def epochs_of(self, name: str) -> int:
         """Return how many epochs a member trains in this fit."""
@@ -209,7 +192,7 @@ class Fit:
         finally:
             for run in self.runs:
                 run.close()
-                run.lane.expand()
+                run.lane.give_slots(run.names)
                 run.lane.engine.stop()
             self._reporter.end(self.history, time.monotonic() - begun, stopped_by)
         return self.history
@@ -275,14 +258,14 @@ class Fit:
     def _halve(self, run: LaneRun) -> None:
         """Replace a lane that has run out of memory by two."""
         halves = self._split_run(run)
-        run.lane.rest([run.lane.positions[name] for name in run.training()])
+        run.lane.rest(run.training())
         self.runs += halves
         self._run_of.update({name: half for half in halves for name in half.names})
 
     def _record_last_failures(self) -> None:
         """Record the members that have failed since the last epoch, in a run that was cut short."""
         for run in self.runs:
-            run.pull()
+            run.bring_here()
             for name, failure in run.find_failures(run.epoch + 1).items():
                 self.history.fail(name, failure)
 
@@ -343,24 +326,21 @@ class Fit:
 
     def _save(self) -> None:
         for folder in dict.fromkeys(self._to_save):
-            for run in self.runs:
-                run.pull()
             checkpoints.save(folder, self)
         self._to_save.clear()
 
     def _resume(self) -> None:
-        for callback in self.callbacks:
-            if isinstance(callback, Checkpoint) and callback.resume and checkpoints.exists(callback.folder):
-                found = checkpoints.resume(callback.folder, self, verify=callback.verify)
-                if found is not None:
-                    hyperparameters = self.history.hyperparameters
-                    self.epoch, self.step, self.history, self.generators = found
-                    self.history.hyperparameters = hyperparameters
-                    self._shown = self.epoch
-                    for run in self.runs:
-                        run.generators = self.generators
-                    self._rewind()
-                    return
+        for callback in checkpoints.resumable(self.callbacks):
+            found = checkpoints.resume(callback.folder, self, verify=callback.verify)
+            if found is not None:
+                hyperparameters = self.history.hyperparameters
+                self.epoch, self.step, self.history, self.generators = found
+                self.history.hyperparameters = hyperparameters
+                self._shown = self.epoch
+                for run in self.runs:
+                    run.generators = self.generators
+                self._rewind()
+                return
 
     def _rewind(self) -> None:
         """Have loaders draw the shuffles that they drew in the epoch that is resumed."""
@@ -394,9 +374,10 @@ class Fit:
                 f"or process. Use a modelfleet.Callback with together = True: then all members wait for it."
             )
 
-    def _current_runs(self) -> list[LaneRun]:
-        """Return the runs, without those that were halved."""
-        return list({id(run): run for run in self._run_of.values()}.values())
+    def _current_runs(self) -> list[tuple[LaneRun, list[str]]]:
+        """Return the runs with the members that each has now. Those of a lane that was halved are elsewhere."""
+        found = [(run, [name for name in run.names if self._run_of[name] is run]) for run in self.runs]
+        return [(run, names) for run, names in found if names]
 
     def _call(self, method: str) -> None:
         for callback in self.callbacks:

@@ -528,9 +528,11 @@ class Fleet:
 
     def _keep_changes(self, lane: Lane) -> None:
         """Write what evaluating or predicting has changed into the models, and into a training that is running."""
-        if lane.engine.write_changes(lane.members) and self._fit is not None:
-            for name in lane.names:
-                self._fit.take(name)
+        if lane.engine.changed:
+            lane.scatter(lane.names)
+            if self._fit is not None:
+                for name in lane.names:
+                    self._fit.take(name)
 
     def _halve(self, run: LaneRun) -> list[LaneRun]:
         self._nested_set = None

@@ -11,7 +11,6 @@ from modelfleet.runs.lane_run import LaneRun
 def halve(builder: LaneBuilder, groups: Groups, run: LaneRun) -> list[LaneRun]:
     """Return two runs for the members that still train, with their state. The second waits for the first."""
     lane = run.lane
-    state = lane.arrays()
     training = run.training()
     middle = -(-len(training) // 2)
     halves = []
@@ -28,8 +27,7 @@ def halve(builder: LaneBuilder, groups: Groups, run: LaneRun) -> list[LaneRun]:
         half = builder.build(groups, spec)
         # Not made ready: that could run out of memory again, and a step that does halves the lane once more.
         half.engine.check(feed.first(), names[0])
-        half.load_arrays({name: array[positions] for name, array in state.items()})
-        half.steps, half.epochs = lane.steps[positions], lane.epochs[positions]
+        half.write(names, lane.read(names, host=True))  # the device has no memory for another copy
         progress = run.schedules.state()
         schedules = half.members[0].framework.Schedules(
             half.schedules,

@@ -16,7 +16,7 @@ from modelfleet.lanes.work import Work, finish_in_step
 from modelfleet.runs.feeding import Feeding
 from modelfleet.runs.opening import OpenLane
 from modelfleet.trees import map_tree
-from modelfleet.types import Arrays, Json
+from modelfleet.types import Json, State
 from modelfleet.workers.supervisor import Policy, RestartBudget
 
 STEP_RAISED = "its step raised"
@@ -70,9 +70,8 @@ class Progress:
 class RemoteState:
     """State of a lane while a worker takes its steps, as the worker reported it last."""
 
-    arrays: Arrays = field(default_factory=dict)
-    loaded: bool = True
-    """True if the lane here holds this state."""
+    state: State | None = None
+    """Everything on the host. None if the lane here holds it."""
     changed: bool = False
     """True if the lane here was changed, and the worker does not know it yet."""
     stopped: list[str] = field(default_factory=list)
@@ -232,11 +231,13 @@ class LaneRun:
 
     def begin(self) -> None:
         """Take the members that have no epoch left out of the steps to come."""
-        self.lane.rest(np.flatnonzero(self.epochs <= self.epoch))
+        self.lane.rest(
+            [name for name, epochs in zip(self.names, self.epochs, strict=True) if epochs <= self.epoch]
+        )
 
     def leave(self, stopped: Sequence[str]) -> None:
         """Take out the members that are done or were stopped, and free their slots."""
-        self.lane.rest([self.lane.positions[name] for name in stopped])
+        self.lane.rest(stopped)
         self.begin()
         if self.remote is not None:
             self.remote.stopped += stopped
@@ -255,22 +256,25 @@ class LaneRun:
 
     def find_failures(self, epoch: int) -> dict[str, Failure]:
         """Set aside the members that have failed in this epoch, and return them."""
-        lane, found = self.lane, {}
+        lane, on = self.lane, self.lane.on()
+        found: dict[str, Failure] = {}
         codes = lane.engine.trouble()
         for slot in np.flatnonzero(codes):
-            position = int(lane.slots[slot])
-            if lane.on()[position]:
-                found[position] = Failure(epoch, self._updates(int(slot)) + 1, REASONS[int(codes[slot])])
+            position = lane.slots[slot]
+            if on[position]:
+                failure = Failure(epoch, self._updates(int(slot)) + 1, REASONS[int(codes[slot])])
+                found[lane.members[position].name] = failure
         for what, feed in (("data", self.feed), ("validation data", self.validation)):
             for slot, error in (feed.failures if feed is not None else {}).items():
-                position = int(lane.slots[slot])
-                if lane.on()[position] and position not in found:
+                position = lane.slots[slot]
+                if on[position]:
                     step = int(lane.steps[position] - self.steps_before[position]) + (what == "data")
                     reason = f"its {what} raised {type(error).__name__}: {error}"
-                    found[position] = Failure(epoch, step, reason)
-        lane.rest(list(found), failed=True)
-        failed, self._failed = self._failed, {}
-        return {**{lane.members[position].name: failure for position, failure in found.items()}, **failed}
+                    found.setdefault(lane.members[position].name, Failure(epoch, step, reason))
+        lane.rest(found, failed=True)
+        found.update(self._failed)
+        self._failed = {}
+        return found
 
     def _fail_members(self, causes: Mapping[int, Exception]) -> None:
         """Set aside the members, by slot, whose steps raised."""
@@ -282,13 +286,13 @@ class LaneRun:
             reason = f"{STEP_RAISED} {type(error).__name__}: {error}"
             # A turn may have several steps, so that the step is known from the updates.
             self._failed[name] = Failure(self.epoch + 1, self._updates(slot) + 1, reason)
-        self.lane.rest([self.lane.positions[name] for name in self._failed], failed=True)
+        self.lane.rest(self._failed, failed=True)
 
     def _updates(self, slot: int) -> int:
         """Return how many steps of this fit have changed the weights of a member."""
         return int(self.lane.engine.steps_taken()[slot] - self.updates_before[self.lane.slots[slot]])
 
-    def _backup(self) -> Arrays | None:
+    def _backup(self) -> State | None:
         """Return a copy of the state before the first step of a kind, which may run out of memory half-way.
 
         All steps of one kind take the same memory, so later ones need no copy. The host's memory hardly ever runs
@@ -296,15 +300,15 @@ class LaneRun:
         """
         if self.lane.device.startswith("cpu") and self.lane.engine.bytes > MAX_BACKUP_BYTES:
             return None
-        return {name: np.array(array) for name, array in self.lane.arrays().items()}
+        return self.lane.read(self.names, host=True)
 
-    def _run_out_of_memory(self, error: Exception, backup: Arrays | None) -> None:
+    def _run_out_of_memory(self, error: Exception, backup: State | None) -> None:
         self.close()
         engine = self.lane.engine
         reason = "the device ran out of memory"
         if not engine.undoes_steps:
             if backup is not None:
-                self.lane.load_arrays(backup)
+                self.lane.write(self.names, backup)
                 if self.may_halve and len(self.training()) > 1:
                     raise TooWideError(self) from error
             when = (
@@ -316,26 +320,27 @@ class LaneRun:
         for name in self.training():
             slot = int(np.flatnonzero(self.lane.slots == self.lane.positions[name])[0])
             self._failed[name] = Failure(self.epoch + 1, self._updates(slot) + 1, reason)
-        self.lane.rest([self.lane.positions[name] for name in self._failed], failed=True)
+        self.lane.rest(self._failed, failed=True)
 
     # --- state and progress --------------------------------------------------------------------------------------
 
-    def pull(self) -> None:
-        """Bring the members' state here, if a worker takes the steps."""
-        if self.remote is not None and not self.remote.loaded:
-            self.lane.load_arrays(self.remote.arrays)
-            self.remote.loaded = True
+    def bring_here(self, *, to_change: bool = False) -> Lane:
+        """Return the lane with the members' current state, which a worker may have reported.
 
-    def push(self) -> None:
-        """Have the worker, if there is one, load the members' state before its next step."""
+        Args:
+            to_change: True if the caller changes the state. A worker then loads it before its next step.
+        """
         if self.remote is not None:
-            self.remote.changed = True
+            if self.remote.state is not None:
+                self.lane.write(self.names, self.remote.state)
+                self.remote.state = None
+            self.remote.changed |= to_change
+        return self.lane
 
-    def arrays(self) -> Arrays:
-        """Return the members' state on the host, wherever the steps are taken."""
-        if self.remote is not None and not self.remote.loaded:
-            return self.remote.arrays
-        return self.lane.arrays()
+    def host_state(self) -> State:
+        """Return the members' current state on the host, wherever the steps are taken."""
+        reported = None if self.remote is None else self.remote.state
+        return self.lane.read(self.names, host=True) if reported is None else reported
 
     def progress(self) -> Progress:
         """Return how far the run has come."""

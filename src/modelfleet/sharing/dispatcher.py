@@ -99,7 +99,7 @@ class Dispatcher:
             if self._data is not None:
                 self._data.close()
             for run in self._runs:
-                run.pull()  # the last reported state, also after an error here
+                run.bring_here()  # the last reported state, also after an error here
                 run.remote, run.busy = None, False
 
     # --- giving work ---------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def test_refresh_takes_the_optimizer_too() -> None:
     engine.scatter([1], [own[1]])
     own[1].model.optimizer.learning_rate = 0.25
     before = state(engine)
-    engine.refresh([1], [own[1]])
+    engine.gather([1], [own[1]])
     for name, tensor in state(engine).items():
         expected = before[name].copy()
         if name.endswith("learning_rate"):
@@ -98,7 +98,7 @@ def test_a_model_keeps_its_numbers_while_the_lane_steps_on() -> None:
     data = models.data(8)
     ready(engine, data)
     steps(engine, data)
-    engine.write_back(own)
+    engine.scatter(range(len(own)), own)
     before = [models.numbers(member.model) for member in own]
     steps(engine, data)
     for member, arrays in zip(own, before, strict=True):

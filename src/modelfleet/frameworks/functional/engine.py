@@ -182,7 +182,7 @@ class FunctionalEngine(FunctionalState):
             return self._predict_alone(outputs, positions, data, counts, shared=False)
         if leaves(changed):
             self.write(positions[own], self.programs.take(changed, self.indices(own)))
-            self._changed = True
+            self.changed = True
         return self.backend.host(outputs)
 
     def _predict_alone(

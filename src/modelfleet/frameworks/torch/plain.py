@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from modelfleet.errors import InputError, StrategyError
 from modelfleet.frameworks.engine import Engine
 from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS, SCALE
-from modelfleet.frameworks.stacked import Positions
+from modelfleet.frameworks.stacked import Given, Positions
 from modelfleet.frameworks.torch import plain_optimizer, plain_parallel
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.base import Batch, TorchEngine, on_host
@@ -300,14 +300,14 @@ class PlainEngine(TorchEngine):
         """Return a copy of the member's state, `(1, …)`."""
         return self._member.read(parts)
 
-    def write(self, positions: Positions, state: Mapping[str, Mapping[str, Tensor | np.ndarray]]) -> None:
+    def write(self, positions: Positions, state: Given) -> None:
         """Replace the member's state by part and name."""
         self._member.write(state)
 
-    def adopt(self, position: int, other: Engine, source: int) -> None:
+    def adopt(self, positions: Positions, other: Engine, sources: Positions) -> None:
         """Copy the member's optimizer state and step count from another engine, as far as they still fit."""
         assert isinstance(other, TorchEngine)
-        self._member.adopt(other.carried(source))
+        self._member.adopt(other.carried(sources[0]))
 
     def carried(self, position: int) -> State:
         """Return the optimizer's state and the step count for another engine to adopt."""
@@ -328,11 +328,8 @@ class PlainEngine(TorchEngine):
         self._member.rebind()
         self._member.find_buffers()
 
-    def narrow(self, positions: np.ndarray) -> None:
+    def give_slots(self, positions: Positions) -> None:
         """Do nothing: there is one member."""
-
-    def widen(self) -> None:
-        """Do nothing: nothing was narrowed."""
 
     def still_shared(self, members: Sequence[Member]) -> bool:
         """Return True: one member shares nothing."""
@@ -342,16 +339,12 @@ class PlainEngine(TorchEngine):
         """Return the modules of the model that is stepped."""
         return self.model.named_modules()
 
-    def gather(self, members: Sequence[Member]) -> State:
-        """Return the weights that the member's model holds."""
-        return self._member.weights(members[0].model)
-
     def scatter(self, positions: Positions, members: Sequence[Member]) -> None:
         """Copy the weights into the member's model, unless that is the one that is stepped."""
         if self.model is not members[0].model:
             copy_weights(self.model, members[0].model)
 
-    def refresh(self, positions: Positions, members: Sequence[Member]) -> None:
+    def gather(self, positions: Positions, members: Sequence[Member]) -> None:
         """Copy the weights from the member's model, unless that is the one that is stepped."""
         if self.model is not members[0].model:
             copy_weights(members[0].model, self.model)
