@@ -9,11 +9,12 @@ from modelfleet.errors import StoreError
 from modelfleet.fingerprints import alike, fingerprint
 from modelfleet.frameworks import files as numpy_files
 from modelfleet.frameworks.adapter_protocol import Adapter
+from modelfleet.frameworks.global_generators import State as GeneratorState
 from modelfleet.frameworks.stacked import PARTS, by_part, by_path
 from modelfleet.history import History
 from modelfleet.planning.plan import Plan
 from modelfleet.planning.stored import StoredPlan
-from modelfleet.runs.lane_run import GeneratorState, LaneRun
+from modelfleet.runs.lane_run import LaneRun
 from modelfleet.store import Saved, is_unused, read_folder, read_manifest, tidy, write_folder
 from modelfleet.store.reading import Files
 from modelfleet.store.schema import check
@@ -213,7 +214,32 @@ def resume(
     if found is None:
         return None
     tidy(folder)  # a run that was over when it was killed saves no more
-    return _restore(folder, fit, *found)
+    manifest, files = found
+    known = _frameworks(fit)
+    try:  # first what is not the members' weights: if it can't be used, these are as they were
+        for run, state in zip(fit.runs, manifest["schedules"], strict=True):
+            run.schedules.restore(state)
+        for number, (callback, state) in enumerate(zip(fit.callbacks, manifest["callbacks"], strict=True)):
+            callback.restore_state(state)
+            arrays: dict[str, State] = {}
+            for name in known:
+                arrays.update(_by_member(files.get(f"callback-{number}-{name}", {})))
+            if arrays:
+                callback.restore_arrays(arrays)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise StoreError(
+            f"{folder} holds a state of schedules or callbacks that can't be used "
+            f"({type(error).__name__}: {error}). Load another copy."
+        ) from error
+    history = History.from_dict(manifest["history"])
+    for number, (run, lane) in enumerate(zip(fit.runs, manifest["lanes"], strict=True)):
+        run.lane.write(run.names, by_part(files[f"lane-{number}"]))
+        run.resume(lane, manifest["epochs"][number], manifest["positions"][number])
+    randomness = files.get("random")
+    if randomness is None:  # of an earlier version, which kept the frameworks' own only
+        kept = {name: files[f"random-{name}"]["generator"] for name in known if f"random-{name}" in files}
+        randomness = {name: known[name].arrays.host(generator) for name, generator in kept.items()}
+    return manifest["epoch"], manifest["step"], history, randomness
 
 
 def _read(saved: Saved, fit: CheckpointedFit) -> tuple[Manifest, Tensors] | None:
@@ -265,37 +291,6 @@ def _check_weights(folder: Path, number: int, tensors: Mapping[str, Tensor], run
             )
 
 
-def _restore(
-    folder: Path, fit: CheckpointedFit, manifest: Manifest, files: Tensors
-) -> tuple[int, int, History, GeneratorState]:
-    """Bring a fit to where a checkpoint was taken."""
-    known = _frameworks(fit)
-    try:  # first what is not the members' weights: if it can't be used, these are as they were
-        for run, state in zip(fit.runs, manifest["schedules"], strict=True):
-            run.schedules.restore(state)
-        for number, (callback, state) in enumerate(zip(fit.callbacks, manifest["callbacks"], strict=True)):
-            callback.restore_state(state)
-            arrays: dict[str, State] = {}
-            for name in known:
-                arrays.update(_by_member(files.get(f"callback-{number}-{name}", {})))
-            if arrays:
-                callback.restore_arrays(arrays)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise StoreError(
-            f"{folder} holds a state of schedules or callbacks that can't be used "
-            f"({type(error).__name__}: {error}). Load another copy."
-        ) from error
-    history = History.from_dict(manifest["history"])
-    for number, (run, lane) in enumerate(zip(fit.runs, manifest["lanes"], strict=True)):
-        run.lane.write(run.names, by_part(files[f"lane-{number}"]))
-        run.resume(lane, manifest["epochs"][number], manifest["positions"][number])
-    randomness = files.get("random")
-    if randomness is None:  # of an earlier version, which kept the frameworks' own only
-        kept = {name: files[f"random-{name}"]["generator"] for name in known if f"random-{name}" in files}
-        randomness = {name: known[name].arrays.host(generator) for name, generator in kept.items()}
-    return manifest["epoch"], manifest["step"], history, randomness
-
-
 def _device_number(fit: CheckpointedFit, run: LaneRun) -> int:
     return fit.devices.index(run.lane.device) if run.lane.device in fit.devices else 0
 
@@ -326,7 +321,7 @@ def _identity(fit: CheckpointedFit) -> Identity:
             for callback in fit.callbacks
             for kind in getattr(callback, "kinds", (type(callback).__name__,))  # of a framework's own, each
         ],
-        "started": [run.steps_before.tolist() for run in fit.runs],
+        "started": [run.before["steps"].tolist() for run in fit.runs],
     }
 
 

@@ -215,7 +215,7 @@ class Fit:
             if now <= self._last_step or any((run.epoch, run.step_in_epoch) < now for run in working):
                 return  # callbacks see a step when all lanes have taken it
         self._last_step = now
-        self.step = max(int((run.lane.steps - run.steps_before).max()) for run in self.runs)
+        self.step = max(int(run.steps_done.max()) for run in self.runs)
         # Of the lanes that train, the one with the longest epochs stands for the fit.
         leader = max(
             [run for run in self.runs if run.working] or self.runs,
@@ -290,7 +290,7 @@ class Fit:
         for run in self.runs:
             if run.raised is not None:
                 return run.raised
-        feeds = [feed for run in self.runs for feed in (run.feed, run.validation) if feed is not None]
+        feeds = [feed for run in self.runs for feed in run.feeds]
         return next((error for feed in feeds for error in feed.failures.values()), None)
 
     # --- progress ------------------------------------------------------------------------------------------------

@@ -75,6 +75,10 @@ class Lane:
         """Return every member's position, by name."""
         return self._positions
 
+    def name_in(self, slot: int) -> str:
+        """Return the name of the member in a slot."""
+        return self.members[self.slots[slot]].name
+
     @property
     def width(self) -> int:
         """Return the current number of slots."""
@@ -224,7 +228,7 @@ class Lane:
                         outputs = self.engine.predict(inputs, shared=batch.shared, counts=counts)
                     for slot, count in enumerate(counts.tolist()):
                         if count:
-                            name = self.members[self.slots[slot]].name
+                            name = self.name_in(slot)
                             parts[slot].append(member_rows(self.engine, outputs, slot, name, count, size))
             yield
         self.refuse_failures(feed)
@@ -273,18 +277,18 @@ class Lane:
     def refuse_failures(self, feed: Feed) -> None:
         """Raise `InputError` if a member's data could not be read."""
         for slot, error in feed.failures.items():
-            name = self.members[self.slots[slot]].name
+            name = self.name_in(slot)
             raise InputError(f"the data of member {name!r} raised {type(error).__name__}: {error}") from error
 
-    def compact(self, feeds: Sequence[Feed]) -> list[Feed]:
-        """Free the idle slots if half or more are idle, and return the feeds for the slots that are left."""
+    def compact(self) -> list[int] | None:
+        """Free the idle slots if half or more are idle. Return the slots that were kept; None if all were."""
         kept = self._on | self._failed
         if not self._on.any() or kept.sum() > len(kept) // 2:
-            return list(feeds)
-        failed = self._failed[kept]
-        self.give_slots([self.members[position].name for position in self.slots[kept]])
+            return None
+        slots, failed = np.flatnonzero(kept).tolist(), self._failed[kept]
+        self.give_slots([self.name_in(slot) for slot in slots])
         self._failed, self._on = failed, ~failed
-        return [feed.select(np.flatnonzero(kept).tolist()) for feed in feeds]
+        return slots
 
     def give_slots(self, names: Sequence[str]) -> None:
         """Give slots to these members only, in this order. They all take part. The others rest."""
@@ -362,13 +366,12 @@ class Lane:
             "failed": self._failed.tolist(),
         }
 
-    def resume(self, progress: Mapping[str, Json]) -> np.ndarray:
-        """Continue from what `progress` returned, and return the positions of the members that have slots."""
+    def resume(self, progress: Mapping[str, Json]) -> None:
+        """Continue from what `progress` returned."""
         self.steps[:], self.epochs[:] = progress["steps"], progress["epochs"]
         self.give_slots([self.members[position].name for position in progress["slots"]])
         self._on = np.array(progress["on"], dtype=bool)
         self._failed = np.array(progress["failed"], dtype=bool)
-        return self.slots
 
     def _at(self, names: Iterable[str]) -> list[int]:
         """Return the positions of some members."""

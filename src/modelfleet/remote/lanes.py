@@ -128,9 +128,8 @@ def fail_runs(runs: Sequence[LaneRun], reason: str) -> Reports:
     for run in runs:
         run.busy = False
         failures = {
-            name: Failure(run.epoch + 1, int(run.lane.steps[position] - run.steps_before[position]) + 1, reason)
-            for name, position in run.lane.positions.items()
-            if run.lane.on()[position]
+            name: Failure(run.epoch + 1, int(run.steps_done[run.lane.positions[name]]) + 1, reason)
+            for name in run.training()
         }
         run.lane.rest(failures, failed=True)
         if failures:

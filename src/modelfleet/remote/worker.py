@@ -94,7 +94,8 @@ class _WorkerLanes:
         global_generators.restore(order.generators)
         groups = Groups(DevicePool(order.devices), members, order.recipes, "train")
         for spec, progress in zip(order.lanes, order.progress, strict=True):
-            groups.epochs.update(zip(spec.members, progress.before[0], strict=True))  # shuffles depend on them
+            # Shuffles depend on them.
+            groups.epochs.update(zip(spec.members, progress.before["epochs"], strict=True))
         opener = LaneOpener(_builders[order.fleet], groups, job, "train", ranks=ranks)
         self.in_step = len(order.lanes) > 1 and opener.feeding.one_loader
         self.runs = make_runs(opener.open_all(order.lanes), opener.feeding)
@@ -107,17 +108,14 @@ class _WorkerLanes:
             run.choose_turn_length(single=order.watched or self.in_step)
         if any(progress.epoch or progress.step for progress in order.progress):
             global_generators.restore(order.generators)
-            for run in self.runs:
-                for feed in (run.feed, run.validation):
-                    if feed is not None:
-                        feed.rewind()
+            for feed in (feed for run in self.runs for feed in run.feeds):
+                feed.rewind()
 
     @staticmethod
     def _resume(run: LaneRun, progress: Progress) -> None:
         """Continue from where a lane was, whichever process took its steps until then."""
         run.resume(progress.lane, progress.epoch, progress.step)
-        _, steps, updates = progress.before
-        run.steps_before, run.updates_before = np.array(steps), np.array(updates)
+        run.before = {name: np.array(column) for name, column in progress.before.items()}
         run.schedules.restore(progress.schedules)
 
     def refuse_python_state(self, run: LaneRun) -> None:

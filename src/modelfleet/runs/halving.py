@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from modelfleet.lanes import Groups, LaneBuilder
-from modelfleet.runs.lane_run import LaneRun
+from modelfleet.runs.lane_run import LaneRun, make_schedules
 
 
 def halve(builder: LaneBuilder, groups: Groups, run: LaneRun) -> list[LaneRun]:
@@ -19,7 +19,7 @@ def halve(builder: LaneBuilder, groups: Groups, run: LaneRun) -> list[LaneRun]:
             lane.spec,
             members=tuple(names),
             apart_because=f"a lane of {len(training)} ran out of memory",
-            wave=run.wave + wave,
+            wave=lane.spec.wave + wave,
         )
         positions = np.array([lane.positions[name] for name in names])
         slots = [int(np.flatnonzero(lane.slots == position)[0]) for position in positions]
@@ -28,17 +28,11 @@ def halve(builder: LaneBuilder, groups: Groups, run: LaneRun) -> list[LaneRun]:
         # Not made ready: that could run out of memory again, and a step that does halves the lane once more.
         half.engine.check(feed.first(), names[0])
         half.write(names, lane.read(names, host=True))  # the device has no memory for another copy
-        progress = run.schedules.state()
-        schedules = half.members[0].framework.Schedules(
-            half.schedules,
-            half.columns,
-            half.engine.task,
-            None if run.known_steps is None else run.known_steps[positions],
-            run.epochs[positions],
-            names=names,
-        )
-        own = isinstance(progress, list) and progress
-        schedules.restore([progress[position] for position in positions] if own else progress)
+        steps = None if run.known_steps is None else run.known_steps[positions]
+        schedules = make_schedules(half, steps, run.epochs[positions])
+        state = run.schedules.state()
+        own = isinstance(state, list) and state
+        schedules.restore([state[position] for position in positions] if own else state)
         made = replace(
             run,
             lane=half,
@@ -47,7 +41,6 @@ def halve(builder: LaneBuilder, groups: Groups, run: LaneRun) -> list[LaneRun]:
             schedules=schedules,
             epochs=run.epochs[positions],
         )
-        made.steps_before, made.updates_before = run.steps_before[positions], run.updates_before[positions]
-        made.epochs_before = run.epochs_before[positions]
+        made.before = {name: column[positions] for name, column in run.before.items()}
         halves.append(made)
     return halves
