@@ -10,6 +10,7 @@ from tests.frameworks.keras import models
 
 from modelfleet.feeds import Batch
 from modelfleet.frameworks import keras as adapter
+from modelfleet.frameworks.stacked import by_path
 from modelfleet.members import Member
 
 pytestmark = pytest.mark.skipif(keras.backend.backend() != "jax", reason="for Keras on JAX")
@@ -46,7 +47,7 @@ def steps(engine: Any, data: Any, *, count: int = 3, together: bool = True) -> N
 
 
 def state(engine: Any) -> dict[str, np.ndarray]:
-    return {name: np.asarray(tensor) for name, tensor in engine.tensors().items()}
+    return {name: np.asarray(tensor) for name, tensor in by_path(engine.read(engine.slots)).items()}
 
 
 def ready(engine: Any, data: Any) -> None:
