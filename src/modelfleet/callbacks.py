@@ -288,7 +288,7 @@ class Checkpoint(Callback):
             run.save(self.folder)
 
 
-def wrap_callbacks(callbacks: Sequence[Any]) -> list[Callback]:
+def wrap_callbacks(callbacks: Sequence[object]) -> list[Callback]:
     """Return all callbacks as modelfleet's own: those of a framework as one, in place of the first of them."""
     if not isinstance(callbacks, Iterable):
         raise InputError(f"callbacks is {callbacks!r}; expected a list of callbacks: callbacks=[...].")

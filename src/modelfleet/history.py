@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from modelfleet.errors import FleetError, InputError, MissingExtraError, StoreError, unknown
 from modelfleet.frameworks.errors import REASONS
@@ -95,13 +95,13 @@ class History:
     """
 
     def __init__(
-        self, names: Iterable[str], hyperparameters: Mapping[str, Mapping[str, Any]] | None = None
+        self, names: Iterable[str], hyperparameters: Mapping[str, Mapping[str, object]] | None = None
     ) -> None:
         self._values: dict[str, dict[str, list[float]]] = {name: {} for name in names}
         self.failed: dict[str, Failure] = {}
         self.stopped: dict[str, int] = {}
         self.kept: dict[str, int] = {}
-        self.hyperparameters: dict[str, dict[str, Any]] = {
+        self.hyperparameters: dict[str, dict[str, object]] = {
             name: dict(own) for name, own in (hyperparameters or {}).items()
         }
 
@@ -254,7 +254,9 @@ class History:
         taken = {"member", "epoch", *metrics}
         keys = dict.fromkeys(key for name in self._values for key in self.hyperparameters.get(name, {}))
         renamed = {key: f"hyperparameter_{key}" if key in taken else key for key in keys}
-        columns: dict[str, list[Any]] = {column: [] for column in ("member", "epoch", *renamed.values(), *metrics)}
+        columns: dict[str, list[object]] = {
+            column: [] for column in ("member", "epoch", *renamed.values(), *metrics)
+        }
         for name, values in self._values.items():
             epochs = _length(values)
             columns["member"] += [name] * epochs

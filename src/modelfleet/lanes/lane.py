@@ -3,7 +3,6 @@
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from modelfleet.lanes.step_times import StepTimes
 from modelfleet.lanes.work import Work
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree
-from modelfleet.types import Json, Kind, Signature, State, Tensor, Tree
+from modelfleet.types import Json, Kind, ScheduleLike, Signature, State, Tensor, Tree
 from modelfleet.words import without_period
 
 Columns = Mapping[str, np.ndarray]
@@ -45,7 +44,7 @@ class Lane:
         engine: Engine,
         signature: Signature,
         columns: Columns,
-        schedules: Sequence[Any],
+        schedules: Sequence[ScheduleLike],
         spec: LaneSpec,
     ) -> None:
         self.members = list(members)
