@@ -10,7 +10,7 @@ from modelfleet.fingerprints import alike, fingerprint
 from modelfleet.frameworks import files as numpy_files
 from modelfleet.frameworks.adapter_protocol import Adapter
 from modelfleet.frameworks.global_generators import State as GeneratorState
-from modelfleet.frameworks.stacked import PARTS, by_part, by_path
+from modelfleet.frameworks.stacked import PARTS, WEIGHTS, by_part, by_path
 from modelfleet.history import History
 from modelfleet.planning.plan import Plan
 from modelfleet.planning.stored import StoredPlan
@@ -21,7 +21,7 @@ from modelfleet.store.schema import check
 from modelfleet.types import Json, SharingName, State, Tensor
 
 KIND = "checkpoint"
-WEIGHTS = {"params": "", "frozen": "a frozen ", "buffers": "a buffer "}
+IN_WORDS = {"params": "", "frozen": "a frozen ", "buffers": "a buffer "}  # the parts in WEIGHTS
 FINGERPRINTS = ("tasks", "schedules")  # the parts of an identity that hold them
 MAX_TEXT = 80  # characters of a setting in an error
 
@@ -90,14 +90,8 @@ class CheckpointedFit(Protocol):
 
 def resumable(callbacks: Sequence[Callback]) -> list[Checkpoint]:
     """Return the callbacks whose folders have a checkpoint to continue from."""
-    return [
-        callback
-        for callback in callbacks
-        if isinstance(callback, Checkpoint)
-        and callback.resume
-        and callback.folder.is_dir()
-        and not is_unused(callback.folder)
-    ]
+    found = [callback for callback in callbacks if isinstance(callback, Checkpoint) and callback.resume]
+    return [callback for callback in found if callback.folder.is_dir() and not is_unused(callback.folder)]
 
 
 def stored_plan_of(callbacks: Sequence[Callback]) -> StoredPlan | None:
@@ -348,7 +342,8 @@ def _difference(then: Identity, now: Identity) -> tuple[str, str, str] | None:
         there = known.get(name) or {}
         for path in {**there, **here}:
             if there.get(path) != here.get(path):
-                return "weights", f"{_told(path, there)} of {name!r}", f"{_told(path, here)} of {name!r}"
+                words = [f"{_weight_in_words(path, weights)} of {name!r}" for weights in (there, here)]
+                return "weights", words[0], words[1]
     for key, value in now.items():
         before = then.get(key)
         if before == value or (key in FINGERPRINTS and _alike(before, value)):
@@ -366,10 +361,10 @@ def _by_name(identity: Identity, key: str) -> dict[str, Json]:
     return found
 
 
-def _told(path: str, weights: Mapping[str, str]) -> str:
+def _weight_in_words(path: str, weights: Mapping[str, str]) -> str:
     """Return a weight in words: trained, frozen, a buffer, or missing."""
     _, _, name = path.partition("/")
-    for part, kind in WEIGHTS.items():
+    for part, kind in IN_WORDS.items():
         if f"{part}/{name}" in weights:
             return f"{kind}{name!r} {weights[f'{part}/{name}']}"
     return f"without {name!r}"

@@ -109,7 +109,7 @@ class Lane:
         The slot of a member that failed is never freed. So the width stays the same, and the other members' steps
         are rounded as if the member had not failed.
         """
-        gone = np.isin(self.slots, self._at(names))
+        gone = np.isin(self.slots, self._positions_of(names))
         if failed:
             self._failed |= gone & self._on
         self._on &= ~gone
@@ -254,7 +254,7 @@ class Lane:
                 )
         trees, arrays = list(rows.values()), self.members[0].framework.arrays
         with self._explained(trees):
-            outputs = predict_rows(self.engine, arrays, self._at(rows), trees)
+            outputs = predict_rows(self.engine, arrays, self._positions_of(rows), trees)
         return dict(zip(rows, outputs, strict=True))
 
     @contextmanager
@@ -291,7 +291,7 @@ class Lane:
 
     def give_slots(self, names: Sequence[str]) -> None:
         """Give slots to these members only, in this order. They all take part. The others rest."""
-        self.engine.give_slots(self._at(names))
+        self.engine.give_slots(self._positions_of(names))
         self._on = np.ones(len(names), dtype=bool)
         self._failed = np.zeros(len(names), dtype=bool)
         self._active = self._hyper = None
@@ -310,7 +310,7 @@ class Lane:
             By part and name, tensors `(member, …)` in the order of `names`. Besides the engine's parts there is
             `COUNTS`: the steps taken and the epochs finished, always as NumPy arrays.
         """
-        positions = self._at(names)
+        positions = self._positions_of(names)
         state = self.engine.read(positions, parts)
         if host:
             state = map_tree(self.members[0].framework.arrays.host, state)
@@ -326,7 +326,7 @@ class Lane:
             state: By part and name, tensors or NumPy arrays `(member, …)` in the order of `names`. Whatever is not
                 given stays as it is.
         """
-        positions = self._at(names)
+        positions = self._positions_of(names)
         self.engine.write(positions, {part: own for part, own in state.items() if part != COUNTS})
         counts = state.get(COUNTS)
         if counts is not None:
@@ -335,12 +335,12 @@ class Lane:
     def gather(self, names: Sequence[str]) -> None:
         """Replace the state of some members by what their models hold now."""
         if names:
-            self.engine.gather(self._at(names), self._members_at(names))
+            self.engine.gather(self._positions_of(names), self._members_of(names))
 
     def scatter(self, names: Sequence[str]) -> None:
         """Copy the state of some members into their models."""
         if names:
-            self.engine.scatter(self._at(names), self._members_at(names))
+            self.engine.scatter(self._positions_of(names), self._members_of(names))
 
     def adopt(self, names: Sequence[str], other: "Lane", sources: Sequence[str]) -> None:
         """Copy from another lane what the models of some members do not hold: optimizer state, steps and epochs.
@@ -350,7 +350,7 @@ class Lane:
             other: A lane with the same optimizer. The models' structure may differ.
             sources: The names of these members there.
         """
-        here, there = self._at(names), other._at(sources)
+        here, there = self._positions_of(names), other._positions_of(sources)
         self.engine.adopt(here, other.engine, there)
         self.steps[here], self.epochs[here] = other.steps[there], other.epochs[there]
 
@@ -372,11 +372,11 @@ class Lane:
         self._on = np.array(progress["on"], dtype=bool)
         self._failed = np.array(progress["failed"], dtype=bool)
 
-    def _at(self, names: Iterable[str]) -> list[int]:
+    def _positions_of(self, names: Iterable[str]) -> list[int]:
         """Return the positions of some members."""
         return [self._positions[name] for name in names]
 
-    def _members_at(self, names: Iterable[str]) -> list[Member]:
+    def _members_of(self, names: Iterable[str]) -> list[Member]:
         return [self.members[self._positions[name]] for name in names]
 
     def _mask(self, live: np.ndarray) -> Tensor:
