@@ -16,9 +16,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from modelfleet import frameworks
+
 _MOST = 5000  # entries kept, the oldest forgotten first
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-_VERSIONED = ("modelfleet", "torch", "jax", "keras", "tensorflow")
 
 
 def key(*parts: Any) -> str:
@@ -78,7 +79,7 @@ def _path() -> Path | None:
 @cache
 def _machine() -> tuple[Any, ...]:
     versions = []
-    for package in _VERSIONED:
+    for package in ("modelfleet", *frameworks.ADAPTERS):
         with suppress(PackageNotFoundError):
             versions.append((package, version(package)))
     threads = os.environ.get("OMP_NUM_THREADS")
