@@ -15,7 +15,7 @@ from modelfleet import frameworks
 from modelfleet.errors import ClosedError, FleetError, InputError
 from modelfleet.replicas.driver import Driver
 from modelfleet.replicas.models import Source
-from modelfleet.replicas.options import Balance, Isolation, check_precision, check_seconds
+from modelfleet.replicas.options import Balance, Isolation, check_choice, check_seconds
 from modelfleet.replicas.queue import Queue
 from modelfleet.replicas.replica_task import ReplicaSpec
 from modelfleet.replicas.rows import rows_of
@@ -78,7 +78,7 @@ class Replicas:
         start_timeout: float = 300.0,
         batch_wait: float = 0.0,
     ) -> None:
-        check_precision(precision)
+        check_choice("precision", precision, Precision)
         check_seconds("timeout", timeout, "a batch may take")
         check_seconds("start_timeout", start_timeout, "a replica may take to start")
         source = Source.of(model)

@@ -58,7 +58,7 @@ class Reading:
         max_rows: int,
         inputs: Callable[[Tree], Tree],
         report: Report,
-        partial: bool = False,
+        partial: bool,
     ) -> None:
         self._state = state
         self._max_rows = max_rows

@@ -25,7 +25,10 @@ LOAD_POLICY = Policy(max_deaths=3)  # of workers that load a new model, before t
 
 
 class Future(futures.Future[Any]):
-    """An answer to come. `result()` waits for it in a thread, `await` in asyncio; `cancel()` works until then."""
+    """Stands for an answer to come. `result()` waits for it in a thread, `await` in asyncio.
+
+    `cancel()` works until the answer is there.
+    """
 
     def __await__(self) -> Generator[Any, None, Any]:
         return asyncio.wrap_future(self).__await__()
@@ -33,7 +36,7 @@ class Future(futures.Future[Any]):
 
 @dataclass(eq=False)
 class ModelVersion:
-    """A model for all replicas: the one they have, or one that is to replace it."""
+    """Holds a model for all replicas: the one they have, or one that is to replace it."""
 
     specs: Mapping[str, ReplicaSpec]
     """By replica."""
@@ -45,7 +48,7 @@ class ModelVersion:
 
 
 class PoolState:
-    """Queue, the futures, the models and the end of a pool of replicas.
+    """Holds the queue, the futures, the models and the end of a pool of replicas.
 
     `lock` guards all of it. Methods take the lock themselves, except for those that say otherwise.
     """
@@ -296,7 +299,7 @@ def _set_outcome(future: Future, request: Request) -> None:
 
 
 class _CancelRequest:
-    """A future's callback: a request that was cancelled is not computed."""
+    """Cancels the request of a future that was cancelled, so that it is not computed."""
 
     def __init__(self, state: "weakref.ref[PoolState]", request: "weakref.ref[Request]") -> None:
         self._state, self._request = state, request
