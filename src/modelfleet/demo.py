@@ -40,7 +40,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """The member's name."""
+        """Return the member's name."""
         return f"lr{self.lr:.2g} wd{self.weight_decay:g} s{self.seed}"
 
 

@@ -1,4 +1,4 @@
-"""The reference for Keras members: one model, trained alone by its own `train_on_batch`."""
+"""Reference for Keras members: one model, trained alone by its own `train_on_batch`."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -15,12 +15,12 @@ class Training:
     """How one member is trained: the arguments of `modelfleet.testing.alone`."""
 
     name: str
-    """The member's name, for errors."""
+    """Name of the member, for errors."""
     optimizer: OptimizerLike
     loss: LossLike
     objective: Callable[[Model, Any], Any] | None
     seed: int
-    """The member's own seed."""
+    """Seed of the member itself."""
     epochs: int
     batch_size: int
     shuffle: bool

@@ -1,4 +1,4 @@
-"""The reference for torch members: one model, trained alone by a loop as a user would write it.
+"""Reference for torch members: one model, trained alone by a loop as a user would write it.
 
 The loop shares as little as possible with the fused path, so that an error there is not repeated here.
 """

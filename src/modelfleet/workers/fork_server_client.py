@@ -34,7 +34,7 @@ Spawned = tuple[Channel, "WorkerProcess", Heartbeat]
 
 
 class WorkerProcess:
-    """A worker's process, as its owner knows it."""
+    """Stands for a worker's process in its owner."""
 
     def __init__(self, server: "ForkServer", status: Channel) -> None:
         self.server = server
@@ -97,7 +97,7 @@ class WorkerProcess:
 
 
 class ForkServer:
-    """Process that starts workers, as its owner knows it."""
+    """Stands for the process that starts workers in its owner."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self.environment = environment

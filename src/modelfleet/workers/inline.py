@@ -116,7 +116,7 @@ class InlineWorker:
 
 @dataclass(frozen=True)
 class LocalValue:
-    """A value that is shared by being the same object."""
+    """Refers to a value of this process."""
 
     value: Any
 
@@ -130,7 +130,7 @@ class LocalValue:
 
 @dataclass(frozen=True)
 class InlinePlace:
-    """A device that this process itself uses."""
+    """Names a device that this process itself uses."""
 
     name: str
     device: str

@@ -30,14 +30,14 @@ except ModuleNotFoundError as error:
     raise MissingExtraError("ray", "ray", "running on a cluster") from error
 
 RayParcel = tuple[bytes, list[np.ndarray]]
-"""A pickle, and the bytes of the arrays beside it."""
+"""Pickle, and the bytes of the arrays beside it."""
 Message = tuple[str, RayParcel]
 """Kind of a message, and its contents."""
 
 
 @dataclass
 class Cluster:
-    """A connection to a Ray cluster, as `mf.connect` returns it. A context manager that closes it.
+    """Holds a connection to a Ray cluster, as `mf.connect` returns it. A context manager that closes it.
 
     with mf.connect("ray://head:10001") as cluster:
         print(cluster.devices)
@@ -149,7 +149,7 @@ def _nodes() -> list[dict[str, Any]]:  # as Ray describes them
 
 @dataclass(frozen=True)
 class RayPlace:
-    """A device of a cluster."""
+    """Names a device of a Ray cluster."""
 
     name: str
     device: str
@@ -185,7 +185,7 @@ class RayPlace:
 
 @dataclass(frozen=True)
 class ObjectStoreValue:
-    """A value in Ray's object store."""
+    """Refers to a value in Ray's object store."""
 
     ref: Any
 

@@ -1,4 +1,4 @@
-"""A worker process at work: it runs one task after the other, item by item, as its owner asks."""
+"""Work of a worker process: one task after the other, item by item, as its owner asks."""
 
 import ctypes
 import os
