@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -24,13 +23,13 @@ from modelfleet.workers.supervisor import Policy, RestartBudget
 LOAD_POLICY = Policy(max_deaths=3)  # of workers that load a new model, before that model is refused
 
 
-class Future(futures.Future[Any]):
+class Future(futures.Future[Tree]):
     """Stands for an answer to come. `result()` waits for it in a thread, `await` in asyncio.
 
     `cancel()` works until the answer is there.
     """
 
-    def __await__(self) -> Generator[Any, None, Any]:
+    def __await__(self) -> Generator[object, None, Tree]:
         return asyncio.wrap_future(self).__await__()
 
 
@@ -304,7 +303,7 @@ class _CancelRequest:
     def __init__(self, state: "weakref.ref[PoolState]", request: "weakref.ref[Request]") -> None:
         self._state, self._request = state, request
 
-    def __call__(self, future: futures.Future[Any]) -> None:
+    def __call__(self, future: futures.Future[Tree]) -> None:
         state, request = self._state(), self._request()
         if state is None or request is None or state.inherited:
             return

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from modelfleet.streams import permutations
-from modelfleet.types import LossLike, Model, OptimizerLike, Precision, ScheduleLike
+from modelfleet.types import LossLike, Model, OptimizerLike, Precision, ScheduleLike, Tree
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Training:
     """Name of the member, for errors."""
     optimizer: OptimizerLike
     loss: LossLike
-    objective: Callable[[Model, Any], Any] | None
+    objective: Callable[[Model, Tree], Any] | None
     seed: int
     """Seed of the member itself."""
     epochs: int

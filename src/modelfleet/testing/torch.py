@@ -45,7 +45,7 @@ class Lion(torch.optim.Optimizer):
                 average.copy_(beta2 * average + (1 - beta2) * parameter.grad)
 
 
-OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
@@ -57,7 +57,7 @@ OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
     "adamax": torch.optim.Adamax,
     "lion": Lion,
 }
-LOSSES: Mapping[str, Callable[[Any, Any], Tensor]] = {
+LOSSES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cross_entropy": F.cross_entropy,
     "nll": F.nll_loss,
     "mse": F.mse_loss,

@@ -36,7 +36,7 @@ Packed = tuple[Parcel, list[int]]
 """Parcel and its descriptors, which sender and receiver each have to close."""
 
 
-def pack(value: Any, description: str) -> Packed:
+def pack(value: object, description: str) -> Packed:
     """Return a parcel with a segment of its own."""
     pickled, views, descriptors = pickle_with_descriptors(value, description)
     try:
@@ -69,7 +69,7 @@ class Outbox:
         self._last_number = 0
         self._segments: list[_Segment | None] = [None, None]
 
-    def pack(self, value: Any, description: str) -> Packed:
+    def pack(self, value: object, description: str) -> Packed:
         """Return the next message. It overwrites the last but one."""
         pickled, views, descriptors = pickle_with_descriptors(value, description)
         try:
@@ -150,7 +150,7 @@ class SharedMemoryValue:
         self._memory: memoryview | None = None  # in a process that received it
 
     @classmethod
-    def put(cls, value: Any, description: str) -> "SharedMemoryValue":
+    def put(cls, value: object, description: str) -> "SharedMemoryValue":
         """Write a value to shared memory."""
         return cls(*pack(value, description))
 

@@ -78,7 +78,7 @@ class ProcessWorker:
         """True if the process has been silent for too long."""
         return self.silent_seconds > (BUSY_SILENCE_LIMIT if self._heartbeat.busy else IDLE_SILENCE_LIMIT)
 
-    def start(self, task: Task, argument: Any, description: str) -> None:
+    def start(self, task: Task, argument: object, description: str) -> None:
         """Begin a task; see `Worker.start`. The argument's arrays belong to the task as long as it runs."""
         parcel, descriptors = pack((task, argument), description)
         try:
@@ -92,7 +92,7 @@ class ProcessWorker:
         finally:
             close_descriptors(descriptors)
 
-    def answer(self, value: Any = None) -> None:
+    def answer(self, value: object = None) -> None:
         """Let the task go on after an item."""
         parcel, descriptors = self._outbox.pack(value, "an answer")
         try:
@@ -188,7 +188,7 @@ class ProcessWorker:
             self._messages.append((*pickle.loads(message[0]), message[1]))
         return bool(self._messages) or self._channel.ended or self._channel.fileno() < 0
 
-    def _send(self, kind: str, value: Any, descriptors: Sequence[int] = ()) -> None:
+    def _send(self, kind: str, value: object, descriptors: Sequence[int] = ()) -> None:
         try:
             self._channel.send(pickle.dumps((kind, value)), descriptors, keep_waiting=lambda: not self.frozen)
         except OSError as error:
@@ -236,7 +236,7 @@ class ProcessPlace:
                 return
         worker.close()
 
-    def share(self, value: Any, description: str) -> SharedMemoryValue:
+    def share(self, value: object, description: str) -> SharedMemoryValue:
         """Put a value into shared memory."""
         return SharedMemoryValue.put(value, description)
 

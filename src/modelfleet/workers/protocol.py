@@ -101,7 +101,7 @@ class Worker(Protocol):
         """Return True if `receive` would not block, now or within `seconds` (None: wait without a limit)."""
         ...
 
-    def answer(self, value: Any = None) -> None:
+    def answer(self, value: object = None) -> None:
         """Let the task go on after an item."""
         ...
 
@@ -160,7 +160,7 @@ class Place(Protocol):
         """Take a worker back, to keep it or to end it."""
         ...
 
-    def share(self, value: Any, description: str) -> SharedValue:
+    def share(self, value: object, description: str) -> SharedValue:
         """Make a value available to all workers of places like this one."""
         ...
 

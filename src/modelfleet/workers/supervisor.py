@@ -128,7 +128,7 @@ class Supervisor:
         self._started_at = self._asked_at = 0.0
         self._waiting = Stopwatch()
 
-    def start(self, task: Task, argument: Any, description: str, *, job: object = None) -> Worker:
+    def start(self, task: Task, argument: object, description: str, *, job: object = None) -> Worker:
         """Begin a task, in a new worker if there is none.
 
         Args:
