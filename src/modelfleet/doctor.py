@@ -52,7 +52,7 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Row:
-    """Tells of one thing what this machine has of it, its purpose, and what to do if it is missing."""
+    """Says what this machine has of something, what that is for, and what to do if it is missing."""
 
     what: str
     here: str | None

@@ -143,7 +143,7 @@ class Driver(threading.Thread):
                 if sent:
                     reply = self._reply(self._timeout)
                     self._record(sent.popleft(), reply)
-        except Exception as error:  # the worker died, or anything else went wrong: no batch may be lost by that
+        except Exception as error:  # the worker died, or anything else went wrong: no batch may get lost
             self._report_lost([*sent], [*ready], error)
             if isinstance(error, WorkerDiedError):
                 raise
@@ -238,7 +238,7 @@ class Driver(threading.Thread):
         state, queue = self._state, self._state.queue
         try:
             answers = split_outputs(reply.parts, batch)
-        except Exception as error:  # such as MemoryError: no batch may be lost by that
+        except Exception as error:  # such as MemoryError: no batch may get lost
             self._record_unsent(batch, error)
             return
         complete = reply.rows == batch.rows

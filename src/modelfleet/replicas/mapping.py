@@ -132,8 +132,8 @@ def imap(
 ) -> Iterator[tuple[Hashable, Tree]]:
     """Yield a model's answers to every user's rows, as they are computed.
 
-    Only few rows of the users' streams are in memory at a time, and the answers of the users that are being read.
-    Few answers are computed ahead: taking them slowly holds up the replicas.
+    Only a few rows of the users' streams are in memory at a time, and the answers of the users that are being
+    read. Only a few answers are computed ahead, so taking them slowly holds up the replicas.
 
     Args:
         model: As for `Replicas`.

@@ -28,7 +28,7 @@ class Source:
     """Where replicas get their model from."""
 
     value: Model
-    """Model; or a factory, as long as what it makes is unknown."""
+    """Model; or a factory that has not been called yet."""
     framework: Any
     """Adapter of the model's framework; `UnknownFramework` for a factory."""
 

@@ -32,7 +32,7 @@ SECONDS_AT_ONCE = 0.03  # of work that a replica is given at once
 class Replicas:
     """One model on each device, answering many users at once. A context manager that closes the replicas.
 
-    Leave the model's weights as they are while it is in use: which replica sees a change, and when, depends on the
+    Do not change the model's weights while it is in use: which replica sees a change, and when, depends on the
     devices. Use `update` instead.
 
     Args:

@@ -91,7 +91,7 @@ class PoolState:
         block: bool = False,
         timeout: float | None = None,
     ) -> Future:
-        """Queue rows that nothing will change. See `Replicas.submit`."""
+        """Queue rows, which the caller must not change any more. See `Replicas.submit`."""
         self.refuse_inherited()
         future = Future()
         with self.lock:

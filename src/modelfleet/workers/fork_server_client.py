@@ -34,7 +34,7 @@ Spawned = tuple[Channel, "WorkerProcess", Heartbeat]
 
 
 class WorkerProcess:
-    """Stands for a worker's process in its owner."""
+    """Lets the owner of a worker's process watch and end it."""
 
     def __init__(self, server: "ForkServer", status: Channel) -> None:
         self.server = server
@@ -97,7 +97,7 @@ class WorkerProcess:
 
 
 class ForkServer:
-    """Stands for the process that starts workers in its owner."""
+    """Starts a fork server, and asks it for workers."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self.environment = environment
