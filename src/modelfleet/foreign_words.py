@@ -5,7 +5,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from modelfleet.errors import InputError, unknown
@@ -73,7 +73,12 @@ def explain_arguments(method: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(method)
     def explained(*args: P.args, **kwargs: P.kwargs) -> R:
-        _check_names(verb, kwargs, names)
+        for name in kwargs:
+            if name not in names:
+                explanation = foreign_argument(verb, name)
+                if explanation is not None:
+                    raise InputError(explanation)
+                raise unknown(f"argument of fleet.{verb}", name, names[1:])
         if len(args) > positional:
             expected = ", ".join(names[1:positional])
             raise InputError(
@@ -83,12 +88,3 @@ def explain_arguments(method: Callable[P, R]) -> Callable[P, R]:
         return method(*args, **kwargs)
 
     return explained
-
-
-def _check_names(verb: str, given: Iterable[str], names: list[str]) -> None:
-    for name in given:
-        if name not in names:
-            explanation = foreign_argument(verb, name)
-            if explanation is not None:
-                raise InputError(explanation)
-            raise unknown(f"argument of fleet.{verb}", name, names[1:])

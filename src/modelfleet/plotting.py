@@ -17,7 +17,7 @@ _LONGEST_LABEL = 24  # characters
 
 
 class Best(NamedTuple):
-    """The member to highlight, and the point of its curve that its current weights belong to."""
+    """Names the member to highlight, and the point of its curve that its current weights belong to."""
 
     name: str
     epoch: int
@@ -25,7 +25,7 @@ class Best(NamedTuple):
 
 
 class Picture(Figure):
-    """A figure that notebooks show.
+    """Shows a figure in notebooks.
 
     A notebook shows a plain `Figure` only after `%matplotlib inline` or an import of pyplot, which changes the
     session's settings. This one brings its own PNG.

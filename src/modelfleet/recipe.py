@@ -1,4 +1,4 @@
-"""The recipe: the arguments of `fleet.compile`."""
+"""Recipes: the arguments of `fleet.compile`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields

@@ -13,10 +13,10 @@ from modelfleet.types import Json, NativeDevice, Tensor, Tree
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The rows of one step for every member of a lane, or of several steps of one size."""
+    """Holds the rows of one step for every member of a lane, or of several steps of one size."""
 
     data: Tree
-    """A tree of tensors. Each leaf is `(member, row, …)`, or `(row, …)` if shared. A step axis comes before these
+    """Tree of tensors. Each leaf is `(member, row, …)`, or `(row, …)` if shared. A step axis comes before these
     if the batch holds several steps."""
     shared: bool
     """True if every member sees these very rows. The leaves then have no member axis."""
@@ -24,7 +24,7 @@ class Batch:
     """`(member,)`: the number of real rows of each member, which come before its padding. With 0 the member sits
     the step out."""
     steps: int | None = None
-    """The number of steps if the leaves have a step axis, else None."""
+    """Number of steps if the leaves have a step axis, else None."""
     others: "tuple[Batch, ...]" = ()
     """Batches of the same step for other members, whose rows have other shapes."""
 
@@ -45,7 +45,7 @@ class Batch:
 
 
 class Feed(Protocol):
-    """The stream of batches for a lane."""
+    """Yields the batches for a lane."""
 
     shared: bool
     """True if all batches are shared."""

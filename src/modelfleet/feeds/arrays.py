@@ -1,4 +1,4 @@
-"""A feed of arrays: stored once on the device, and gathered there by index."""
+"""Feeds of arrays: stored once on the device, and gathered there by index."""
 
 from collections.abc import Generator, Sequence
 from copy import copy
@@ -75,7 +75,7 @@ class ArrayFeed:
 
     @property
     def settings(self) -> dict[str, Json]:
-        """The sizes of the batches, and whether rows are shuffled."""
+        """Return the sizes of the batches, and whether rows are shuffled."""
         return {"sizes": self._batch_sizes.tolist(), "shuffled": self._shuffle}
 
     def rewind(self) -> None:

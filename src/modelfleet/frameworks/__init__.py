@@ -4,6 +4,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -14,18 +15,33 @@ from modelfleet.frameworks.adapter_protocol import Adapter
 from modelfleet.types import Model, Tensor
 from modelfleet.words import without_period
 
-# The order matters: a Keras model is also a torch module or a tf.Module, depending on its backend.
-ADAPTERS = ("keras", "jax", "torch", "tensorflow")
 
-_ROOTS = {"keras": "keras", "flax": "jax", "jax": "jax", "torch": "torch", "tensorflow": "tensorflow"}
-# Packages that adapters import, and the extra that installs each.
-_EXTRAS = {
-    "torch": "torch",
-    "keras": "keras",
-    "jax": "jax",
-    "flax": "jax",
-    "optax": "jax",
-    "tensorflow": "tensorflow",
+@dataclass(frozen=True)
+class AdapterEntry:
+    """Describes an adapter without importing its framework."""
+
+    packages: Mapping[str, str]
+    """Packages that it needs, which the extra of its name installs, and their purposes for `modelfleet doctor`."""
+    model_packages: tuple[str, ...]
+    """Packages that define the classes of its models."""
+    forkable: bool = False
+    """True if a process may import the framework and fork then. Most start threads, or read the environment."""
+
+
+# The only list of frameworks. The order matters: a Keras model is also a torch module or a tf.Module, depending on
+# its backend.
+ADAPTERS: dict[str, AdapterEntry] = {
+    "keras": AdapterEntry({"keras": "fleets and replicas of Keras models"}, ("keras",)),
+    "tensorflow": AdapterEntry({"tensorflow": "Keras on TensorFlow, SavedModels"}, ("tensorflow",)),
+    "jax": AdapterEntry(
+        {
+            "jax": "fleets and replicas of JAX models",
+            "flax": "JAX models: Flax NNX modules",
+            "optax": "optimizers of JAX models",
+        },
+        ("jax", "flax"),
+    ),
+    "torch": AdapterEntry({"torch": "fleets and replicas of torch models"}, ("torch",), forkable=True),
 }
 
 
@@ -55,8 +71,8 @@ def _frameworks(model: Model) -> list[str]:
     """Return the frameworks that a model may belong to, the most specific first."""
     if isinstance(model, tuple) and len(model) == 2 and callable(model[1]):
         return ["jax"]
-    roots = {_ROOTS.get(cls.__module__.partition(".")[0]) for cls in type(model).__mro__}
-    return [framework for framework in ADAPTERS if framework in roots]
+    roots = {cls.__module__.partition(".")[0] for cls in type(model).__mro__}
+    return [framework for framework, entry in ADAPTERS.items() if roots.intersection(entry.model_packages)]
 
 
 def adapter(framework: str) -> Any:
@@ -69,9 +85,10 @@ def adapter(framework: str) -> Any:
         return import_module(f"modelfleet.frameworks.{framework}")
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in _EXTRAS:
+        extra = next((name for name, entry in ADAPTERS.items() if package in entry.packages), None)
+        if extra is None:
             raise
-        raise MissingExtraError(package, _EXTRAS[package], f"a fleet of {framework} models") from error
+        raise MissingExtraError(package, extra, f"a fleet of {framework} models") from error
 
 
 def build(factory: Callable[..., Model], arguments: Mapping[str, Any], seed: int, name: str) -> Model:

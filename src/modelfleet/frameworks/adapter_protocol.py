@@ -112,6 +112,8 @@ class Adapter(Protocol):
       `Replica` instead of the model.
     * `settings()` and `using(settings)`, if a program can change a model's numbers by global settings such as a
       default dtype. Workers then compute with the settings of the process that started them.
+    * `version_note() -> str`, if `modelfleet doctor` should show more than the framework's version.
+    * `cache_folder() -> Path`, if compiled programs are kept there between runs. `modelfleet doctor` shows it.
     """
 
     @property

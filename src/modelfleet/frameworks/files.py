@@ -5,7 +5,7 @@
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -35,10 +35,10 @@ def read(path: Path) -> Arrays:
     return load(path, "np", lambda file, name: np.array(file.get_tensor(name)), import_safetensors("keras"))
 
 
-def read_row(path: Path, row: int, names: Sequence[str] | None = None) -> Arrays:
-    """Read one row of every array, or of the arrays in `names`, without reading the others."""
+def read_row(path: Path, row: int) -> Arrays:
+    """Read one row of every array, without reading the others."""
     get: Get = lambda file, name: np.array(file.get_slice(name)[row])  # noqa: E731
-    return load(path, "np", get, import_safetensors("keras"), names)
+    return load(path, "np", get, import_safetensors("keras"))
 
 
 def save(
@@ -62,21 +62,15 @@ def save(
         raise StoreError(f"a tensor can't be saved: safetensors does not support {error}.") from error
 
 
-def load(
-    path: Path,
-    framework: Literal["np", "pt"],
-    get: Get,
-    safetensors: ModuleType,
-    names: Sequence[str] | None = None,
-) -> dict[str, Tensor]:
-    """Return what `get` reads for each of `names`, or for every tensor of the file.
+def load(path: Path, framework: Literal["np", "pt"], get: Get, safetensors: ModuleType) -> dict[str, Tensor]:
+    """Return what `get` reads for every tensor of the file.
 
     Raises:
         StoreError: The file can't be read.
     """
     try:
         with safetensors.safe_open(path, framework=framework) as file:
-            return {name: get(file, name) for name in (file.keys() if names is None else names)}
+            return {name: get(file, name) for name in file.keys()}  # noqa: SIM118  it is no mapping
     except (safetensors.SafetensorError, OSError, RuntimeError, TypeError) as error:
         raise StoreError(f"{path} can't be read: {error}.") from error
 

@@ -17,9 +17,10 @@ from pathlib import Path
 
 from modelfleet.types import Json
 
+from modelfleet import frameworks
+
 _MOST = 5000  # entries kept, the oldest forgotten first
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-_VERSIONED = ("modelfleet", "torch", "jax", "keras", "tensorflow")
 
 
 def key(*parts: object) -> str:
@@ -79,7 +80,7 @@ def _path() -> Path | None:
 @cache
 def _machine() -> tuple[object, ...]:
     versions = []
-    for package in _VERSIONED:
+    for package in ("modelfleet", *frameworks.ADAPTERS):
         with suppress(PackageNotFoundError):
             versions.append((package, version(package)))
     threads = os.environ.get("OMP_NUM_THREADS")

@@ -29,7 +29,7 @@ WIDTH = 3
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """An engine to check."""
+    """Describes an engine to check."""
 
     members: Callable[[], Sequence[Member]]
     """`members()`: return new members with new models, equal at every call."""
@@ -362,7 +362,7 @@ def _host(tensor: Any) -> np.ndarray:
 
 
 def _stacked(leaves: Sequence[Any]) -> Any:
-    """Arrays of NumPy or tensors of torch with an axis of steps in front."""
+    """Return arrays of NumPy or tensors of torch with an axis of steps in front."""
     if isinstance(leaves[0], np.ndarray):
         return np.stack(leaves)
     return leaves[0].expand(len(leaves), *leaves[0].shape)

@@ -15,6 +15,7 @@ from modelfleet.frameworks.torch.building import (
     weights_key,
 )
 from modelfleet.frameworks.torch.devices import accelerators, choose, memory, native, threads, use_threads
+from modelfleet.frameworks.torch.doctor_facts import cache_folder
 from modelfleet.frameworks.torch.engine import make_engine
 from modelfleet.frameworks.torch.malloc import keeping_pages
 from modelfleet.frameworks.torch.process_group import ProcessGroup as Group

@@ -1,6 +1,6 @@
 """Torch tensors in safetensors files, as the store needs them (`store.Files`)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -36,7 +36,7 @@ def read(path: Path) -> dict[str, Tensor]:
     return load(path, "pt", lambda file, name: file.get_tensor(name).clone(), import_safetensors("torch"))
 
 
-def read_row(path: Path, row: int, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-    """Read one row of every tensor, or of the tensors in `names`, without reading the others."""
+def read_row(path: Path, row: int) -> dict[str, Tensor]:
+    """Read one row of every tensor, without reading the others."""
     get: Get = lambda file, name: file.get_slice(name)[row].clone()  # noqa: E731
-    return load(path, "pt", get, import_safetensors("torch"), names)
+    return load(path, "pt", get, import_safetensors("torch"))
