@@ -3,7 +3,7 @@
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from importlib import import_module
 from typing import Any
 
@@ -158,22 +158,18 @@ def using(settings: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def computing() -> Iterator[None]:
+def computing() -> AbstractContextManager[None]:
     """Keep the memory that a step frees for the next step, within this context."""
-    with ExitStack() as stack:
-        if "modelfleet.frameworks.torch" in sys.modules:
-            stack.enter_context(adapter("torch").keeping_pages())
-        yield
+    return adapter("torch").keeping_pages() if _uses_torch() else nullcontext()
 
 
-@contextmanager
-def undisturbed() -> Iterator[None]:
+def undisturbed() -> AbstractContextManager[None]:
     """Undo the contexts that a verb was called in, such as `torch.no_grad`, within this context."""
-    with ExitStack() as stack:
-        if "modelfleet.frameworks.torch" in sys.modules:
-            stack.enter_context(adapter("torch").undisturbed())
-        yield
+    return adapter("torch").undisturbed() if _uses_torch() else nullcontext()
+
+
+def _uses_torch() -> bool:
+    return "modelfleet.frameworks.torch" in sys.modules
 
 
 def reduced(value: Any) -> Any:

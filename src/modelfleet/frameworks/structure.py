@@ -2,7 +2,7 @@
 
 import sys
 import types
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,12 +58,20 @@ def is_importable(value: Any) -> bool:
     return found is value
 
 
-def cell_contents(cell: types.CellType) -> Any:
-    """Return what a closure's cell holds, or None for a variable that is not assigned yet."""
+def cell_contents(cell: types.CellType, default: object = None) -> Any:
+    """Return what a closure's cell holds, or the default for a variable that is not assigned yet."""
     try:
         return cell.cell_contents
     except ValueError:
-        return None
+        return default
+
+
+def nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield some code, and that of the functions within."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from nested_code(constant)
 
 
 def shorten(text: str) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from modelfleet.frameworks.structure import cell_contents
+
 Same = Callable[[Any, Any], bool]
 """Returns True if a value counts as unchanged. By default it must be the same object."""
 
@@ -199,11 +201,11 @@ class WatchedCell(Watched):
 
     def __init__(self, name: str, cell: types.CellType, same_value: Same = is_) -> None:
         super().__init__(name)
-        self.cell, self.value, self._same_value = cell, _contents(cell), same_value
+        self.cell, self.value, self._same_value = cell, cell_contents(cell, MISSING), same_value
 
     def same(self) -> bool:
         """Return True if it holds the same value."""
-        return self._same_value(_contents(self.cell), self.value)
+        return self._same_value(cell_contents(self.cell, MISSING), self.value)
 
     def restore(self) -> None:
         """Give it its value back."""
@@ -251,7 +253,7 @@ class WatchedGenerator(Watched):
 
     def moved(self) -> bool:
         """Return True if it has advanced."""
-        return _comparable(self._get()) != _comparable(self._before)
+        return comparable(self._get()) != comparable(self._before)
 
     def restore(self) -> None:
         """Set it back."""
@@ -266,17 +268,10 @@ class WatchedCache(WatchedGenerator):
         yield from ()
 
 
-def _comparable(state: Any) -> Hashable:
+def comparable(state: Any) -> Hashable:
     """Return a generator's state as a value. The `repr` of an array may leave out most of its numbers."""
     if isinstance(state, np.ndarray):
         return state.tobytes()
     if isinstance(state, dict):
-        return tuple((key, _comparable(value)) for key, value in state.items())
-    return tuple(map(_comparable, state)) if isinstance(state, tuple) else repr(state)
-
-
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return MISSING
+        return tuple((key, comparable(value)) for key, value in state.items())
+    return tuple(map(comparable, state)) if isinstance(state, tuple) else repr(state)

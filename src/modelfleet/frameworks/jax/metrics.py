@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from modelfleet.errors import InputError
 from modelfleet.frameworks import metrics as common
 from modelfleet.frameworks.jax.losses import LOSSES, matched, shape_of
 from modelfleet.frameworks.losses import IGNORED
@@ -116,7 +115,7 @@ def _accuracy(output: Array, target: Array, weights: Array) -> Parts:
 def _binary(output: Array, target: Array) -> tuple[Array, Array]:
     """Return which logits are on the right side of 0, and which labels count."""
     if target.size != output.size:
-        raise _wrong_shapes("accuracy", output, target)
+        raise common.wrong_shapes("accuracy", output.shape, target.shape, "(row, …, class)")
     target = target.reshape(output.shape)
     return (output > 0) == (target > 0.5), target != IGNORED
 
@@ -150,14 +149,7 @@ def _scores_and_labels(name: str, output: Array, target: Array) -> tuple[Array, 
             return output, target.argmax(-1)
         if target.shape == output.shape[:-1]:
             return output, target.astype(jnp.int32)
-    raise _wrong_shapes(name, output, target)
-
-
-def _wrong_shapes(name: str, output: Array, target: Array) -> InputError:
-    return InputError(
-        f"{name} can't compare an output {tuple(output.shape)} with a target {tuple(target.shape)}. It takes "
-        f"scores (row, …, class) with class indices (row, …) or one-hot targets, or one logit with 0 and 1."
-    )
+    raise common.wrong_shapes(name, output.shape, target.shape, "(row, …, class)")
 
 
 def _from_loss(name: str) -> Metric:

@@ -110,15 +110,15 @@ def resolve(schedule: ScheduleLike) -> Schedule | Factory:
 
 
 class Schedules:
-    """Hyperparameters of every member at every step.
+    """Hyperparameters of every member at every step (see `adapter_protocol.Adapter.Schedules`).
 
     Schedulers of a factory step once per epoch, as in torch loops, except OneCycleLR and CyclicLR, which step per
     batch.
 
     Args:
-        schedule: One schedule for all members, or a list with one per member.
+        schedules: One schedule per member.
         columns: Hyperparameters `(member,)` as compiled.
-        optimizer: The optimizer of all members.
+        task: The task of all members.
         steps_per_epoch: Steps per epoch `(member,)`; None for data of unknown length.
         epochs: Number of epochs `(member,)`.
         names: Names of the members, for errors.
@@ -129,23 +129,20 @@ class Schedules:
 
     def __init__(
         self,
-        schedule: ScheduleLike | list[ScheduleLike],
+        schedules: Sequence[ScheduleLike],
         columns: Columns,
-        optimizer: Optimizer,
+        task: Task,
         steps_per_epoch: np.ndarray | None,
         epochs: np.ndarray,
         *,
-        names: Sequence[str] | None = None,
+        names: Sequence[str],
     ) -> None:
-        members = len(columns["lr"])
-        names = names or [str(position) for position in range(members)]
-        own = [resolve(one) for one in (schedule if isinstance(schedule, list) else [schedule] * members)]
         named: dict[str, dict[int, Schedule]] = {}
         self._schedulers: dict[int, _Scheduler] = {}  # by position
-        for position, one in enumerate(own):
+        for position, one in enumerate(map(resolve, schedules)):
             if not isinstance(one, Schedule):
                 hyper = {name: float(column[position]) for name, column in columns.items()}
-                self._schedulers[position] = _Scheduler(one, optimizer, hyper, names[position])
+                self._schedulers[position] = _Scheduler(one, task.optimizer, hyper, names[position])
             elif (one.name, one.warmup) != ("constant", 0):
                 if steps_per_epoch is None and one.spans:
                     raise InputError(
@@ -154,9 +151,9 @@ class Schedules:
                         f"loader with a length."
                     )
                 named.setdefault(one.name, {})[position] = one
-        per_epoch = np.ones(members, dtype=np.int64) if steps_per_epoch is None else steps_per_epoch
-        self._formulas = [_Formula(schedules, per_epoch, epochs) for schedules in named.values()]
-        self._optimizer = optimizer
+        per_epoch = np.ones(len(names), dtype=np.int64) if steps_per_epoch is None else steps_per_epoch
+        self._formulas = [_Formula(own, per_epoch, epochs) for own in named.values()]
+        self._optimizer = task.optimizer
         self._names = names
         # `_columns` has the values of the schedulers. Named schedules scale its learning rates at each step.
         self._columns = self._current = columns
@@ -272,19 +269,6 @@ class _Formula:
 
 def _cosine(start: np.ndarray | float, end: np.ndarray | float, progress: np.ndarray) -> np.ndarray:
     return end + (start - end) / 2 * (np.cos(np.pi * progress) + 1)
-
-
-def of_task(
-    schedules: list[ScheduleLike],
-    columns: Columns,
-    task: Task,
-    per_epoch: np.ndarray | None,
-    epochs: np.ndarray,
-    *,
-    names: Sequence[str],
-) -> Schedules:
-    """Return the schedules of the members of a lane (see `adapter_protocol.Adapter.Schedules`)."""
-    return Schedules(schedules, columns, task.optimizer, per_epoch, epochs, names=names)
 
 
 class _Scheduler:

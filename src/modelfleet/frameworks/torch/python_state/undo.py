@@ -3,7 +3,7 @@
 import inspect
 import random
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -17,6 +17,7 @@ from modelfleet.frameworks.torch.python_state.checks import StatefulError
 from modelfleet.frameworks.torch.python_state.snapshot import PythonSnapshot
 from modelfleet.frameworks.torch.tracing.writes import UNDECLARED_WRITERS
 from modelfleet.frameworks.user_code import line_of_frame
+from modelfleet.frameworks.watched import comparable
 
 _WRAPPER = "torch/random/eager.py"  # puts functions of its own around those of `torch.random`
 _FORK_RNG = inspect.unwrap(torch.random.fork_rng).__code__
@@ -94,7 +95,7 @@ def restoring_tensors(snapshot: PythonSnapshot, *, strictly: bool = True) -> Ite
             written.undo()
             for put, state, _ in saved.values():
                 put(state)
-            if _comparable(np.random.get_state()) != _comparable(numpy_state):
+            if comparable(np.random.get_state()) != comparable(numpy_state):
                 saved[0] = np.random.set_state, numpy_state, "draws from numpy.random"
                 np.random.set_state(numpy_state)
     for _, _, does in saved.values() if strictly else ():
@@ -120,10 +121,6 @@ def _resume_profiler(profiler: Any) -> None:
         sys.setprofile(profiler)
     else:
         profiler.enable()  # cProfile's profiler can't be set
-
-
-def _comparable(state: Any) -> Hashable:
-    return tuple(part.tobytes() if isinstance(part, np.ndarray) else part for part in state)
 
 
 class _Rollback(TorchDispatchMode):
