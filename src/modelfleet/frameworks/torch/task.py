@@ -35,12 +35,12 @@ class Task:
 
     @property
     def maskable(self) -> bool:
-        """True if the loss and every metric can leave out padded rows by weights."""
+        """Return True if the loss and every metric can leave out padded rows by weights."""
         return self.loss is not None and self.loss.rows is not None and all(m.maskable for m in self.metrics)
 
     @cached_property
     def summary(self) -> str:
-        """The task in one line, for checkpoints. A run can be resumed only with an equal summary."""
+        """Return the task as one line for checkpoints. A run can be resumed only with an equal summary."""
         flags = [name for name, on in self.optimizer.flags.items() if on]
         if self.objective is not None:
             loss = fingerprint(self.objective)
@@ -96,26 +96,23 @@ class Task:
         the batch that the rows are. A loss without values per row (a function, an objective, the output's own
         `.loss`) is taken as the mean over its rows, which `row_independence.divide_by_rows` has verified.
         """
-        if self.loss is not None and self.loss.parts is not None and self.objective is None:
-            x, target = input_and_target(batch, self.loss.name)
-            output = logits(call(model, x))
-            total, count = self.loss.parts(output, target)
-            sums = {
-                **self._sums(output, target, weights),
-                "rows": torch.as_tensor(_count(batch), device=part.device),
-            }
-            return total, part.to(total.dtype) if count is None else count, sums
-        if self.objective is not None or self.loss is None or self.loss.rows is None:
-            loss, sums = self.run(model, batch, weights)
-            return loss * sums["rows"], sums["rows"], sums
-        x, target = input_and_target(batch, self.loss.name)
+        loss = self.loss if self.objective is None else None
+        if loss is None or (loss.parts is None and loss.rows is None):
+            mean, sums = self.run(model, batch, weights)
+            return mean * sums["rows"], sums["rows"], sums
+        x, target = input_and_target(batch, loss.name)
         output = logits(call(model, x))
-        totals, counts = self.loss.rows(output, target)
-        if weights is None:
-            rows = torch.as_tensor(_count(batch), device=totals.device)
+        if loss.rows is not None:
+            totals, counts = loss.rows(output, target)
+            if weights is not None:
+                totals, counts = weights * totals, weights * counts
+            total, count = totals.sum(), counts.sum()
         else:
-            totals, counts, rows = weights * totals, weights * counts, weights.sum()
-        return totals.sum(), counts.sum(), {**self._sums(output, target, weights), "rows": rows}
+            assert loss.parts is not None
+            total, count = loss.parts(output, target)
+            count = part.to(total.dtype) if count is None else count
+        rows = torch.as_tensor(_count(batch), device=total.device) if weights is None else weights.sum()
+        return total, count, {**self._sums(output, target, weights), "rows": rows}
 
     def values(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the loss and the metrics from their sums over an epoch."""
@@ -141,10 +138,11 @@ class Task:
             return {}
         if weights is None:
             weights = torch.ones(_count(output), device=leaves(output)[0].device)
+        seen = map_tree(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
         return {
             f"{metric.name}/{key}": value
             for metric in self.metrics
-            for key, value in metric.sums(_detached(output), target, weights).items()
+            for key, value in metric.sums(seen, target, weights).items()
         }
 
 
@@ -213,7 +211,3 @@ def _scalar(loss: Any) -> Tensor:
 
 def _count(batch: Tree) -> int:
     return next(leaf.shape[0] for leaf in leaves(batch) if isinstance(leaf, Tensor))
-
-
-def _detached(output: Tree) -> Tree:
-    return map_tree(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
