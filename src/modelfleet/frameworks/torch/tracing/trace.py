@@ -22,6 +22,7 @@ from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.torch.tracing.outside_tensors import forbid_outside_writes, lift_outside_tensors
 from modelfleet.frameworks.torch.tracing.reasons import add_line, explain
 from modelfleet.frameworks.torch.tracing.simplify import simplify
+from modelfleet.frameworks.torch.tracing.writes import schema_of
 from modelfleet.trees import leaves, map_tree, rebuild
 from modelfleet.types import Tree
 
@@ -203,5 +204,5 @@ def _bytes(value: object) -> int:
 
 
 def _is_view(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node)
     return schema is not None and any(argument.alias_info is not None for argument in schema.arguments)
