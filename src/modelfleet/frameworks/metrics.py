@@ -8,15 +8,15 @@ from modelfleet.errors import InputError, unknown
 from modelfleet.types import MetricLike
 
 Function = Callable[[Any, Any], Any]
-"""A user's metric: a function of output and target that returns one number for the batch."""
+"""User's metric: a function of output and target that returns one number for the batch."""
 
 
 class Named(Protocol):
-    """A metric with a name."""
+    """Metric with a name."""
 
     @property
     def name(self) -> str:
-        """The metric's name in a history."""
+        """Return the metric's name in a history."""
         ...
 
 

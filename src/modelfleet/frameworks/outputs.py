@@ -1,4 +1,4 @@
-"""A model's outputs for a batch, as a tree of NumPy arrays `(row, …)`.
+"""Read a model's outputs for a batch as a tree of NumPy arrays `(row, …)`.
 
 Dicts, lists, tuples and named tuples keep their type; dataclasses become dicts of their fields. A list with one
 entry per row becomes an array of these entries. Nothing is dropped: an output without rows, such as a number for
@@ -28,7 +28,7 @@ class _Lengths:
 
     rows: int
     found: Mapping[tuple[bool, Path], int]
-    """The number by (is a list or tuple, path)."""
+    """By (is a list or tuple, path)."""
 
 
 class Outputs:

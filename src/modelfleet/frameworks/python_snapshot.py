@@ -40,7 +40,7 @@ _STOCK = frozenset(sys.stdlib_module_names) | {
 _MAX_WATCHED = 20_000  # code that reaches more than this reaches a whole library
 
 Named = tuple[str, Any]
-"""A value, and how a reader knows it."""
+"""How a reader knows a value, and the value."""
 
 
 class PythonSnapshot:

@@ -11,7 +11,7 @@ MAX_SHOWN = 60  # characters of a value in a message
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Signature:
-    """A model's structure as a value. Two models may be fused if and only if their signatures are equal."""
+    """Structure of a model, as a value. Two models may be fused if and only if their signatures are equal."""
 
     entries: tuple[tuple[str, Hashable], ...]
     """Each part of the model by its path, such as `layers.0.kernel`."""
@@ -33,7 +33,7 @@ class Signature:
 
 
 class Opaque:
-    """A value whose content can't be compared, so that it equals only itself."""
+    """Value whose content can't be compared, so that it equals only itself."""
 
     __slots__ = ("value",)
 

@@ -59,7 +59,7 @@ class Watched:
 
 
 class WatchedDict(Watched):
-    """A dict, or the attributes of an object. `label` names an item after the name of the whole."""
+    """Dict, or the attributes of an object. `label` names an item after the name of the whole."""
 
     cheap = True
 
@@ -157,7 +157,7 @@ class WatchedSlots(Watched):
 
 
 class WatchedList(Watched):
-    """A list or a deque."""
+    """List or deque."""
 
     cheap = True
 
@@ -176,7 +176,7 @@ class WatchedList(Watched):
 
 
 class WatchedSet(Watched):
-    """A set."""
+    """Set."""
 
     cheap = True
 
@@ -195,7 +195,7 @@ class WatchedSet(Watched):
 
 
 class WatchedCell(Watched):
-    """A variable that a function closes over."""
+    """Variable that a function closes over."""
 
     cheap = True
 
@@ -216,7 +216,7 @@ class WatchedCell(Watched):
 
 
 class WatchedArray(Watched):
-    """A NumPy array or a bytearray."""
+    """NumPy array or bytearray."""
 
     def __init__(self, name: str, array: np.ndarray | bytearray) -> None:
         super().__init__(name)
@@ -261,7 +261,7 @@ class WatchedGenerator(Watched):
 
 
 class WatchedCache(WatchedGenerator):
-    """A function's cache. Restoring removes what a trace put there. It counts as no change."""
+    """Cache of a function. Restoring removes what a trace put there. It counts as no change."""
 
     def changed(self) -> Iterator[str]:
         """Yield nothing: a cache changes no result."""

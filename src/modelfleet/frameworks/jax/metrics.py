@@ -31,7 +31,7 @@ def added(sums: Array, value: Array) -> Array:
 
 @dataclass(frozen=True)
 class Metric:
-    """A number per member and epoch.
+    """Number per member and epoch.
 
     `parts` returns numbers for one member's batch, from its output, target and row weights `(row,)`. `joined` adds
     them to the parts of earlier batches, starting from `begun`. `value` computes the metric from the joined parts.

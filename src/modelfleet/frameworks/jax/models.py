@@ -145,7 +145,7 @@ class _Form:
 
 
 class Module(_Form):
-    """A Flax NNX module. Its `nnx.Param`s are trained; all other variables are buffers."""
+    """Flax NNX module. Its `nnx.Param`s are trained; all other variables are buffers."""
 
     def __init__(self, model: Model) -> None:
         from flax import nnx
@@ -227,7 +227,7 @@ class Module(_Form):
 
 
 class Pair(_Form):
-    """A `(params, apply)` pair, or a named tuple of the two. Floats are trained; integers are buffers."""
+    """Pair `(params, apply)`, or a named tuple of the two. Floats are trained; integers are buffers."""
 
     def __init__(self, model: Model) -> None:
         super().__init__(model[0])

@@ -50,7 +50,7 @@ NAMES: Mapping[str, float] = {
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A gradient transformation of Optax, or a function that makes one.
+    """Gradient transformation of Optax, or a function that makes one.
 
     `fixed` are arguments of the function. `own` names the arguments of which each member has its own value, in its
     state.
@@ -103,7 +103,7 @@ class Optimizer:
 
 
 class _OwnState(NamedTuple):
-    """A member's own hyperparameters, and the state of the transformation that is made with them."""
+    """Hyperparameters of one member, and the state of the transformation that is made with them."""
 
     values: dict[str, Tensor]
     inner: Tree

@@ -1,4 +1,4 @@
-"""A step's coefficients, one number per member, and torch's operations between tensors and such numbers.
+"""Coefficients of a step, one number per member, and torch's operations between tensors and such numbers.
 
 Coefficients are computed in float64, since `1 - 0.999**t` in float32 is off by 6e-5. Only then are they cast to
 the dtype in which the parameter's operations compute: float32 for bfloat16 and float16, as torch does with a

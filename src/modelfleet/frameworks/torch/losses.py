@@ -19,7 +19,7 @@ PartsOfBatch = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss of an output and a target."""
+    """Loss of an output and a target."""
 
     name: str
     rows: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None
@@ -161,30 +161,20 @@ def _per_row(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
     return values.to(dtype).flatten(1).sum(1), counted.to(dtype).flatten(1).sum(1)
 
 
-def _of_values(name: str, function: Callable[..., Tensor], kind: TargetKind = "values") -> Loss:
-    """Return a loss between the elements of an output and a target of the same shape."""
+def _named(name: str, function: Callable[..., Tensor], kind: TargetKind = "values") -> Loss:
+    """Return the loss of a function as torch has them, with a `reduction`."""
 
-    def rows(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        values = function(*matched(name, output, target), reduction="none").unsqueeze(-1)
-        return _per_row(values, torch.ones_like(values))
-
-    def plain(output: Tensor, target: Tensor) -> Tensor:
-        return function(*matched(name, output, target), reduction="mean")
-
-    return Loss(name, rows, plain, kind)
-
-
-def _of_classes(name: str, function: Callable[..., Tensor], kind: TargetKind = "classes") -> Loss:
-    """Return a loss of scores `(row, class, …)` with class indices `(row, …)` or probabilities of their shape."""
+    def are_labels(target: Tensor) -> bool:
+        return takes_classes(kind) and not target.is_floating_point()
 
     def match(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         _check_fit(name, kind, shape_of(name, output), target)
-        return _same_dtype(output, target) if target.is_floating_point() else (output, target.long())
+        return (output, target.long()) if are_labels(target) else _same_dtype(output, target)
 
     def rows(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         output, target = match(output, target)
         values = function(output, target, reduction="none").unsqueeze(-1)
-        counted = torch.ones_like(values) if target.is_floating_point() else (target != IGNORED).unsqueeze(-1)
+        counted = (target != IGNORED).unsqueeze(-1) if are_labels(target) else torch.ones_like(values)
         return _per_row(values, counted)
 
     def plain(output: Tensor, target: Tensor) -> Tensor:
@@ -218,30 +208,30 @@ def _multi_margin(output: Tensor, target: Tensor, *, reduction: str) -> Tensor:
 # Each loss with the function and the module of torch that it equals.
 _STOCK: tuple[tuple[Loss, Callable[..., Tensor], type[nn.Module]], ...] = (
     (
-        _of_classes("cross_entropy", F.cross_entropy, "classes or probabilities"),
+        _named("cross_entropy", F.cross_entropy, "classes or probabilities"),
         F.cross_entropy,
         nn.CrossEntropyLoss,
     ),
-    (_of_classes("nll", F.nll_loss), F.nll_loss, nn.NLLLoss),
-    (_of_classes("multi_margin", _multi_margin), F.multi_margin_loss, nn.MultiMarginLoss),
-    (_of_values("mse", F.mse_loss), F.mse_loss, nn.MSELoss),
-    (_of_values("mae", F.l1_loss), F.l1_loss, nn.L1Loss),
-    (_of_values("huber", F.huber_loss), F.huber_loss, nn.HuberLoss),
-    (_of_values("smooth_l1", F.smooth_l1_loss), F.smooth_l1_loss, nn.SmoothL1Loss),
-    (_of_values("poisson_nll", F.poisson_nll_loss), F.poisson_nll_loss, nn.PoissonNLLLoss),
-    (_of_values("kl_div", _kl_div), F.kl_div, nn.KLDivLoss),
-    (_of_values("bce", F.binary_cross_entropy, "fractions"), F.binary_cross_entropy, nn.BCELoss),
+    (_named("nll", F.nll_loss, "classes"), F.nll_loss, nn.NLLLoss),
+    (_named("multi_margin", _multi_margin, "classes"), F.multi_margin_loss, nn.MultiMarginLoss),
+    (_named("mse", F.mse_loss), F.mse_loss, nn.MSELoss),
+    (_named("mae", F.l1_loss), F.l1_loss, nn.L1Loss),
+    (_named("huber", F.huber_loss), F.huber_loss, nn.HuberLoss),
+    (_named("smooth_l1", F.smooth_l1_loss), F.smooth_l1_loss, nn.SmoothL1Loss),
+    (_named("poisson_nll", F.poisson_nll_loss), F.poisson_nll_loss, nn.PoissonNLLLoss),
+    (_named("kl_div", _kl_div), F.kl_div, nn.KLDivLoss),
+    (_named("bce", F.binary_cross_entropy, "fractions"), F.binary_cross_entropy, nn.BCELoss),
     (
-        _of_values("bce_with_logits", F.binary_cross_entropy_with_logits, "fractions"),
+        _named("bce_with_logits", F.binary_cross_entropy_with_logits, "fractions"),
         F.binary_cross_entropy_with_logits,
         nn.BCEWithLogitsLoss,
     ),
     (
-        _of_values("hinge_embedding", F.hinge_embedding_loss, "signs"),
+        _named("hinge_embedding", F.hinge_embedding_loss, "signs"),
         F.hinge_embedding_loss,
         nn.HingeEmbeddingLoss,
     ),
-    (_of_values("soft_margin", _soft_margin, "signs"), F.soft_margin_loss, nn.SoftMarginLoss),
+    (_named("soft_margin", _soft_margin, "signs"), F.soft_margin_loss, nn.SoftMarginLoss),
 )
 
 LOSSES: dict[str, Loss] = {loss.name: loss for loss, _, _ in _STOCK}

@@ -19,7 +19,7 @@ Sums = Callable[[Any, Any, Tensor], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Metric:
-    """A number per member and epoch.
+    """Number per member and epoch.
 
     `sums` returns scalar sums for one member's batch, from its output, target and row weights `(row,)`. `value`
     computes the number from the sums over an epoch. Padded rows have weight 0 and do not count. A metric that is

@@ -216,7 +216,7 @@ class _Trial:
 
     @property
     def tolerance(self) -> float:
-        """How far apart equal results may be, because of rounding."""
+        """Return how far apart equal results may be, because of rounding."""
         floats = [t for part in ("params", "buffers") for t in self.state[part].values() if t.is_floating_point()]
         if any(t.element_size() < 4 for t in floats):
             return 5e-2

@@ -45,7 +45,7 @@ _RANGES: Mapping[str, tuple[str, Callable[[float], bool]]] = {
 
 @dataclass(frozen=True, init=False)
 class Schedule:
-    """A named schedule of the learning rate, with a linear warm-up from 0.
+    """Named schedule of the learning rate, with a linear warm-up from 0.
 
     Args:
         name: What follows the warm-up:
@@ -86,7 +86,7 @@ class Schedule:
 
     @property
     def spans(self) -> bool:
-        """True if the schedule depends on the number of steps of a fit or an epoch."""
+        """Return True if the schedule depends on the number of steps of a fit or an epoch."""
         return self.name != "constant" or 0 < self.warmup < 1
 
 
@@ -161,7 +161,7 @@ class Schedules:
 
     @property
     def by_step(self) -> bool:
-        """True if the columns may change from one step to the next, not only from epoch to epoch."""
+        """Return True if the columns may change from one step to the next, not only from epoch to epoch."""
         return bool(self._formulas) or any(one.per_batch for one in self._schedulers.values())
 
     def at(self, step: np.ndarray) -> Columns:
@@ -222,7 +222,7 @@ class Schedules:
 
 
 class _Formula:
-    """A named schedule for all members that have it, each with its own options."""
+    """Named schedule for all members that have it, each with its own options."""
 
     def __init__(self, schedules: Mapping[int, Schedule], steps_per_epoch: np.ndarray, epochs: np.ndarray) -> None:
         own = list(schedules.values())
@@ -272,7 +272,7 @@ def _cosine(start: np.ndarray | float, end: np.ndarray | float, progress: np.nda
 
 
 class _Scheduler:
-    """A scheduler of torch, for one member."""
+    """Scheduler of torch, for one member."""
 
     def __init__(self, factory: Factory, optimizer: Optimizer, hyper: Mapping[str, float], name: str) -> None:
         self.factory, self.rule, self.hyper, self.name = factory, optimizer, hyper, name
@@ -347,7 +347,7 @@ class _Scheduler:
 
 
 class _NoOptimizer(torch.optim.Optimizer):
-    """An optimizer that only holds hyperparameters, for algorithms that torch has no class for."""
+    """Optimizer that only holds hyperparameters, for algorithms that torch has no class for."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], **settings: Any) -> None:
         super().__init__(parameters, settings)

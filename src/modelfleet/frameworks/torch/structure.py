@@ -35,7 +35,7 @@ class _Module(NamedTuple):
 
 
 class _Again(NamedTuple):
-    """A module that occurs in the model a second time."""
+    """Module that occurs in the model a second time."""
 
     first: str
 

@@ -28,7 +28,7 @@ class Task:
 
     optimizer: Optimizer
     loss: Loss | None = None
-    objective: Callable[[nn.Module, Any], Any] | None = None
+    objective: Callable[[nn.Module, Tree], Any] | None = None
     metrics: tuple[Metric, ...] = ()
     clip: bool = False
     precision: Precision = "float32"
@@ -146,7 +146,7 @@ class Task:
         }
 
 
-def call(model: nn.Module, x: Tree) -> Any:
+def call(model: nn.Module, x: Tree) -> Tree:
     """Call a model with a dict as keywords, a tuple or list as arguments, or a single tensor.
 
     A dict, tuple or list that does not match the parameters of `forward` is passed as one argument.
@@ -158,13 +158,13 @@ def call(model: nn.Module, x: Tree) -> Any:
     return model(x)
 
 
-def _accepts(model: nn.Module, args: Sequence[Any], keywords: Mapping[Any, Any]) -> bool:
+def _accepts(model: nn.Module, args: Sequence[object], keywords: Mapping[str, object]) -> bool:
     forward: Any = model.forward
     return _binds(getattr(forward, "__func__", forward), hasattr(forward, "__func__"), len(args), tuple(keywords))
 
 
 @lru_cache
-def _binds(forward: Callable[..., Any], is_method: bool, count: int, names: tuple[Any, ...]) -> bool:
+def _binds(forward: Callable[..., Any], is_method: bool, count: int, names: tuple[str, ...]) -> bool:
     """Return False if `forward` takes one argument, but neither `count` arguments nor these keywords."""
     own = [None] if is_method else []
     try:
@@ -182,7 +182,7 @@ def _binds(forward: Callable[..., Any], is_method: bool, count: int, names: tupl
     return True
 
 
-def logits(output: Any) -> Any:
+def logits(output: Tree) -> Tree:
     """Return the tensor that users mean by a model's output: the output itself, or Hugging Face's `.logits`."""
     if isinstance(output, Tensor):
         return output
@@ -196,12 +196,12 @@ def logits(output: Any) -> Any:
     return output
 
 
-def _holds_tensors(value: Any) -> bool:
+def _holds_tensors(value: Tree) -> bool:
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
     return isinstance(value, Tensor) or any(_holds_tensors(part) for part in parts)
 
 
-def _scalar(loss: Any) -> Tensor:
+def _scalar(loss: object) -> Tensor:
     if not isinstance(loss, Tensor):
         raise InputError(f"the loss is a {type(loss).__name__}; expected a tensor of one number.")
     if loss.numel() != 1:

@@ -44,14 +44,14 @@ _CLASS_BOOKKEEPING = frozenset(
 
 
 class Leaf(NamedTuple):
-    """A value without parts."""
+    """Value without parts."""
 
     kind: Hashable
     content: Hashable
 
 
 class Tree(NamedTuple):
-    """A value with parts. A part's label follows the name of the whole, as in `[0]` and `.stride`."""
+    """Value with parts. A part's label follows the name of the whole, as in `[0]` and `.stride`."""
 
     kind: Hashable
     parts: tuple[tuple[str, Hashable], ...]

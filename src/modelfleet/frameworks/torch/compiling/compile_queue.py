@@ -37,7 +37,7 @@ class Outcome:
 
 
 class CompileProcess:
-    """A process that compiles one program into torch's cache. Its folder is removed however it ends."""
+    """Process that compiles one program into torch's cache. Its folder is removed however it ends."""
 
     def __init__(self, forms: Sequence[GraphSource]) -> None:
         self.forms = list(forms)
@@ -76,7 +76,7 @@ class CompileProcess:
 
     @property
     def outcome(self) -> Outcome | None:
-        """How compiling ended; None while it goes on. Once it has ended, process and folder are removed."""
+        """Return how compiling ended; None while it goes on. Once it has ended, process and folder are removed."""
         if self._outcome is None and os.getpid() == self._owner:
             found = self._poll()
             if found is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from modelfleet.frameworks.torch.python_state.checks import StatefulError
@@ -137,17 +138,13 @@ class _Rollback(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Any,
+        func: OpOverload,
         types: Sequence[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if (
-            self._known
-            and type(func) is torch._ops.OpOverload
-            and (func._schema.is_mutable or func in UNDECLARED_WRITERS)
-        ):
+        if self._known and type(func) is OpOverload and (func._schema.is_mutable or func in UNDECLARED_WRITERS):
             for value in (*args, *kwargs.values()):
                 for tensor in value if isinstance(value, list | tuple) else (value,):
                     if isinstance(tensor, Tensor):

@@ -1,4 +1,4 @@
-"""A member's own random numbers in eager execution: the numbers that it would draw in a fused lane.
+"""Draw a member's own random numbers in eager execution: the numbers that it would draw in a fused lane.
 
     with EagerDraws(seed, step) as draws:
         loss = objective(model, batch)
@@ -26,6 +26,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from modelfleet.frameworks.torch.random.operations import (
@@ -70,7 +71,7 @@ class WordCache:
 
 
 class _NumberedStreams(Streams):
-    """A member's streams of one step, with the number of the next draw set from outside."""
+    """Streams of one member and step, with the number of the next draw set from outside."""
 
     def __init__(self, seed: int, step: int, device: torch.device, cache: WordCache) -> None:
         super().__init__(torch.tensor(seed, device=device), torch.tensor(step, device=device))
@@ -121,7 +122,11 @@ class EagerDraws(TorchDispatchMode):
         _PATCHES.leave()
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if not _is_random(func) or self._uses_torch or has_own_generator(args, kwargs) or is_on_meta(args, kwargs):
@@ -233,7 +238,7 @@ _PATCHES = _Patches()
 
 @dataclass
 class DrawRecord:
-    """A record of whether a model's last step drew random numbers.
+    """Record of whether a model's last step drew random numbers.
 
     Attributes:
         draws: True if it did.

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from modelfleet.frameworks.torch.random.streams import Streams
@@ -218,7 +219,11 @@ class DrawFromStreams(TorchDispatchMode):
         self._streams = streams
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if not is_random(func) or is_on_meta(args, kwargs):
@@ -242,7 +247,7 @@ def device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
     return first.device if first is not None else torch.device(kwargs.get("device") or "cpu")
 
 
-def draw_by_torch(streams: Streams, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def draw_by_torch(streams: Streams, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run a random operation that has no rule with torch's generator, seeded from the member's stream."""
     device, seed = device_of(args, kwargs), int(streams.words64([1])) % 2**63
     if any(argument.name == "generator" for argument in func._schema.arguments):

@@ -149,12 +149,12 @@ class Streams:
 
     @property
     def members(self) -> int | None:
-        """Number of stacked members; None for a single member."""
+        """Return the number of stacked members; None for a single member."""
         return len(self._seed) if self._stacked else None
 
     @property
     def may_use_torch(self) -> bool:
-        """True if torch may run an operation that has no rule: for a single member, on its whole batch."""
+        """Return True if torch may run an operation that has no rule: for a single member, on its whole batch."""
         return type(self) is Streams and not self._stacked and self._rows is None
 
     def _pairs(
