@@ -337,13 +337,11 @@ class _Scheduler:
     def read(self) -> list[tuple[str, float]]:
         """Return the current hyperparameters, by column."""
         group = self.optimizer.param_groups[0]
-        return [
-            (flat, float(value))
-            for name in self.rule.defaults
-            for flat, value in zip(
-                flat_names(name), group[name] if name == "betas" else (group[name],), strict=True
-            )
-        ]
+        found: list[tuple[str, float]] = []
+        for name in self.rule.defaults:
+            values = group[name] if name == "betas" else (group[name],)
+            found += zip(flat_names(name), map(float, values), strict=True)
+        return found
 
 
 class _NoOptimizer(torch.optim.Optimizer):

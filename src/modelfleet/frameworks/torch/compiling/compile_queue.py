@@ -137,9 +137,8 @@ class CompileQueue:
         self._lock = threading.Lock()
         self._running: list[CompileProcess] = []
         self._first: WeakKeyDictionary[Any, float] = WeakKeyDictionary()  # time of each one's first request
-        self._requests: WeakKeyDictionary[Any, tuple[float, float]] = (
-            WeakKeyDictionary()
-        )  # value, and until when it counts
+        # By requester: the value of its request, and until when that counts.
+        self._requests: WeakKeyDictionary[Any, tuple[float, float]] = WeakKeyDictionary()
 
     def abandon(self) -> None:
         """Drop everything in a process that was forked from the owner of the queue."""

@@ -86,13 +86,16 @@ def restoring_tensors(snapshot: PythonSnapshot, *, strictly: bool = True) -> Ite
             save(owner, owner.set_state, owner.get_state(), "seeds torch's generator", frame)
 
     numpy_state = np.random.get_state()
-    profiler = sys.getprofile()
+    profiler: Any = sys.getprofile()
     with _Rollback([*snapshot.tensors.values(), *snapshot.parameters]) as written:
         sys.setprofile(watch_calls)  # in this thread only: others may draw at the same time
         try:
             yield
         finally:
-            _resume_profiler(profiler)
+            if profiler is None or callable(profiler):
+                sys.setprofile(profiler)
+            else:
+                profiler.enable()  # cProfile's profiler can't be set
             written.undo()
             for put, state, _ in saved.values():
                 put(state)
@@ -101,7 +104,7 @@ def restoring_tensors(snapshot: PythonSnapshot, *, strictly: bool = True) -> Ite
                 np.random.set_state(numpy_state)
     for _, _, does in saved.values() if strictly else ():
         raise StatefulError(f"it {does}, which has no stream per member")
-    if strictly and any(written.has_undone(parameter) for parameter in snapshot.parameters):
+    if strictly and any(id(parameter) in written.undone for parameter in snapshot.parameters):
         raise StatefulError("its train() changes its parameters")
 
 
@@ -117,13 +120,6 @@ def _forks_generator(frame: FrameType | None) -> bool:
     return False
 
 
-def _resume_profiler(profiler: Any) -> None:
-    if profiler is None or callable(profiler):
-        sys.setprofile(profiler)
-    else:
-        profiler.enable()  # cProfile's profiler can't be set
-
-
 class _Rollback(TorchDispatchMode):
     """Context that copies a tensor before the first write to it, so that the write can be undone."""
 
@@ -134,7 +130,7 @@ class _Rollback(TorchDispatchMode):
             if tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
                 self._known.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-        self._changed: set[int] = set()
+        self.undone: set[int] = set()  # ids of the tensors in which `undo` has found a change
 
     def __torch_dispatch__(
         self,
@@ -158,14 +154,10 @@ class _Rollback(TorchDispatchMode):
             if id(known) not in self._copies:
                 self._copies[id(known)] = known, known.detach().clone()
 
-    def has_undone(self, tensor: Tensor) -> bool:
-        """Return True if `undo` found that a tensor had changed."""
-        return id(tensor) in self._changed
-
     def undo(self) -> None:
         """Write the copies back to the tensors that have changed."""
         with torch.no_grad():
             for key, (tensor, copy) in self._copies.items():
                 if not torch.equal(tensor, copy):
-                    self._changed.add(key)
+                    self.undone.add(key)
                     tensor.detach().copy_(copy)

@@ -133,7 +133,10 @@ class EagerDraws(TorchDispatchMode):
             return func(*args, **kwargs)
         number, self._number = self._number, self._number + 1
         self.count = max(self.count, self._number)
-        streams = self._stream(device_of(args, kwargs)).at(number)
+        device = device_of(args, kwargs)
+        if device not in self._streams:
+            self._streams[device] = _NumberedStreams(self._seed, self._step, device, self._cache)
+        streams = self._streams[device].at(number)
         if func in DRAW_RULES:
             return DRAW_RULES[func](streams, *args, **kwargs)
         return draw_by_torch(streams, func, args, kwargs)
@@ -154,11 +157,6 @@ class EagerDraws(TorchDispatchMode):
     def use_torch(self) -> None:
         """Draw from torch's generator from now on: the model has seeded it."""
         self._uses_torch = True
-
-    def _stream(self, device: torch.device) -> _NumberedStreams:
-        if device not in self._streams:
-            self._streams[device] = _NumberedStreams(self._seed, self._step, device, self._cache)
-        return self._streams[device]
 
 
 _is_random = cache(is_random)
