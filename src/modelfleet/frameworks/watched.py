@@ -112,17 +112,19 @@ class WatchedNames(Watched):
         """Return True if the names stand for the same values."""
         return all(map(self._same_value, self._current(), self.values))
 
-    def changed(self) -> Iterator[str]:
-        """Yield the names that stand for something else."""
+    def _replaced(self) -> Iterator[tuple[str, Any]]:
+        """Yield the names that stand for something else, and what they stood for."""
         for name, value, before in zip(self.names, self._current(), self.values, strict=True):
             if not self._same_value(value, before):
-                yield f"{self.name}{name}"
+                yield name, before
+
+    def changed(self) -> Iterator[str]:
+        """Yield the names that stand for something else."""
+        return (f"{self.name}{name}" for name, _ in self._replaced())
 
     def restore(self) -> None:
         """Give the names their values back."""
-        for name, value, before in zip(self.names, self._current(), self.values, strict=True):
-            if self._same_value(value, before):
-                continue
+        for name, before in self._replaced():
             if isinstance(self.owner, dict):
                 if before is MISSING:
                     del self.owner[name]

@@ -6,7 +6,6 @@ JAX has no float64 by default, and float32 can't count the rows of an epoch. So 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ import numpy as np
 from modelfleet.frameworks import metrics as common
 from modelfleet.frameworks.jax.losses import LOSSES, matched, shape_of
 from modelfleet.frameworks.losses import IGNORED
-from modelfleet.types import MetricLike
+from modelfleet.types import MetricLike, Tree
 
 Array = jax.Array | np.ndarray
 Parts = dict[str, Array]
@@ -39,7 +38,7 @@ class Metric:
     """
 
     name: str
-    parts: Callable[[Any, Any, Array], Parts]
+    parts: Callable[[Tree, Tree, Array], Parts]
     value: Callable[[Parts], Array]
     maskable: bool = True
     moments: bool = False
@@ -83,7 +82,7 @@ def mean(name: str) -> Metric:
 
 
 def _from_function(function: common.Function, name: str) -> Metric:
-    def parts(output: Any, target: Any, weights: Array) -> Parts:
+    def parts(output: Tree, target: Tree, weights: Array) -> Parts:
         value = jnp.asarray(function(output, target))
         if value.size != 1:
             raise common.not_one_number(name, value.shape)

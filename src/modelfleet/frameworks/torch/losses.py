@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from modelfleet.errors import InputError
 from modelfleet.frameworks.losses import IGNORED, TargetKind, check_shape, find_loss, out_of_range, takes_classes
 from modelfleet.frameworks.torch.structure import signature
-from modelfleet.types import LossLike
+from modelfleet.types import LossLike, Tree
 
 PartsOfBatch = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
@@ -27,7 +27,7 @@ class Loss:
 
     None for a user's function, which only returns a mean.
     """
-    plain: Callable[[Any, Any], Tensor]
+    plain: Callable[[Tree, Tree], Tensor]
     """Return the mean over all elements, as `torch.nn.functional` does."""
     kind: TargetKind = "any"
     parts: PartsOfBatch | None = None
@@ -48,31 +48,29 @@ def resolve(loss: LossLike) -> Loss:
     return Loss(getattr(loss, "__name__", type(loss).__name__), None, loss, parts=_parts(loss))
 
 
-def _parts(loss: Callable[[Any, Any], Any]) -> PartsOfBatch | None:
+def _parts(loss: LossLike) -> PartsOfBatch | None:
     """Return `Loss.parts` for torch's own modules whose loss is not the mean of its parts' losses."""
     if type(loss) not in {module for _, _, module in _STOCK}:
         return None
-    assert isinstance(loss, nn.Module)
     if loss.reduction == "sum":
         return lambda output, target: (loss(output, target), None)
     if not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) or loss.reduction != "mean":
         return None
-    classes: Any = loss
 
     def parts(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         if target.is_floating_point():  # probabilities: the loss is a mean over the rows
             mean, count = loss(output, target), target.numel() // target.shape[1]
             return mean * count, torch.as_tensor(count, dtype=mean.dtype, device=mean.device)
-        there = target != classes.ignore_index
+        there = target != loss.ignore_index
         counted = there.to(output.dtype)
-        if classes.weight is not None:
-            counted = counted * classes.weight[torch.where(there, target, 0)].to(output.dtype)
+        if loss.weight is not None:
+            counted = counted * loss.weight[torch.where(there, target, 0)].to(output.dtype)
         count = counted.sum()
         function: Any = F.nll_loss
-        options = {"ignore_index": classes.ignore_index, "reduction": "sum"}
+        options: dict[str, Any] = {"ignore_index": loss.ignore_index, "reduction": "sum"}
         if isinstance(loss, nn.CrossEntropyLoss):
             function, options["label_smoothing"] = F.cross_entropy, loss.label_smoothing
-        total = function(output, target, classes.weight, **options)
+        total = function(output, target, loss.weight, **options)
         return total, count
 
     return parts
@@ -90,7 +88,7 @@ def weighted(loss: Loss, output: Tensor, target: Tensor, weights: Tensor) -> Ten
     return (weights * sums).sum() / size
 
 
-def check_targets(loss: Loss, output_shape: tuple[int, ...], target: Any, member: str | None = None) -> None:
+def check_targets(loss: Loss, output_shape: tuple[int, ...], target: Tree, member: str | None = None) -> None:
     """Raise InputError for targets of a wrong shape or dtype, or with values out of range.
 
     Args:
@@ -127,7 +125,7 @@ def check_range(loss: Loss, output_shape: tuple[int, ...], target: Tensor, whose
         raise InputError(f"{whose}the target in row {first[0]} is {target[first].item()}, but {expected}.")
 
 
-def matched(name: str, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+def matched(name: str, output: Tree, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return an output and a target in one dtype. Raises InputError if their shapes differ."""
     _check_fit(name, "values", shape_of(name, output), target)
     return _same_dtype(output, target)
@@ -140,7 +138,7 @@ def _same_dtype(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return output.to(dtype), target.to(dtype)
 
 
-def shape_of(name: str, output: Any) -> tuple[int, ...]:
+def shape_of(name: str, output: object) -> tuple[int, ...]:
     """Return the shape of an output. Raises InputError if the output is not one tensor."""
     if not isinstance(output, Tensor):
         raise InputError(

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import SupportsFloat
 
 import numpy as np
 import torch
@@ -12,9 +12,9 @@ from torch import Tensor
 from modelfleet.frameworks import metrics as common
 from modelfleet.frameworks.losses import IGNORED
 from modelfleet.frameworks.torch.losses import LOSSES, matched, shape_of
-from modelfleet.types import MetricLike
+from modelfleet.types import MetricLike, Tree
 
-Sums = Callable[[Any, Any, Tensor], dict[str, Tensor]]
+Sums = Callable[[Tree, Tree, Tensor], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Metric:
 
     name: str
     sums: Sums
-    value: Callable[[Mapping[str, Any]], float]
+    value: Callable[[Mapping[str, SupportsFloat]], float]
     maskable: bool = True
 
 
@@ -41,7 +41,7 @@ def resolve(metrics: Sequence[MetricLike]) -> tuple[Metric, ...]:
 
 
 def _from_function(function: common.Function, name: str) -> Metric:
-    def sums(output: Any, target: Any, weights: Tensor) -> dict[str, Tensor]:
+    def sums(output: Tree, target: Tree, weights: Tensor) -> dict[str, Tensor]:
         value = torch.as_tensor(function(output, target), device=weights.device)
         if value.numel() != 1:
             raise common.not_one_number(name, value.shape)
@@ -51,7 +51,7 @@ def _from_function(function: common.Function, name: str) -> Metric:
     return Metric(name, sums, _mean, maskable=False)
 
 
-def _mean(sums: Mapping[str, Any]) -> float:
+def _mean(sums: Mapping[str, SupportsFloat]) -> float:
     count = float(sums["count"])
     return float(sums["total"]) / count if count else math.nan
 
@@ -139,7 +139,7 @@ def _r2_sums(output: Tensor, target: Tensor, weights: Tensor) -> dict[str, Tenso
     return {**sums, "count": weight.sum()}
 
 
-def _r2(sums: Mapping[str, Any]) -> float:
+def _r2(sums: Mapping[str, SupportsFloat]) -> float:
     """Return 1 - residual / variance, averaged over the outputs of a row.
 
     For a constant target it is 1 if the predictions are exact, and 0 otherwise.
