@@ -46,8 +46,9 @@ def adapter_of(model: Model, name: str) -> Adapter:
     raise InputError(
         f"member {name!r} is a {type(model).__module__}.{type(model).__qualname__}, which is not a model that "
         f"modelfleet can run. Give a torch.nn.Module, a keras.Model, a flax.nnx.Module, a (params, apply) pair "
-        f"of JAX, or, to predict only, a tf.Module, a tf.function or a loaded SavedModel. Plain functions and "
-        f"models with a `predict`, as scikit-learn's, can't be trained here: mf.map and mf.Replicas take them."
+        f"of JAX, or, to predict only, a tf.Module, a tf.function or a loaded SavedModel. Plain functions "
+        f"and models with a `predict`, such as scikit-learn's, can't be trained here: mf.map and mf.Replicas take "
+        f"them."
     )
 
 

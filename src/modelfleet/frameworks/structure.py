@@ -21,7 +21,7 @@ class Signature:
         object.__setattr__(self, "_hash", hash(self.entries))
 
     def __reduce__(self) -> tuple[type["Signature"], tuple[tuple[tuple[str, Hashable], ...]]]:
-        return Signature, (self.entries,)  # without the hash, which is another one in another process
+        return Signature, (self.entries,)  # without the hash, which differs between processes
 
     def __hash__(self) -> int:
         return self._hash

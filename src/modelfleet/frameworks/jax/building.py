@@ -48,7 +48,7 @@ def check_model(model: Model, name: str) -> None:
     for path, leaf in named_leaves(variables(model)):
         if isinstance(leaf, int | float | complex) and not hasattr(leaf, "dtype"):
             raise InputError(
-                f"member {name!r}: its {path!r} is {leaf!r}, a number of Python; params are arrays. "
+                f"member {name!r}: its {path!r} is {leaf!r}, a Python number; params are arrays. "
                 f"Give jnp.asarray({leaf!r}) to train it, or have it in the closure of the function."
             )
         if isinstance(leaf, jax.ShapeDtypeStruct):

@@ -21,7 +21,7 @@ Coefficients = dict[tuple[str, ...], dict[str, Tensor]]
 
 
 class CoefficientsAhead:
-    """Numbers of many steps at a time, while the same members step with the same hyperparameters.
+    """Computes the numbers of many steps at a time, while the same members step with the same hyperparameters.
 
     They are computed outside of the program, because a compiler would compute these few numbers again for every
     element that they scale. The counts are not read at every step, because a GPU would have to wait for that.

@@ -1,10 +1,10 @@
-"""Compile programs while the training goes on, and only where that saves more time than it costs.
+"""Compile programs while training continues, and only where that saves more time than it costs.
 
 Training starts on the traced graph at once. When enough work remains, the graph goes as text to a second process,
 which compiles it into torch's own cache on disk; this process then loads it from there in about a second. A second
 run of the same structure finds it in the cache right away. `compile_queue.py` has one such process at a time.
 
-`MODELFLEET_COMPILE` says otherwise: `now` compiles before the first step, `never` does not compile.
+`MODELFLEET_COMPILE` changes this: `now` compiles before the first step, `never` does not compile.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ def compile_mode() -> CompileMode:
 
 
 class Compiler:
-    """Decides whether to compile one program, and compiles it while the training goes on.
+    """Decides whether to compile one program, and compiles it while training continues.
 
     Args:
         program: The program. Its `run` is replaced by the compiled form.

@@ -1,4 +1,4 @@
-"""Run a model's Python for a look, and undo what it changed: Python values, tensors and random generators."""
+"""Try out a model's Python, and undo what it changed: Python values, tensors and random generators."""
 
 import inspect
 import random
@@ -133,11 +133,7 @@ class _Rollback(TorchDispatchMode):
         self.undone: set[int] = set()  # ids of the tensors in which `undo` has found a change
 
     def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if self._known and type(func) is OpOverload and (func._schema.is_mutable or func in UNDECLARED_WRITERS):

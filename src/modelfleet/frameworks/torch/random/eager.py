@@ -122,11 +122,7 @@ class EagerDraws(TorchDispatchMode):
         _PATCHES.leave()
 
     def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if not _is_random(func) or self._uses_torch or has_own_generator(args, kwargs) or is_on_meta(args, kwargs):

@@ -219,11 +219,7 @@ class DrawFromStreams(TorchDispatchMode):
         self._streams = streams
 
     def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if not is_random(func) or is_on_meta(args, kwargs):
