@@ -3,7 +3,7 @@
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -62,8 +62,9 @@ def adapter_of(model: Model, name: str) -> Adapter:
     raise InputError(
         f"member {name!r} is a {type(model).__module__}.{type(model).__qualname__}, which is not a model that "
         f"modelfleet can run. Give a torch.nn.Module, a keras.Model, a flax.nnx.Module, a (params, apply) pair "
-        f"of JAX, or, to predict only, a tf.Module, a tf.function or a loaded SavedModel. Plain functions and "
-        f"models with a `predict`, as scikit-learn's, can't be trained here: mf.map and mf.Replicas take them."
+        f"of JAX, or, to predict only, a tf.Module, a tf.function or a loaded SavedModel. Plain functions "
+        f"and models with a `predict`, such as scikit-learn's, can't be trained here: mf.map and mf.Replicas take "
+        f"them."
     )
 
 
@@ -175,22 +176,18 @@ def using(settings: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def computing() -> Iterator[None]:
+def computing() -> AbstractContextManager[None]:
     """Keep the memory that a step frees for the next step, within this context."""
-    with ExitStack() as stack:
-        if "modelfleet.frameworks.torch" in sys.modules:
-            stack.enter_context(adapter("torch").keeping_pages())
-        yield
+    return adapter("torch").keeping_pages() if _uses_torch() else nullcontext()
 
 
-@contextmanager
-def undisturbed() -> Iterator[None]:
+def undisturbed() -> AbstractContextManager[None]:
     """Undo the contexts that a verb was called in, such as `torch.no_grad`, within this context."""
-    with ExitStack() as stack:
-        if "modelfleet.frameworks.torch" in sys.modules:
-            stack.enter_context(adapter("torch").undisturbed())
-        yield
+    return adapter("torch").undisturbed() if _uses_torch() else nullcontext()
+
+
+def _uses_torch() -> bool:
+    return "modelfleet.frameworks.torch" in sys.modules
 
 
 def reduced(value: Any) -> Any:

@@ -3,13 +3,7 @@
 from modelfleet.errors import FleetError, InputError
 from modelfleet.frameworks.user_code import line_of_error
 
-_MISTAKES = (
-    AttributeError,
-    NameError,
-    ImportError,
-    NotImplementedError,
-    UnboundLocalError,
-)  # of code, not of data
+_MISTAKES = (AttributeError, NameError, ImportError, NotImplementedError)  # of code, not of data
 
 
 def batch_error(name: str, kind: str, shapes: str, error: Exception, *, memory: bool) -> FleetError:

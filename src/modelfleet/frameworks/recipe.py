@@ -17,7 +17,7 @@ TaskType = TypeVar("TaskType", covariant=True)
 
 @dataclass(frozen=True)
 class Prepared(Generic[TaskType]):
-    """A recipe for some members, in their order (see `adapter_protocol.Prepared`)."""
+    """Recipe for some members, in their order (see `adapter_protocol.Prepared`)."""
 
     tasks: Sequence[TaskType]
     schedules: Sequence[ScheduleLike]

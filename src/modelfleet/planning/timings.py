@@ -15,9 +15,8 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from modelfleet.types import Json
-
 from modelfleet import frameworks
+from modelfleet.types import Json
 
 _MOST = 5000  # entries kept, the oldest forgotten first
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")

@@ -161,7 +161,7 @@ def test_a_module_comes_apart_and_together_again() -> None:
     raw = next(value for key, value in buffers.items() if "rngs.key" in key)
     assert raw.dtype == jnp.uint32
     x = jnp.ones((3, 5))
-    output, same, after = form.run(params, buffers, None, lambda m: form.call(m, x), train=True)
+    output, same, after = form.run(params, buffers, jax.random.key(0), lambda m: form.call(m, x), train=True)
     assert all(same[key] is params[key] for key in params)
     assert output.shape == (3, 2)
     count = next(key for key in buffers if "count" in key)

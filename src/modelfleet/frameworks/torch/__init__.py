@@ -21,7 +21,7 @@ from modelfleet.frameworks.torch.malloc import keeping_pages
 from modelfleet.frameworks.torch.process_group import ProcessGroup as Group
 from modelfleet.frameworks.torch.recipe import compile, prepare
 from modelfleet.frameworks.torch.replica import Replica, weight_bytes
-from modelfleet.frameworks.torch.schedules import of_task as Schedules
+from modelfleet.frameworks.torch.schedules import Schedules
 from modelfleet.frameworks.torch.settings import settings, using
 from modelfleet.frameworks.torch.structure import difference, signature, trained_twice
 from modelfleet.frameworks.torch.task import PRECISIONS
