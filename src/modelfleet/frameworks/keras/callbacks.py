@@ -52,7 +52,7 @@ class PerMember:
         self._given = list(given)
         self._own: dict[str, list[callbacks.Callback]] = {}
         self._begun: dict[str, int] = {}  # the last epoch that has started
-        self._noted: dict[str, list[str]] = {}  # metrics that callbacks have added to the history
+        self._added: dict[str, list[str]] = {}  # metrics that callbacks have added to the history
         self._logs: dict[str, Logs] = {}
         self._paths = OwnPaths()
         self._trained: dict[str, list[bool]] = {}
@@ -91,7 +91,7 @@ class PerMember:
             self._restore(name, owns)
             if self._begun.get(name) != run.epoch:  # otherwise it started before the checkpoint
                 self._begin(name, run.epoch, model)
-            self._taken(run, name, model)
+            self._take(run, name, model)
 
     def on_step_end(self, run: "Fit") -> None:
         """Do nothing: `wants_steps` is False."""
@@ -108,7 +108,7 @@ class PerMember:
             model = self._synced(run, name)
             for own in owns:
                 own.on_train_end(dict(self._logs.get(name, {})))
-            self._taken(run, name, model, over=True)
+            self._take(run, name, model, over=True)
         self._paths.restore()
 
     def state(self) -> dict[str, Json]:
@@ -116,14 +116,14 @@ class PerMember:
         return {
             "callbacks": {name: [remembered(own) for own in owns] for name, owns in self._own.items()},
             "begun": dict(self._begun),
-            "noted": dict(self._noted),
+            "noted": dict(self._added),
             "logs": dict(self._logs),
         }
 
     def restore_state(self, state: Mapping[str, Json]) -> None:
         """Restore the result of `state`."""
         self._remembered = dict(state["callbacks"])
-        self._begun, self._noted = dict(state["begun"]), dict(state["noted"])
+        self._begun, self._added = dict(state["begun"]), dict(state["noted"])
         self._logs = {name: dict(logs) for name, logs in state["logs"].items()}
 
     def arrays(self) -> dict[str, Weights]:
@@ -153,9 +153,9 @@ class PerMember:
             )
 
     def _end_epoch(self, run: "Fit", name: str) -> None:
-        recorded, noted = run.history[name], self._noted.setdefault(name, [])
+        recorded, added = run.history[name], self._added.setdefault(name, [])
         epoch = max(map(len, recorded.values())) - 1
-        told = {key: recorded[key][-1] for key in sorted(recorded) if key not in noted}  # in Keras's order
+        told = {key: recorded[key][-1] for key in sorted(recorded) if key not in added}  # in Keras's order
         self._logs[name], logs = dict(told), dict(told)
         model, stopped_by = self._synced(run, name), None
         if run.validates(name):
@@ -169,14 +169,14 @@ class PerMember:
         for key, value in logs.items():  # callbacks may add values, such as the learning rate
             if key not in told or value is not told[key]:
                 recorded.setdefault(key, [math.nan] * (epoch + 1))[-1] = float(value)
-            if key not in told and key not in noted:
-                noted.append(key)
+            if key not in told and key not in added:
+                added.append(key)
         over = stopped_by is not None or epoch + 1 >= run.epochs_of(name)
         if stopped_by is not None:
             run.stop(name, f"stopped by {stopped_by}")
         if not over:
             self._begin(name, epoch + 1, model)
-        self._taken(run, name, model, over=over)
+        self._take(run, name, model, over=over)
 
     def _restore(self, name: str, owns: Sequence[callbacks.Callback]) -> None:
         for own, attributes in zip(owns, self._remembered.get(name, ()), strict=False):
@@ -191,7 +191,7 @@ class PerMember:
         self._trained[name] = _trained(model)
         return model
 
-    def _taken(self, run: "Fit", name: str, model: keras.Model, *, over: bool = False) -> None:
+    def _take(self, run: "Fit", name: str, model: keras.Model, *, over: bool = False) -> None:
         if not self._changes_model:
             return
         if self._trained[name] != _trained(model) and not over:
