@@ -33,6 +33,8 @@ class FleetOfFit(Protocol):
 
     def __len__(self) -> int: ...
 
+    def __getitem__(self, name: str) -> Model: ...
+
 
 class Fit:
     """A fit that is running. Callbacks see it as `run` (`callbacks.Run`).
@@ -149,6 +151,10 @@ class Fit:
         """Return how many steps a member's epoch has. None if only its loader knows."""
         run = self._run(name)
         return None if run.known_steps is None else int(run.known_steps[run.lane.positions[name]])
+
+    def validates(self, name: str) -> bool:
+        """Return True if a member has validation data."""
+        return self._run(name).validation is not None
 
     def lane_here(self, name: str) -> Lane | None:
         """Return a member's lane if its steps are taken in this process."""

@@ -13,8 +13,8 @@ from tests.frameworks.keras import models
 
 import modelfleet as mf
 from modelfleet.errors import InputError
-from modelfleet.frameworks.keras import copy_model, wrap
-from modelfleet.frameworks.keras.callbacks import own_path
+from modelfleet.frameworks.keras import copy_model
+from modelfleet.frameworks.keras.callback_copies import own_path
 
 callbacks = keras.callbacks
 RATES = {"a": 0.001, "b": 0.5}
@@ -272,23 +272,6 @@ def test_a_callback_of_ones_own_sees_the_weights_of_the_moment() -> None:
     assert len({round(total, 5) for _, total in Look.seen}) == 4
     finals = {round(float(np.sum(fleet[name].get_weights()[0])), 4) for name in fleet.names}
     assert {round(total, 4) for epoch, total in Look.seen if epoch == 1} == finals
-
-
-def test_what_is_not_called_is_refused() -> None:
-    class PerBatch(callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            pass
-
-    with pytest.raises(InputError, match=r"PerBatch has a on_train_batch_end, which a fleet does not call"):
-        wrap([PerBatch()])
-    with pytest.raises(InputError, match="on_train_batch_end"):
-        wrap([callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)])
-    with pytest.raises(InputError, match=r"on_train_batch_end"):
-        wrap([callbacks.ModelCheckpoint("m.keras", save_freq=10)])
-    with pytest.raises(InputError, match=r"modelfleet\.Checkpoint"):
-        wrap([callbacks.BackupAndRestore("folder")])
-    wrap([callbacks.TerminateOnNaN()])
-    wrap([callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: None)])
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Keras models in fleets, on the backend of this process. Exports the names of `adapter_protocol.Adapter`."""
 
 from importlib import import_module
-from typing import Any
 
 import keras
 import numpy as np

@@ -1,7 +1,7 @@
 """Steps of a Keras member as pure functions, for the engines of lanes on JAX and on TensorFlow."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
@@ -133,7 +133,8 @@ class KerasEngine(FunctionalEngine):
         programs: Programs | None = None,
     ) -> None:
         if programs is not None:
-            known: Any = programs.definition
+            known = programs.definition
+            assert isinstance(known, KerasDefinition)
             if known.steps.stale:
                 programs.renew(definition)
             else:

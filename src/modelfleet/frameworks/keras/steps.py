@@ -7,7 +7,6 @@ equal those of Keras's own `train_step` and `test_step`, and the metrics have th
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import keras
 import numpy as np
@@ -283,8 +282,8 @@ class Steps:
 class _Scope(keras.StatelessScope):
     """A stateless scope that remembers which variables were assigned within it."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, mapping: Pairs, *, collect_losses: bool = False) -> None:
+        super().__init__(mapping, collect_losses=collect_losses)
         self.assigned: list[keras.Variable] = []
 
     def add_update(self, update: tuple[keras.Variable, Tensor]) -> None:
@@ -367,6 +366,11 @@ def _found(scope: keras.StatelessScope, keys: Sequence[str], variables: Sequence
 def structural_keys(variables: Sequence[keras.Variable]) -> list[str]:
     """Return keys that are equal for all models of a structure: names without Keras's numbers."""
     return [f"{index:03}.{re.sub(r'_[0-9]+$', '', variable.name)}" for index, variable in enumerate(variables)]
+
+
+def by_key(variables: Sequence[keras.Variable]) -> dict[str, keras.Variable]:
+    """Return variables by their structural keys."""
+    return dict(zip(structural_keys(variables), variables, strict=True))
 
 
 def slot_keys(slots: Sequence[keras.Variable], trained: Sequence[keras.Variable]) -> list[str]:
