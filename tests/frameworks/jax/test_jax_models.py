@@ -246,3 +246,23 @@ def test_devices() -> None:
     assert adapter.native(Device("cpu", 1)).platform == "cpu"
     with pytest.raises(InputError, match="device 'xpu:3' does not exist: JAX sees cpu"):
         adapter.choose((Device("xpu", 3),))
+
+
+def test_functions_that_call_themselves_or_are_not_defined_yet_are_compared() -> None:
+    def recursive(levels: int) -> Any:
+        def activation(x: jax.Array, level: int = levels) -> jax.Array:
+            return x if level == 0 else activation(nnx.relu(x), level - 1)
+
+        return activation
+
+    def unfinished() -> Any:
+        def activation(x: jax.Array) -> jax.Array:
+            return later(x)
+
+        if "never" in globals():
+            later = nnx.relu
+        return activation
+
+    one, same, other = (net(activation=recursive(levels)) for levels in (1, 1, 2))
+    assert adapter.signature(one) == adapter.signature(same) != adapter.signature(other)
+    assert adapter.signature(net(activation=unfinished())) != adapter.signature(one)
