@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from modelfleet.lanes import DevicePool, Groups, Lane, LaneBuilder, LaneSpec
+from modelfleet.lanes import DevicePool, Groups, Lane, LaneBuilder, LaneSpec, training_state
+from modelfleet.lanes.training_state import TrainingState
 from modelfleet.members import Member
 from modelfleet.planning.fusability import refuse_data_parallel, refuse_on_cluster, refuse_unfused
 from modelfleet.planning.placement import place_by_size
@@ -55,8 +56,11 @@ class LiveLanes:
         """What was asked for when the current lanes were made."""
         self._sharing: SharingName | None = None
         """The sharing of the last fit."""
-        self._holders: dict[str, tuple[Lane, int]] = {}
-        """The lane that has a member's current optimizer state, and the member's position there."""
+        self._holders: dict[str, tuple[Lane | TrainingState, int]] = {}
+        """What has a member's current optimizer state, and the member's position there.
+
+        This is a lane. For a member of a loaded fleet it is what was saved, until the member is in a lane.
+        """
 
     @property
     def groups(self) -> Groups:
@@ -190,14 +194,22 @@ class LiveLanes:
             lanes: The lanes.
             asked: What was asked for. None: the next verb does not start with these lanes.
         """
+        held: dict[str, tuple[Lane | TrainingState, int]] = {}
         for lane in lanes:
+            saved: dict[int, TrainingState] = {}
             for position, name in enumerate(lane.names):
                 holder, source = self._holders.get(name, (lane, position))
-                if holder is not lane:
+                if isinstance(holder, TrainingState) and self.groups.kind == "predict":
+                    held[name] = holder, source  # the lane may have another optimizer, or none
+                    continue
+                held[name] = lane, position
+                if isinstance(holder, TrainingState):
+                    saved[position] = holder
+                elif holder is not lane:
                     lane.adopt(position, holder, source)
+            training_state.write(lane, saved)
         # Only now: after Ctrl-C on the way here the next verb starts from where the state is.
-        self.lanes, self._asked = lanes, asked
-        self._holders = {name: (lane, row) for lane in lanes for row, name in enumerate(lane.names)}
+        self.lanes, self._asked, self._holders = lanes, asked, held
 
     def regroup(self) -> None:
         """Group the members again at the next verb. Their optimizer state is kept."""
@@ -219,6 +231,24 @@ class LiveLanes:
         """Have members start with the optimizer state that they have in another fleet."""
         self._holders.update({name: other._holders[name] for name in names if name in other._holders})
 
+    def give_state(self, states: Mapping[str, TrainingState]) -> None:
+        """Have members, by name, start with the training state that was saved for each."""
+        self._holders.update({name: (state, 0) for name, state in states.items()})
+
+    def training_states(self) -> list[tuple[list[str], TrainingState]]:
+        """Return the training state of the members that have taken steps, those of one lane together."""
+        held: dict[int, tuple[Lane | TrainingState, dict[str, int]]] = {}
+        for name, (holder, position) in self._holders.items():
+            if name in self._members and (isinstance(holder, TrainingState) or holder.steps[position]):
+                held.setdefault(id(holder), (holder, {}))[1][name] = position
+        found: list[tuple[list[str], TrainingState]] = []
+        for holder, own in held.values():
+            if isinstance(holder, TrainingState):
+                found += [([name], holder) for name in own]
+            else:
+                found.append((list(own), training_state.read(holder, list(own.values()))))
+        return found
+
     def halve(self, run: LaneRun) -> list[LaneRun]:
         """Return two runs in place of one whose lane has run out of memory. The width that fits is remembered."""
         halves = halve(self._builder, self.groups, run)
@@ -233,6 +263,7 @@ class LiveLanes:
         """Write the current state of every member into its model."""
         held: dict[int, tuple[Lane, list[int]]] = {}
         for lane, position in self._holders.values():
+            assert isinstance(lane, Lane), "after a fit every member is in a lane"
             held.setdefault(id(lane), (lane, []))[1].append(position)
         for lane, positions in held.values():
             if len(positions) == len(lane.members):

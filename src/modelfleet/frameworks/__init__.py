@@ -27,6 +27,14 @@ _EXTRAS = {
     "optax": "jax",
     "tensorflow": "tensorflow",
 }
+# Modules whose functions and classes may be imported because a folder names them: they only compute.
+TRUSTED = (
+    "torch.optim",
+    "torch.nn.functional",
+    "optax",
+    "keras.src.optimizers",
+    "modelfleet.frameworks.torch.schedules",
+)
 
 
 def adapter_of(model: Model, name: str) -> Adapter:

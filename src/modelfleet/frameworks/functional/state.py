@@ -8,7 +8,7 @@ import numpy as np
 from modelfleet.frameworks.engine import Engine
 from modelfleet.frameworks.functional.contract import Backend, Definition, State
 from modelfleet.frameworks.functional.programs import Programs
-from modelfleet.frameworks.stacked import Positions, StackedState, fitting, stack
+from modelfleet.frameworks.stacked import CARRIED, Positions, StackedState, fitting, stack
 from modelfleet.frameworks.stacked_engine import StackedEngine
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree
@@ -92,8 +92,7 @@ class FunctionalState(StackedEngine):
 
         For weights that were frozen or have a new shape, the optimizer starts from its initial state.
         """
-        parts = {"optimizer": None, "member": ("step",)}
-        self.write([position], fitting(other.read([source], parts), self.state, parts=parts))
+        self.write([position], fitting(other.read([source], CARRIED), self.state, parts=CARRIED))
 
     def still_shared(self, members: Sequence[Member]) -> bool:
         """Return True: members share no tensors here. Each has its own row of every tensor."""
