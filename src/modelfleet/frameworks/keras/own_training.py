@@ -44,7 +44,10 @@ def compile_again(model: keras.Model, config: Mapping[str, Json]) -> str | None:
     Keras makes only objects of its own and registered ones, and runs no code of the config.
     """
     try:
-        model.compile_from_config(dict(config))
+        if type(model).compile_from_config is keras.Model.compile_from_config:  # it would build the optimizer, too
+            model.compile(**keras.saving.deserialize_keras_object(dict(config)))
+        else:
+            model.compile_from_config(dict(config))
     except Exception as error:  # a class of the user's may raise anything
         return without_period(error)
     return None if model.compiled else "the model's own compile_from_config did not compile it"
