@@ -56,11 +56,10 @@ class LiveLanes:
         """What was asked for when the current lanes were made."""
         self._sharing: SharingName | None = None
         """The sharing of the last fit."""
-        self._holders: dict[str, tuple[Lane | TrainingState, int]] = {}
-        """What has a member's current optimizer state, and the member's position there.
-
-        This is a lane. For a member of a loaded fleet it is what was saved, until the member is in a lane.
-        """
+        self._holders: dict[str, tuple[Lane, int]] = {}
+        """The lane that has a member's current optimizer state, and the member's position there."""
+        self._saved: dict[str, TrainingState] = {}
+        """The state of members of a loaded fleet, until they are in a lane that trains or evaluates."""
 
     @property
     def groups(self) -> Groups:
@@ -145,6 +144,7 @@ class LiveLanes:
             self._groups = Groups(self._pool, members, self._recipes, kind)
         groups = self.groups
         groups.epochs.update({name: int(lane.epochs[row]) for name, (lane, row) in self._holders.items()})
+        groups.epochs.update({name: int(saved.epochs[0]) for name, saved in self._saved.items()})
         if kind == "train":
             groups.refuse_shared_parameters()
         if strategy == "fused":
@@ -194,22 +194,19 @@ class LiveLanes:
             lanes: The lanes.
             asked: What was asked for. None: the next verb does not start with these lanes.
         """
-        held: dict[str, tuple[Lane | TrainingState, int]] = {}
         for lane in lanes:
-            saved: dict[int, TrainingState] = {}
             for position, name in enumerate(lane.names):
                 holder, source = self._holders.get(name, (lane, position))
-                if isinstance(holder, TrainingState) and self.groups.kind == "predict":
-                    held[name] = holder, source  # the lane may have another optimizer, or none
-                    continue
-                held[name] = lane, position
-                if isinstance(holder, TrainingState):
-                    saved[position] = holder
-                elif holder is not lane:
+                if holder is not lane:
                     lane.adopt(position, holder, source)
-            training_state.write(lane, saved)
+        # Lanes that only predict may have another optimizer, or none.
+        saved = {} if self.groups.kind == "predict" else self._saved
+        for lane in lanes:
+            training_state.write(lane, {lane.positions[name]: saved[name] for name in lane.names if name in saved})
         # Only now: after Ctrl-C on the way here the next verb starts from where the state is.
-        self.lanes, self._asked, self._holders = lanes, asked, held
+        self.lanes, self._asked = lanes, asked
+        self._holders = {name: (lane, row) for lane in lanes for row, name in enumerate(lane.names)}
+        self._saved = {} if saved else self._saved
 
     def regroup(self) -> None:
         """Group the members again at the next verb. Their optimizer state is kept."""
@@ -220,34 +217,33 @@ class LiveLanes:
         self.regroup()
         for name in names:
             self._holders.pop(name, None)
+            self._saved.pop(name, None)
 
     def copy_state(self, name: str, clone: str) -> None:
         """Have a member start with another's optimizer state."""
         self.regroup()
         if name in self._holders:
             self._holders[clone] = self._holders[name]
+        if name in self._saved:
+            self._saved[clone] = self._saved[name]
 
     def take_state(self, other: "LiveLanes", names: Collection[str]) -> None:
         """Have members start with the optimizer state that they have in another fleet."""
         self._holders.update({name: other._holders[name] for name in names if name in other._holders})
+        self._saved.update({name: other._saved[name] for name in names if name in other._saved})
 
-    def give_state(self, states: Mapping[str, TrainingState]) -> None:
-        """Have members, by name, start with the training state that was saved for each."""
-        self._holders.update({name: (state, 0) for name, state in states.items()})
+    def give_saved(self, states: Mapping[str, TrainingState]) -> None:
+        """Have members, by name, start with the state that was saved for each."""
+        self._saved.update(states)
 
     def training_states(self) -> list[tuple[list[str], TrainingState]]:
-        """Return the training state of the members that have taken steps, those of one lane together."""
-        held: dict[int, tuple[Lane | TrainingState, dict[str, int]]] = {}
-        for name, (holder, position) in self._holders.items():
-            if name in self._members and (isinstance(holder, TrainingState) or holder.steps[position]):
-                held.setdefault(id(holder), (holder, {}))[1][name] = position
-        found: list[tuple[list[str], TrainingState]] = []
-        for holder, own in held.values():
-            if isinstance(holder, TrainingState):
-                found += [([name], holder) for name in own]
-            else:
-                found.append((list(own), training_state.read(holder, list(own.values()))))
-        return found
+        """Return the state of the members that have taken steps, those of one lane together."""
+        held: dict[int, tuple[Lane, dict[str, int]]] = {}
+        for name, (lane, position) in self._holders.items():
+            if name not in self._saved and lane.steps[position]:
+                held.setdefault(id(lane), (lane, {}))[1][name] = position
+        found = [(list(own), training_state.read(lane, list(own.values()))) for lane, own in held.values()]
+        return [*found, *(([name], saved) for name, saved in self._saved.items())]
 
     def halve(self, run: LaneRun) -> list[LaneRun]:
         """Return two runs in place of one whose lane has run out of memory. The width that fits is remembered."""
@@ -263,7 +259,6 @@ class LiveLanes:
         """Write the current state of every member into its model."""
         held: dict[int, tuple[Lane, list[int]]] = {}
         for lane, position in self._holders.values():
-            assert isinstance(lane, Lane), "after a fit every member is in a lane"
             held.setdefault(id(lane), (lane, []))[1].append(position)
         for lane, positions in held.values():
             if len(positions) == len(lane.members):
