@@ -240,7 +240,7 @@ class LiveLanes:
         """Return the state of the members that have taken steps, those of one lane together."""
         held: dict[int, tuple[Lane, dict[str, int]]] = {}
         for name, (lane, position) in self._holders.items():
-            if name not in self._saved and lane.steps[position]:
+            if lane.steps[position]:  # never of a member that is still as it was loaded
                 held.setdefault(id(lane), (lane, {}))[1][name] = position
         found = [(list(own), training_state.read(lane, list(own.values()))) for lane, own in held.values()]
         return [*found, *(([name], saved) for name, saved in self._saved.items())]

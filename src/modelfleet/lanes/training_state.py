@@ -53,7 +53,8 @@ def read(lane: Lane, positions: Positions) -> TrainingState:
 def write(lane: Lane, states: Mapping[int, TrainingState]) -> None:
     """Give members of a lane, by position, the training state of one member each, as far as it fits.
 
-    A member whose optimizer has other state now starts from the beginning.
+    A member whose optimizer has other state now starts from the beginning. The lane was built with the epochs,
+    because its feed depends on them.
     """
     arrays = lane.members[0].framework.arrays
     by_form: dict[object, list[int]] = {}
@@ -67,7 +68,6 @@ def write(lane: Lane, states: Mapping[int, TrainingState]) -> None:
             continue
         lane.engine.write(positions, map_tree(arrays.host, fitting(joined.state, own, parts=CARRIED)))
         lane.steps[positions] = joined.steps
-        lane.epochs[positions] = joined.epochs
 
 
 def join(states: Sequence[TrainingState], concatenate: Callable[[list[Tensor]], Tensor]) -> TrainingState:
