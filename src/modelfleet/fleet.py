@@ -15,6 +15,7 @@ from modelfleet.errors import InputError, StrategyError, unknown
 from modelfleet.fitting import Fit
 from modelfleet.foreign_words import explain_arguments
 from modelfleet.frameworks import global_generators
+from modelfleet.frameworks.recipe import compile_all
 from modelfleet.gate import Gate
 from modelfleet.history import History
 from modelfleet.interrupts import noticing
@@ -32,8 +33,10 @@ from modelfleet.runs.job import Job
 from modelfleet.runs.lane_run import LaneRun, make_runs
 from modelfleet.runs.opening import OpenLane
 from modelfleet.runs.validation_split import split_validation
+from modelfleet.saving import SavedFleet
 from modelfleet.sharing import Sharings, sharings
 from modelfleet.sharing.each_lane import for_each_lane
+from modelfleet.store.recipes import completes, import_path
 from modelfleet.types import (
     Data,
     Kind,
@@ -142,7 +145,7 @@ class Fleet:
         fleet = cls(models, seed=seed, devices=devices)
         fleet._exposed.clear()
         fleet._origins = {
-            name: {"factory": saving.import_path(factory), "arguments": own}
+            name: {"factory": import_path(factory), "arguments": own}
             for name, own in zip(names, arguments, strict=True)
         }
         return fleet
@@ -292,14 +295,12 @@ class Fleet:
             chosen = self.names if members is None else [self._member(name).name for name in members]
             given = Recipe(optimizer, loss, objective, metrics, clip_norm, precision, schedule, hyperparameters)
             recipe = given.by_name(chosen)
-            own = [self._members[name] for name in chosen]
-            for framework in {id(member.framework): member.framework for member in own}.values():
-                alike = [member for member in own if member.framework is framework]
-                framework.compile(recipe.only([member.name for member in alike]), alike)  # every error of it now
+            compile_all(recipe, [self._members[name] for name in chosen])
+            anew = [name for name in chosen if not completes(recipe, self._recipes[name])]
             self._recipes.update(dict.fromkeys(chosen, recipe))
             if members is None:
                 self._recipe = recipe
-            self._lane_set.forget(chosen)
+            self._lane_set.forget(anew)
 
     def plan(
         self,
@@ -328,7 +329,7 @@ class Fleet:
         with self._gate.reading("plan"), global_generators.kept(), frameworks.computing():
             lanes, changed = self._lanes_to_read(), self._changed()
             if data is None:
-                compiled = all(recipe is not None for recipe in self._recipes.values())
+                compiled = all(recipe and not recipe.missing for recipe in self._recipes.values())
                 plan, built = lanes.plan_without_data("train" if compiled else "predict", changed)
                 return describe(plan, [(lane, None) for lane in built], None, self._epoch_seconds)
             job = Job(
@@ -485,19 +486,25 @@ class Fleet:
                 found.update(zip(one.lane.names, outputs, strict=True))
         return {name: found[name] for name in self.names}
 
-    def save(self, folder: str | Path) -> None:
-        """Save all members' weights in a folder: safetensors files and a JSON manifest.
+    def save(self, folder: str | Path, *, optimizer: bool = True) -> None:
+        """Save the fleet in a folder: safetensors files and a JSON manifest.
 
-        A fleet that was saved there before stays whole until the new one is. Python attributes, modes and
-        frozen parameters are not saved: `load` returns models as the factory makes them.
+        The folder has the members' weights, what `compile` was given, and the optimizer state with the numbers of
+        steps and epochs. So `load` returns a fleet whose `fit` goes on as this one's would. A fleet that was saved
+        there before stays whole until the new one is. Python attributes, modes and frozen parameters are not
+        saved: `load` returns models as the factory makes them.
 
         Args:
             folder: The folder. It is made if it does not exist.
+            optimizer: False to leave out the optimizer state, which for Adam takes twice the space of the weights.
+                The next `fit` of the loaded fleet then starts as after `compile`.
         """
         with self._gate.reading("save"):
             if self._fit is not None:
                 self._fit.sync_all("save")
-            saving.save(Path(folder), self._members, self._origins, self.seed)
+            trained = self._lane_set.training_states() if optimizer else None
+            fleet = SavedFleet(self._members, self.seed, self._origins, self._recipes, self._recipe, trained)
+            saving.save(Path(folder), fleet)
 
     # --- lanes ---------------------------------------------------------------------------------------------------
 

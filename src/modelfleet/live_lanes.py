@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from modelfleet.lanes import DevicePool, Groups, Lane, LaneBuilder, LaneSpec
+from modelfleet.lanes import DevicePool, Groups, Lane, LaneBuilder, LaneSpec, training_state
+from modelfleet.lanes.training_state import TrainingState
 from modelfleet.members import Member
 from modelfleet.planning.fusability import refuse_data_parallel, refuse_on_cluster, refuse_unfused
 from modelfleet.planning.placement import place_by_size
@@ -57,6 +58,8 @@ class LiveLanes:
         """The sharing of the last fit."""
         self._holders: dict[str, tuple[Lane, str]] = {}
         """The lane that has a member's current optimizer state, and the member's name there."""
+        self._saved: dict[str, TrainingState] = {}
+        """The state of members of a loaded fleet, until they are in a lane that trains or evaluates."""
 
     @property
     def groups(self) -> Groups:
@@ -142,6 +145,7 @@ class LiveLanes:
         groups = self.groups
         for name, (lane, source) in self._holders.items():
             groups.epochs[name] = int(lane.epochs[lane.positions[source]])
+        groups.epochs.update({name: int(saved.epochs[0]) for name, saved in self._saved.items()})
         if kind == "train":
             groups.refuse_shared_parameters()
         if strategy == "fused":
@@ -195,8 +199,13 @@ class LiveLanes:
             for holder, names in self._by_holder(lane.names).items():
                 if holder is not lane:
                     lane.adopt(names, holder, [self._holders[name][1] for name in names])
+        # Lanes that only predict may have another optimizer, or none.
+        saved = {} if self.groups.kind == "predict" else self._saved
+        for lane in lanes:
+            training_state.write(lane, {name: saved[name] for name in lane.names if name in saved})
         # Only now: after Ctrl-C on the way here the next verb starts from where the state is.
         self.lanes, self._asked, self._holders = lanes, asked, _own_members(lanes)
+        self._saved = {} if saved else self._saved
 
     def regroup(self) -> None:
         """Group the members again at the next verb. Their optimizer state is kept."""
@@ -207,16 +216,35 @@ class LiveLanes:
         self.regroup()
         for name in names:
             self._holders.pop(name, None)
+            self._saved.pop(name, None)
 
     def copy_state(self, name: str, clone: str) -> None:
         """Have a member start with another's optimizer state."""
         self.regroup()
         if name in self._holders:
             self._holders[clone] = self._holders[name]
+        if name in self._saved:
+            self._saved[clone] = self._saved[name]
 
     def take_state(self, other: "LiveLanes", names: Collection[str]) -> None:
         """Have members start with the optimizer state that they have in another fleet."""
         self._holders.update({name: other._holders[name] for name in names if name in other._holders})
+        self._saved.update({name: other._saved[name] for name in names if name in other._saved})
+
+    def give_saved(self, states: Mapping[str, TrainingState]) -> None:
+        """Have members, by name, start with the state that was saved for each."""
+        self._saved.update(states)
+
+    def training_states(self) -> list[tuple[list[str], TrainingState]]:
+        """Return the state of the members that have taken steps, those of one lane together."""
+        found: list[tuple[list[str], TrainingState]] = []
+        for lane, names in self._by_holder(self._holders).items():
+            sources = {name: self._holders[name][1] for name in names}
+            # A member that is still as it was loaded has taken no step in its lane.
+            stepped = [name for name in names if lane.steps[lane.positions[sources[name]]]]
+            if stepped:
+                found.append((stepped, training_state.read(lane, [sources[name] for name in stepped])))
+        return [*found, *(([name], saved) for name, saved in self._saved.items())]
 
     def halve(self, run: LaneRun) -> list[LaneRun]:
         """Return two runs in place of one whose lane has run out of memory. The width that fits is remembered."""

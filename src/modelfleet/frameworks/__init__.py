@@ -43,6 +43,14 @@ ADAPTERS: dict[str, AdapterEntry] = {
     ),
     "torch": AdapterEntry({"torch": "fleets and replicas of torch models"}, ("torch",), forkable=True),
 }
+# Modules whose functions and classes may be imported because a folder names them: they only compute.
+TRUSTED = (
+    "torch.optim",
+    "torch.nn.functional",
+    "optax",
+    "keras.src.optimizers",
+    "modelfleet.frameworks.torch.schedules",
+)
 
 
 def adapter_of(model: Model, name: str) -> Adapter:

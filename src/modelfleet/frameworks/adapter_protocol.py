@@ -110,6 +110,7 @@ class Adapter(Protocol):
     * `Group`, like `frameworks.torch.ProcessGroup`, if the engines implement `spread`.
     * `frozen(model)`, if models contain more than replicas need. Its result is sent to the replicas and given to
       `Replica` instead of the model.
+    * `own_training`, a module like `frameworks.keras.own_training`, if models hold their optimizers themselves.
     * `settings()` and `using(settings)`, if a program can change a model's numbers by global settings such as a
       default dtype. Workers then compute with the settings of the process that started them.
     * `version_note() -> str`, if `modelfleet doctor` should show more than the framework's version.

@@ -22,6 +22,8 @@ from modelfleet.types import State, Tensor, Tree
 
 WEIGHTS = ("params", "frozen", "buffers")
 PARTS = (*WEIGHTS, "optimizer", "member", "sums", "metrics")
+CARRIED = {"optimizer": None, "member": ("step", "scale", "good")}
+"""What a member takes along to another engine, by part: the names, or None for all."""
 Positions = Sequence[int] | np.ndarray
 Given = Mapping[str, Mapping[str, Tensor | np.ndarray]]
 """A state to write: tensors, or NumPy arrays of them, by part and name."""

@@ -5,10 +5,8 @@ from collections.abc import Collection
 import numpy as np
 
 from modelfleet.frameworks.engine import Engine
-from modelfleet.frameworks.stacked import Given, Positions, StackedState, fitting
+from modelfleet.frameworks.stacked import CARRIED, Given, Positions, StackedState, fitting
 from modelfleet.types import State
-
-ADOPTED = {"optimizer": None, "member": ("step",)}  # the names of each part; None for all
 
 
 class StackedEngine(Engine):
@@ -40,7 +38,7 @@ class StackedEngine(Engine):
 
     def adopt(self, positions: Positions, other: Engine, sources: Positions) -> None:
         """Copy optimizer state and step counts of some members from another engine, where the shapes fit."""
-        parts = {part: names for part, names in ADOPTED.items() if part not in self.held}
+        parts = {part: names for part, names in CARRIED.items() if part not in self.held}
         self.write(positions, fitting(other.read(sources, parts), self.state, parts=parts))
 
     def give_slots(self, positions: Positions) -> None:

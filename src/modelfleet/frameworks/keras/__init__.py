@@ -6,6 +6,7 @@ import keras
 import numpy as np
 
 from modelfleet.frameworks.batches import weighted_inputs as inputs
+from modelfleet.frameworks.keras import own_training
 from modelfleet.frameworks.keras.building import (
     check_model,
     copy_model,

@@ -71,7 +71,7 @@ def unique_names(model: keras.Model) -> Iterator[CustomObjects]:
         renamed: list[CustomObject] = []
         lambdas: list[FunctionType] = []
         try:
-            for value in _find_custom(model):
+            for value in find_custom(model):
                 name = given = keras.saving.get_registered_name(value).replace(_LAMBDA, "lambda")
                 while name in by_name:
                     name = f"{given}_{len(by_name)}"
@@ -192,20 +192,20 @@ def own_python(model: keras.Model) -> list[tuple[str, object]]:
     Layers are left out: Keras records every call in them.
     """
     objects: list[object] = []
-    custom = _find_custom(model, objects)
+    custom = find_custom(model, objects)
     own = [value for value in objects if type(value) in custom and not isinstance(value, keras.Layer)]
     return [*((one.__qualname__, one) for one in custom), *((type(one).__qualname__, one) for one in own)]
 
 
-def _find_custom(model: keras.Model, objects: list[object] | None = None) -> list[CustomObject]:
-    """Return the classes and functions in a model that are not Keras's.
+def find_custom(value: object, objects: list[object] | None = None) -> list[CustomObject]:
+    """Return the classes and functions in a model, or in arguments of its `compile`, that are not Keras's.
 
     `objects` is extended by all objects with a config that the model holds.
     """
     found: dict[CustomObject, None] = {}
     objects = [] if objects is None else objects
     seen: set[int] = set()
-    waiting: list[object] = [model]
+    waiting: list[object] = [value]
     while waiting:
         value = waiting.pop()
         if id(value) in seen:

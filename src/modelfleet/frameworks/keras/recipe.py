@@ -6,6 +6,7 @@ import keras
 
 from modelfleet.each import per_member
 from modelfleet.errors import InputError
+from modelfleet.frameworks.errors import NotCompiledError
 from modelfleet.frameworks.keras import losses, metrics, optimizers
 from modelfleet.frameworks.keras.optimizers import Argument
 from modelfleet.frameworks.keras.task import Task, task_of
@@ -68,7 +69,7 @@ def _check_compiled(member: Member, kind: Kind) -> None:
     model = member.model
     if not model.compiled or (kind == "train" and model.optimizer is None):
         missing = "an optimizer" if model.compiled else "an optimizer and a loss"
-        raise InputError(
+        raise NotCompiledError(
             f"member {member.name!r} is not compiled: it needs {missing}. "
             f"Call model.compile(...) on it, or fleet.compile(...) for all members."
         )

@@ -18,8 +18,6 @@ from modelfleet.joining import joined
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import State, Tree
 
-CARRIED = {"optimizer": None, "member": ("step", "scale", "good")}  # what a member takes along to another engine
-
 
 class Batch(Protocol):
     """A batch as feeds make it (see `feeds.Batch`)."""

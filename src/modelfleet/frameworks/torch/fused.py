@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from modelfleet.errors import InputError, StrategyError
 from modelfleet.frameworks.engine import Engine
 from modelfleet.frameworks.errors import CannotFuseError
-from modelfleet.frameworks.stacked import WEIGHTS, Positions, StackedState, fitting
+from modelfleet.frameworks.stacked import CARRIED, WEIGHTS, Positions, StackedState, fitting
 from modelfleet.frameworks.torch import state as states
-from modelfleet.frameworks.torch.base import CARRIED, Batch, TorchEngine, on_host
+from modelfleet.frameworks.torch.base import Batch, TorchEngine, on_host
 from modelfleet.frameworks.torch.compiling.compiler import compile_mode
 from modelfleet.frameworks.torch.model_locks import borrowed, held
 from modelfleet.frameworks.torch.program_engine import ProgramEngine, batch_form, batch_layout

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.frameworks.errors import FINE
-from modelfleet.frameworks.stacked import WEIGHTS, Given
+from modelfleet.frameworks.stacked import CARRIED, WEIGHTS, Given
 from modelfleet.frameworks.torch import arrays, plain_optimizer
 from modelfleet.frameworks.torch import state as states
-from modelfleet.frameworks.torch.base import CARRIED
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.frameworks.torch.updating import INITIAL_SCALE
 from modelfleet.members import Member

@@ -85,6 +85,11 @@ class Schedule:
         object.__setattr__(self, "options", {**_OPTIONS[name], **options})
 
     @property
+    def arguments(self) -> dict[str, float | str | None]:
+        """Return the arguments that make an equal schedule."""
+        return {"name": self.name, "warmup": self.warmup, **self.options}
+
+    @property
     def spans(self) -> bool:
         """Return True if the schedule depends on the number of steps of a fit or an epoch."""
         return self.name != "constant" or 0 < self.warmup < 1
