@@ -38,6 +38,7 @@ def halve(builder: LaneBuilder, groups: Groups, run: LaneRun) -> list[LaneRun]:
             None if run.known_steps is None else run.known_steps[positions],
             run.epochs[positions],
             names=names,
+            initial_epoch=run.initial_epoch,
         )
         own = isinstance(progress, list) and progress
         schedules.restore([progress[position] for position in positions] if own else progress)
@@ -48,6 +49,7 @@ def halve(builder: LaneBuilder, groups: Groups, run: LaneRun) -> list[LaneRun]:
             validation=run.validation and run.validation.select(slots),
             schedules=schedules,
             epochs=run.epochs[positions],
+            steps_per_epoch=None if run.steps_per_epoch is None else run.steps_per_epoch[positions],
         )
         made.steps_before, made.updates_before = run.steps_before[positions], run.updates_before[positions]
         made.epochs_before = run.epochs_before[positions]

@@ -119,6 +119,19 @@ def test_several_outputs_loss_weights_and_sample_weights() -> None:
         models.same(fleet[name], model)
 
 
+@pytest.mark.parametrize("strategy", ["fused", "interleaved"])
+def test_sample_weights_of_each_member(strategy: Strategy) -> None:
+    fleet, expected = models.fresh(**RATES)
+    x, y = models.data(13)
+    weights = {"a": np.linspace(0, 2, 13), "b": np.linspace(3, 1, 13)}
+    options: dict[str, Any] = {"epochs": 2, "batch_size": 8, "shuffle": False}
+    history = fleet.fit((x, y), sample_weight=mf.each(weights), strategy=strategy, progress=False, **options)
+    for name, model in expected.items():
+        told = models.fit(model, x, y, sample_weight=weights[name], **options)
+        np.testing.assert_allclose(history[name]["loss"], told["loss"], rtol=1e-4)
+        models.same(fleet[name], model)
+
+
 def test_class_weights() -> None:
     fleet, expected = models.fresh(**RATES)
     x, y = models.data(16)

@@ -96,7 +96,7 @@ class PerMember:
                 self._set_paths(own, name, alone=len(names) == 1)
                 own.set_params({"verbose": 0, "epochs": run.epochs_of(name), "steps": run.steps_of(name)})
                 own.set_model(model)
-                if run.epoch and hasattr(own, "append"):
+                if run.epoch > run.history.initial_epoch and hasattr(own, "append"):
                     own.append = True  # a resumed run appends to its file
             for own in owns:
                 own.on_train_begin({})
@@ -114,7 +114,8 @@ class PerMember:
             if name not in self._own:
                 continue
             recorded, noted = run.history[name], self._noted.setdefault(name, [])
-            epoch = max(map(len, recorded.values())) - 1
+            recorded_epochs = max(map(len, recorded.values()))
+            epoch = run.history.initial_epoch + recorded_epochs - 1
             told = {key: series[-1] for key, series in recorded.items() if key not in noted}
             self._logs[name], logs = dict(told), dict(told)
             model, stopped_by = self._synced(run, name), None
@@ -127,7 +128,7 @@ class PerMember:
                 value,
             ) in logs.items():  # callbacks may add values, such as the learning rate
                 if key not in told or value is not told[key]:
-                    recorded.setdefault(key, [math.nan] * (epoch + 1))[-1] = float(value)
+                    recorded.setdefault(key, [math.nan] * recorded_epochs)[-1] = float(value)
                 if key not in told and key not in noted:
                     noted.append(key)
             if stopped_by is not None:

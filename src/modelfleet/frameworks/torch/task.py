@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from modelfleet.errors import InputError
 from modelfleet.fingerprints import fingerprint
-from modelfleet.frameworks.batches import input_and_target, loss_and_metrics
-from modelfleet.frameworks.torch.losses import Loss, weighted
+from modelfleet.frameworks.batches import loss_and_metrics, unpack
+from modelfleet.frameworks.losses import no_loss_by_row
+from modelfleet.frameworks.torch.losses import Loss, by_row, weighted
 from modelfleet.frameworks.torch.metrics import Metric
 from modelfleet.frameworks.torch.optimizers import Optimizer
 from modelfleet.trees import leaves, map_tree
@@ -68,14 +69,16 @@ class Task:
             loss, extra = loss_and_metrics(self.objective(model, batch), Tensor)
             sums = {name: torch.as_tensor(value).detach() * rows for name, value in extra.items()}
         elif self.loss is not None:
-            x, target = input_and_target(batch, self.loss.name)
+            x, target, own = unpack(batch, self.loss.name)
             output = logits(call(model, x))
-            if weights is not None:
-                loss = weighted(self.loss, output, target, weights)
-            else:
+            if weights is None and own is None:
                 loss = self.loss.plain(output, target)
+            else:
+                loss = weighted(self.loss, output, target, weights, own)
             sums = self._sums(output, target, weights)
         else:
+            if isinstance(batch, tuple) and len(batch) == 3:
+                raise no_loss_by_row(f"{type(model).__name__}.loss")
             x = batch[0] if isinstance(batch, tuple) else batch
             output = call(model, x)
             loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -97,7 +100,9 @@ class Task:
         `.loss`) is taken as the mean over its rows, which `row_independence.divide_by_rows` has verified.
         """
         if self.loss is not None and self.loss.parts is not None and self.objective is None:
-            x, target = input_and_target(batch, self.loss.name)
+            x, target, own = unpack(batch, self.loss.name)
+            if own is not None:
+                raise no_loss_by_row(self.loss.name)
             output = logits(call(model, x))
             total, count = self.loss.parts(output, target)
             sums = {
@@ -108,9 +113,9 @@ class Task:
         if self.objective is not None or self.loss is None or self.loss.rows is None:
             loss, sums = self.run(model, batch, weights)
             return loss * sums["rows"], sums["rows"], sums
-        x, target = input_and_target(batch, self.loss.name)
+        x, target, own = unpack(batch, self.loss.name)
         output = logits(call(model, x))
-        totals, counts = self.loss.rows(output, target)
+        totals, counts = by_row(self.loss, output, target, own)
         if weights is None:
             rows = torch.as_tensor(_count(batch), device=totals.device)
         else:
