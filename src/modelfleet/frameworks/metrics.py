@@ -76,8 +76,13 @@ def naming_metric(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(f"{_NOTE}{name!r}")
+        note_metric(error, name)
         raise
+
+
+def note_metric(error: Exception, name: str) -> None:
+    """Note on an error which metric raised it."""
+    error.add_note(f"{_NOTE}{name!r}")
 
 
 def metric_of(error: Exception) -> str | None:

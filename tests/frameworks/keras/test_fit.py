@@ -132,6 +132,17 @@ def test_sample_weights_of_each_member(strategy: Strategy) -> None:
         models.same(fleet[name], model)
 
 
+def test_a_metric_that_raises_is_named_before_the_first_step() -> None:
+    def mine(y_true: Any, y_pred: Any) -> Any:
+        raise ValueError("no such thing")
+
+    own = compiled(lambda seed: models.mlp(seed=seed), metrics=["accuracy", mine])
+    before = [np.array(array) for array in own["a"].get_weights()]
+    with pytest.raises(InputError, match=r"the metric 'mine' raised ValueError: no such thing at test_fit\.py"):
+        mf.Fleet(own).fit(models.data(8), progress=False)
+    assert all(map(np.array_equal, before, own["a"].get_weights()))
+
+
 def test_class_weights() -> None:
     fleet, expected = models.fresh(**RATES)
     x, y = models.data(16)
