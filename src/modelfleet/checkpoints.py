@@ -38,6 +38,7 @@ _HISTORY = {
     "failed": {str: {"epoch": int, "step": int, "reason": str}},
     "stopped": {str: int},
     "kept": {str: int},
+    "initial_epoch?": int,
 }
 _LANE = {
     "members": [str],
@@ -240,7 +241,7 @@ def _read(saved: Saved, fit: CheckpointedFit) -> tuple[Manifest, Tensors] | None
     """Return the manifest and the tensors of a checkpoint; None if it is of another fit of the same fleet."""
     folder, manifest = saved.folder, saved.manifest
     check_manifest(folder, manifest)
-    then, now = manifest["run"], _identity(fit)
+    then, now = {"initial epoch": 0, **manifest["run"]}, _identity(fit)
     if then != now:
         same_fleet = all(_by_name(then, key) == _by_name(now, key) for key in ("members", "seeds"))
         if same_fleet and _by_name(then, "started") != _by_name(now, "started"):
@@ -306,7 +307,8 @@ def _identity(fit: CheckpointedFit) -> Identity:
         "hyperparameters": [
             {name: column.tolist() for name, column in run.lane.columns.items()} for run in fit.runs
         ],
-        "epochs": [run.epochs.tolist() for run in fit.runs],
+        "epochs": [(fit.history.initial_epoch + run.epochs).tolist() for run in fit.runs],
+        "initial epoch": fit.history.initial_epoch,
         "batches": [run.batches for run in fit.runs],
         "rows": [None if run.rows is None else run.rows.tolist() for run in fit.runs],
         "steps per epoch": [None if s.known_steps is None else s.known_steps.tolist() for s in fit.runs],

@@ -13,7 +13,7 @@ from modelfleet.errors import AllFailedError, BusyError, InputError
 from modelfleet.frameworks import global_generators
 from modelfleet.frameworks.adapter_protocol import Adapter
 from modelfleet.frameworks.stacked import WEIGHTS
-from modelfleet.history import History
+from modelfleet.history import Failure, History
 from modelfleet.interrupts import StopRequest
 from modelfleet.lanes import Lane, LaneSpec
 from modelfleet.planning.plan import Plan
@@ -71,10 +71,11 @@ class Fit:
         self.fleet = fleet
         self.plan = plan
         self.runs = list(runs)
-        self.history = History(fleet.names, hyperparameters)
-        self.epoch = 0
+        self._past = max(run.initial_epoch for run in runs)  # epochs of lanes count from here
+        self.history = History(fleet.names, hyperparameters, self._past)
+        self.epoch = self._past
         self.step = 0
-        self.epochs = max(int(run.epochs.max()) for run in runs)
+        self.epochs = self._past + max(int(run.epochs.max()) for run in runs)
         self.active: tuple[str, ...] = ()
         self.callbacks = list(callbacks)
         self.generators = dict(generators)
@@ -143,9 +144,9 @@ class Fit:
         return [replace(run.lane.spec, members=tuple(names)) for run, names in self._current_runs()]
 
     def epochs_of(self, name: str) -> int:
-        """Return how many epochs a member trains in this fit."""
+        """Return the number of a member's last epoch."""
         run = self._run(name)
-        return int(run.epochs[run.lane.positions[name]])
+        return self._past + int(run.epochs[run.lane.positions[name]])
 
     def steps_of(self, name: str) -> int | None:
         """Return how many steps a member's epoch has. None if only its loader knows."""
@@ -229,17 +230,16 @@ class Fit:
         )
         compiling = any(run.lane.engine.compiling for run in self.runs)
         note = "compiling in the background" if compiling else None
-        self._reporter.step(leader.step_in_epoch, leader.epoch + 1, note)
+        self._reporter.step(leader.step_in_epoch, self._past + leader.epoch + 1, note)
         self._call("on_step_end")
 
     def _handle_epoch(self, reports: Reports) -> None:
-        self.epoch = max(report.epoch for _, report in reports)
+        self.epoch = self._past + max(report.epoch for _, report in reports)
         took_part: set[str] = set()
         for _, report in reports:
             for name, values in report.values.items():
                 self.history.record(name, values)
-            for name, failure in report.failures.items():
-                self.history.fail(name, failure)
+            self._record_failures(report.failures)
             took_part |= report.values.keys()
         self.active = tuple(name for name in self.fleet.names if name in took_part)
         self._call("on_epoch_end")
@@ -258,7 +258,7 @@ class Fit:
         for name in run.names:
             self._stopping.pop(name, None)
         for name in stopped:
-            self.history.stopped[name] = run.epoch
+            self.history.stopped[name] = self._past + run.epoch
         return stopped
 
     def _halve(self, run: LaneRun) -> None:
@@ -272,8 +272,11 @@ class Fit:
         """Record the members that have failed since the last epoch, in a run that was cut short."""
         for run in self.runs:
             run.bring_here()
-            for name, failure in run.find_failures(run.epoch + 1).items():
-                self.history.fail(name, failure)
+            self._record_failures(run.find_failures(run.epoch + 1))
+
+    def _record_failures(self, failures: Mapping[str, Failure]) -> None:
+        for name, failure in failures.items():
+            self.history.fail(name, replace(failure, epoch=self._past + failure.epoch))
 
     def _refuse_all_failed(self) -> None:
         """Raise AllFailedError if every member has failed: a fit without a result is no success."""
@@ -325,7 +328,7 @@ class Fit:
             first, then = self._first_shown
             self.epoch_seconds = (now - then) / (done - first)
         self._shown = done
-        self._reporter.epoch(done, self.history, self.active, now - self._epoch_start)
+        self._reporter.epoch(self._past + done, self.history, self.active, now - self._epoch_start)
         self._epoch_start = now
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
@@ -342,7 +345,7 @@ class Fit:
                 hyperparameters = self.history.hyperparameters
                 self.epoch, self.step, self.history, self.generators = found
                 self.history.hyperparameters = hyperparameters
-                self._shown = self.epoch
+                self._shown = self.epoch - self._past
                 for run in self.runs:
                     run.generators = self.generators
                 self._rewind()
@@ -354,7 +357,7 @@ class Fit:
         for feed in [*(run.feed for run in self.runs), *(run.validation for run in self.runs)]:
             if feed is not None:
                 feed.rewind()
-                if self.epoch == 0:  # all loaders are looked into before the first epoch
+                if self.epoch == self._past:  # all loaders are looked into before the first epoch
                     feed.first()
 
     # --- small parts ---------------------------------------------------------------------------------------------

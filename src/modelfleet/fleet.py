@@ -32,6 +32,7 @@ from modelfleet.remote.messages import OrderWriter
 from modelfleet.runs.job import Job
 from modelfleet.runs.lane_run import LaneRun, make_runs
 from modelfleet.runs.opening import OpenLane
+from modelfleet.runs.sample_weight import add_sample_weight
 from modelfleet.runs.validation_split import split_validation
 from modelfleet.saving import SavedFleet
 from modelfleet.sharing import Sharings, sharings
@@ -309,7 +310,7 @@ class Fleet:
         epochs: int | Each = 1,
         batch_size: int | Each | None = None,
         strategy: Strategy = "auto",
-        steps_per_epoch: int | None = None,
+        steps_per_epoch: int | Each | None = None,
     ) -> Plan:
         """Return what will run where, and why. Only with data is it known whether every group can be fused.
 
@@ -347,6 +348,7 @@ class Fleet:
         validation: Data = None,
         validation_split: float | None = None,
         epochs: int | Each = 1,
+        initial_epoch: int = 0,
         batch_size: int | Each | None = None,
         shuffle: bool = True,
         callbacks: Sequence[Any] = (),
@@ -354,7 +356,8 @@ class Fleet:
         progress: Literal["auto"] | bool = "auto",
         exchange: None = None,
         share: int | Each | None = None,
-        steps_per_epoch: int | None = None,
+        steps_per_epoch: int | Each | None = None,
+        sample_weight: Data = None,
         class_weight: dict[int, float] | None = None,
     ) -> History:
         """Train every member. A second `fit` continues from where the members are.
@@ -364,6 +367,8 @@ class Fleet:
             validation: Data of the same kinds, evaluated after every epoch.
             validation_split: Take this part of the arrays, from their end, as validation data.
             epochs: Passes over the data; one value, or `each(...)`.
+            initial_epoch: Count epochs on from here, as Keras does: `epochs` is then the last one, and
+                `epochs - initial_epoch` are trained. Callbacks, the history and schedules go by these numbers.
             batch_size: Rows of a step; one value, or `each(...)`. A loader has its own.
             shuffle: Each member shuffles its own rows, in a new order every epoch.
             callbacks: Callbacks of modelfleet, and of Keras, which work for every Keras member on its own. The
@@ -375,7 +380,9 @@ class Fleet:
             progress: "auto" shows a live table on a terminal and lines elsewhere; False shows nothing.
             exchange: Not built yet.
             share: How many turns a member takes while another takes one; best `each(...)`.
-            steps_per_epoch: Steps after which an epoch ends, for data that never end.
+            steps_per_epoch: Steps after which an epoch ends, for data that never end; one value, or `each(...)`.
+            sample_weight: For arrays, a weight for every row, by which the row's loss is multiplied; one array
+                for all, or `each(...)`. A loader gives weights in its batches: (x, y, weights).
             class_weight: For Keras models, {label: weight}.
 
         Returns:
@@ -390,6 +397,8 @@ class Fleet:
             raise InputError("exchange is not built yet: members train independently. Leave it out.")
         _check_strategy(strategy)
         wrapped = wrap_callbacks(callbacks)
+        if sample_weight is not None:
+            data = add_sample_weight(data, sample_weight, self._members, self._recipes)
         if validation_split is not None:
             if validation is not None:
                 raise InputError("fit got both validation and validation_split. Give one of them.")
@@ -401,6 +410,7 @@ class Fleet:
             data,
             validation=validation,
             epochs=epochs,
+            initial_epoch=initial_epoch,
             batch_size=batch_size,
             shuffle=shuffle,
             share=share,
@@ -408,6 +418,7 @@ class Fleet:
             class_weight=class_weight,
         )
         job.check()
+        job = job.without_past()
         shown = reporter(progress)
         with self._gate.changing("fit"), frameworks.computing(), noticing() as raise_if_interrupted:
             generators = global_generators.state()  # before any loader draws from them

@@ -157,7 +157,7 @@ class Adapter(Protocol):
 
     @property
     def Schedules(self) -> Callable[..., Schedules]:
-        """Return the class `Schedules(schedules, columns, task, per_epoch, epochs, *, names)`.
+        """Return the class `Schedules(schedules, columns, task, per_epoch, epochs, *, names, initial_epoch)`.
 
         `per_epoch` is None if the number of steps in an epoch is not known.
         """

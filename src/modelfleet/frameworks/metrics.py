@@ -1,7 +1,8 @@
 """Metrics of `compile`, as far as all frameworks have them in common: names, and functions of the user."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from modelfleet.errors import InputError, unknown
@@ -9,6 +10,9 @@ from modelfleet.types import MetricLike
 
 Function = Callable[[Any, Any], Any]
 """User's metric: a function of output and target that returns one number for the batch."""
+
+
+_NOTE = "in the metric "
 
 
 class Named(Protocol):
@@ -70,6 +74,27 @@ def resolve(
             )
         taken.add(metric.name)
     return tuple(found)
+
+
+@contextmanager
+def naming_metric(name: str) -> Iterator[None]:
+    """Note the metric's name on whatever its function raises, for `metric_of`. The error stays what it is."""
+    try:
+        yield
+    except Exception as error:
+        note_metric(error, name)
+        raise
+
+
+def note_metric(error: Exception, name: str) -> None:
+    """Note on an error which metric raised it."""
+    error.add_note(f"{_NOTE}{name!r}")
+
+
+def metric_of(error: Exception) -> str | None:
+    """Return the quoted name of the metric whose function raised an error; None if none did."""
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE)]
+    return notes[0].removeprefix(_NOTE) if notes else None
 
 
 def not_one_number(name: str, shape: Sequence[int]) -> InputError:

@@ -29,7 +29,7 @@ def halve(builder: LaneBuilder, groups: Groups, run: LaneRun) -> list[LaneRun]:
         half.engine.check(feed.first(), names[0])
         half.write(names, lane.read(names, host=True))  # the device has no memory for another copy
         steps = None if run.known_steps is None else run.known_steps[positions]
-        schedules = make_schedules(half, steps, run.epochs[positions])
+        schedules = make_schedules(half, steps, run.epochs[positions], run.initial_epoch)
         state = run.schedules.state()
         own = isinstance(state, list) and state
         schedules.restore([state[position] for position in positions] if own else state)
@@ -40,6 +40,7 @@ def halve(builder: LaneBuilder, groups: Groups, run: LaneRun) -> list[LaneRun]:
             validation=run.validation and run.validation.select(slots),
             schedules=schedules,
             epochs=run.epochs[positions],
+            steps_per_epoch=None if run.steps_per_epoch is None else run.steps_per_epoch[positions],
         )
         made.before = {name: column[positions] for name, column in run.before.items()}
         halves.append(made)

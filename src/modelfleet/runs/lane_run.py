@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -91,8 +91,10 @@ class LaneRun:
     """Turns that the lane takes while another takes one."""
     max_steps: int = 1
     """Most steps of one turn."""
-    steps_per_epoch: int | None = None
-    """Steps after which an epoch ends, even if its data do not."""
+    steps_per_epoch: np.ndarray | None = None
+    """`(member,)`: steps after which each member's epoch ends, even if its data do not."""
+    initial_epoch: int = 0
+    """Epochs before this fit, for the schedules."""
     may_halve: bool = False
     """True if the lane may be halved when memory runs out."""
     epoch: int = 0
@@ -149,9 +151,12 @@ class LaneRun:
     def choose_turn_length(self, *, single: bool = False) -> None:
         """Take as many steps in a turn as the engine prefers, or single ones.
 
-        Steps are single if each is watched, or if the hyperparameters change from step to step.
+        Steps are single if each is watched, if the hyperparameters change from step to step, or if the members'
+        epochs end at different steps.
         """
-        self.max_steps = 1 if single or self.schedules.by_step else self.lane.engine.steps_per_call
+        limits = self.steps_per_epoch
+        single = single or self.schedules.by_step or (limits is not None and bool((limits != limits[0]).any()))
+        self.max_steps = 1 if single else self.lane.engine.steps_per_call
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -167,7 +172,8 @@ class LaneRun:
         if self._batches is None:
             self._batches = self.feed.epoch(self.epoch, start=self.step_in_epoch, several=self.max_steps)
             self._epoch_seconds, self._first_step = 0.0, self.step_in_epoch
-        if self.steps_per_epoch is not None and self.step_in_epoch >= self.steps_per_epoch:
+        limits = self.steps_per_epoch
+        if limits is not None and self.step_in_epoch >= limits[self.lane.on()].max():
             return None
         return next(self._batches, None)
 
@@ -358,18 +364,25 @@ class LaneRun:
         return max(0, (int(self.epochs[on].max()) - self.epoch) * per_epoch - self.step_in_epoch)
 
     def _limit(self, steps: np.ndarray | None) -> np.ndarray | None:
+        """Return the steps `(slot,)` of the members' epochs, which `steps_per_epoch` may cut short."""
         if steps is None or self.steps_per_epoch is None:
             return steps
-        return np.minimum(steps, self.steps_per_epoch)
+        return np.minimum(steps, self.steps_per_epoch[self.lane.slots])
 
     def _cut_short(self, batch: Batch) -> Batch:
-        """Return only as many steps of a batch as the epoch has left."""
-        if self.steps_per_epoch is None or batch.steps is None:
+        """Return only as many steps of a batch as the epoch has left, without members whose epoch is over."""
+        if self.steps_per_epoch is None:
             return batch
-        left = self.steps_per_epoch - self.step_in_epoch
-        if batch.steps <= left:
+        left = self.steps_per_epoch[self.lane.slots] - self.step_in_epoch
+        if batch.steps is not None:  # the same number is left for all
+            most = int(left[0])
+            if batch.steps <= most:
+                return batch
+            return Batch(map_tree(lambda leaf: leaf[:most], batch.data), batch.shared, batch.counts, most)
+        if (left > 0).all():
             return batch
-        return Batch(map_tree(lambda leaf: leaf[:left], batch.data), batch.shared, batch.counts, left)
+        pieces = [replace(one, counts=one.counts * (left > 0), others=()) for one in batch.by_shape]
+        return replace(pieces[0], others=tuple(pieces[1:]))
 
 
 def make_runs(opened: Sequence[OpenLane], feeding: Feeding) -> list[LaneRun]:
@@ -384,15 +397,27 @@ def make_runs(opened: Sequence[OpenLane], feeding: Feeding) -> list[LaneRun]:
     for one, feed in zip(opened, validation, strict=True):
         lane = one.lane
         own_epochs = np.array([epochs[name] for name in lane.names])
-        schedules = make_schedules(lane, job.limit_steps(one.feed.steps), own_epochs)
+        steps = job.limit_steps(one.feed.steps, lane.names)
+        schedules = make_schedules(lane, steps, own_epochs, job.initial_epoch)
         lane.engine.clear_trouble()
         share = max(shares[name] or 1 for name in lane.names)
-        limit = job.steps_per_epoch
-        runs.append(LaneRun(lane, one.feed, feed, schedules, own_epochs, share, steps_per_epoch=limit))
+        runs.append(
+            LaneRun(
+                lane,
+                one.feed,
+                feed,
+                schedules,
+                own_epochs,
+                share,
+                steps_per_epoch=job.step_limits(lane.names),
+                initial_epoch=job.initial_epoch,
+            )
+        )
     return runs
 
 
-def make_schedules(lane: Lane, steps: np.ndarray | None, epochs: np.ndarray) -> Schedules:
+def make_schedules(lane: Lane, steps: np.ndarray | None, epochs: np.ndarray, initial_epoch: int) -> Schedules:
     """Return the schedules of a lane's members for a fit, from the steps per epoch and the epochs of each."""
     make = lane.members[0].framework.Schedules
-    return make(lane.schedules, lane.columns, lane.engine.task, steps, epochs, names=lane.names)
+    task, names = lane.engine.task, lane.names
+    return make(lane.schedules, lane.columns, task, steps, epochs, names=names, initial_epoch=initial_epoch)

@@ -20,12 +20,14 @@ callbacks = keras.callbacks
 RATES = {"a": 0.001, "b": 0.5}
 
 
-def both(*given: Any, epochs: int = 5) -> tuple[mf.Fleet, mf.History, dict[str, Any], dict[str, keras.Model]]:
+def both(
+    *given: Any, epochs: int = 5, initial_epoch: int = 0
+) -> tuple[mf.Fleet, mf.History, dict[str, Any], dict[str, keras.Model]]:
     """A fleet fitted with callbacks, and each of its models fitted alone with the same."""
     fleet, expected = models.fresh(**RATES)
     x, y = models.data(16)
     validation = models.data(8, seed=9)
-    options = {"epochs": epochs, "batch_size": 8, "shuffle": False}
+    options: dict[str, Any] = {"epochs": epochs, "batch_size": 8, "shuffle": False, "initial_epoch": initial_epoch}
     history = fleet.fit(
         (x, y), validation=validation, callbacks=[make() for make in given], progress=False, **options
     )
@@ -58,6 +60,30 @@ def test_learning_rate_scheduler() -> None:
     )
     alike(*found)
     assert found[1]["a"]["learning_rate"] == pytest.approx([0.001, 0.0005, 0.00025])
+
+
+def test_callbacks_see_epochs_from_the_initial_one() -> None:
+    seen: list[tuple[str, int]] = []
+
+    class Watcher(callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            seen.append(("begin", epoch))
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            seen.append(("end", epoch))
+            assert self.params is not None
+            assert self.params["epochs"] == 5
+
+    found = both(
+        Watcher,
+        lambda: callbacks.LearningRateScheduler(lambda epoch, rate: 0.01 / (epoch + 1)),
+        epochs=5,
+        initial_epoch=3,
+    )
+    alike(*found)
+    assert found[1]["a"]["learning_rate"] == pytest.approx([0.01 / 4, 0.01 / 5])
+    expected = [("begin", 3), ("end", 3), ("begin", 4), ("end", 4)]
+    assert sorted(seen) == sorted(expected * 4)
 
 
 def test_reduce_on_plateau() -> None:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from modelfleet.frameworks.batches import check_weights, has_target
 from modelfleet.frameworks.engine import Hyper
 from modelfleet.frameworks.functional import Definition, State
 from modelfleet.frameworks.jax.backend import shapes
@@ -142,21 +143,23 @@ class JaxDefinition(Definition):
             check_targets(self.task.loss, output_shape, target, name)
 
     def label_check(self, output_shape: tuple[int, ...]) -> Callable[[Tree], None] | None:
-        """Return a function that raises for a batch with targets out of range."""
+        """Return a function that raises for a batch with targets or weights out of range."""
         loss = self.task.loss
         if loss is None:
             return None
 
         def check(batch: Tree) -> None:
-            if isinstance(batch, tuple) and len(batch) == 2 and hasattr(batch[1], "shape"):
+            if has_target(batch) and hasattr(batch[1], "shape"):
                 check_range(loss, output_shape, batch[1])
+            if has_target(batch) and len(batch) == 3:
+                check_weights(np.asarray(batch[2]))
 
         return check
 
     def _losses(self, state: State, batch: Tree, weights: Tensor | None, train: bool) -> tuple[Tree, State]:
         """Return (loss, parts of the metrics), and the params and buffers afterwards."""
-        if self.task.loss is not None and isinstance(batch, tuple) and len(batch) == 2:
-            batch = self._cast(batch[0]), batch[1]
+        if self.task.loss is not None and has_target(batch):
+            batch = self._cast(batch[0]), *batch[1:]
         else:
             batch = self._cast(batch)
         return self._run(state, train, lambda model: self.task.run(self.form.call, model, batch, weights))
@@ -191,7 +194,7 @@ class JaxDefinition(Definition):
     def _has_loss_by_row(self, state: State, batch: Tree) -> bool:
         """Return True if the loss is known for each row."""
         loss = self.task.loss
-        if loss is None or not (isinstance(batch, tuple) and len(batch) == 2):
+        if loss is None or not has_target(batch):
             return False
 
         _, counts = shapes(lambda s, b: loss.rows(self.predict(s, b[0])[0], b[1]), state, batch)

@@ -14,7 +14,7 @@ import numpy as np
 from modelfleet.errors import InputError
 from modelfleet.fingerprints import fingerprint
 from modelfleet.frameworks.jax.arrays import as_numpy
-from modelfleet.frameworks.losses import IGNORED, TargetKind, check_shape, find_loss, out_of_range
+from modelfleet.frameworks.losses import IGNORED, TargetKind, check_shape, find_loss, no_loss_by_row, out_of_range
 from modelfleet.types import LossLike, Tree
 
 Array = jax.Array | np.ndarray
@@ -46,12 +46,25 @@ def resolve(loss: LossLike) -> Loss:
     return _of_function(loss) if named is None else named
 
 
-def weighted(loss: Loss, output: Tree, target: Tree, weights: Array | None) -> Array:
-    """Return the mean of the loss over the rows' elements, with `weights` `(row,)`, or without if that is None.
+def weighted(loss: Loss, output: Tree, target: Tree, weights: Array | None, own: Array | None = None) -> Array:
+    """Return the mean of the loss over the elements of the rows that count.
 
-    With all weights 0 it is 0.
+    Args:
+        loss: The loss.
+        output: The model's output.
+        target: The target.
+        weights: `(row,)`: 1 for a row that counts and 0 for padding; None if every row counts. With all weights 0
+            the result is 0.
+        own: `(row,)`: the user's sample weights, by which the losses of the rows are multiplied, or None.
+
+    Raises:
+        InputError: There are sample weights, and the loss returns one number for a whole batch.
     """
     sums, counts = loss.rows(output, target)
+    if own is not None:
+        if counts is None and len(own) > 1:
+            raise no_loss_by_row(loss.name)
+        sums = own.astype(sums.dtype) * sums
     if counts is None:
         return sums
     if weights is None:

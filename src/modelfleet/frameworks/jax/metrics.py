@@ -83,7 +83,8 @@ def mean(name: str) -> Metric:
 
 def _from_function(function: common.Function, name: str) -> Metric:
     def parts(output: Tree, target: Tree, weights: Array) -> Parts:
-        value = jnp.asarray(function(output, target))
+        with common.naming_metric(name):
+            value = jnp.asarray(function(output, target))
         if value.size != 1:
             raise common.not_one_number(name, value.shape)
         rows = weights.sum()

@@ -10,7 +10,7 @@ import numpy as np
 
 from modelfleet.errors import InputError
 from modelfleet.fingerprints import fingerprint
-from modelfleet.frameworks.batches import input_and_target, loss_and_metrics
+from modelfleet.frameworks.batches import loss_and_metrics, unpack
 from modelfleet.frameworks.jax import metrics
 from modelfleet.frameworks.jax.losses import Loss, weighted
 from modelfleet.frameworks.jax.metrics import Metric
@@ -69,9 +69,9 @@ class Task:
             found = {name: {"total": jnp.asarray(value) * rows, "count": rows} for name, value in extra.items()}
         else:
             assert self.loss is not None
-            x, target = input_and_target(batch, self.loss.name)
+            x, target, own = unpack(batch, self.loss.name)
             output = widened(call(model, x))
-            loss = weighted(self.loss, output, target, mask)
+            loss = weighted(self.loss, output, target, mask, own)
             seen = jax.lax.stop_gradient(output)
             found = {metric.name: metric.parts(seen, target, weights) for metric in self.metrics}
         loss = _scalar(loss)

@@ -84,7 +84,7 @@ class PerMember:
                 self._paths.set(own, name, alone=len(names) == 1)
                 own.set_params({"verbose": 0, "epochs": run.epochs_of(name), "steps": run.steps_of(name)})
                 own.set_model(model)
-                if run.epoch and isinstance(own, callbacks.CSVLogger):
+                if run.epoch > run.history.initial_epoch and isinstance(own, callbacks.CSVLogger):
                     own.append = True  # a resumed run appends to its file
             for own in owns:
                 own.on_train_begin({})
@@ -154,7 +154,8 @@ class PerMember:
 
     def _end_epoch(self, run: "Fit", name: str) -> None:
         recorded, added = run.history[name], self._added.setdefault(name, [])
-        epoch = max(map(len, recorded.values())) - 1
+        recorded_epochs = max(map(len, recorded.values()))
+        epoch = run.history.initial_epoch + recorded_epochs - 1
         told = {key: recorded[key][-1] for key in sorted(recorded) if key not in added}  # in Keras's order
         self._logs[name], logs = dict(told), dict(told)
         model, stopped_by = self._synced(run, name), None
@@ -168,7 +169,7 @@ class PerMember:
                 stopped_by = type(own).__name__
         for key, value in logs.items():  # callbacks may add values, such as the learning rate
             if key not in told or value is not told[key]:
-                recorded.setdefault(key, [math.nan] * (epoch + 1))[-1] = float(value)
+                recorded.setdefault(key, [math.nan] * recorded_epochs)[-1] = float(value)
             if key not in told and key not in added:
                 added.append(key)
         over = stopped_by is not None or epoch + 1 >= run.epochs_of(name)

@@ -13,6 +13,7 @@ import numpy as np
 from keras import ops, tree
 
 from modelfleet.errors import InputError
+from modelfleet.frameworks.keras.metrics import naming_metrics
 from modelfleet.frameworks.keras.optimizers import Update, built, left_unbuilt, twin
 from modelfleet.frameworks.keras.structure import signature
 from modelfleet.frameworks.keras.task import optimizer_key
@@ -102,7 +103,7 @@ class Steps:
         """Create the variables of the metrics for batches like this one."""
         if not self.model.compiled:
             return
-        with left_unbuilt(self.model):
+        with left_unbuilt(self.model), naming_metrics():
             self.model._symbolic_build(data_batch=tuple(batch) if isinstance(batch, list) else batch)
         shapes = {name: tuple(value.shape) for name, value in self.results(self.fresh_metrics()).items()}
         for name, shape in shapes.items():

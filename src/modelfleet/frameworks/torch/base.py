@@ -85,14 +85,17 @@ class TorchEngine(Engine, ABC):
             check_targets(self.task.loss, output_shape, target, name)
 
     def label_check(self, output_shape: tuple[int, ...] | None) -> Callable[[Tree], None] | None:
-        """Return a function that raises for a batch with targets out of range; None if nothing can be checked."""
+        """Return a function that raises for bad targets or weights in a batch; None if nothing can be checked."""
         loss = self.task.loss
         if loss is None or output_shape is None:
             return None
 
         def check(batch: Tree) -> None:
-            if isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[1], Tensor):
+            if batches.has_target(batch) and isinstance(batch[1], Tensor):
                 check_range(loss, output_shape, batch[1])
+            if batches.has_target(batch) and len(batch) == 3:
+                weights = batch[2]
+                batches.check_weights(on_host(weights) if isinstance(weights, Tensor) else np.asarray(weights))
 
         return check
 

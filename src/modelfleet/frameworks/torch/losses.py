@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from modelfleet.errors import InputError
-from modelfleet.frameworks.losses import IGNORED, TargetKind, check_shape, find_loss, out_of_range, takes_classes
+from modelfleet.frameworks.losses import (
+    IGNORED,
+    TargetKind,
+    check_shape,
+    find_loss,
+    no_loss_by_row,
+    out_of_range,
+    takes_classes,
+)
 from modelfleet.frameworks.torch.structure import signature
 from modelfleet.types import LossLike, Tree
 
@@ -76,16 +84,37 @@ def _parts(loss: LossLike) -> PartsOfBatch | None:
     return parts
 
 
-def weighted(loss: Loss, output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
-    """Return the mean of the loss over the rows' elements, with `weights` `(row,)`.
+def weighted(
+    loss: Loss, output: Tensor, target: Tensor, weights: Tensor | None, own: Tensor | None = None
+) -> Tensor:
+    """Return the mean of the loss over the elements of the rows that count.
 
-    With all weights 1 it is the plain mean; with all weights 0 it is 0.
+    Args:
+        loss: The loss.
+        output: The model's output.
+        target: The target.
+        weights: `(row,)`: 1 for a row that counts and 0 for padding; None if every row counts. With all weights 0
+            the result is 0.
+        own: `(row,)`: the user's sample weights, by which the losses of the rows are multiplied, or None.
     """
-    assert loss.rows is not None, f"the loss {loss.name} has no values per row"
-    sums, counts = loss.rows(output, target)
+    sums, counts = by_row(loss, output, target, own)
+    if weights is None:
+        return sums.sum() / counts.sum()
     # If every label is ignored, the loss is 0 / 0, as in torch. A member without rows has a loss of 0.
     size = torch.where(weights.any(), (weights * counts).sum(), 1)
     return (weights * sums).sum() / size
+
+
+def by_row(loss: Loss, output: Tree, target: Tree, own: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the sum of the loss over each row's elements, times the row's own weight, and their number.
+
+    Raises:
+        InputError: The loss is a function that returns one number for a whole batch.
+    """
+    if loss.rows is None:
+        raise no_loss_by_row(loss.name)
+    sums, counts = loss.rows(output, target)
+    return (sums if own is None else own.to(sums.dtype) * sums), counts
 
 
 def check_targets(loss: Loss, output_shape: tuple[int, ...], target: Tree, member: str | None = None) -> None:

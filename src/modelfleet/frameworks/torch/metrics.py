@@ -42,7 +42,8 @@ def resolve(metrics: Sequence[MetricLike]) -> tuple[Metric, ...]:
 
 def _from_function(function: common.Function, name: str) -> Metric:
     def sums(output: Tree, target: Tree, weights: Tensor) -> dict[str, Tensor]:
-        value = torch.as_tensor(function(output, target), device=weights.device)
+        with common.naming_metric(name):
+            value = torch.as_tensor(function(output, target), device=weights.device)
         if value.numel() != 1:
             raise common.not_one_number(name, value.shape)
         rows = _wide(weights).sum()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.errors import InputError, StrategyError
+from modelfleet.frameworks import batches
 from modelfleet.frameworks.engine import Engine
 from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS, SCALE
 from modelfleet.frameworks.stacked import Given, Positions
@@ -226,11 +227,11 @@ class PlainEngine(TorchEngine):
     def indivisible(self, data: Tree, *, shared: bool) -> str | None:
         """Return why the rows of batches like this one can't be computed on several devices, or None."""
         rows = _one_member(data, shared)
-        found = self._trials.divide(rows, self.inputs(rows))
+        found = self._trials.divide(rows, batches.weighted_inputs(rows))
         return found if isinstance(found, str) else None
 
     def _row_draws(self, rows: Tree) -> DrawShapes:
-        found = self._trials.divide(rows, self.inputs(rows))
+        found = self._trials.divide(rows, batches.weighted_inputs(rows))
         if isinstance(found, str):
             name = self._member.name
             raise StrategyError(f"member {name!r} can't be spread over several devices: {found}.")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.errors import StrategyError
+from modelfleet.frameworks import batches
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.stacked import Given, Positions
 from modelfleet.frameworks.stacked_engine import StackedEngine
@@ -259,7 +260,9 @@ class ProgramEngine(TorchEngine, StackedEngine):
         Returns None if they can.
         """
         rows = data if shared else map_tree(lambda leaf: leaf[0], data)
-        return self._division.reason_against(self.programs.steps, self.state, self.shared, rows, self.inputs(rows))
+        return self._division.reason_against(
+            self.programs.steps, self.state, self.shared, rows, batches.weighted_inputs(rows)
+        )
 
     def _check_divisible(self, data: Tree, *, shared: bool) -> None:
         reason = self.indivisible(data, shared=shared)

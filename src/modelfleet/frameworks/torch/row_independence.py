@@ -110,18 +110,19 @@ def _divide(trial: "_Trial", data: Tree, inputs: Tree) -> DrawShapes | str:
 
 
 def ignores_padding(steps: Steps, state: State, shared: dict[str, Tensor], data: Tree, real: int) -> bool:
-    """Return True if a step on a batch `(x, y)` equals a step on its first `real` rows, with the rest at weight 0.
+    """Return True if a step on a batch equals a step on its first `real` rows, with the rest at weight 0.
 
-    The loss, the gradients, the sums of the metrics and the buffers are compared.
+    The batch is (x, y) or (x, y, sample_weight). The loss, the gradients, the sums of the metrics and the buffers
+    are compared.
     """
-    x, y = data
+    x, *rest = data
     x = map_tree(lambda leaf: arrays.padded_otherwise(leaf, real), x)
-    y = map_tree(lambda leaf: torch.cat([leaf[:real], leaf[:1].expand_as(leaf[real:])]), y)
-    size = len(leaves(y)[0])
+    rest = map_tree(lambda leaf: torch.cat([leaf[:real], leaf[:1].expand_as(leaf[real:])]), rest)
+    size = len(leaves(rest)[0])
 
     def ignores(trial: _Trial) -> bool:
-        weights = (torch.arange(size, device=leaves(y)[0].device) < real).to(trial.dtype)
-        batch = trial.cast((x, y))
+        weights = (torch.arange(size, device=leaves(rest)[0].device) < real).to(trial.dtype)
+        batch = trial.cast((x, *rest))
         padded = trial.step(_loss, batch, slice(None), trial.extreme_streams(), weights)
         alone = trial.step(_loss, batch, slice(real), trial.extreme_streams(), weights[:real])
         return _close(padded, alone, trial.tolerance)

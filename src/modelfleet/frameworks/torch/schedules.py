@@ -127,6 +127,8 @@ class Schedules:
         steps_per_epoch: Steps per epoch `(member,)`; None for data of unknown length.
         epochs: Number of epochs `(member,)`.
         names: Names of the members, for errors.
+        initial_epoch: Epochs of the schedules that are done already. A scheduler that needs losses, as
+            ReduceLROnPlateau does, has none of them, and begins.
 
     Raises:
         InputError: A schedule depends on the number of steps, and `steps_per_epoch` is None.
@@ -141,13 +143,18 @@ class Schedules:
         epochs: np.ndarray,
         *,
         names: Sequence[str],
+        initial_epoch: int = 0,
     ) -> None:
+        epochs = epochs + initial_epoch
+        self._steps_before = 0 if steps_per_epoch is None else initial_epoch * steps_per_epoch
         named: dict[str, dict[int, Schedule]] = {}
         self._schedulers: dict[int, _Scheduler] = {}  # by position
         for position, one in enumerate(map(resolve, schedules)):
             if not isinstance(one, Schedule):
                 hyper = {name: float(column[position]) for name, column in columns.items()}
-                self._schedulers[position] = _Scheduler(one, task.optimizer, hyper, names[position])
+                self._schedulers[position] = made = _Scheduler(one, task.optimizer, hyper, names[position])
+                for _ in range(0 if made.per_batch or made.takes_loss else initial_epoch):
+                    made.end_epoch(None)
             elif (one.name, one.warmup) != ("constant", 0):
                 if steps_per_epoch is None and one.spans:
                     raise InputError(
@@ -171,6 +178,7 @@ class Schedules:
 
     def at(self, step: np.ndarray) -> Columns:
         """Return the hyperparameters at each member's step, counted from 0; the same object if none changed."""
+        step = step + self._steps_before
         moved = [one.go_to(int(step[position])) for position, one in self._schedulers.items() if one.per_batch]
         if any(moved):
             self._read_back()
@@ -283,6 +291,7 @@ class _Scheduler:
         self.factory, self.rule, self.hyper, self.name = factory, optimizer, hyper, name
         self.start()
         self.per_batch = isinstance(self.scheduler, lr_scheduler.OneCycleLR | lr_scheduler.CyclicLR)
+        self.takes_loss = isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau)
 
     def start(self) -> None:
         """Make a new scheduler, before its first step."""
@@ -311,7 +320,7 @@ class _Scheduler:
 
     def loss(self, values: Mapping[str, float]) -> float | None:
         """Return the loss of an epoch if the scheduler takes one, as ReduceLROnPlateau does."""
-        if not isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau):
+        if not self.takes_loss:
             return None
         loss = values.get("val_loss", values.get("loss"))
         if loss is None:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from modelfleet.errors import InputError
 from modelfleet.fingerprints import fingerprint
-from modelfleet.frameworks.batches import input_and_target, loss_and_metrics
-from modelfleet.frameworks.torch.losses import Loss, weighted
+from modelfleet.frameworks.batches import loss_and_metrics, unpack
+from modelfleet.frameworks.losses import no_loss_by_row
+from modelfleet.frameworks.torch.losses import Loss, by_row, weighted
 from modelfleet.frameworks.torch.metrics import Metric
 from modelfleet.frameworks.torch.optimizers import Optimizer
 from modelfleet.trees import leaves, map_tree
@@ -68,14 +69,16 @@ class Task:
             loss, extra = loss_and_metrics(self.objective(model, batch), Tensor)
             sums = {name: torch.as_tensor(value).detach() * rows for name, value in extra.items()}
         elif self.loss is not None:
-            x, target = input_and_target(batch, self.loss.name)
+            x, target, own = unpack(batch, self.loss.name)
             output = logits(call(model, x))
-            if weights is not None:
-                loss = weighted(self.loss, output, target, weights)
-            else:
+            if weights is None and own is None:
                 loss = self.loss.plain(output, target)
+            else:
+                loss = weighted(self.loss, output, target, weights, own)
             sums = self._sums(output, target, weights)
         else:
+            if isinstance(batch, tuple) and len(batch) == 3:
+                raise no_loss_by_row(f"{type(model).__name__}.loss")
             x = batch[0] if isinstance(batch, tuple) else batch
             output = call(model, x)
             loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -100,13 +103,15 @@ class Task:
         if loss is None or (loss.parts is None and loss.rows is None):
             mean, sums = self.run(model, batch, weights)
             return mean * sums["rows"], sums["rows"], sums
-        x, target = input_and_target(batch, loss.name)
+        x, target, own = unpack(batch, loss.name)
         output = logits(call(model, x))
         if loss.rows is not None:
-            totals, counts = loss.rows(output, target)
+            totals, counts = by_row(loss, output, target, own)
             if weights is not None:
                 totals, counts = weights * totals, weights * counts
             total, count = totals.sum(), counts.sum()
+        elif own is not None:
+            raise no_loss_by_row(loss.name)
         else:
             assert loss.parts is not None
             total, count = loss.parts(output, target)
