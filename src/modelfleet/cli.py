@@ -1,6 +1,5 @@
 """Command line: `modelfleet demo | inspect | doctor | bench`."""
 
-import os
 import subprocess
 import sys
 from json import dumps
@@ -49,9 +48,6 @@ def demo(*, epochs: int = 20, alone: int = 4, picture: Path = Path("modelfleet-d
     picture
         Where the picture of all learning curves goes.
     """
-    # Before torch is imported, so that its threads sleep while they wait. On a busy machine, spinning threads
-    # delay every small operation.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from modelfleet.demo import run
 
     run(epochs=epochs, alone=alone, picture=picture)

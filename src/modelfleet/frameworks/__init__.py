@@ -184,9 +184,14 @@ def using(settings: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
         yield
 
 
-def computing() -> AbstractContextManager[None]:
-    """Keep the memory that a step frees for the next step, within this context."""
-    return adapter("torch").keeping_pages() if _uses_torch() else nullcontext()
+@contextmanager
+def computing() -> Iterator[None]:
+    """Keep the memory that a step frees for the next step, and share the cores well, within this context."""
+    if not _uses_torch():
+        yield
+        return
+    with adapter("torch").keeping_pages(), adapter("torch").sharing_cores():
+        yield
 
 
 def undisturbed() -> AbstractContextManager[None]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from modelfleet.errors import InputError
 from modelfleet.frameworks.outputs import Outputs
-from modelfleet.frameworks.torch import arrays, malloc
+from modelfleet.frameworks.torch import arrays, malloc, openmp
 from modelfleet.frameworks.torch.devices import out_of_memory
 from modelfleet.frameworks.torch.modes import in_mode
 from modelfleet.frameworks.torch.task import PRECISIONS, call
@@ -42,6 +42,7 @@ class Replica:
         self._entered = ExitStack()
         self._entered.enter_context(malloc.keeping_pages())
         malloc.keep_pages_for(device)
+        self._entered.enter_context(openmp.sharing_cores())
         self._entered.enter_context(in_mode(self._model, train=False))
         if self._model is not model:  # functions in the copy may refer to the original
             self._entered.enter_context(in_mode(model, train=False))
