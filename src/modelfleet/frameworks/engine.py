@@ -286,7 +286,7 @@ class Engine(ABC):
     def still_shared(self, members: Sequence[Member]) -> bool:
         """Return True if the tensors that all members shared are still the same in all of them."""
 
-    def objects(self) -> Iterable[tuple[str, Any]]:
+    def objects(self) -> Iterable[tuple[str, object]]:
         """Return the objects, by name, whose mode a step changes for a while. Other models may hold them."""
         return ()
 

@@ -3,7 +3,6 @@
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import jax
 import numpy as np
@@ -257,7 +256,7 @@ def _for_one(batch: Batch, index: int, slot: int) -> Batch:
 def _reads(model: Model, task: Task) -> PythonSnapshot:
     """Return the Python values that the code of a model and of its task may read."""
     optimizer = task.optimizer
-    roots: dict[str, Any] = {
+    roots: dict[str, object] = {
         "the objective": task.objective,
         "the loss": None if task.loss is None else task.loss.rows,
         "the metrics": task.metrics,

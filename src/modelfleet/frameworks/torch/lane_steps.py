@@ -1,6 +1,6 @@
 """What the steps of all lanes on torch have in common, whether of torch modules or of Keras models."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from modelfleet.frameworks.lane_context import Task
-from modelfleet.frameworks.torch.counting import Coefficients
 from modelfleet.frameworks.torch.random.eager import EagerDraws
 from modelfleet.frameworks.torch.random.operations import DrawFromStreams
 from modelfleet.frameworks.torch.random.streams import BatchRows, Streams
@@ -71,17 +70,9 @@ class LaneSteps(Protocol):
         """Find the parameters that take no part in the loss, by one backward pass of the first member alone."""
         ...
 
-    def train(
-        self,
-        state: State,
-        shared: Tensors,
-        coefficients: Coefficients,
-        active: Tensor,
-        data: Tree,
-        weights: Tensor | None,
-        how: How,
-    ) -> Tensor:
-        """Take one step of every active member, in place, and return the losses `(member,)`."""
+    @property
+    def train(self) -> Callable[..., Tensor]:
+        """Return a function that takes one step of every active member, in place, like `steps.Steps.train`."""
         ...
 
     def evaluate(self, state: State, shared: Tensors, data: Tree, weights: Tensor | None, how: How) -> Tensors:
