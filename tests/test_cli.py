@@ -77,6 +77,28 @@ def test_inspect_shows_the_members_and_groups_of_a_fleet(
     assert "make_net" in out
 
 
+def test_inspect_shows_the_recipe_and_the_optimizer_state(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    _, out, _ = run(capsys, "inspect", str(saved))
+    assert "no optimizer state" in out
+    assert "compiled" not in out
+    fleet = mf.Fleet.build(make_net, 2, width=1)
+    fleet.compile("adam", lambda output, target: (output - target).square().mean(), lr=mf.each([0.1, 0.2]))
+    x = np.random.default_rng(0).standard_normal((40, 3))
+    fleet.fit((x, x[:, :1]), epochs=2, batch_size=20, progress=False)
+    fleet.add("late", make_net(1))
+    fleet.save(tmp_path / "trained")
+    code, out, _ = run(capsys, "inspect", str(tmp_path / "trained"))
+    assert code == 0
+    assert "2 epochs, 4 steps" in out
+    told = "compiled with optimizer='adam', loss=<a lambda of tests.test_cli, not saved>, precision='float32', "
+    assert f"{told}lr=each(…): 0, 1, late" in " ".join(out.split())
+    assert "optimizer state of 2 members, " in out
+    assert "optimizer-0" not in out
+
+
 def test_inspect_shows_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fleet = mf.Fleet.build(make_net, 4, width=1)
     fleet.compile("sgd", "mse", lr=mf.each([0.1, 0.1, 0.1, 1e30]))

@@ -318,7 +318,7 @@ def test_what_cannot_be_loaded_leaves_the_training_as_it_is(
     monkeypatch.setattr(compiler, "compile_first", broken)
     marker = tmp_path / "marker"
     marker.write_text("")
-    monkeypatch.setattr(compiler, "_marker", lambda program: marker)
+    monkeypatch.setattr(compiler.Compiler, "_marker", marker)
     fleet, other = fleet_of(2), fleet_of(2)
     fit(fleet, (X, Y), epochs=8, batch_size=20)
     assert called

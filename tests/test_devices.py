@@ -127,7 +127,6 @@ def test_the_host_has_memory_and_some_of_it_is_free() -> None:
     found = host_memory()
     assert found is not None
     assert 0 < found.free < found.total
-    assert found.used == found.total - found.free
 
 
 def container(folder: Path, limit: str, current: int) -> Path:

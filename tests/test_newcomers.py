@@ -1,6 +1,7 @@
 """What newcomers do first: other libraries' words, splits, parts of a fleet, frames."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from tests.helpers import fit, fleet_of, toy
 from torch import nn
 
 import modelfleet as mf
+from modelfleet.types import Strategy
 
 X, Y = toy(40)
 
@@ -93,6 +95,59 @@ def test_plans_are_values() -> None:
     assert text.count('strategy="interleaved"') == 1, "equal reasons are shown once"
     assert "0–2" in text
     assert repr(one.plan()) == str(one.plan())
+
+
+def raises(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    raise ValueError("no such thing")
+
+
+def takes_one(output: torch.Tensor) -> torch.Tensor:
+    return output.sum()
+
+
+def gives_nothing(output: torch.Tensor, target: torch.Tensor) -> None:
+    return None
+
+
+def gives_text(output: torch.Tensor, target: torch.Tensor) -> str:
+    return "good"
+
+
+def gives_many(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output
+
+
+def linear(params: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
+    return x @ params["w"]
+
+
+@pytest.mark.parametrize(
+    ("metric", "told"),
+    [
+        (raises, r"the metric 'raises' raised ValueError: no such thing at test_newcomers\.py"),
+        (takes_one, "the metric 'takes_one' raised TypeError"),
+        (gives_nothing, "the metric 'gives_nothing' raised"),
+        (gives_text, "the metric 'gives_text' raised TypeError"),
+        (gives_many, "the metric 'gives_many' gave"),
+        ({"mine": raises}, "the metric 'mine' raised"),
+        ("r2", "r2 needs both of one shape"),
+        ("top_9", "top_9 needs at least 9 classes"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["fused", "interleaved"])
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_metric_that_can_not_be_is_named_before_the_first_step(
+    framework: str, strategy: Strategy, metric: Any, told: str
+) -> None:
+    fleet = fleet_of(2)
+    if framework == "jax":
+        pytest.importorskip("jax")
+        fleet = mf.Fleet([({"w": np.eye(4, 3, dtype=np.float32)}, linear) for _ in range(2)])
+    fleet.compile("sgd", "cross_entropy", lr=0.1, metrics=[metric])
+    before = fleet.predict(X)["1"]
+    with pytest.raises(mf.InputError, match=told):
+        fit(fleet, (X, Y), strategy=strategy)
+    assert np.array_equal(fleet.predict(X)["1"], before)
 
 
 class Misspelt(nn.Module):

@@ -84,9 +84,9 @@ def test_only_some_members_can_be_read(tmp_path: Path, monkeypatch: pytest.Monke
     rows: list[int] = []
     read_row = files.read_row
 
-    def watched(path: Path, row: int, *args: Any) -> dict[str, Tensor]:
+    def watched(path: Path, row: int) -> dict[str, Tensor]:
         rows.append(row)
-        return read_row(path, row, *args)
+        return read_row(path, row)
 
     monkeypatch.setattr(files, "read_row", watched)
     loaded = mf.load(tmp_path, mlp, members=["17", "3"])
@@ -187,7 +187,8 @@ def test_a_save_replaces_the_old_copy(tmp_path: Path) -> None:
     fit(fleet, (X, Y))
     fleet.save(tmp_path)
     assert equal(all_weights(mf.load(tmp_path, mlp)), all_weights(fleet))
-    assert len(list(tmp_path.iterdir())) == 2
+    names = sorted(path.name.partition(".")[0] for path in tmp_path.iterdir())
+    assert names == ["group-0", "manifest", "optimizer-0"]
 
 
 # --- what does not fit

@@ -12,6 +12,7 @@ from tests.helpers import close, fit, weights
 from torch import Tensor, nn
 
 import modelfleet as mf
+from modelfleet.frameworks.torch.fused import FusedEngine
 from modelfleet.types import Strategy
 
 
@@ -104,6 +105,30 @@ def test_own_loaders_of_varying_lengths_train_as_they_would_alone() -> None:
         assert np.allclose(predicted[name], outputs.numpy(), atol=1e-5)
         loss = float(nn.functional.cross_entropy(outputs, targets))
         assert evaluated[name]["loss"] == pytest.approx(loss, rel=1e-4)
+
+
+def test_memory_that_runs_out_between_two_shapes_of_a_step_leaves_no_step_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batches = {name: [sequences(n, 4, seed) for seed in range(3)] for name, n in (("a", 3), ("b", 6))}
+    fleet, calls = compiled(models(list(batches))), []
+    for method in ("train", "train_some"):
+        step = getattr(FusedEngine, method)
+
+        def small_device(*args: Any, step: Callable[..., None] = step, **options: Any) -> None:
+            calls.append(None)
+            if len(calls) == 2:  # the rows of 'a' are done, those of 'b' are not
+                raise torch.OutOfMemoryError("pretended")
+            step(*args, **options)
+
+        monkeypatch.setattr(FusedEngine, method, small_device)
+    history = fit(fleet, mf.each(batches))
+    assert not history.failed
+    halves = [lane for lane, _ in fleet._lane_set._holders.values()]
+    assert [lane.names for lane in halves] == [["a"], ["b"]]
+    assert [lane.steps.tolist() for lane in halves] == [[3], [3]]
+    for name, model in models(list(batches)).items():
+        assert close(weights(fleet[name]), weights(plain(model, batches[name], 1))), name
 
 
 @pytest.mark.parametrize("strategy", ["auto", "interleaved", "threads", "processes"])

@@ -21,9 +21,10 @@ class Run(Protocol):
     """The `Fleet` that is trained."""
     history: History
     epoch: int
-    """Number of finished epochs: of all members, or of those in `active` if lanes do not wait for each other."""
+    """Number of finished epochs: of all members, or of those in `active` if lanes do not wait for each other. With
+    `initial_epoch`, those before this fit count, too."""
     epochs: int
-    """Number of epochs to train."""
+    """Number of the last epoch."""
     step: int
     """Number of steps taken so far."""
     active: tuple[str, ...]
@@ -84,7 +85,7 @@ class Callback:
         """
 
     def on_fit_start(self, run: Run) -> None:
-        """Called before the first step. In a resumed run, `run.epoch` is above 0."""
+        """Called before the first step. In a resumed run, `run.epoch` is above `run.history.initial_epoch`."""
 
     def on_step_end(self, run: Run) -> None:
         """Called after every step, if `wants_steps`."""
@@ -161,7 +162,7 @@ class EarlyStopping(Callback):
 
     def on_fit_start(self, run: Run) -> None:
         """Forget earlier fits, unless the run was resumed."""
-        if run.epoch == 0:
+        if run.epoch == run.history.initial_epoch:
             self._forget()
 
     def on_epoch_end(self, run: Run) -> None:
@@ -217,7 +218,7 @@ class EarlyStopping(Callback):
     def _restore(self, name: str, run: Run) -> None:
         if name in self._snapshots:
             run.restore(name, self._snapshots.pop(name))
-            run.history.kept[name] = self._since[name]
+            run.history.kept[name] = run.history.initial_epoch + self._since[name]
 
     def _unrecorded(self, problem: str, metrics: Collection[str]) -> InputError:
         advice = "watch one of these"
@@ -288,7 +289,7 @@ class Checkpoint(Callback):
             run.save(self.folder)
 
 
-def wrap_callbacks(callbacks: Sequence[Any]) -> list[Callback]:
+def wrap_callbacks(callbacks: Sequence[object]) -> list[Callback]:
     """Return all callbacks as modelfleet's own: those of a framework as one, in place of the first of them."""
     if not isinstance(callbacks, Iterable):
         raise InputError(f"callbacks is {callbacks!r}; expected a list of callbacks: callbacks=[...].")

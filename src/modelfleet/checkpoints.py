@@ -2,24 +2,28 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Protocol, TypeAlias, get_args
 
 from modelfleet.callbacks import Callback, Checkpoint
 from modelfleet.errors import StoreError
 from modelfleet.fingerprints import alike, fingerprint
 from modelfleet.frameworks import files as numpy_files
 from modelfleet.frameworks.adapter_protocol import Adapter
+from modelfleet.frameworks.global_generators import State as GeneratorState
+from modelfleet.frameworks.stacked import PARTS, WEIGHTS, by_part, by_path
 from modelfleet.history import History
 from modelfleet.planning.plan import Plan
 from modelfleet.planning.stored import StoredPlan
-from modelfleet.runs.lane_run import GeneratorState, LaneRun
+from modelfleet.runs.lane_run import LaneRun
 from modelfleet.store import Saved, is_unused, read_folder, read_manifest, tidy, write_folder
+from modelfleet.store.reading import Files
 from modelfleet.store.schema import check
-from modelfleet.types import SharingName
+from modelfleet.types import Json, SharingName, State, Tensor
 
 KIND = "checkpoint"
-WEIGHTS = {"params": "", "frozen": "a frozen ", "buffers": "a buffer "}
+IN_WORDS = {"params": "", "frozen": "a frozen ", "buffers": "a buffer "}  # the parts in WEIGHTS
 FINGERPRINTS = ("tasks", "schedules")  # the parts of an identity that hold them
+MAX_TEXT = 80  # characters of a setting in an error
 
 # What a manifest holds. A question mark: what an earlier version did not keep.
 _RUN = {
@@ -34,6 +38,7 @@ _HISTORY = {
     "failed": {str: {"epoch": int, "step": int, "reason": str}},
     "stopped": {str: int},
     "kept": {str: int},
+    "initial_epoch?": int,
 }
 _LANE = {
     "members": [str],
@@ -60,6 +65,12 @@ _CHECKPOINT = {
 }
 SHARINGS: tuple[str, ...] = get_args(SharingName)
 
+Manifest: TypeAlias = Mapping[str, Json]
+Identity: TypeAlias = Mapping[str, Json]
+"""What makes two fits the same one, lane by lane."""
+Tensors: TypeAlias = dict[str, dict[str, Tensor]]
+"""The tensors of each data file, by path."""
+
 
 class CheckpointedFit(Protocol):
     """A fit as a checkpoint sees it."""
@@ -78,24 +89,24 @@ class CheckpointedFit(Protocol):
         ...
 
 
-def stored_plan(folder: Path, *, verify: bool = True) -> StoredPlan:
-    """Return the plan of the run in a checkpoint. A run that continues it must have the same lanes."""
-    manifest = read_manifest(folder, kind=KIND, verify=verify)
-    check_manifest(folder, manifest)
-    lanes = [(tuple(lane["members"]), lane["fused"]) for lane in manifest["lanes"]]
-    places = [lane.get("place", 0) for lane in manifest["lanes"]]
-    return StoredPlan(lanes, manifest["sharing"], places, manifest.get("devices", 1))
+def resumable(callbacks: Sequence[Callback]) -> list[Checkpoint]:
+    """Return the callbacks whose folders have a checkpoint to continue from."""
+    found = [callback for callback in callbacks if isinstance(callback, Checkpoint) and callback.resume]
+    return [callback for callback in found if callback.folder.is_dir() and not is_unused(callback.folder)]
 
 
 def stored_plan_of(callbacks: Sequence[Callback]) -> StoredPlan | None:
-    """Return the plan of the run that a checkpoint would resume."""
-    for callback in callbacks:
-        if isinstance(callback, Checkpoint) and callback.resume and exists(callback.folder):
-            return stored_plan(callback.folder, verify=callback.verify)
+    """Return the plan of the run that a checkpoint would resume. The run that continues must have its lanes."""
+    for callback in resumable(callbacks):
+        manifest = read_manifest(callback.folder, kind=KIND, verify=callback.verify)
+        check_manifest(callback.folder, manifest)
+        lanes = [(tuple(lane["members"]), lane["fused"]) for lane in manifest["lanes"]]
+        places = [lane.get("place", 0) for lane in manifest["lanes"]]
+        return StoredPlan(lanes, manifest["sharing"], places, manifest.get("devices", 1))
     return None
 
 
-def check_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+def check_manifest(folder: Path, manifest: Manifest) -> None:
     """Raise `StoreError` if a manifest is not that of a checkpoint, as `save` writes it."""
     try:
         check(manifest, _CHECKPOINT, "the manifest")
@@ -115,12 +126,9 @@ def check_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
             _check_lane(lane, manifest.get("devices", 1))
             if f"lane-{number}" not in manifest["files"]:
                 raise ValueError(f"it has no data file of lane {number}")
-        for name in (
-            *manifest["history"]["failed"],
-            *manifest["history"]["stopped"],
-            *manifest["history"]["kept"],
-        ):
-            if name not in manifest["history"]["metrics"]:
+        history = manifest["history"]
+        for name in (*history["failed"], *history["stopped"], *history["kept"]):
+            if name not in history["metrics"]:
                 raise ValueError(f"its history has no member {name!r}")
     except ValueError as error:
         raise StoreError(
@@ -128,12 +136,12 @@ def check_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _check_length(values: Any, length: int, what: str) -> None:
+def _check_length(values: Sequence[Json] | None, length: int, what: str) -> None:
     if values is not None and len(values) != length:
         raise ValueError(f"it has {len(values)} {what}, expected {length}")
 
 
-def _check_lane(lane: Mapping[str, Any], devices: int) -> None:
+def _check_lane(lane: Manifest, devices: int) -> None:
     members, slots = len(lane["members"]), lane["slots"]
     for key in ("steps", "epochs"):
         _check_length(lane[key], members, f"{key} of a lane")
@@ -145,26 +153,21 @@ def _check_lane(lane: Mapping[str, Any], devices: int) -> None:
         raise ValueError(f"a lane is on device {lane['place']} of {devices}")
 
 
-def exists(folder: Path) -> bool:
-    """Whether there is something to go on from."""
-    return folder.is_dir() and not is_unused(folder)
-
-
 def save(folder: Path, fit: CheckpointedFit) -> None:
-    """Keep the run as it is now; a checkpoint that was there before stays whole until this one is."""
-    files: dict[str, dict[str, Any]] = {}
-    writers: dict[str, Any] = {}
-    files["random"], writers["random"] = fit.generators, numpy_files
+    """Save the run as it is now. If that fails, the checkpoint that was there before stays whole."""
+    files: Tensors = {"random": fit.generators}
+    writers: dict[str, Files] = {"random": numpy_files}
     for number, run in enumerate(fit.runs):
-        files[f"lane-{number}"] = run.lane.engine.tensors()
+        files[f"lane-{number}"] = by_path(run.bring_here().read(run.names, PARTS))
         writers[f"lane-{number}"] = run.lane.members[0].framework.files
     for number, callback in enumerate(fit.callbacks):
         for name, framework in _frameworks(fit).items():
             arrays = {
-                f"{path}/{member}": tensor
+                f"{part}/{parameter}/{member}": tensor
                 for member, snapshot in callback.arrays().items()
                 if fit.framework(member) is framework
-                for path, tensor in _named(snapshot).items()
+                for part, own in snapshot.items()
+                for parameter, tensor in own.items()
             }
             if arrays:
                 files[f"callback-{number}-{name}"] = arrays
@@ -188,25 +191,57 @@ def save(folder: Path, fit: CheckpointedFit) -> None:
     write_folder(folder, files, manifest, kind=KIND, writer=writers)
 
 
-def resume(folder: Path, fit: CheckpointedFit, *, verify: bool = True) -> tuple[Any, ...] | None:
-    """Bring a run to where a checkpoint was taken: (epoch, step, history, randomness).
+def resume(
+    folder: Path, fit: CheckpointedFit, *, verify: bool = True
+) -> tuple[int, int, History, GeneratorState] | None:
+    """Bring a fit to where a checkpoint was taken.
 
-    None if the checkpoint is of another fit of the same fleet: this one begins where that one ended. One of
-    another fleet or with other settings raises `StoreError`, so that nothing of it is overwritten.
+    Returns:
+        The epoch, the step, the history and the state of the random generators. None if the checkpoint is of
+        another fit of the same fleet: this one begins where that one ended.
+
+    Raises:
+        StoreError: The checkpoint is damaged, or of another fleet, or of a fit with other settings. Nothing of it
+            is overwritten.
     """
-    # All is read and checked before anything is taken up: a damaged file must change nothing.
+    # Everything is read and checked first: a damaged file must change nothing.
     found = read_folder(folder, lambda saved: _read(saved, fit), kind=KIND, verify=verify)
     if found is None:
         return None
     tidy(folder)  # a run that was over when it was killed saves no more
-    return _restore(folder, fit, *found)
+    manifest, files = found
+    known = _frameworks(fit)
+    try:  # first what is not the members' weights: if it can't be used, these are as they were
+        for run, state in zip(fit.runs, manifest["schedules"], strict=True):
+            run.schedules.restore(state)
+        for number, (callback, state) in enumerate(zip(fit.callbacks, manifest["callbacks"], strict=True)):
+            callback.restore_state(state)
+            arrays: dict[str, State] = {}
+            for name in known:
+                arrays.update(_by_member(files.get(f"callback-{number}-{name}", {})))
+            if arrays:
+                callback.restore_arrays(arrays)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise StoreError(
+            f"{folder} holds a state of schedules or callbacks that can't be used "
+            f"({type(error).__name__}: {error}). Load another copy."
+        ) from error
+    history = History.from_dict(manifest["history"])
+    for number, (run, lane) in enumerate(zip(fit.runs, manifest["lanes"], strict=True)):
+        run.lane.write(run.names, by_part(files[f"lane-{number}"]))
+        run.resume(lane, manifest["epochs"][number], manifest["positions"][number])
+    randomness = files.get("random")
+    if randomness is None:  # of an earlier version, which kept the frameworks' own only
+        kept = {name: files[f"random-{name}"]["generator"] for name in known if f"random-{name}" in files}
+        randomness = {name: known[name].arrays.host(generator) for name, generator in kept.items()}
+    return manifest["epoch"], manifest["step"], history, randomness
 
 
-def _read(saved: Saved, fit: CheckpointedFit) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The manifest and the tensors of a checkpoint; None if it is of another fit of the same fleet."""
+def _read(saved: Saved, fit: CheckpointedFit) -> tuple[Manifest, Tensors] | None:
+    """Return the manifest and the tensors of a checkpoint; None if it is of another fit of the same fleet."""
     folder, manifest = saved.folder, saved.manifest
     check_manifest(folder, manifest)
-    then, now = manifest["run"], _identity(fit)
+    then, now = {"initial epoch": 0, **manifest["run"]}, _identity(fit)
     if then != now:
         same_fleet = all(_by_name(then, key) == _by_name(now, key) for key in ("members", "seeds"))
         if same_fleet and _by_name(then, "started") != _by_name(now, "started"):
@@ -224,7 +259,7 @@ def _read(saved: Saved, fit: CheckpointedFit) -> tuple[dict[str, Any], dict[str,
             f"{len(fit.callbacks)}. Give another folder, or delete this one."
         )
     known = _frameworks(fit)
-    files: dict[str, Any] = {}
+    files: Tensors = {}
     for name in manifest["files"]:
         kind, _, rest = name.partition("-")
         if name == "random":
@@ -236,75 +271,44 @@ def _read(saved: Saved, fit: CheckpointedFit) -> tuple[dict[str, Any], dict[str,
         else:
             raise StoreError(f"{folder} has a data file {name!r} that no lane here needs. Load another copy.")
     for number, run in enumerate(fit.runs):
-        _check_weights(folder, number, files[f"lane-{number}"], run.lane.engine)
+        _check_weights(folder, number, files[f"lane-{number}"], run)
     return manifest, files
 
 
-def _check_weights(folder: Path, number: int, tensors: Mapping[str, Any], engine: Any) -> None:
-    """Raise `StoreError` if the tensors of a lane are not those that its engine would load."""
-    for path, own in engine.tensors().items():
-        if path.partition("/")[0] in WEIGHTS and (
-            path not in tensors or tuple(tensors[path].shape) != tuple(own.shape)
-        ):
-            found = f"{tuple(tensors[path].shape)}" if path in tensors else "missing"
+def _check_weights(folder: Path, number: int, tensors: Mapping[str, Tensor], run: LaneRun) -> None:
+    """Raise `StoreError` if the tensors of a lane are not those that its members need."""
+    for path, own in _first_weights(run).items():
+        shape = (len(run.names), *own.shape[1:])
+        found = tuple(tensors[path].shape) if path in tensors else "missing"
+        if found != shape:
             raise StoreError(
-                f"{folder}: {path!r} of lane {number} is {found}, expected {tuple(own.shape)}. Load another copy."
+                f"{folder}: {path!r} of lane {number} is {found}, expected {shape}. Load another copy."
             )
-
-
-def _restore(
-    folder: Path, fit: CheckpointedFit, manifest: dict[str, Any], files: dict[str, Any]
-) -> tuple[Any, ...]:
-    """Bring a run to where a checkpoint was taken."""
-    known = _frameworks(fit)
-    try:  # what is not the members' weights first: if it can't be used, these are as they were
-        for run, state in zip(fit.runs, manifest["schedules"], strict=True):
-            run.schedules.restore(state)
-        for number, (callback, state) in enumerate(zip(fit.callbacks, manifest["callbacks"], strict=True)):
-            callback.restore_state(state)
-            arrays: dict[str, Any] = {}
-            for name in known:
-                arrays.update(_by_member(files.get(f"callback-{number}-{name}", {})))
-            if arrays:
-                callback.restore_arrays(arrays)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise StoreError(
-            f"{folder} holds a state of schedules or callbacks that can't be used "
-            f"({type(error).__name__}: {error}). Load another copy."
-        ) from error
-    history = History.from_dict(manifest["history"])
-    for number, (run, standing) in enumerate(zip(fit.runs, manifest["lanes"], strict=True)):
-        run.lane.engine.load(files[f"lane-{number}"])
-        run.resume(standing, manifest["epochs"][number], manifest["positions"][number])
-    randomness = files.get("random")
-    if randomness is None:  # of an earlier version, which kept the frameworks' own only
-        kept = {name: files[f"random-{name}"]["generator"] for name in known if f"random-{name}" in files}
-        randomness = {name: known[name].arrays.host(generator) for name, generator in kept.items()}
-    return manifest["epoch"], manifest["step"], history, randomness
 
 
 def _device_number(fit: CheckpointedFit, run: LaneRun) -> int:
     return fit.devices.index(run.lane.device) if run.lane.device in fit.devices else 0
 
 
-def _frameworks(fit: CheckpointedFit) -> dict[str, Any]:
-    """The frameworks of a run's members, by name."""
+def _frameworks(fit: CheckpointedFit) -> dict[str, Adapter]:
+    """Return the frameworks of a fit's members, by name."""
     adapters = [run.lane.members[0].framework for run in fit.runs]
     return {adapter.NAME: adapter for adapter in adapters}
 
 
-def _identity(fit: CheckpointedFit) -> dict[str, Any]:
-    """What makes two fits the same one, lane by lane."""
+def _identity(fit: CheckpointedFit) -> Identity:
+    """Return what makes two fits the same one."""
     return {
         "members": [run.lane.names for run in fit.runs],
         "seeds": [[member.seed for member in run.lane.members] for run in fit.runs],
-        "weights": [_weights(run.lane.engine) for run in fit.runs],
+        "weights": [_weights(run) for run in fit.runs],
         "tasks": [run.lane.engine.task.summary for run in fit.runs],
         "schedules": [[fingerprint(schedule) for schedule in run.lane.schedules] for run in fit.runs],
         "hyperparameters": [
             {name: column.tolist() for name, column in run.lane.columns.items()} for run in fit.runs
         ],
-        "epochs": [run.epochs.tolist() for run in fit.runs],
+        "epochs": [(fit.history.initial_epoch + run.epochs).tolist() for run in fit.runs],
+        "initial epoch": fit.history.initial_epoch,
         "batches": [run.batches for run in fit.runs],
         "rows": [None if run.rows is None else run.rows.tolist() for run in fit.runs],
         "steps per epoch": [None if s.known_steps is None else s.known_steps.tolist() for s in fit.runs],
@@ -313,21 +317,25 @@ def _identity(fit: CheckpointedFit) -> dict[str, Any]:
             for callback in fit.callbacks
             for kind in getattr(callback, "kinds", (type(callback).__name__,))  # of a framework's own, each
         ],
-        "started": [run.steps_before.tolist() for run in fit.runs],
+        "started": [run.before["steps"].tolist() for run in fit.runs],
     }
 
 
-def _weights(engine: Any) -> dict[str, str]:
-    """The shape and dtype of every weight, by path, without the member axis."""
+def _first_weights(run: LaneRun) -> dict[str, Tensor]:
+    """Return the weights of a lane's first member, `(1, …)`, by path."""
+    return by_path(run.lane.read(run.names[:1], WEIGHTS))
+
+
+def _weights(run: LaneRun) -> dict[str, str]:
+    """Return the shape and dtype of every weight, by path, without the member axis."""
     return {
         path: f"{tuple(tensor.shape[1:])} {str(tensor.dtype).removeprefix('torch.')}"
-        for path, tensor in engine.tensors().items()
-        if path.partition("/")[0] in WEIGHTS
+        for path, tensor in _first_weights(run).items()
     }
 
 
-def _difference(then: dict[str, Any], now: dict[str, Any]) -> tuple[str, str, str] | None:
-    """The first thing in which two runs differ: what it is, there and here; None if they are the same."""
+def _difference(then: Identity, now: Identity) -> tuple[str, str, str] | None:
+    """Return the first difference of two runs: its name, there and here; None if they are the same."""
     for key in ("members", "seeds"):
         if _by_name(then, key) != _by_name(now, key):
             return key, _brief(then.get(key)), _brief(now[key])
@@ -336,7 +344,8 @@ def _difference(then: dict[str, Any], now: dict[str, Any]) -> tuple[str, str, st
         there = known.get(name) or {}
         for path in {**there, **here}:
             if there.get(path) != here.get(path):
-                return "weights", f"{_told(path, there)} of {name!r}", f"{_told(path, here)} of {name!r}"
+                words = [f"{_weight_in_words(path, weights)} of {name!r}" for weights in (there, here)]
+                return "weights", words[0], words[1]
     for key, value in now.items():
         before = then.get(key)
         if before == value or (key in FINGERPRINTS and _alike(before, value)):
@@ -345,50 +354,40 @@ def _difference(then: dict[str, Any], now: dict[str, Any]) -> tuple[str, str, st
     return None
 
 
-def _by_name(identity: dict[str, Any], key: str) -> dict[str, Any]:
-    """What an identity has lane by lane, member by member."""
-    found: dict[str, Any] = {}
-    for names, own in zip(
-        identity["members"], identity.get(key) or [None] * len(identity["members"]), strict=True
-    ):
+def _by_name(identity: Identity, key: str) -> dict[str, Json]:
+    """Return by member what an identity has by lane."""
+    found: dict[str, Json] = {}
+    lanes = identity["members"]
+    for names, own in zip(lanes, identity.get(key) or [None] * len(lanes), strict=True):
         found.update(zip(names, own if isinstance(own, list) else [own] * len(names), strict=True))
     return found
 
 
-def _told(path: str, weights: Mapping[str, str]) -> str:
-    """A weight in words, whether it is trained, frozen or a buffer there, or not there at all."""
+def _weight_in_words(path: str, weights: Mapping[str, str]) -> str:
+    """Return a weight in words: trained, frozen, a buffer, or missing."""
     _, _, name = path.partition("/")
-    for part, kind in WEIGHTS.items():
+    for part, kind in IN_WORDS.items():
         if f"{part}/{name}" in weights:
             return f"{kind}{name!r} {weights[f'{part}/{name}']}"
     return f"without {name!r}"
 
 
-def _alike(then: Any, now: Any) -> bool:
-    """Whether fingerprints, nested in lists, are of the same settings."""
+def _alike(then: Json, now: Json) -> bool:
+    """Return True if fingerprints, nested in lists, are of the same settings."""
     if isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
         return all(_alike(one, other) for one, other in zip(then, now, strict=True))
     return isinstance(then, str) and isinstance(now, str) and alike(then, now)
 
 
-def _named(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found.update(_named(value, f"{prefix}/{key}" if prefix else key))
-    return found
-
-
-def _by_member(arrays: dict[str, Any]) -> dict[str, Any]:
-    """`part/parameter/member` back to {member: {part: {parameter: tensor}}}; a member's name may hold slashes."""
-    snapshots: dict[str, Any] = {}
+def _by_member(arrays: Mapping[str, Tensor]) -> dict[str, State]:
+    """Return snapshots by member from tensors by `part/parameter/member`. A member's name may have slashes."""
+    snapshots: dict[str, State] = {}
     for path, tensor in arrays.items():
         part, parameter, name = path.split("/", 2)
         snapshots.setdefault(name, {}).setdefault(part, {})[parameter] = tensor
     return snapshots
 
 
-def _brief(value: Any, most: int = 80) -> str:
+def _brief(value: Json) -> str:
     text = repr(value)
-    return text if len(text) <= most else text[: most - 1] + "…"
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"

@@ -1,4 +1,4 @@
-"""The command line: `modelfleet demo | inspect | doctor | bench`."""
+"""Command line: `modelfleet demo | inspect | doctor | bench`."""
 
 import os
 import subprocess

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,6 +30,9 @@ BATCH_SIZE = 32
 SEED = 0
 _BEST = 5  # members listed at the end
 
+Data = tuple[np.ndarray, np.ndarray]
+"""Inputs and targets."""
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -40,7 +44,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """The member's name."""
+        """Return the member's name."""
         return f"lr{self.lr:.2g} wd{self.weight_decay:g} s{self.seed}"
 
 
@@ -112,7 +116,7 @@ def run(
     return outcome
 
 
-def digits(datasets: Any) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+def digits(datasets: ModuleType) -> tuple[Data, Data]:
     """Return scikit-learn's 8×8 digits as (x, y) for training and (x, y) for validation."""
     x, y = datasets.load_digits(return_X_y=True)
     order = np.random.default_rng(SEED).permutation(len(x))
@@ -121,7 +125,7 @@ def digits(datasets: Any) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarr
     return (x[held_out:], y[held_out:]), (x[:held_out], y[:held_out])
 
 
-def train_fleet(variants: list[Variant], train: Any, validation: Any, epochs: int) -> tuple[mf.Fleet, History]:
+def train_fleet(variants: list[Variant], train: Data, validation: Data, epochs: int) -> tuple[mf.Fleet, History]:
     """Train all variants as one fleet."""
     from modelfleet.frameworks.torch.demo import network
 
@@ -139,7 +143,7 @@ def train_fleet(variants: list[Variant], train: Any, validation: Any, epochs: in
 
 
 def train_one(
-    fleet: mf.Fleet, variant: Variant, train: Any, validation: Any, epochs: int
+    fleet: mf.Fleet, variant: Variant, train: Data, validation: Data, epochs: int
 ) -> tuple[float, float, float]:
     """Train one variant alone. Return its seconds, its difference from the fleet's weights, and its accuracy."""
     from modelfleet.frameworks.torch.demo import network, train_alone
@@ -198,7 +202,7 @@ def _best(history: History, variants: list[Variant]) -> "Table":
     return table
 
 
-def _package(module: str, package: str) -> Any:
+def _package(module: str, package: str) -> ModuleType:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:

@@ -35,11 +35,6 @@ class Memory:
     total: int
     free: int
 
-    @property
-    def used(self) -> int:
-        """Bytes in use."""
-        return self.total - self.free
-
 
 def parse_devices(devices: str | Sequence[str]) -> tuple[Device, ...] | None:
     """Return the named devices, as in `"cuda:0"`, `"cpu:0,cpu:1"` or `["cuda:0", "cuda:1"]`.

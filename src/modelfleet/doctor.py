@@ -5,7 +5,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -23,12 +23,11 @@ T = TypeVar("T")
 COMPILERS = ("c++", "g++", "clang++", "cl")
 SHARED_MEMORY = Path("/dev/shm")
 ENOUGH_SHARED_MEMORY = 10**9  # bytes
-FRAMEWORKS = ("torch", "jax", "tensorflow", "keras")  # Keras last, since it imports one of the others
 
 
 @dataclass(frozen=True)
 class Package:
-    """A package that a part of modelfleet needs, and the pip command that installs it."""
+    """Names a package that a part of modelfleet needs, and the pip command that installs it."""
 
     name: str
     purpose: str
@@ -37,12 +36,11 @@ class Package:
 
 PACKAGES = (
     Package("numpy", "everything", "pip install modelfleet"),
-    Package("torch", "fleets and replicas of torch models", "pip install 'modelfleet[torch]'"),
-    Package("jax", "fleets and replicas of JAX models", "pip install 'modelfleet[jax]'"),
-    Package("flax", "JAX models: Flax NNX modules", "pip install 'modelfleet[jax]'"),
-    Package("optax", "optimizers of JAX models", "pip install 'modelfleet[jax]'"),
-    Package("keras", "fleets and replicas of Keras models", "pip install 'modelfleet[keras]'"),
-    Package("tensorflow", "Keras on TensorFlow, SavedModels", "pip install 'modelfleet[tensorflow]'"),
+    *(
+        Package(name, purpose, f"pip install 'modelfleet[{extra}]'")
+        for extra, entry in reversed(frameworks.ADAPTERS.items())
+        for name, purpose in entry.packages.items()
+    ),
     Package("ray", 'devices="ray": several machines', "pip install 'modelfleet[ray]'"),
     Package("safetensors", "save, load, checkpoints", "pip install 'modelfleet[torch]'"),
     Package("scikit-learn", "modelfleet demo", "pip install 'modelfleet[demo]'"),
@@ -54,7 +52,7 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the report: a thing, what this machine has of it, its purpose, and what to do if it is missing."""
+    """Says what this machine has of something, what that is for, and what to do if it is missing."""
 
     what: str
     here: str | None
@@ -64,7 +62,7 @@ class Row:
 
 @dataclass(frozen=True)
 class FoundDevice:
-    """A device, its memory if a framework knows it, and the frameworks that see it."""
+    """Names a device, its memory if a framework knows it, and the frameworks that see it."""
 
     device: str
     memory: Memory | None
@@ -73,7 +71,7 @@ class FoundDevice:
 
 @dataclass(frozen=True)
 class Report:
-    """The doctor's report."""
+    """Holds what the doctor has found."""
 
     modelfleet: str
     python: str
@@ -134,7 +132,7 @@ def load_adapters() -> tuple[dict[str, Adapter], dict[str, str]]:
     """Return the adapters of the installed frameworks, and why the others can't be imported."""
     adapters: dict[str, Adapter] = {}
     problems: dict[str, str] = {}
-    for name in FRAMEWORKS:
+    for name in reversed(frameworks.ADAPTERS):  # so that Keras comes last, since it imports one of the others
         if installed(name) is not None:
             found, problem = _attempt(lambda name=name: frameworks.adapter(name))
             if found is None:
@@ -158,12 +156,9 @@ def packages(adapters: Mapping[str, Adapter], problems: Mapping[str, str]) -> tu
     for package in PACKAGES:
         found = installed(package.name)
         advice = package.pip if found is None else problems.get(package.name, "")
-        row = Row(package.name, found, package.purpose, advice)
-        if package.name == "keras" and "keras" in adapters:
-            from modelfleet.frameworks.keras.doctor_facts import backend
-
-            row = replace(row, here=f"{found}, backend {backend()}")
-        rows.append(row)
+        note = getattr(adapters.get(package.name), "version_note", None)
+        here = found if note is None else f"{found}, {note()}"
+        rows.append(Row(package.name, here, package.purpose, advice))
     return tuple(rows)
 
 
@@ -196,12 +191,11 @@ def machine(adapters: Mapping[str, Adapter]) -> tuple[Row, ...]:
         ),
         Row("MODELFLEET_COMPILE", os.environ.get("MODELFLEET_COMPILE", "auto"), "auto, now or never"),
     ]
-    if "torch" in adapters:
-        from modelfleet.frameworks.torch.doctor_facts import cache_folder
-
-        folder, problem = _attempt(cache_folder)
-        here = None if folder is None else str(folder)
-        rows.append(Row("cache", here, "compiled programs, kept between runs", problem))
+    for adapter in adapters.values():
+        if hasattr(adapter, "cache_folder"):
+            folder, problem = _attempt(adapter.cache_folder)
+            here = None if folder is None else str(folder)
+            rows.append(Row("cache", here, "compiled programs, kept between runs", problem))
     return tuple(rows)
 
 

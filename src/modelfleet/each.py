@@ -5,6 +5,8 @@ from typing import Any
 
 from modelfleet.errors import InputError
 
+_MAX_LISTED = 5  # names in an error
+
 
 class Each:
     """One value per member, in member order or by name. `modelfleet.each` makes it.
@@ -85,7 +87,7 @@ def per_member(value: Any, names: Sequence[str], argument: str) -> list[Any]:
     return [value.values[name] for name in names]
 
 
-def refuse_list(value: object, argument: str, names: Sequence[str] = ()) -> None:
+def refuse_list(value: object, argument: str, names: Sequence[str]) -> None:
     """Raise `InputError` if an argument that takes one value was given several, without `each`.
 
     Args:
@@ -112,6 +114,6 @@ def _not_a_sequence(values: object) -> InputError:
     )
 
 
-def _listed(names: Sequence[object], most: int = 5) -> str:
-    shown = ", ".join(repr(name) for name in names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+def _listed(names: Sequence[object]) -> str:
+    shown = ", ".join(map(repr, names[:_MAX_LISTED]))
+    return shown if len(names) <= _MAX_LISTED else f"{shown} and {len(names) - _MAX_LISTED} more"

@@ -16,19 +16,19 @@ class FleetWarning(UserWarning):
 
 
 class InputError(FleetError, ValueError):
-    """An argument does not fit: data, names, hyperparameters or models."""
+    """Raised if an argument does not fit: data, names, hyperparameters or models."""
 
 
 class StrategyError(FleetError, ValueError):
-    """The strategy that was asked for can't be used with these members."""
+    """Raised if the strategy that was asked for can't be used with these members."""
 
 
 class BusyError(FleetError, RuntimeError):
-    """A verb was called while the fleet is busy with another one."""
+    """Raised if a verb is called while the fleet is busy with another one."""
 
 
 class AllFailedError(FleetError):
-    """All members of a fit failed.
+    """Raised if all members of a fit failed.
 
     Attributes:
         history: The `History` of the fit, with the reason of every failure.
@@ -40,11 +40,11 @@ class AllFailedError(FleetError):
 
 
 class StoreError(FleetError):
-    """A saved folder can't be read or written."""
+    """Raised if a saved folder can't be read or written."""
 
 
 class QueueFullError(FleetError):
-    """The queue of requests is full.
+    """Raised if the queue of requests is full.
 
     Attributes:
         wait: The suggested number of seconds until the next attempt.
@@ -56,15 +56,15 @@ class QueueFullError(FleetError):
 
 
 class DeadlineError(FleetError, TimeoutError):
-    """A request was not answered before its deadline."""
+    """Raised if a request was not answered before its deadline."""
 
 
 class ClosedError(FleetError):
-    """The object has been closed and takes no more requests."""
+    """Raised if an object has been closed and takes no more requests."""
 
 
 class RowsError(FleetError):
-    """Some rows of a request failed. The answers of the other rows are kept.
+    """Raised if some rows of a request failed. The answers of the other rows are kept.
 
     Attributes:
         rows: The exception of every row that failed, by row number.
@@ -87,11 +87,11 @@ class RowsError(FleetError):
 
 
 class GroupError(FleetError):
-    """A process waited in vain for the other processes of its group. The message names them, and the step."""
+    """Raised if a process has waited in vain for the others of its group. The message names them, and the step."""
 
 
 class MissingExtraError(FleetError, ImportError):
-    """A package that is needed is not installed. The message has the pip command that installs it."""
+    """Raised if a package that is needed is not installed. The message has the pip command that installs it."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(

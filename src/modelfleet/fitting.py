@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Protocol
 
 from modelfleet import checkpoints
-from modelfleet.callbacks import Callback, Checkpoint
+from modelfleet.callbacks import Callback
 from modelfleet.errors import AllFailedError, BusyError, InputError
 from modelfleet.frameworks import global_generators
 from modelfleet.frameworks.adapter_protocol import Adapter
-from modelfleet.history import History
+from modelfleet.frameworks.stacked import WEIGHTS
+from modelfleet.history import Failure, History
 from modelfleet.interrupts import StopRequest
 from modelfleet.lanes import Lane, LaneSpec
 from modelfleet.planning.plan import Plan
@@ -31,6 +32,8 @@ class FleetOfFit(Protocol):
         ...
 
     def __len__(self) -> int: ...
+
+    def __getitem__(self, name: str) -> Model: ...
 
 
 class Fit:
@@ -68,10 +71,11 @@ class Fit:
         self.fleet = fleet
         self.plan = plan
         self.runs = list(runs)
-        self.history = History(fleet.names, hyperparameters)
-        self.epoch = 0
+        self._past = max(run.initial_epoch for run in runs)  # epochs of lanes count from here
+        self.history = History(fleet.names, hyperparameters, self._past)
+        self.epoch = self._past
         self.step = 0
-        self.epochs = max(int(run.epochs.max()) for run in runs)
+        self.epochs = self._past + max(int(run.epochs.max()) for run in runs)
         self.active: tuple[str, ...] = ()
         self.callbacks = list(callbacks)
         self.generators = dict(generators)
@@ -107,29 +111,21 @@ class Fit:
 
     def snapshot(self, name: str) -> State:
         """Return a copy of a member's current weights."""
-        run = self._idle_run(name, "run.snapshot")
-        run.pull()
-        return run.lane.snapshot(run.lane.positions[name])
+        return self._idle_run(name, "run.snapshot").bring_here().read([name], WEIGHTS)
 
     def restore(self, name: str, snapshot: State) -> None:
         """Give a member the weights of a snapshot, whether it is still training or not."""
-        run = self._idle_run(name, "run.restore")
-        run.pull()
-        run.lane.restore(run.lane.positions[name], snapshot)
-        run.push()
+        self._idle_run(name, "run.restore").bring_here(to_change=True).write([name], snapshot)
 
     def sync(self, name: str) -> Model:
         """Write a member's current state into its model, and return the model."""
-        run = self._idle_run(name, "run.sync")
-        run.pull()
-        return run.lane.sync(run.lane.positions[name])
+        lane = self._idle_run(name, "run.sync").bring_here()
+        lane.scatter([name])
+        return lane.members[lane.positions[name]].model
 
     def take(self, name: str) -> None:
         """Read a member's state from its model, and continue the training with it."""
-        run = self._idle_run(name, "run.take")
-        run.pull()
-        run.lane.take(run.lane.positions[name])
-        run.push()
+        self._idle_run(name, "run.take").bring_here(to_change=True).gather([name])
 
     def save(self, folder: str | Path) -> None:
         """Save a checkpoint of the whole run when all callbacks of this event are done."""
@@ -139,33 +135,27 @@ class Fit:
 
     def sync_all(self, verb: str) -> None:
         """Write the current state of all members into their models, for a verb that a callback has called."""
-        for run in self._current_runs():
+        for run, names in self._current_runs():
             self._refuse_busy(run, f"fleet.{verb}")
-            run.pull()
-            lane = run.lane
-            own = [name for name in lane.names if self._run_of[name] is run]
-            if lane.width == len(lane.members) == len(own):
-                lane.engine.write_back(lane.members)
-            else:
-                for name in own:
-                    lane.sync(lane.positions[name])
+            run.bring_here().scatter(names)
 
     def specs(self) -> list[LaneSpec]:
         """Return the lanes that the members are in now."""
-        return [
-            replace(run.lane.spec, members=tuple(name for name in run.names if self._run_of[name] is run))
-            for run in self._current_runs()
-        ]
+        return [replace(run.lane.spec, members=tuple(names)) for run, names in self._current_runs()]
 
     def epochs_of(self, name: str) -> int:
-        """Return how many epochs a member trains in this fit."""
+        """Return the number of a member's last epoch."""
         run = self._run(name)
-        return int(run.epochs[run.lane.positions[name]])
+        return self._past + int(run.epochs[run.lane.positions[name]])
 
     def steps_of(self, name: str) -> int | None:
         """Return how many steps a member's epoch has. None if only its loader knows."""
         run = self._run(name)
         return None if run.known_steps is None else int(run.known_steps[run.lane.positions[name]])
+
+    def validates(self, name: str) -> bool:
+        """Return True if a member has validation data."""
+        return self._run(name).validation is not None
 
     def lane_here(self, name: str) -> Lane | None:
         """Return a member's lane if its steps are taken in this process."""
@@ -209,7 +199,7 @@ class Fit:
         finally:
             for run in self.runs:
                 run.close()
-                run.lane.expand()
+                run.lane.give_slots(run.names)
                 run.lane.engine.stop()
             self._reporter.end(self.history, time.monotonic() - begun, stopped_by)
         return self.history
@@ -232,7 +222,7 @@ class Fit:
             if now <= self._last_step or any((run.epoch, run.step_in_epoch) < now for run in working):
                 return  # callbacks see a step when all lanes have taken it
         self._last_step = now
-        self.step = max(int((run.lane.steps - run.steps_before).max()) for run in self.runs)
+        self.step = max(int(run.steps_done.max()) for run in self.runs)
         # Of the lanes that train, the one with the longest epochs stands for the fit.
         leader = max(
             [run for run in self.runs if run.working] or self.runs,
@@ -240,17 +230,16 @@ class Fit:
         )
         compiling = any(run.lane.engine.compiling for run in self.runs)
         note = "compiling in the background" if compiling else None
-        self._reporter.step(leader.step_in_epoch, leader.epoch + 1, note)
+        self._reporter.step(leader.step_in_epoch, self._past + leader.epoch + 1, note)
         self._call("on_step_end")
 
     def _handle_epoch(self, reports: Reports) -> None:
-        self.epoch = max(report.epoch for _, report in reports)
+        self.epoch = self._past + max(report.epoch for _, report in reports)
         took_part: set[str] = set()
         for _, report in reports:
             for name, values in report.values.items():
                 self.history.record(name, values)
-            for name, failure in report.failures.items():
-                self.history.fail(name, failure)
+            self._record_failures(report.failures)
             took_part |= report.values.keys()
         self.active = tuple(name for name in self.fleet.names if name in took_part)
         self._call("on_epoch_end")
@@ -269,22 +258,25 @@ class Fit:
         for name in run.names:
             self._stopping.pop(name, None)
         for name in stopped:
-            self.history.stopped[name] = run.epoch
+            self.history.stopped[name] = self._past + run.epoch
         return stopped
 
     def _halve(self, run: LaneRun) -> None:
         """Replace a lane that has run out of memory by two."""
         halves = self._split_run(run)
-        run.lane.rest([run.lane.positions[name] for name in run.training()])
+        run.lane.rest(run.training())
         self.runs += halves
         self._run_of.update({name: half for half in halves for name in half.names})
 
     def _record_last_failures(self) -> None:
         """Record the members that have failed since the last epoch, in a run that was cut short."""
         for run in self.runs:
-            run.pull()
-            for name, failure in run.find_failures(run.epoch + 1).items():
-                self.history.fail(name, failure)
+            run.bring_here()
+            self._record_failures(run.find_failures(run.epoch + 1))
+
+    def _record_failures(self, failures: Mapping[str, Failure]) -> None:
+        for name, failure in failures.items():
+            self.history.fail(name, replace(failure, epoch=self._past + failure.epoch))
 
     def _refuse_all_failed(self) -> None:
         """Raise AllFailedError if every member has failed: a fit without a result is no success."""
@@ -307,7 +299,7 @@ class Fit:
         for run in self.runs:
             if run.raised is not None:
                 return run.raised
-        feeds = [feed for run in self.runs for feed in (run.feed, run.validation) if feed is not None]
+        feeds = [feed for run in self.runs for feed in run.feeds]
         return next((error for feed in feeds for error in feed.failures.values()), None)
 
     # --- progress ------------------------------------------------------------------------------------------------
@@ -336,31 +328,28 @@ class Fit:
             first, then = self._first_shown
             self.epoch_seconds = (now - then) / (done - first)
         self._shown = done
-        self._reporter.epoch(done, self.history, self.active, now - self._epoch_start)
+        self._reporter.epoch(self._past + done, self.history, self.active, now - self._epoch_start)
         self._epoch_start = now
 
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
         for folder in dict.fromkeys(self._to_save):
-            for run in self.runs:
-                run.pull()
             checkpoints.save(folder, self)
         self._to_save.clear()
 
     def _resume(self) -> None:
-        for callback in self.callbacks:
-            if isinstance(callback, Checkpoint) and callback.resume and checkpoints.exists(callback.folder):
-                found = checkpoints.resume(callback.folder, self, verify=callback.verify)
-                if found is not None:
-                    hyperparameters = self.history.hyperparameters
-                    self.epoch, self.step, self.history, self.generators = found
-                    self.history.hyperparameters = hyperparameters
-                    self._shown = self.epoch
-                    for run in self.runs:
-                        run.generators = self.generators
-                    self._rewind()
-                    return
+        for callback in checkpoints.resumable(self.callbacks):
+            found = checkpoints.resume(callback.folder, self, verify=callback.verify)
+            if found is not None:
+                hyperparameters = self.history.hyperparameters
+                self.epoch, self.step, self.history, self.generators = found
+                self.history.hyperparameters = hyperparameters
+                self._shown = self.epoch - self._past
+                for run in self.runs:
+                    run.generators = self.generators
+                self._rewind()
+                return
 
     def _rewind(self) -> None:
         """Have loaders draw the shuffles that they drew in the epoch that is resumed."""
@@ -368,7 +357,7 @@ class Fit:
         for feed in [*(run.feed for run in self.runs), *(run.validation for run in self.runs)]:
             if feed is not None:
                 feed.rewind()
-                if self.epoch == 0:  # all loaders are looked into before the first epoch
+                if self.epoch == self._past:  # all loaders are looked into before the first epoch
                     feed.first()
 
     # --- small parts ---------------------------------------------------------------------------------------------
@@ -394,9 +383,10 @@ class Fit:
                 f"or process. Use a modelfleet.Callback with together = True: then all members wait for it."
             )
 
-    def _current_runs(self) -> list[LaneRun]:
-        """Return the runs, without those that were halved."""
-        return list({id(run): run for run in self._run_of.values()}.values())
+    def _current_runs(self) -> list[tuple[LaneRun, list[str]]]:
+        """Return the runs with the members that each has now. Those of a lane that was halved are elsewhere."""
+        found = [(run, [name for name in run.names if self._run_of[name] is run]) for run in self.runs]
+        return [(run, names) for run, names in found if names]
 
     def _call(self, method: str) -> None:
         for callback in self.callbacks:

@@ -15,6 +15,7 @@ from modelfleet.errors import InputError, StrategyError, unknown
 from modelfleet.fitting import Fit
 from modelfleet.foreign_words import explain_arguments
 from modelfleet.frameworks import global_generators
+from modelfleet.frameworks.recipe import compile_all
 from modelfleet.gate import Gate
 from modelfleet.history import History
 from modelfleet.interrupts import noticing
@@ -31,9 +32,12 @@ from modelfleet.remote.messages import OrderWriter
 from modelfleet.runs.job import Job
 from modelfleet.runs.lane_run import LaneRun, make_runs
 from modelfleet.runs.opening import OpenLane
+from modelfleet.runs.sample_weight import add_sample_weight
 from modelfleet.runs.validation_split import split_validation
+from modelfleet.saving import SavedFleet
 from modelfleet.sharing import Sharings, sharings
 from modelfleet.sharing.each_lane import for_each_lane
+from modelfleet.store.recipes import completes, import_path
 from modelfleet.types import (
     Data,
     Kind,
@@ -142,7 +146,7 @@ class Fleet:
         fleet = cls(models, seed=seed, devices=devices)
         fleet._exposed.clear()
         fleet._origins = {
-            name: {"factory": saving.import_path(factory), "arguments": own}
+            name: {"factory": import_path(factory), "arguments": own}
             for name, own in zip(names, arguments, strict=True)
         }
         return fleet
@@ -292,14 +296,12 @@ class Fleet:
             chosen = self.names if members is None else [self._member(name).name for name in members]
             given = Recipe(optimizer, loss, objective, metrics, clip_norm, precision, schedule, hyperparameters)
             recipe = given.by_name(chosen)
-            own = [self._members[name] for name in chosen]
-            for framework in {id(member.framework): member.framework for member in own}.values():
-                alike = [member for member in own if member.framework is framework]
-                framework.compile(recipe.only([member.name for member in alike]), alike)  # every error of it now
+            compile_all(recipe, [self._members[name] for name in chosen])
+            anew = [name for name in chosen if not completes(recipe, self._recipes[name])]
             self._recipes.update(dict.fromkeys(chosen, recipe))
             if members is None:
                 self._recipe = recipe
-            self._lane_set.forget(chosen)
+            self._lane_set.forget(anew)
 
     def plan(
         self,
@@ -308,7 +310,7 @@ class Fleet:
         epochs: int | Each = 1,
         batch_size: int | Each | None = None,
         strategy: Strategy = "auto",
-        steps_per_epoch: int | None = None,
+        steps_per_epoch: int | Each | None = None,
     ) -> Plan:
         """Return what will run where, and why. Only with data is it known whether every group can be fused.
 
@@ -328,7 +330,7 @@ class Fleet:
         with self._gate.reading("plan"), global_generators.kept(), frameworks.computing():
             lanes, changed = self._lanes_to_read(), self._changed()
             if data is None:
-                compiled = all(recipe is not None for recipe in self._recipes.values())
+                compiled = all(recipe and not recipe.missing for recipe in self._recipes.values())
                 plan, built = lanes.plan_without_data("train" if compiled else "predict", changed)
                 return describe(plan, [(lane, None) for lane in built], None, self._epoch_seconds)
             job = Job(
@@ -346,6 +348,7 @@ class Fleet:
         validation: Data = None,
         validation_split: float | None = None,
         epochs: int | Each = 1,
+        initial_epoch: int = 0,
         batch_size: int | Each | None = None,
         shuffle: bool = True,
         callbacks: Sequence[Any] = (),
@@ -353,7 +356,8 @@ class Fleet:
         progress: Literal["auto"] | bool = "auto",
         exchange: None = None,
         share: int | Each | None = None,
-        steps_per_epoch: int | None = None,
+        steps_per_epoch: int | Each | None = None,
+        sample_weight: Data = None,
         class_weight: dict[int, float] | None = None,
     ) -> History:
         """Train every member. A second `fit` continues from where the members are.
@@ -363,6 +367,8 @@ class Fleet:
             validation: Data of the same kinds, evaluated after every epoch.
             validation_split: Take this part of the arrays, from their end, as validation data.
             epochs: Passes over the data; one value, or `each(...)`.
+            initial_epoch: Count epochs on from here, as Keras does: `epochs` is then the last one, and
+                `epochs - initial_epoch` are trained. Callbacks, the history and schedules go by these numbers.
             batch_size: Rows of a step; one value, or `each(...)`. A loader has its own.
             shuffle: Each member shuffles its own rows, in a new order every epoch.
             callbacks: Callbacks of modelfleet, and of Keras, which work for every Keras member on its own. The
@@ -374,7 +380,9 @@ class Fleet:
             progress: "auto" shows a live table on a terminal and lines elsewhere; False shows nothing.
             exchange: Not built yet.
             share: How many turns a member takes while another takes one; best `each(...)`.
-            steps_per_epoch: Steps after which an epoch ends, for data that never end.
+            steps_per_epoch: Steps after which an epoch ends, for data that never end; one value, or `each(...)`.
+            sample_weight: For arrays, a weight for every row, by which the row's loss is multiplied; one array
+                for all, or `each(...)`. A loader gives weights in its batches: (x, y, weights).
             class_weight: For Keras models, {label: weight}.
 
         Returns:
@@ -389,6 +397,8 @@ class Fleet:
             raise InputError("exchange is not built yet: members train independently. Leave it out.")
         _check_strategy(strategy)
         wrapped = wrap_callbacks(callbacks)
+        if sample_weight is not None:
+            data = add_sample_weight(data, sample_weight, self._members, self._recipes)
         if validation_split is not None:
             if validation is not None:
                 raise InputError("fit got both validation and validation_split. Give one of them.")
@@ -400,6 +410,7 @@ class Fleet:
             data,
             validation=validation,
             epochs=epochs,
+            initial_epoch=initial_epoch,
             batch_size=batch_size,
             shuffle=shuffle,
             share=share,
@@ -407,6 +418,7 @@ class Fleet:
             class_weight=class_weight,
         )
         job.check()
+        job = job.without_past()
         shown = reporter(progress)
         with self._gate.changing("fit"), frameworks.computing(), noticing() as raise_if_interrupted:
             generators = global_generators.state()  # before any loader draws from them
@@ -485,19 +497,25 @@ class Fleet:
                 found.update(zip(one.lane.names, outputs, strict=True))
         return {name: found[name] for name in self.names}
 
-    def save(self, folder: str | Path) -> None:
-        """Save all members' weights in a folder: safetensors files and a JSON manifest.
+    def save(self, folder: str | Path, *, optimizer: bool = True) -> None:
+        """Save the fleet in a folder: safetensors files and a JSON manifest.
 
-        A fleet that was saved there before stays whole until the new one is. Python attributes, modes and
-        frozen parameters are not saved: `load` returns models as the factory makes them.
+        The folder has the members' weights, what `compile` was given, and the optimizer state with the numbers of
+        steps and epochs. So `load` returns a fleet whose `fit` goes on as this one's would. A fleet that was saved
+        there before stays whole until the new one is. Python attributes, modes and frozen parameters are not
+        saved: `load` returns models as the factory makes them.
 
         Args:
             folder: The folder. It is made if it does not exist.
+            optimizer: False to leave out the optimizer state, which for Adam takes twice the space of the weights.
+                The next `fit` of the loaded fleet then starts as after `compile`.
         """
         with self._gate.reading("save"):
             if self._fit is not None:
                 self._fit.sync_all("save")
-            saving.save(Path(folder), self._members, self._origins, self.seed)
+            trained = self._lane_set.training_states() if optimizer else None
+            fleet = SavedFleet(self._members, self.seed, self._origins, self._recipes, self._recipe, trained)
+            saving.save(Path(folder), fleet)
 
     # --- lanes ---------------------------------------------------------------------------------------------------
 
@@ -528,9 +546,11 @@ class Fleet:
 
     def _keep_changes(self, lane: Lane) -> None:
         """Write what evaluating or predicting has changed into the models, and into a training that is running."""
-        if lane.engine.write_changes(lane.members) and self._fit is not None:
-            for name in lane.names:
-                self._fit.take(name)
+        if lane.engine.changed:
+            lane.scatter(lane.names)
+            if self._fit is not None:
+                for name in lane.names:
+                    self._fit.take(name)
 
     def _halve(self, run: LaneRun) -> list[LaneRun]:
         self._nested_set = None

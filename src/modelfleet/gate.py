@@ -1,4 +1,4 @@
-"""A fleet's gate: decides which verbs may run at the same time, and in which threads."""
+"""Gate of a fleet: decides which verbs may run at the same time, and in which threads."""
 
 import threading
 from collections.abc import Iterator
@@ -24,12 +24,12 @@ class Gate:
 
     @property
     def nested(self) -> bool:
-        """True if the current verb was called within another one."""
+        """Return True if the current verb was called within another one."""
         return len(self._verbs) > 1
 
     @property
     def verb(self) -> str:
-        """The current verb."""
+        """Return the current verb."""
         return self._verbs[-1]
 
     @contextmanager

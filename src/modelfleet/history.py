@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from modelfleet.errors import FleetError, InputError, MissingExtraError, StoreError, unknown
 from modelfleet.frameworks.errors import REASONS
@@ -86,8 +86,10 @@ class History:
     Args:
         names: The names of the members.
         hyperparameters: Each member's hyperparameters by name, for `frame`.
+        initial_epoch: The epochs that were done before. Those recorded here count on from there.
 
     Attributes:
+        initial_epoch: The number of the epoch before the first one.
         failed: The `Failure` of every member that was set aside.
         stopped: The epoch at which a member was stopped early.
         kept: The epoch whose weights a member was given back, if it is not the member's last one.
@@ -95,13 +97,17 @@ class History:
     """
 
     def __init__(
-        self, names: Iterable[str], hyperparameters: Mapping[str, Mapping[str, Any]] | None = None
+        self,
+        names: Iterable[str],
+        hyperparameters: Mapping[str, Mapping[str, object]] | None = None,
+        initial_epoch: int = 0,
     ) -> None:
+        self.initial_epoch = initial_epoch
         self._values: dict[str, dict[str, list[float]]] = {name: {} for name in names}
         self.failed: dict[str, Failure] = {}
         self.stopped: dict[str, int] = {}
         self.kept: dict[str, int] = {}
-        self.hyperparameters: dict[str, dict[str, Any]] = {
+        self.hyperparameters: dict[str, dict[str, object]] = {
             name: dict(own) for name, own in (hyperparameters or {}).items()
         }
 
@@ -169,7 +175,7 @@ class History:
         """
         for name in other:
             later = other[name]
-            before = _length(self._values.setdefault(name, {}))
+            before = _length(self._values.setdefault(name, {})) + self.initial_epoch - other.initial_epoch
             if not later and name not in other.failed and name not in other.stopped:
                 continue  # this member took no part
             for outcomes in (self.failed, self.stopped, self.kept):
@@ -197,7 +203,8 @@ class History:
         latest: dict[str, float] = {}
         for name, values in self._values.items():
             if metric in values and name not in self.failed:
-                value = values[metric][self.kept.get(name, 0) - 1]  # epochs count from 1: 0 is the last
+                kept = self.kept.get(name)
+                value = values[metric][-1 if kept is None else kept - self.initial_epoch - 1]
                 if not math.isnan(value):
                     latest[name] = value
         return latest
@@ -243,8 +250,8 @@ class History:
     def frame(self) -> "DataFrame":
         """Return a pandas DataFrame with one row per member and epoch.
 
-        Its columns are `member`, `epoch` (from 1), the hyperparameters, and the metrics. A hyperparameter that has
-        the name of another column gets the prefix `hyperparameter_`.
+        Its columns are `member`, `epoch` (from 1, or after `initial_epoch`), the hyperparameters, and the metrics.
+        A hyperparameter that has the name of another column gets the prefix `hyperparameter_`.
 
         Raises:
             MissingExtraError: If pandas is not installed.
@@ -254,11 +261,13 @@ class History:
         taken = {"member", "epoch", *metrics}
         keys = dict.fromkeys(key for name in self._values for key in self.hyperparameters.get(name, {}))
         renamed = {key: f"hyperparameter_{key}" if key in taken else key for key in keys}
-        columns: dict[str, list[Any]] = {column: [] for column in ("member", "epoch", *renamed.values(), *metrics)}
+        columns: dict[str, list[object]] = {
+            column: [] for column in ("member", "epoch", *renamed.values(), *metrics)
+        }
         for name, values in self._values.items():
             epochs = _length(values)
             columns["member"] += [name] * epochs
-            columns["epoch"] += range(1, epochs + 1)
+            columns["epoch"] += range(self.initial_epoch + 1, self.initial_epoch + epochs + 1)
             for key, column in renamed.items():
                 columns[column] += [self.hyperparameters.get(name, {}).get(key)] * epochs
             for metric in metrics:
@@ -295,8 +304,8 @@ class History:
         best = None
         if ranking:
             name, value = ranking[0]
-            best = Best(name, self.kept.get(name, len(curves[name])), value)
-        figure = draw_curves(curves, metric, failed=self.failed, best=best)
+            best = Best(name, self.kept.get(name, self.initial_epoch + len(curves[name])), value)
+        figure = draw_curves(curves, metric, failed=self.failed, best=best, start=self.initial_epoch)
         if path is not None:
             figure.savefig(path)
         return figure
@@ -314,6 +323,7 @@ class History:
             "failed": {name: asdict(failure) for name, failure in self.failed.items()},
             "stopped": dict(self.stopped),
             "kept": dict(self.kept),
+            "initial_epoch": self.initial_epoch,
         }
 
     @classmethod
@@ -324,7 +334,7 @@ class History:
             StoreError: If `stored` is not a history.
         """
         try:
-            history = cls(stored["metrics"])
+            history = cls(stored["metrics"], initial_epoch=int(stored.get("initial_epoch", 0)))
             for name, values in stored["metrics"].items():
                 history[name].update((metric, [float(v) for v in series]) for metric, series in values.items())
             history.failed = {name: Failure(**failure) for name, failure in stored["failed"].items()}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from modelfleet import checkpoints, saving
 from modelfleet.errors import StoreError
 from modelfleet.history import History
-from modelfleet.store import read_manifest
+from modelfleet.store import read_manifest, recipes
 from modelfleet.types import Json
 from modelfleet.words import count, size, some
 
@@ -40,17 +40,28 @@ def _fleet(folder: Path, manifest: Mapping[str, Json]) -> "RenderableType":
 
     members = manifest["members"]
     groups = _table("group", "members", "class", "numbers per member", "size")
+    states = {member["training"]["file"] for member in members if member.get("training")}
     for name, entry in manifest["files"].items():
+        if name in states:
+            continue
         own = [member for member in members if member["file"] == name]
         numbers = sum(prod(tensor["shape"][1:]) for tensor in entry["tensors"].values())
         kinds = dict.fromkeys(str(member["class"]).rpartition(":")[2] for member in own)
         _add(groups, name, f"{len(own):,}", ", ".join(kinds), f"{numbers:,}", size(entry["bytes"]))
 
-    listed = _table("member", "group", "row", "built by", "with")
+    listed = _table("member", "group", "row", "built by", "with", "trained")
     for member in members[:_MAX_LISTED]:
         arguments = member["arguments"]
         given = "not kept: JSON can't hold them" if arguments is None else _arguments(arguments)
-        _add(listed, member["name"], member["file"], str(member["row"]), member["factory"] or "–", given)
+        _add(
+            listed,
+            member["name"],
+            member["file"],
+            str(member["row"]),
+            member["factory"] or "–",
+            given,
+            _trained(member),
+        )
     more = len(members) - _MAX_LISTED
     total = sum(entry["bytes"] for entry in manifest["files"].values())
     frameworks = ", ".join(dict.fromkeys(member["framework"] for member in members))
@@ -58,7 +69,20 @@ def _fleet(folder: Path, manifest: Mapping[str, Json]) -> "RenderableType":
         f"{folder}: a fleet of {count(len(members), 'member')} ({frameworks}), {size(total)}, "
         f"seed {manifest['seed']}"
     )
-    return Group(_text(title), groups, listed, *([_text(f"… and {more:,} more")] if more > 0 else []))
+    notes = [f"… and {more:,} more"] if more > 0 else []
+    for number, recipe in enumerate(manifest.get("recipes", [])):
+        own = [member["name"] for member in members if member.get("recipe") == number]
+        if own:
+            notes.append(f"compiled with {recipes.describe(recipe)}: {some(own)}")
+    own = [member["name"] for member in members if "config" in (member.get("compiled") or {})]
+    if own:
+        notes.append(f"compiled by their own compile: {some(own)}")
+    taken = sum(manifest["files"][name]["bytes"] for name in states)
+    trained = sum(member.get("training") is not None for member in members)
+    notes.append(
+        f"optimizer state of {count(trained, 'member')}, {size(taken)}" if trained else "no optimizer state"
+    )
+    return Group(_text(title), groups, listed, *map(_text, notes))
 
 
 def _checkpoint(folder: Path, manifest: Mapping[str, Json]) -> "RenderableType":
@@ -98,6 +122,11 @@ def _text(text: str) -> "RenderableType":
     from rich.text import Text
 
     return Text(text)
+
+
+def _trained(member: Mapping[str, Json]) -> str:
+    state = member.get("training")
+    return "–" if state is None else f"{count(state['epochs'], 'epoch')}, {count(state['steps'], 'step')}"
 
 
 def _arguments(arguments: Mapping[str, Json]) -> str:

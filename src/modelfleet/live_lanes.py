@@ -1,8 +1,9 @@
 """The live lanes of a fleet, kept from verb to verb for the optimizer's state and the programs."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from modelfleet.lanes import DevicePool, Groups, Lane, LaneBuilder, LaneSpec
+from modelfleet.lanes import DevicePool, Groups, Lane, LaneBuilder, LaneSpec, training_state
+from modelfleet.lanes.training_state import TrainingState
 from modelfleet.members import Member
 from modelfleet.planning.fusability import refuse_data_parallel, refuse_on_cluster, refuse_unfused
 from modelfleet.planning.placement import place_by_size
@@ -55,8 +56,10 @@ class LiveLanes:
         """What was asked for when the current lanes were made."""
         self._sharing: SharingName | None = None
         """The sharing of the last fit."""
-        self._holders: dict[str, tuple[Lane, int]] = {}
-        """The lane that has a member's current optimizer state, and the member's position there."""
+        self._holders: dict[str, tuple[Lane, str]] = {}
+        """The lane that has a member's current optimizer state, and the member's name there."""
+        self._saved: dict[str, TrainingState] = {}
+        """The state of members of a loaded fleet, until they are in a lane that trains or evaluates."""
 
     @property
     def groups(self) -> Groups:
@@ -118,7 +121,7 @@ class LiveLanes:
             if lane is None:
                 lane = self._builder.build(self.groups, spec)
             else:
-                lane.refresh(changed)
+                lane.gather([name for name in lane.names if name in changed])
             lanes.append(lane)
         self._keep(lanes, asked)
         return Plan(tuple(specs), self._sharing or usual_sharing(self.groups)), lanes
@@ -140,7 +143,9 @@ class LiveLanes:
             self._groups = None  # an error below must not leave the lanes of other groups
             self._groups = Groups(self._pool, members, self._recipes, kind)
         groups = self.groups
-        groups.epochs.update({name: int(lane.epochs[row]) for name, (lane, row) in self._holders.items()})
+        for name, (lane, source) in self._holders.items():
+            groups.epochs[name] = int(lane.epochs[lane.positions[source]])
+        groups.epochs.update({name: int(saved.epochs[0]) for name, saved in self._saved.items()})
         if kind == "train":
             groups.refuse_shared_parameters()
         if strategy == "fused":
@@ -191,13 +196,16 @@ class LiveLanes:
             asked: What was asked for. None: the next verb does not start with these lanes.
         """
         for lane in lanes:
-            for position, name in enumerate(lane.names):
-                holder, source = self._holders.get(name, (lane, position))
+            for holder, names in self._by_holder(lane.names).items():
                 if holder is not lane:
-                    lane.adopt(position, holder, source)
+                    lane.adopt(names, holder, [self._holders[name][1] for name in names])
+        # Lanes that only predict may have another optimizer, or none.
+        saved = {} if self.groups.kind == "predict" else self._saved
+        for lane in lanes:
+            training_state.write(lane, {name: saved[name] for name in lane.names if name in saved})
         # Only now: after Ctrl-C on the way here the next verb starts from where the state is.
-        self.lanes, self._asked = lanes, asked
-        self._holders = {name: (lane, row) for lane in lanes for row, name in enumerate(lane.names)}
+        self.lanes, self._asked, self._holders = lanes, asked, _own_members(lanes)
+        self._saved = {} if saved else self._saved
 
     def regroup(self) -> None:
         """Group the members again at the next verb. Their optimizer state is kept."""
@@ -208,35 +216,59 @@ class LiveLanes:
         self.regroup()
         for name in names:
             self._holders.pop(name, None)
+            self._saved.pop(name, None)
 
     def copy_state(self, name: str, clone: str) -> None:
         """Have a member start with another's optimizer state."""
         self.regroup()
         if name in self._holders:
             self._holders[clone] = self._holders[name]
+        if name in self._saved:
+            self._saved[clone] = self._saved[name]
 
     def take_state(self, other: "LiveLanes", names: Collection[str]) -> None:
         """Have members start with the optimizer state that they have in another fleet."""
         self._holders.update({name: other._holders[name] for name in names if name in other._holders})
+        self._saved.update({name: other._saved[name] for name in names if name in other._saved})
+
+    def give_saved(self, states: Mapping[str, TrainingState]) -> None:
+        """Have members, by name, start with the state that was saved for each."""
+        self._saved.update(states)
+
+    def training_states(self) -> list[tuple[list[str], TrainingState]]:
+        """Return the state of the members that have taken steps, those of one lane together."""
+        found: list[tuple[list[str], TrainingState]] = []
+        for lane, names in self._by_holder(self._holders).items():
+            sources = {name: self._holders[name][1] for name in names}
+            # A member that is still as it was loaded has taken no step in its lane.
+            stepped = [name for name in names if lane.steps[lane.positions[sources[name]]]]
+            if stepped:
+                found.append((stepped, training_state.read(lane, [sources[name] for name in stepped])))
+        return [*found, *(([name], saved) for name, saved in self._saved.items())]
 
     def halve(self, run: LaneRun) -> list[LaneRun]:
         """Return two runs in place of one whose lane has run out of memory. The width that fits is remembered."""
         halves = halve(self._builder, self.groups, run)
         self._planner.measurements.remember_width(self.groups, run.lane.spec, run.feed, len(halves[0].names))
-        for half in halves:
-            self._holders.update({name: (half.lane, row) for row, name in enumerate(half.names)})
+        self._holders.update(_own_members([half.lane for half in halves]))
         # The next fit is planned from the start, and never uses the lane that was halved again.
         self.lanes, self._asked = [lane for lane in self.lanes if lane is not run.lane], None
         return halves
 
     def write_back(self) -> None:
         """Write the current state of every member into its model."""
-        held: dict[int, tuple[Lane, list[int]]] = {}
-        for lane, position in self._holders.values():
-            held.setdefault(id(lane), (lane, []))[1].append(position)
-        for lane, positions in held.values():
-            if len(positions) == len(lane.members):
-                lane.engine.write_back(lane.members)
-            else:
-                for position in positions:
-                    lane.sync(position)
+        for lane, names in self._by_holder(self._holders).items():
+            lane.scatter([self._holders[name][1] for name in names])
+
+    def _by_holder(self, names: Iterable[str]) -> dict[Lane, list[str]]:
+        """Return the members that have a holder, by the lane that it is."""
+        found: dict[Lane, list[str]] = {}
+        for name in names:
+            if name in self._holders:
+                found.setdefault(self._holders[name][0], []).append(name)
+        return found
+
+
+def _own_members(lanes: Sequence[Lane]) -> dict[str, tuple[Lane, str]]:
+    """Return the lane of each member, and the member's name there."""
+    return {name: (lane, name) for lane in lanes for name in lane.names}

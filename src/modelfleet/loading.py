@@ -1,11 +1,21 @@
 """Loading fleets that `Fleet.save` has saved."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from modelfleet import saving
+from modelfleet.errors import StoreError
 from modelfleet.fleet import Fleet
+from modelfleet.frameworks.recipe import compile_all
+from modelfleet.lanes.training_state import TrainingState
+from modelfleet.members import Member
+from modelfleet.recipe import Missing, Recipe
+from modelfleet.saving import SavedFleet
+from modelfleet.store import recipes
 from modelfleet.types import Model
+from modelfleet.words import without_period
 
 
 def load(
@@ -17,14 +27,17 @@ def load(
     devices: str | Sequence[str] = "auto",
     verify: bool = True,
 ) -> Fleet:
-    """Load a fleet that `Fleet.save` has saved.
+    """Load a fleet that `Fleet.save` has saved: its models, recipes and optimizer state, so that `fit` goes on.
+
+    Of a recipe, what only code can make (a lambda, an object of Optax) is not in the folder. Then the first `fit`
+    asks for a `compile`, and says for what. With the same optimizer the members keep their optimizer state.
 
     Args:
         folder: The folder.
         factory: Makes a model to fill with weights. It gets the keywords that the member was built with.
         members: Load only these, without reading the others.
-        allow_import: Import the factory from where the folder says it was, if none is given. This runs code of the
-            folder's choice: only for folders you trust.
+        allow_import: Import the factory from where the folder says it was, if none is given, and the functions of
+            its recipes. This runs code of the folder's choice: only for folders you trust.
         devices: See `Fleet`.
         verify: Compare the checksums of what is read.
 
@@ -34,8 +47,63 @@ def load(
     Raises:
         StoreError: The folder is damaged, or holds no fleet.
     """
-    models, seed, origins = saving.read(Path(folder), factory, allow_import, members, verify=verify)
-    fleet = Fleet(models, seed=seed, devices=devices)
+    found = saving.read(Path(folder), factory, allow_import, members, verify=verify)
+    fleet = Fleet({name: member.model for name, member in found.members.items()}, seed=found.seed, devices=devices)
     fleet._exposed.clear()
-    fleet._origins = origins
+    fleet._origins = dict(found.origins)
+    fleet._recipes.update(found.recipes)
+    fleet._recipe = found.recipe
+    _compile(fleet, found, allow_import)
+    fleet._lane_set.give_saved(_fill_optimizers(fleet, found))
     return fleet
+
+
+def _compile(fleet: Fleet, found: SavedFleet, allow_import: bool) -> None:
+    """Compile the members as they were. A recipe that can't be used any more gets something `missing`."""
+    members = dict(fleet._members)
+    for name, compiled in found.compiled.items():
+        own: Any = getattr(members[name].framework, "own_training", None)
+        if own is None:
+            continue
+        if "config" in compiled:
+            reason = own.compile_again(members[name].model, compiled["config"])
+            if reason is None:
+                del members[name]
+            else:
+                fleet._recipes[name] = Recipe(None, missing=_not_repeated(reason))
+        elif fleet._recipes[name] is None:
+            fleet._recipes[name] = recipes.decode(compiled["lost"], allow_import=allow_import)
+    by_recipe: dict[int, list[Member]] = {}
+    for name, member in members.items():
+        by_recipe.setdefault(id(fleet._recipes[name]), []).append(member)
+    for together in by_recipe.values():
+        recipe = fleet._recipes[together[0].name]
+        if recipe is None or recipe.missing:
+            continue
+        try:
+            compile_all(recipe, together)
+        except Exception as error:  # the recipe of a damaged folder may hold anything
+            unusable = replace(recipe, missing=_not_repeated(without_period(error)))
+            fleet._recipes.update({member.name: unusable for member in together})
+
+
+def _not_repeated(reason: str) -> dict[str, Missing]:
+    return {"compile": Missing(f"can't be repeated: {reason}", recipes.left_out(reason))}
+
+
+def _fill_optimizers(fleet: Fleet, found: SavedFleet) -> dict[str, TrainingState]:
+    """Return the members' training states. Models that hold their optimizers get the state of these at once."""
+    states: dict[str, TrainingState] = {}
+    for (name,), state in found.trained or ():
+        member = fleet._members[name]
+        own, optimizer = getattr(member.framework, "own_training", None), state.state.get("optimizer")
+        if own is not None and optimizer and member.model.compiled:
+            difference = own.fill_optimizer(member.model, optimizer)
+            if difference is not None:
+                raise StoreError(
+                    f"the optimizer state of member {name!r} does not fit its model: {difference}. "
+                    f"Give the factory that the fleet was built with."
+                )
+            state = replace(state, state={"member": state.state.get("member", {})})
+        states[name] = state
+    return states

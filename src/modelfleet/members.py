@@ -20,7 +20,7 @@ class Member:
     model: Model
     seed: int
     framework: "Adapter"
-    """The adapter of the model's framework."""
+    """Adapter of the model's framework."""
 
 
 def member_seed(fleet_seed: int, name: str) -> int:

@@ -17,7 +17,7 @@ _LONGEST_LABEL = 24  # characters
 
 
 class Best(NamedTuple):
-    """The member to highlight, and the point of its curve that its current weights belong to."""
+    """Names the member to highlight, and the point of its curve that its current weights belong to."""
 
     name: str
     epoch: int
@@ -25,7 +25,7 @@ class Best(NamedTuple):
 
 
 class Picture(Figure):
-    """A figure that notebooks show.
+    """Shows a figure in notebooks.
 
     A notebook shows a plain `Figure` only after `%matplotlib inline` or an import of pyplot, which changes the
     session's settings. This one brings its own PNG.
@@ -38,13 +38,23 @@ class Picture(Figure):
 
 
 def draw_curves(
-    curves: Mapping[str, Sequence[float]], metric: str, *, failed: Collection[str], best: Best | None
+    curves: Mapping[str, Sequence[float]],
+    metric: str,
+    *,
+    failed: Collection[str],
+    best: Best | None,
+    start: int = 0,
 ) -> Picture:
-    """Draw the curve of every member, with a cross where a failed member ends and the best one highlighted."""
+    """Draw the curve of every member, with a cross where a failed member ends and the best one highlighted.
+
+    Epochs count on from `start`.
+    """
     figure = Picture(figsize=(8, 4.8), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     values = {name: np.asarray(curve, float) for name, curve in curves.items()}
-    points = {name: np.column_stack([np.arange(1, len(curve) + 1), curve]) for name, curve in values.items()}
+    points = {
+        name: np.column_stack([np.arange(1, len(curve) + 1) + start, curve]) for name, curve in values.items()
+    }
 
     # One explosion must not flatten the others: the failed members count only if there are no others.
     sound = _finite([curve for name, curve in values.items() if name not in failed])
@@ -55,7 +65,7 @@ def draw_curves(
         _draw_best(axes, points[best.name], best)
 
     longest = max(map(len, values.values()))
-    axes.set_xlim((0.5, 1.5) if longest == 1 else (1, longest))
+    axes.set_xlim((start + 0.5, start + 1.5) if longest == 1 else (start + 1, start + longest))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25, linewidth=0.6)

@@ -1,13 +1,23 @@
-"""The recipe: the arguments of `fleet.compile`."""
+"""Recipes: the arguments of `fleet.compile`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from modelfleet.each import Each, per_member, refuse_list
-from modelfleet.types import LossLike, MetricLike, Model, OptimizerLike, ScheduleLike, Tree
+from modelfleet.types import Json, LossLike, MetricLike, Model, OptimizerLike, ScheduleLike, Tree
 
 _SEVERAL_NUMBERS = {"betas", "etas", "step_sizes"}  # hyperparameters that are a tuple for one member, too
+
+
+@dataclass(frozen=True)
+class Missing:
+    """An argument of `compile` that a folder does not have, or that may not be read from it."""
+
+    reason: str
+    """What became of it, to go on after its name: "was a lambda of train, which can't be saved"."""
+    encoded: Json
+    """What the folder has instead."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +32,8 @@ class Recipe:
     precision: str = "float32"
     schedule: ScheduleLike = None
     hyperparameters: Mapping[str, Any] | None = None
+    missing: Mapping[str, Missing] = field(default_factory=dict)
+    """Arguments that were not read from a saved fleet, by name. With any, members can't be trained."""
 
     def by_name(self, names: Sequence[str]) -> "Recipe":
         """Return this recipe with the values of every `each` by member name.

@@ -1,23 +1,38 @@
-"""Fleets on disk: stacked safetensors, a file per group, and a JSON manifest."""
+"""Fleets on disk: stacked safetensors, a file per group, and a JSON manifest.
 
-import importlib
-from collections.abc import Callable, Mapping, Sequence
+The weights of a group are in `group-N`, a row for each member. The training state of members that have taken steps
+is in `optimizer-N`, also a row for each. Their recipes are in the manifest.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from modelfleet import frameworks
 from modelfleet.errors import StoreError, unknown
+from modelfleet.frameworks.stacked import by_part, by_path
+from modelfleet.lanes import training_state
+from modelfleet.lanes.training_state import TrainingState
 from modelfleet.members import Member
-from modelfleet.store import Saved, read_folder, write_folder
+from modelfleet.recipe import Recipe
+from modelfleet.store import Saved, read_folder, recipes, write_folder
 from modelfleet.store.manifest import plain
 from modelfleet.store.schema import check
+from modelfleet.trees import leaves
 from modelfleet.types import Json, Model
 from modelfleet.words import without_period
 
 Origin: TypeAlias = dict[str, Any]
 """How a member was built: its "factory", as `module:name` or None, and the "arguments" of the factory."""
 
+Trained: TypeAlias = tuple[Sequence[str], TrainingState]
+"""The training state of some members, and their names."""
+
 KIND = "fleet"
+UNTRAINED = TrainingState({}, np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
 _MEMBER = {  # the schema of a member's entry in the manifest
     "name": str,
     "seed": int,
@@ -27,16 +42,33 @@ _MEMBER = {  # the schema of a member's entry in the manifest
     "class": str,
     "factory": (str, None),
     "arguments": (None, {str: object}),
+    # Since recipes and training states are saved:
+    "recipe?": (int, None),
+    "compiled?": (None, {"config?": {str: object}, "lost?": {str: object}}),
+    "training?": (None, {"file": str, "row": int, "steps": int, "epochs": int}),
 }
+_FLEET = {"seed": int, "members": [_MEMBER], "recipe?": (int, None), "recipes?": [{str: object}]}
 
 
-def save(
-    folder: Path,
-    members: Mapping[str, Member],
-    origins: Mapping[str, Origin],
-    seed: int,
-) -> None:
-    """Save every member's weights. Members of one structure share a file, in which each has a row."""
+@dataclass(frozen=True)
+class SavedFleet:
+    """What `save` keeps of a fleet, and `read` returns."""
+
+    members: Mapping[str, Member]
+    seed: int
+    origins: Mapping[str, Origin]
+    recipes: Mapping[str, Recipe | None]
+    recipe: Recipe | None
+    """For members that join later."""
+    trained: Sequence[Trained] | None
+    """The training state of those members that have one. None: it is not saved."""
+    compiled: Mapping[str, dict[str, Json]] = field(default_factory=dict)
+    """For models that hold their optimizers: how they were compiled. `save` finds it in the models."""
+
+
+def save(folder: Path, fleet: SavedFleet) -> None:
+    """Save a fleet. Members of one structure share a file, in which each has a row."""
+    members, origins = fleet.members, fleet.origins
     groups: dict[tuple[str, Any], list[Member]] = {}
     for member in members.values():
         try:
@@ -61,31 +93,103 @@ def save(
                 "factory": origin.get("factory"),
                 "arguments": _as_json(origin.get("arguments", {})),
             }
-    manifest = {"seed": seed, "members": [listed[name] for name in members]}
+    for number, together in enumerate(_by_form(fleet)):
+        file, names = f"optimizer-{number}", [name for own, _ in together for name in own]
+        framework = members[names[0]].framework
+        state = training_state.join([one for _, one in together], framework.arrays.concatenate)
+        files[file], writers[file] = by_path(state.state), framework.files
+        for row, name in enumerate(names):
+            counts = {"steps": int(state.steps[row]), "epochs": int(state.epochs[row])}
+            listed[name]["training"] = {"file": file, "row": row, **counts}
+    kept = dict(fleet.recipes)
+    for name, member in members.items():
+        if _own_training(member) is not None and member.model.compiled:
+            listed[name]["compiled"], outdated = _compiled(member, kept[name])
+            kept[name] = None if outdated else kept[name]
+    known = {id(recipe): recipe for recipe in (fleet.recipe, *kept.values()) if recipe is not None}
+    numbers = {key: number for number, key in enumerate(known)}
+    for name, entry in listed.items():
+        entry["recipe"] = numbers.get(id(kept[name]))
+    manifest = {
+        "seed": fleet.seed,
+        "members": [listed[name] for name in members],
+        "recipe": numbers.get(id(fleet.recipe)),
+        "recipes": [recipes.encode(recipe) for recipe in known.values()],
+    }
     write_folder(folder, files, manifest, kind=KIND, writer=writers, by_row=True)
+
+
+def _own_training(member: Member) -> Any:
+    """Return the adapter's `own_training`; None if models don't hold their optimizers themselves."""
+    return getattr(member.framework, "own_training", None)
+
+
+def _by_form(fleet: SavedFleet) -> Iterable[Sequence[Trained]]:
+    """Return the training states that can share a file together."""
+    if fleet.trained is None:
+        return []
+    trained: list[Trained] = []
+    steps = {name: (state, row) for names, state in fleet.trained for row, name in enumerate(names)}
+    for name, member in fleet.members.items():
+        own = _own_training(member)
+        if own is None:
+            continue
+        state, row = steps.get(name, (UNTRAINED, 0))
+        optimizer = own.optimizer_state(member.model)
+        if name in steps or optimizer:
+            state = state.row(row)
+            trained.append(
+                ([name], replace(state, state=state.state | ({"optimizer": optimizer} if optimizer else {})))
+            )
+    trained += [(names, state) for names, state in fleet.trained if _own_training(fleet.members[names[0]]) is None]
+    by_form: dict[object, list[Trained]] = {}
+    for names, state in trained:
+        by_form.setdefault((fleet.members[names[0]].framework.NAME, state.form), []).append((names, state))
+    return by_form.values()
+
+
+def _compiled(member: Member, recipe: Recipe | None) -> tuple[dict[str, Json], bool]:
+    """Return how a model was compiled, and whether that was not by its recipe."""
+    own = _own_training(member)
+    lost = own.unsaved(member.model)
+    try:
+        if not lost:
+            return {"config": plain(own.config_of(member.model))}, False
+    except StoreError as error:
+        return {"lost": {"compile": recipes.left_out(without_period(error))}}, True
+    given = [] if recipe is None else leaves([recipe.optimizer, recipe.loss, recipe.metrics])
+    outdated = any(all(value is not one for one in given) for value in lost.values())
+    return {"lost": {name: recipes.left_out(value) for name, value in lost.items()}}, outdated
 
 
 def check_manifest(folder: Path, manifest: Mapping[str, Json]) -> None:
     """Raise `StoreError` if a manifest does not describe a fleet as `save` writes it."""
     try:
-        check(manifest, {"seed": int, "members": [_MEMBER]}, "the manifest")
+        check(manifest, _FLEET, "the manifest")
         names: set[str] = set()
         for entry in manifest["members"]:
-            name, file, row = entry["name"], entry["file"], entry["row"]
+            name = entry["name"]
             if not name.strip() or name in names:
                 raise ValueError(f"it has two members named {name!r}" if name in names else "a name is empty")
             names.add(name)
-            if file not in manifest["files"]:
-                raise ValueError(f"it has no data file {file!r} for member {name!r}")
-            rows = [
-                len(spec["shape"]) and spec["shape"][0] for spec in manifest["files"][file]["tensors"].values()
-            ]
-            if not 0 <= row < min(rows, default=row + 1):
-                raise ValueError(f"the data file of member {name!r} has no row {row}")
+            for place in (entry, entry.get("training")):
+                if place is not None:
+                    _check_row(name, place["file"], place["row"], manifest["files"])
+        for number in (manifest.get("recipe"), *(entry.get("recipe") for entry in manifest["members"])):
+            if number is not None and not 0 <= number < len(manifest.get("recipes", [])):
+                raise ValueError(f"it has no recipe {number}")
         if not names:
             raise ValueError("it has no members")
     except ValueError as error:
         raise StoreError(f"{folder} has a manifest that is not a fleet's: {error}. Load another copy.") from error
+
+
+def _check_row(name: str, file: str, row: int, files: Mapping[str, Json]) -> None:
+    if file not in files:
+        raise ValueError(f"it has no data file {file!r} for member {name!r}")
+    rows = [len(spec["shape"]) and spec["shape"][0] for spec in files[file]["tensors"].values()]
+    if not 0 <= row < min(rows, default=row + 1):
+        raise ValueError(f"the data file of member {name!r} has no row {row}")
 
 
 def read(
@@ -95,8 +199,8 @@ def read(
     members: Sequence[str] | None,
     *,
     verify: bool = True,
-) -> tuple[dict[str, Model], int, dict[str, Origin]]:
-    """Return the models of a saved fleet by name, its seed, and how each model was built.
+) -> SavedFleet:
+    """Return a saved fleet, or some of its members.
 
     Args:
         folder: The folder that `save` wrote.
@@ -118,22 +222,35 @@ def read(
             built[name] = known, _build(folder, entry, factory, allow_import)
         return built[name][1]
 
-    def read_all(saved: Saved) -> tuple[dict[str, Model], int, dict[str, Origin]]:
+    def read_all(saved: Saved) -> SavedFleet:
         check_manifest(folder, saved.manifest)
         entries = {entry["name"]: entry for entry in saved.manifest["members"]}
         chosen = list(entries) if members is None else members
         for name in chosen:
             if name not in entries:
                 raise unknown("member", name, entries)
-        models = {}
+        known = [recipes.decode(own, allow_import=allow_import) for own in saved.manifest.get("recipes", [])]
+        found: dict[str, Member] = {}
+        trained: list[Trained] = []
         for name in chosen:
-            models[name] = model_of(entries[name])
-            _fill(saved, entries[name], models[name])
-        origins = {
-            name: {"factory": entries[name]["factory"], "arguments": entries[name]["arguments"] or {}}
-            for name in models
-        }
-        return models, saved.manifest["seed"], origins
+            entry = entries[name]
+            model = model_of(entry)
+            _fill(saved, entry, model)
+            found[name] = Member(name, model, entry["seed"], frameworks.adapter(entry["framework"]))
+            if entry.get("training") is not None:
+                trained.append(([name], _training(saved, entry)))
+        return SavedFleet(
+            found,
+            saved.manifest["seed"],
+            {
+                name: {"factory": entries[name]["factory"], "arguments": entries[name]["arguments"] or {}}
+                for name in found
+            },
+            {name: _chosen(known, entries[name].get("recipe")) for name in found},
+            _chosen(known, saved.manifest.get("recipe")),
+            trained,
+            {name: entries[name]["compiled"] for name in found if entries[name].get("compiled")},
+        )
 
     return read_folder(folder, read_all, kind=KIND, verify=verify)
 
@@ -171,10 +288,16 @@ def _fill(saved: Saved, entry: Mapping[str, Json], model: Model) -> None:
         )
 
 
-def import_path(factory: Callable[..., Model]) -> str | None:
-    """Return `module:name` of a factory that can be imported; None for lambdas and local functions."""
-    module, name = getattr(factory, "__module__", None), getattr(factory, "__qualname__", "<")
-    return None if module in (None, "__main__") or "<" in name else f"{module}:{name}"
+def _chosen(known: Sequence[Recipe], number: int | None) -> Recipe | None:
+    return None if number is None else known[number]
+
+
+def _training(saved: Saved, entry: Mapping[str, Json]) -> TrainingState:
+    """Return the training state of a member."""
+    place, framework = entry["training"], frameworks.adapter(entry["framework"])
+    tensors = saved.row(place["file"], place["row"], framework.files)
+    state = by_part({path: tensor[None] for path, tensor in tensors.items()})
+    return TrainingState(state, np.array([place["steps"]]), np.array([place["epochs"]]))
 
 
 def _factory(
@@ -200,16 +323,12 @@ def _imported(folder: Path, entry: Mapping[str, Json], allow_import: bool) -> Ca
             f"{folder} asks to import and call {path!r}. Give load a factory, or, if you trust the folder, "
             f"mf.load(folder, allow_import=True)."
         )
-    module, _, name = path.partition(":")
     try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
+        return recipes.imported(path)
     except (ImportError, AttributeError) as error:
         raise StoreError(
             f"the factory {path!r} of {folder} can't be imported: {without_period(error)}. Give load a factory."
         ) from error
-    return found
 
 
 def _as_json(arguments: Mapping[str, object]) -> dict[str, Json] | None:

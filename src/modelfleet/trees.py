@@ -12,15 +12,18 @@ from modelfleet.types import Tree
 IsLeaf = Callable[[Any], bool]
 
 
-def leaves(tree: Tree, is_leaf: IsLeaf | None = None) -> list[Any]:
-    """Return every leaf, from left to right. `is_leaf` returns True for containers to treat as leaves."""
+def leaves(tree: Tree) -> list[Any]:
+    """Return every leaf, from left to right."""
     found: list[Any] = []
-    _gather(tree, is_leaf, found)
+    _gather(tree, found)
     return found
 
 
 def paths(tree: Tree, is_leaf: IsLeaf | None = None) -> list[tuple[str, Any]]:
-    """Return every leaf with its path: `"[0]"`, `"inputs.image[1]"`; `""` if the tree is one leaf."""
+    """Return every leaf with its path: `"[0]"`, `"inputs.image[1]"`; `""` if the tree is one leaf.
+
+    Here and below, `is_leaf` returns True for containers to treat as leaves.
+    """
     return list(_walk(tree, "", is_leaf))
 
 
@@ -113,19 +116,15 @@ def _described(kind: Hashable) -> str:
     return "None" if kind is None else "an array"
 
 
-def _gather(tree: Tree, is_leaf: IsLeaf | None, found: list[Any]) -> None:
+def _gather(tree: Tree, found: list[Any]) -> None:
     # Like `_walk` without the paths, since this is called for every batch.
-    if tree is None:
-        return
-    if is_leaf is not None and is_leaf(tree):
-        found.append(tree)
-    elif isinstance(tree, list | tuple):
+    if isinstance(tree, list | tuple):
         for value in tree:
-            _gather(value, is_leaf, found)
+            _gather(value, found)
     elif isinstance(tree, Mapping):
         for value in tree.values():
-            _gather(value, is_leaf, found)
-    else:
+            _gather(value, found)
+    elif tree is not None:
         found.append(tree)
 
 

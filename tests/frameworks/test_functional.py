@@ -18,6 +18,7 @@ from modelfleet.frameworks.jax.task import Task
 from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.frameworks.stacked import WEIGHTS
 from modelfleet.members import Member
+from modelfleet.trees import map_tree
 
 ROWS = 6
 
@@ -286,11 +287,11 @@ def test_narrowed_members_go_on_and_come_back(trained: np.ndarray) -> None:
     x, y = data(3, steps=5)
     train(made, (x[:2], y[:2]), steps=2)
     before = slopes(made).copy()
-    made.narrow(np.array([2, 0]))
+    made.give_slots(np.array([2, 0]))
     train(made, (x[2:, [2, 0]], y[2:, [2, 0]]), steps=3)
     assert made.read([2], WEIGHTS)["params"]["000.slope"].shape == (1,)
-    all_of_it = made.tensors()["params/000.slope"]
-    made.widen()
+    all_of_it = made.read(range(3))["params"]["000.slope"]
+    made.give_slots(np.arange(3))
     np.testing.assert_array_equal(slopes(made), np.asarray(all_of_it))
     np.testing.assert_allclose(slopes(made)[[0, 2]], trained[[0, 2]], rtol=1e-6)
     assert slopes(made)[1] == before[1]
@@ -301,11 +302,11 @@ def test_a_snapshot_is_restored_wherever_the_member_is() -> None:
     made = engine()
     snapshot = made.read([1], WEIGHTS)
     train(made, data(3))
-    made.narrow(np.array([0]))
+    made.give_slots(np.array([0]))
     stored = {part: {key: np.asarray(t) for key, t in own.items()} for part, own in snapshot.items()}
     made.write([1], stored)
     made.write([0], snapshot)
-    made.widen()
+    made.give_slots(np.arange(3))
     assert slopes(made)[:2].tolist() == [0.5, 0.5]
     assert np.asarray(made.state["buffers"]["000.seen"]).tolist() == [0, 0, 1]
 
@@ -314,7 +315,7 @@ def test_a_run_goes_on_from_its_tensors(trained: np.ndarray) -> None:
     made, other = engine(), engine()
     x, y = data(3, steps=5)
     train(made, (x[:3], y[:3]), steps=3)
-    other.load({name: np.asarray(tensor) for name, tensor in made.tensors().items()})
+    other.write(range(3), map_tree(np.asarray, made.read(range(3))))
     train(other, (x[3:], y[3:]), steps=2)
     np.testing.assert_array_equal(slopes(other), trained)
     assert other.epoch_values()["a_rows"].tolist() == [5 * ROWS] * 3
@@ -324,7 +325,7 @@ def test_a_member_takes_its_optimizer_along() -> None:
     made, other = engine(), engine(2)
     train(made, data(3))
     train(made, data(3))
-    other.adopt(1, made, 2)
+    other.adopt([1], made, [2])
     assert other.steps_taken().tolist() == [0, 2]
     speeds = np.asarray(other.state["optimizer"]["000.speed"])
     assert speeds[0] == 0
@@ -336,10 +337,10 @@ def test_models_are_stacked_anew_and_written_back() -> None:
     own = members(3)
     made = engine(own=own)
     own[1].model = Line(7.0)
-    made.refresh([1], [own[1]])
+    made.gather([1], [own[1]])
     assert slopes(made).tolist() == [0, 7, 1]
     train(made, data(3))
-    made.write_back(own)
+    made.scatter(range(3), own)
     np.testing.assert_allclose([member.model.slope for member in own], slopes(made))
     assert [member.model.seen for member in own] == [1, 1, 1]
 
@@ -431,14 +432,16 @@ def test_what_predicting_changes_is_kept_for_the_members_that_had_rows() -> None
     np.testing.assert_array_equal(found[2, :2], expected[2, :2])
 
 
-def test_what_evaluating_and_predicting_changed_is_written_into_the_models_once() -> None:
+def test_what_evaluating_and_predicting_changed_is_known_until_all_models_have_it() -> None:
     own = members(3)
     made = engine(own=own, counts=True)
-    models = [member.model for member in own]
-    made.write_changes(own)
-    assert [member.model for member in own] == models
+    assert not made.changed
     made.predict(Batch(data(3)[0], False, np.full(3, ROWS)))
-    made.write_changes(own)
+    assert made.changed
+    made.scatter([1], own[1:2])
+    assert made.changed
+    made.scatter(range(3), own)
+    assert not made.changed
     assert [member.model.seen for member in own] == [1, 1, 1]
 
 
@@ -448,10 +451,10 @@ def test_what_evaluating_and_predicting_changed_is_written_into_the_models_once(
 def test_a_narrowed_state_is_loaded_for_all_members() -> None:
     trained, made = engine(), engine()
     train(trained, data(3))
-    made.narrow(np.array([0, 2]))
-    made.load(trained.tensors())
+    made.give_slots(np.array([0, 2]))
+    made.write(range(3), trained.read(range(3)))
     np.testing.assert_array_equal(slopes(made), slopes(trained)[[0, 2]])
     train(made, tuple(part[[0, 2]] for part in data(3)))
-    made.widen()
+    made.give_slots(np.arange(3))
     train(trained, data(3), [True, False, True])
     np.testing.assert_array_equal(slopes(made), slopes(trained))

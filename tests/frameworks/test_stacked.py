@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from modelfleet.frameworks.stacked import StackedState, by_part, by_path, fitting
+from modelfleet.frameworks.stacked import PARTS, StackedState, by_part, by_path, fitting
 from modelfleet.trees import map_tree
 
 
@@ -49,13 +49,15 @@ def test_members_are_read_in_the_order_asked(stacked: StackedState) -> None:
 
 
 def test_a_member_that_rests_is_read_and_written_as_any_other(stacked: StackedState) -> None:
-    stacked.narrow([2, 0])
+    stacked.give_slots([2, 0])
     assert values(stacked.parts) == [2, 0]
     stacked.parts["params"]["w"] += 10
     assert values(stacked.read([0, 1, 2, 3])) == [10, 1, 12, 3]
     stacked.write([3, 2, 1], {"params": {"w": np.array([33.0, 22.0, 11.0])}})
     assert values(stacked.parts) == [22, 10]
-    stacked.widen()
+    stacked.give_slots([3])  # from one choice to the next, without all in between
+    assert values(stacked.parts) == [33]
+    stacked.give_slots([0, 1, 2, 3])
     assert values(stacked.parts) == [10, 11, 22, 33]
     assert stacked.slots.tolist() == [0, 1, 2, 3]
 
@@ -81,4 +83,6 @@ def test_checkpoints_have_the_optimizer_under_its_first_name() -> None:
     state = {"params": {"0.weight": np.zeros(1)}, "optimizer": {"exp_avg/0.weight": np.ones(1)}}
     paths = by_path(state)
     assert list(paths) == ["params/0.weight", "slots/exp_avg/0.weight"]
-    assert by_part(paths) == state
+    undone = by_part(paths)
+    assert {part: own for part, own in undone.items() if own} == state
+    assert undone.keys() == set(PARTS)  # so that what was empty is emptied

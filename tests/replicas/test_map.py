@@ -215,7 +215,7 @@ def kill_every(every: int, answered: Callable[[], int], kills: list[int], future
     due = every
     while wait(futures.values(), timeout=0.01).not_done:
         if answered() >= due:
-            workers = hired_pids()
+            workers = [pid for pid in hired_pids() if pid not in kills]  # one may be dead and not missed yet
             if workers:
                 victim = workers[len(kills) % len(workers)]
                 os.kill(victim, signal.SIGKILL)

@@ -266,7 +266,7 @@ def test_a_batch_does_not_wait_for_rows_that_can_not_come() -> None:
 def test_users_without_requests_are_forgotten_beyond_those_seen_last(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("modelfleet.replicas.homes.MAX_IDLE_USERS", 100)
+    monkeypatch.setattr("modelfleet.replicas.waiting_areas.MAX_IDLE_USERS", 100)
     queue = make("r0", "r1", **options)
     homes = queue._areas.homes
     assert homes is not None

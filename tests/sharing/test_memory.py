@@ -38,9 +38,16 @@ def test_a_lane_that_does_not_fit_is_cut_into_waves(monkeypatch: pytest.MonkeyPa
         fleet.plan((X, Y))
 
 
-def test_out_of_memory_halves_the_lane_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, fleet = fleet_of(8), fleet_of(8)
-    told = fit(whole, (X, Y), validation=(X, Y), epochs=3, batch_size=16)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"epochs": 3},
+        {"epochs": 4, "initial_epoch": 1, "steps_per_epoch": mf.each([1, 2, 3, 1, 2, 3, 1, 2])},
+    ],
+)
+def test_out_of_memory_halves_the_lane_and_goes_on(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, fleet = (fleet_of(8, schedule="linear") for _ in range(2))
+    told = fit(whole, (X, Y), validation=(X, Y), batch_size=16, **more)
     train, tried = FusedEngine.train, []
 
     def small_device(self: FusedEngine, hyper: Any, active: torch.Tensor, *rest: Any, **options: Any) -> None:
@@ -52,7 +59,7 @@ def test_out_of_memory_halves_the_lane_and_goes_on(monkeypatch: pytest.MonkeyPat
         train(self, hyper, active, *rest, **options)
 
     monkeypatch.setattr(FusedEngine, "train", small_device)
-    history = fit(fleet, (X, Y), validation=(X, Y), epochs=3, batch_size=16)
+    history = fit(fleet, (X, Y), validation=(X, Y), batch_size=16, **more)
     assert not history.failed
     assert {8, 4, 2} <= set(tried)
     for name in fleet.names:

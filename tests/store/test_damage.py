@@ -179,6 +179,54 @@ def test_a_damaged_fleet(fleet_folder: Path, tmp_path: Path) -> None:
     assert counts["noticed"] > TIMES * 0.8
 
 
+@pytest.fixture(scope="module")
+def trained_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fleet with a recipe and optimizer state."""
+    folder = tmp_path_factory.mktemp("whole") / "trained"
+    fleet = fleet_of(3, optimizer="adam", lr=mf.each([0.1, 0.2, 0.3]), schedule="cosine", metrics=["accuracy"])
+    fit(fleet, (X, Y), batch_size=6)
+    fleet.save(folder)
+    return folder
+
+
+def load_trained(folder: Path, **options: Any) -> Any:
+    """Everything that the next fit starts with."""
+    fleet = mf.load(folder, mlp, **options)
+    states = {
+        name: (own.state, own.steps.tolist(), own.epochs.tolist())
+        for (name,), own in fleet._lane_set.training_states()
+    }
+    return all_weights(fleet), states, {name: fleet._hyperparameters(name) for name in fleet.names}
+
+
+def same_training(found: Any, expected: Any) -> bool:
+    return (
+        equal(found[0], expected[0])
+        and found[2] == expected[2]
+        and found[1].keys() == expected[1].keys()
+        and all(
+            equal(own[0], expected[1][name][0]) and own[1:] == expected[1][name][1:]
+            for name, own in found[1].items()
+        )
+    )
+
+
+def test_damaged_optimizer_state(trained_folder: Path, tmp_path: Path) -> None:
+    expected = load_trained(trained_folder)
+    assert expected[1]["2"][1:] == ([2], [1])
+    counts = tried(trained_folder, tmp_path / "copy", load_trained, expected, same_training)
+    assert counts["noticed"] > TIMES * 0.8
+
+    def load(folder: Path) -> Any:
+        try:
+            return load_trained(folder, verify=False)
+        except mf.FleetError as error:
+            raise mf.StoreError(str(error)) from error
+
+    tried(trained_folder, tmp_path / "copy", load, None, lambda found, expected: True)
+    tried(trained_folder, tmp_path / "copy", inspection.describe, None, lambda found, expected: True)
+
+
 def test_one_member_of_a_damaged_fleet(fleet_folder: Path, tmp_path: Path) -> None:
     def load(folder: Path) -> Any:
         return weights(mf.load(folder, mlp, members=["2"])["2"])

@@ -29,7 +29,7 @@ def make_feed(
     arrays: ArrayOperations,
     epochs_done: np.ndarray | None = None,
     what: str = "data",
-    steps_per_epoch: int | None = None,
+    steps_per_epoch: np.ndarray | None = None,
 ) -> Feed:
     """Return the feed for some members.
 
@@ -46,7 +46,8 @@ def make_feed(
         arrays: The array operations of the members' framework.
         epochs_done: `(member,)`: how many epochs of shuffles each member has used before.
         what: The name of the argument that the data were given for, for errors.
-        steps_per_epoch: End each epoch of arrays after this many steps. The next epoch starts with the next row.
+        steps_per_epoch: `(member,)`: end each epoch of arrays after this many steps. The next one starts with the
+            next row.
 
     Raises:
         InputError: If the data are neither arrays nor a loader, or the arguments do not fit them.

@@ -10,7 +10,7 @@ from modelfleet.types import Json, NativeDevice, Tensor
 
 
 class Feed(Protocol):
-    """The stream of batches for a lane."""
+    """Yields the batches for a lane."""
 
     shared: bool
     """True if all batches are shared."""

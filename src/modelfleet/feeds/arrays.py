@@ -1,4 +1,4 @@
-"""A feed of arrays: stored once on the device, and gathered there by index."""
+"""Feeds of arrays: stored once on the device, and gathered there by index."""
 
 from collections.abc import Generator, Sequence
 from copy import copy
@@ -31,8 +31,8 @@ class ArrayFeed:
         device: The device to store the arrays on.
         arrays: The array operations of the framework.
         epochs_done: `(member,)`: how many epochs of shuffles each member has used before.
-        steps_per_epoch: End each epoch after this many steps, or after the last row. The next epoch continues
-            there.
+        steps_per_epoch: `(member,)`: end each epoch after this many steps, or after the last row. The next epoch
+            continues there.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ArrayFeed:
         device: NativeDevice,
         arrays: ArrayOperations,
         epochs_done: np.ndarray,
-        steps_per_epoch: int | None = None,
+        steps_per_epoch: np.ndarray | None = None,
     ) -> None:
         trees = _as_tensors(data, labels, arrays)
         self.failures: dict[int, Exception] = {}
@@ -65,7 +65,8 @@ class ArrayFeed:
         for column in zip(*(leaves(tree) for tree in trees), strict=True):
             self._store(column)
         same_rows = all((offsets == offsets[0]).all() for offsets in self._offsets)
-        same_sizes = bool((self.rows == self.rows[0]).all() and (batch_sizes == batch_sizes[0]).all())
+        numbers = (self.rows, batch_sizes, *([] if steps_per_epoch is None else [steps_per_epoch]))
+        same_sizes = all(bool((number == number[0]).all()) for number in numbers)
         self.shared: bool = same_rows and same_sizes and not shuffle
 
     @property
@@ -75,7 +76,7 @@ class ArrayFeed:
 
     @property
     def settings(self) -> dict[str, Json]:
-        """The sizes of the batches, and whether rows are shuffled."""
+        """Return the sizes of the batches, and whether rows are shuffled."""
         return {"sizes": self._batch_sizes.tolist(), "shuffled": self._shuffle}
 
     def rewind(self) -> None:
@@ -127,6 +128,8 @@ class ArrayFeed:
         chosen._seeds = self._seeds[members]
         chosen._epochs_done = self._epochs_done[members]
         chosen._batch_sizes = self._batch_sizes[members]
+        if self._steps_per_epoch is not None:
+            chosen._steps_per_epoch = self._steps_per_epoch[members]
         chosen._offsets = [offsets[members] for offsets in self._offsets]
         return chosen
 

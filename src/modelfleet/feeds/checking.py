@@ -10,7 +10,7 @@ from modelfleet.trees import paths, rebuild
 from modelfleet.types import Data, Tensor, Tree
 
 RowSpec: TypeAlias = tuple[tuple[str, tuple[int, ...], str], ...]
-"""The path, the shape of a row and the dtype of every leaf."""
+"""Path, shape of a row and dtype of every leaf."""
 
 
 def as_arrays(tree: Data, arrays: ArrayOperations, label: str) -> tuple[Tree, int]:

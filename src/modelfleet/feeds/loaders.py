@@ -1,4 +1,4 @@
-"""A feed of loaders: anything that yields batches, read in the background while the device computes."""
+"""Feeds of loaders: anything that yields batches, read in the background while the device computes."""
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing

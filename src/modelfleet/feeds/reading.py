@@ -11,7 +11,7 @@ from modelfleet.types import Data
 T = TypeVar("T")
 
 RawBatch: TypeAlias = Any
-"""A batch as a user's loader yields it."""
+"""Batch as a user's loader yields it."""
 Converted: TypeAlias = dict[int, Any]
 """One batch in the form of every framework that reads it."""
 

@@ -3,7 +3,8 @@
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -14,19 +15,42 @@ from modelfleet.frameworks.adapter_protocol import Adapter
 from modelfleet.types import Model, Tensor
 from modelfleet.words import without_period
 
-# The order matters: a Keras model is also a torch module or a tf.Module, depending on its backend.
-ADAPTERS = ("keras", "jax", "torch", "tensorflow")
 
-_ROOTS = {"keras": "keras", "flax": "jax", "jax": "jax", "torch": "torch", "tensorflow": "tensorflow"}
-# Packages that adapters import, and the extra that installs each.
-_EXTRAS = {
-    "torch": "torch",
-    "keras": "keras",
-    "jax": "jax",
-    "flax": "jax",
-    "optax": "jax",
-    "tensorflow": "tensorflow",
+@dataclass(frozen=True)
+class AdapterEntry:
+    """Describes an adapter without importing its framework."""
+
+    packages: Mapping[str, str]
+    """Packages that it needs, which the extra of its name installs, and their purposes for `modelfleet doctor`."""
+    model_packages: tuple[str, ...]
+    """Packages that define the classes of its models."""
+    forkable: bool = False
+    """True if a process may import the framework and fork then. Most start threads, or read the environment."""
+
+
+# The only list of frameworks. The order matters: a Keras model is also a torch module or a tf.Module, depending on
+# its backend.
+ADAPTERS: dict[str, AdapterEntry] = {
+    "keras": AdapterEntry({"keras": "fleets and replicas of Keras models"}, ("keras",)),
+    "tensorflow": AdapterEntry({"tensorflow": "Keras on TensorFlow, SavedModels"}, ("tensorflow",)),
+    "jax": AdapterEntry(
+        {
+            "jax": "fleets and replicas of JAX models",
+            "flax": "JAX models: Flax NNX modules",
+            "optax": "optimizers of JAX models",
+        },
+        ("jax", "flax"),
+    ),
+    "torch": AdapterEntry({"torch": "fleets and replicas of torch models"}, ("torch",), forkable=True),
 }
+# Modules whose functions and classes may be imported because a folder names them: they only compute.
+TRUSTED = (
+    "torch.optim",
+    "torch.nn.functional",
+    "optax",
+    "keras.src.optimizers",
+    "modelfleet.frameworks.torch.schedules",
+)
 
 
 def adapter_of(model: Model, name: str) -> Adapter:
@@ -46,8 +70,9 @@ def adapter_of(model: Model, name: str) -> Adapter:
     raise InputError(
         f"member {name!r} is a {type(model).__module__}.{type(model).__qualname__}, which is not a model that "
         f"modelfleet can run. Give a torch.nn.Module, a keras.Model, a flax.nnx.Module, a (params, apply) pair "
-        f"of JAX, or, to predict only, a tf.Module, a tf.function or a loaded SavedModel. Plain functions and "
-        f"models with a `predict`, as scikit-learn's, can't be trained here: mf.map and mf.Replicas take them."
+        f"of JAX, or, to predict only, a tf.Module, a tf.function or a loaded SavedModel. Plain functions "
+        f"and models with a `predict`, such as scikit-learn's, can't be trained here: mf.map and mf.Replicas take "
+        f"them."
     )
 
 
@@ -55,8 +80,8 @@ def _frameworks(model: Model) -> list[str]:
     """Return the frameworks that a model may belong to, the most specific first."""
     if isinstance(model, tuple) and len(model) == 2 and callable(model[1]):
         return ["jax"]
-    roots = {_ROOTS.get(cls.__module__.partition(".")[0]) for cls in type(model).__mro__}
-    return [framework for framework in ADAPTERS if framework in roots]
+    roots = {cls.__module__.partition(".")[0] for cls in type(model).__mro__}
+    return [framework for framework, entry in ADAPTERS.items() if roots.intersection(entry.model_packages)]
 
 
 def adapter(framework: str) -> Any:
@@ -69,9 +94,10 @@ def adapter(framework: str) -> Any:
         return import_module(f"modelfleet.frameworks.{framework}")
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in _EXTRAS:
+        extra = next((name for name, entry in ADAPTERS.items() if package in entry.packages), None)
+        if extra is None:
             raise
-        raise MissingExtraError(package, _EXTRAS[package], f"a fleet of {framework} models") from error
+        raise MissingExtraError(package, extra, f"a fleet of {framework} models") from error
 
 
 def build(factory: Callable[..., Model], arguments: Mapping[str, Any], seed: int, name: str) -> Model:
@@ -158,22 +184,18 @@ def using(settings: Mapping[str, Mapping[str, Any]]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def computing() -> Iterator[None]:
+def computing() -> AbstractContextManager[None]:
     """Keep the memory that a step frees for the next step, within this context."""
-    with ExitStack() as stack:
-        if "modelfleet.frameworks.torch" in sys.modules:
-            stack.enter_context(adapter("torch").keeping_pages())
-        yield
+    return adapter("torch").keeping_pages() if _uses_torch() else nullcontext()
 
 
-@contextmanager
-def undisturbed() -> Iterator[None]:
+def undisturbed() -> AbstractContextManager[None]:
     """Undo the contexts that a verb was called in, such as `torch.no_grad`, within this context."""
-    with ExitStack() as stack:
-        if "modelfleet.frameworks.torch" in sys.modules:
-            stack.enter_context(adapter("torch").undisturbed())
-        yield
+    return adapter("torch").undisturbed() if _uses_torch() else nullcontext()
+
+
+def _uses_torch() -> bool:
+    return "modelfleet.frameworks.torch" in sys.modules
 
 
 def reduced(value: Any) -> Any:

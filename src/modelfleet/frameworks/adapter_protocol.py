@@ -102,8 +102,11 @@ class Adapter(Protocol):
     * `Group`, like `frameworks.torch.ProcessGroup`, if the engines implement `split_rows_over`.
     * `frozen(model)`, if models contain more than replicas need. Its result is sent to the replicas and given to
       `Replica` instead of the model.
+    * `own_training`, a module like `frameworks.keras.own_training`, if models hold their optimizers themselves.
     * `settings()` and `using(settings)`, if a program can change a model's numbers by global settings such as a
       default dtype. Workers then compute with the settings of the process that started them.
+    * `version_note() -> str`, if `modelfleet doctor` should show more than the framework's version.
+    * `cache_folder() -> Path`, if compiled programs are kept there between runs. `modelfleet doctor` shows it.
     """
 
     @property
@@ -127,7 +130,7 @@ class Adapter(Protocol):
 
     @property
     def Schedules(self) -> Callable[..., Schedules]:
-        """Return the class `Schedules(schedules, columns, task, per_epoch, epochs, *, names)`.
+        """Return the class `Schedules(schedules, columns, task, per_epoch, epochs, *, names, initial_epoch)`.
 
         `per_epoch` is None if the number of steps in an epoch is not known.
         """

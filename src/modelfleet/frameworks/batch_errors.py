@@ -1,15 +1,10 @@
 """Errors for a batch on which a member's model, loss or metric failed."""
 
 from modelfleet.errors import FleetError, InputError
+from modelfleet.frameworks.metrics import metric_of
 from modelfleet.frameworks.user_code import line_of_error
 
-_MISTAKES = (
-    AttributeError,
-    NameError,
-    ImportError,
-    NotImplementedError,
-    UnboundLocalError,
-)  # of code, not of data
+_MISTAKES = (AttributeError, NameError, ImportError, NotImplementedError)  # of code, not of data
 
 
 def batch_error(name: str, kind: str, shapes: str, error: Exception, *, memory: bool) -> FleetError:
@@ -38,6 +33,12 @@ def batch_error(name: str, kind: str, shapes: str, error: Exception, *, memory: 
         )
     line = line_of_error(error)
     place = "" if line is None else f" at {line}"
+    if (metric := metric_of(error)) is not None:
+        return InputError(
+            f"member {name!r}: the metric {metric} raised {reason}{place}, after {shapes} into {kind}. A metric "
+            f"is a function of an output and a target that returns one number for the batch: change it, or leave "
+            f"it out of compile."
+        )
     if isinstance(error, _MISTAKES):
         return InputError(
             f"member {name!r}: {kind} raised {reason}{place}. This is a mistake in the code of the model, its "

@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from modelfleet.errors import InputError
-from modelfleet.types import Tree
+from modelfleet.types import Tensor, Tree
 
 
 def inputs(batch: Tree) -> Tree:
@@ -17,10 +19,27 @@ def weighted_inputs(batch: Tree) -> Tree:
     return batch[0] if isinstance(batch, tuple) and 1 <= len(batch) <= 3 else batch
 
 
-def input_and_target(batch: Tree, loss: str) -> tuple[Tree, Tree]:
-    """Return the x and y of a batch, or raise InputError if the named loss gets anything else."""
-    if isinstance(batch, tuple) and len(batch) == 2:
-        return batch
+def has_target(batch: Tree) -> bool:
+    """Return True for (x, y) and (x, y, sample_weight)."""
+    return isinstance(batch, tuple) and len(batch) in (2, 3)
+
+
+def unpack(batch: Tree, loss: str) -> tuple[Tree, Tree, Tensor | None]:
+    """Return the x, y and sample weights of a batch. The weights are None for (x, y).
+
+    Raises:
+        InputError: The named loss gets anything else, or the third part can't be weights.
+    """
+    if isinstance(batch, tuple) and has_target(batch):
+        x, y, weights = (*batch, None)[:3]
+        if weights is not None and not _one_float_per_row(weights):
+            form = f"{tuple(weights.shape)} {weights.dtype}" if hasattr(weights, "shape") else "no array"
+            raise InputError(
+                f"the loss {loss!r} needs (x, y), but the data hold 3 arrays, which is more than (x, y). A third "
+                f"is taken as sample_weight, one floating-point number for every row, and this one is {form}. "
+                f"Give such weights, or compile with an objective, which takes any batch."
+            )
+        return x, y, weights
     if isinstance(batch, Mapping):
         form = f"a dict of {', '.join(map(str, batch))}"
     else:
@@ -29,6 +48,23 @@ def input_and_target(batch: Tree, loss: str) -> tuple[Tree, Tree]:
         f"the loss {loss!r} needs (x, y), but the data hold {form}. "
         f"Give (x, y), or compile with an objective, which takes any batch."
     )
+
+
+def check_weights(weights: np.ndarray) -> None:
+    """Raise InputError for a weight that is not finite, or below 0. `unpack` refuses what can't be weights."""
+    if not _one_float_per_row(weights):
+        return
+    wrong = ~(np.isfinite(weights) & (weights >= 0))
+    if wrong.any():
+        row = int(np.flatnonzero(wrong)[0])
+        raise InputError(
+            f"sample_weight in row {row} is {weights[row]}; expected a finite number, 0 or more. "
+            f"Give a row that is not to count the weight 0."
+        )
+
+
+def _one_float_per_row(weights: Any) -> bool:
+    return len(getattr(weights, "shape", ())) == 1 and "float" in str(weights.dtype)
 
 
 def loss_and_metrics(result: Any, tensor: type) -> tuple[Any, Mapping[str, Any]]:

@@ -14,7 +14,7 @@ import numpy as np
 from modelfleet.errors import StrategyError
 from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.lane_context import Task
-from modelfleet.frameworks.stacked import PARTS, WEIGHTS, Positions, by_part, by_path
+from modelfleet.frameworks.stacked import WEIGHTS, Given, Positions
 from modelfleet.members import Member
 from modelfleet.types import Kind, NativeDevice, State, Tensor, Tree
 
@@ -44,7 +44,9 @@ class Engine(ABC):
     steps_per_call: int
     """Best number of steps for one call of `train`; 1 if more steps gain nothing."""
     parts_in_models: Collection[str] = WEIGHTS
-    """Parts of the state that the members' models contain themselves."""
+    """Parts of the state that the members' models contain themselves: `gather` and `scatter` move these."""
+    changed: bool = False
+    """True if evaluating or predicting has changed the state since the last `scatter` of all members."""
 
     @property
     @abstractmethod
@@ -222,11 +224,6 @@ class Engine(ABC):
 
     @property
     @abstractmethod
-    def positions(self) -> np.ndarray:
-        """Return the positions of all members."""
-
-    @property
-    @abstractmethod
     def slots(self) -> np.ndarray:
         """Return `(slot,)`: the position of the member in each slot."""
 
@@ -244,7 +241,7 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def write(self, positions: Positions, state: State) -> None:
+    def write(self, positions: Positions, state: Given) -> None:
         """Replace the state of some members by what `read` returned, or by NumPy arrays of it.
 
         Args:
@@ -253,34 +250,33 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def gather(self, members: Sequence[Member]) -> State:
-        """Return the `parts_in_models` from the models of some members, for `write`."""
+    def gather(self, positions: Positions, members: Sequence[Member]) -> None:
+        """Copy the state that the models of some members hold into the state here.
+
+        Args:
+            positions: The members' positions in the lane. A member may have a slot or rest.
+            members: The members, in the order of `positions`.
+        """
 
     @abstractmethod
     def scatter(self, positions: Positions, members: Sequence[Member]) -> None:
-        """Copy the state of the members at some positions into their models."""
-
-    def refresh(self, positions: Positions, members: Sequence[Member]) -> None:
-        """Replace the state of the members at some positions by the state of their models."""
-        self.write(positions, self.gather(members))
+        """Copy the state of some members into their models. Undoes `gather`."""
 
     @abstractmethod
-    def narrow(self, positions: np.ndarray) -> None:
-        """Give slots only to these members from now on, in this order. The others rest."""
+    def adopt(self, positions: Positions, other: "Engine", sources: Positions) -> None:
+        """Copy from another engine what the models of some members do not hold: optimizer state and step counts.
 
-    @abstractmethod
-    def widen(self) -> None:
-        """Give every member its slot again."""
-
-    @abstractmethod
-    def adopt(self, position: int, other: "Engine", source: int) -> None:
-        """Copy the optimizer state and the step count of a member from another engine, where the shapes fit.
+        The structure of a model may have changed in between. What has another shape now is left as it is here.
 
         Args:
-            position: The member's position here.
+            positions: The members' positions here.
             other: An engine of the same optimizer.
-            source: The member's position there.
+            sources: The members' positions there.
         """
+
+    @abstractmethod
+    def give_slots(self, positions: Positions) -> None:
+        """Give slots to these members from now on, in this order. The others rest until they are given one."""
 
     @abstractmethod
     def still_shared(self, members: Sequence[Member]) -> bool:
@@ -289,22 +285,6 @@ class Engine(ABC):
     def objects(self) -> Iterable[tuple[str, object]]:
         """Return the objects, by name, whose mode a step changes for a while. Other models may hold them."""
         return ()
-
-    def write_changes(self, members: Sequence[Member]) -> bool:
-        """Copy changes made by evaluating and predicting into the models. Return True if there were any."""
-        return False
-
-    def write_back(self, members: Sequence[Member]) -> None:
-        """Copy every member's state into its own model."""
-        self.scatter(self.positions, members)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return a copy of the whole state by path: `params/0.weight`."""
-        return by_path(self.read(self.positions))
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the whole state by what `tensors` returned, or by NumPy arrays of it."""
-        self.write(self.positions, {**{part: {} for part in PARTS}, **by_part(tensors)})
 
     @abstractmethod
     def stream(self) -> AbstractContextManager[object]:

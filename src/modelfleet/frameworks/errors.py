@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from modelfleet.errors import FleetError
+from modelfleet.errors import FleetError, InputError
 
 # Values of `Engine.trouble`.
 FINE, LOSS, GRADIENT, SCALE = 0, 1, 2, 3
@@ -11,6 +11,10 @@ REASONS = {
     GRADIENT: "its gradient became NaN or infinite",
     SCALE: "its float16 gradients overflowed at every loss scale",
 }
+
+
+class NotCompiledError(InputError):
+    """A member has to be compiled first."""
 
 
 class CannotFuseError(FleetError):

@@ -1,11 +1,12 @@
 """Arrays of JAX, TensorFlow and NumPy in safetensors files, as the store needs them (`store.Files`).
 
-`save` and `load` do the same for any framework that safetensors knows.
+`save` and `load` do the same for other libraries that safetensors knows.
 """
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -15,43 +16,40 @@ import numpy as np
 from modelfleet.errors import MissingExtraError, StoreError
 from modelfleet.types import Arrays, Tensor
 
+Library = Literal["numpy", "torch"]
 Get = Callable[[Any, str], Tensor]
 """Return one tensor, or a part of it, from an open safetensors file."""
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write arrays of any device and layout. Each array is stored whole."""
-    safetensors = import_safetensors("keras")
-    from safetensors.numpy import save_file
-
     packed = {name: np.ascontiguousarray(np.asarray(tensor)) for name, tensor in tensors.items()}
     # `ascontiguousarray` turns a scalar into an array of one number.
     packed = {name: array.reshape(np.shape(tensors[name])) for name, array in packed.items()}
-    save(path, packed, save_file, safetensors)
+    save(path, packed, "numpy")
 
 
 def read(path: Path) -> Arrays:
     """Read all arrays of a file."""
-    return load(path, "np", lambda file, name: np.array(file.get_tensor(name)), import_safetensors("keras"))
+    return load(path, "numpy", lambda file, name: np.array(file.get_tensor(name)))
 
 
-def read_row(path: Path, row: int, names: Sequence[str] | None = None) -> Arrays:
-    """Read one row of every array, or of the arrays in `names`, without reading the others."""
+def read_row(path: Path, row: int) -> Arrays:
+    """Read one row of every array, without reading the others."""
     get: Get = lambda file, name: np.array(file.get_slice(name)[row])  # noqa: E731
-    return load(path, "np", get, import_safetensors("keras"), names)
+    return load(path, "numpy", get)
 
 
-def save(
-    path: Path, tensors: Mapping[str, Tensor], save_file: Callable[..., None], safetensors: ModuleType
-) -> None:
-    """Write tensors with the `save_file` of their framework.
+def save(path: Path, tensors: Mapping[str, Tensor], library: Library) -> None:
+    """Write tensors of a library.
 
     Raises:
         OSError: The disk refused the file.
         StoreError: The file can't hold the tensors, or can't be written for another reason.
     """
+    safetensors = _import_safetensors(library)
     try:
-        save_file(tensors, path)
+        import_module(f"safetensors.{library}").save_file(tensors, path)
     except safetensors.SafetensorError as error:
         # safetensors 0.8 reports a full disk only in its text: "I/O error: … (os error 28)".
         code = re.search(r"\(os error (\d+)\)", str(error))
@@ -62,27 +60,23 @@ def save(
         raise StoreError(f"a tensor can't be saved: safetensors does not support {error}.") from error
 
 
-def load(
-    path: Path,
-    framework: Literal["np", "pt"],
-    get: Get,
-    safetensors: ModuleType,
-    names: Sequence[str] | None = None,
-) -> dict[str, Tensor]:
-    """Return what `get` reads for each of `names`, or for every tensor of the file.
+def load(path: Path, library: Library, get: Get) -> dict[str, Tensor]:
+    """Return what `get` reads for every tensor of the file.
 
     Raises:
         StoreError: The file can't be read.
     """
+    safetensors = _import_safetensors(library)
     try:
-        with safetensors.safe_open(path, framework=framework) as file:
-            return {name: get(file, name) for name in (file.keys() if names is None else names)}
+        with safetensors.safe_open(path, framework=library) as file:
+            return {name: get(file, name) for name in file.keys()}  # noqa: SIM118  it is no mapping
     except (safetensors.SafetensorError, OSError, RuntimeError, TypeError) as error:
         raise StoreError(f"{path} can't be read: {error}.") from error
 
 
-def import_safetensors(extra: str) -> ModuleType:
+def _import_safetensors(library: Library) -> ModuleType:
     """Return the package `safetensors`, or raise an error that names the extra to install."""
+    extra = "torch" if library == "torch" else "keras"
     try:
         import safetensors
     except ImportError as error:

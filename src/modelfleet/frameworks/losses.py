@@ -83,6 +83,14 @@ def check_shape(
         )
 
 
+def no_loss_by_row(name: str) -> InputError:
+    """Return the error for sample weights beside a function that returns one number for a whole batch."""
+    return InputError(
+        f"sample_weight needs the loss of every row, and the loss {name!r} returns one number for the batch. Use "
+        f"a loss with a name, or compile with an objective: fit((x, y, w)) gives it the weights in its batch."
+    )
+
+
 def out_of_range(name: str, kind: TargetKind, classes: int, target: Any) -> tuple[Tensor, str] | None:
     """Return where a target holds values that its loss can't take, and what the loss takes.
 

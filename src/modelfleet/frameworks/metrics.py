@@ -1,22 +1,26 @@
 """Metrics of `compile`, as far as all frameworks have them in common: names, and functions of the user."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from modelfleet.errors import InputError, unknown
 from modelfleet.types import MetricLike
 
 Function = Callable[[Any, Any], Any]
-"""A user's metric: a function of output and target that returns one number for the batch."""
+"""User's metric: a function of output and target that returns one number for the batch."""
+
+
+_NOTE = "in the metric "
 
 
 class Named(Protocol):
-    """A metric with a name."""
+    """Metric with a name."""
 
     @property
     def name(self) -> str:
-        """The metric's name in a history."""
+        """Return the metric's name in a history."""
         ...
 
 
@@ -45,9 +49,15 @@ def resolve(
     found: list[Metric] = []
     for metric in metrics:
         if isinstance(metric, str):
-            found.append(_find(metric, known, top))
+            if (match := re.fullmatch(r"top_([1-9]\d*)", metric)) is not None:
+                found.append(top(int(match[1])))
+            elif metric in known:
+                found.append(known[metric])
+            else:
+                raise unknown("metric", metric, [*known, "top_5"])
             continue
-        named = metric.items() if isinstance(metric, Mapping) else [(_name(metric), metric)]
+        own_name = getattr(metric, "__name__", type(metric).__name__)
+        named = metric.items() if isinstance(metric, Mapping) else [(own_name, metric)]
         for name, function in named:
             if not callable(function):
                 raise InputError(
@@ -66,23 +76,40 @@ def resolve(
     return tuple(found)
 
 
+@contextmanager
+def naming_metric(name: str) -> Iterator[None]:
+    """Note the metric's name on whatever its function raises, for `metric_of`. The error stays what it is."""
+    try:
+        yield
+    except Exception as error:
+        note_metric(error, name)
+        raise
+
+
+def note_metric(error: Exception, name: str) -> None:
+    """Note on an error which metric raised it."""
+    error.add_note(f"{_NOTE}{name!r}")
+
+
+def metric_of(error: Exception) -> str | None:
+    """Return the quoted name of the metric whose function raised an error; None if none did."""
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE)]
+    return notes[0].removeprefix(_NOTE) if notes else None
+
+
 def not_one_number(name: str, shape: Sequence[int]) -> InputError:
     """Return the error for a user's metric that gave more than one number for a batch."""
     return InputError(f"the metric {name!r} gave {tuple(shape)}; expected one number for the batch.")
 
 
+def wrong_shapes(name: str, output: Sequence[int], target: Sequence[int], scores: str) -> InputError:
+    """Return the error for shapes that a metric of classes can't compare. `scores` names the axes of an output."""
+    return InputError(
+        f"{name} can't compare an output {tuple(output)} with a target {tuple(target)}. It takes scores {scores} "
+        f"with class indices (row, …) or one-hot targets, or one logit with 0 and 1."
+    )
+
+
 def too_few_classes(k: int, classes: int) -> InputError:
     """Return the error for top_k of a model with fewer than k classes."""
     return InputError(f"top_{k} needs at least {k} classes, but the model gives {classes}.")
-
-
-def _find(name: str, known: Mapping[str, Metric], top: Callable[[int], Metric]) -> Metric:
-    if (match := re.fullmatch(r"top_([1-9]\d*)", name)) is not None:
-        return top(int(match[1]))
-    if name not in known:
-        raise unknown("metric", name, [*known, "top_5"])
-    return known[name]
-
-
-def _name(metric: Any) -> str:
-    return getattr(metric, "__name__", type(metric).__name__)

@@ -1,4 +1,4 @@
-"""A model's outputs for a batch, as a tree of NumPy arrays `(row, …)`.
+"""Read a model's outputs for a batch as a tree of NumPy arrays `(row, …)`.
 
 Dicts, lists, tuples and named tuples keep their type; dataclasses become dicts of their fields. A list with one
 entry per row becomes an array of these entries. Nothing is dropped: an output without rows, such as a number for
@@ -7,7 +7,7 @@ none of them.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from typing import Any
 
@@ -15,8 +15,9 @@ import numpy as np
 
 from modelfleet.errors import InputError
 from modelfleet.trees import leaves, map_tree
+from modelfleet.types import Tree
 
-Path = tuple[Any, ...]
+Path = tuple[Hashable, ...]
 _INTEGERS = (int, np.integer)
 _NUMBERS = (bool, int, float, complex, np.bool_, np.number)
 
@@ -27,7 +28,7 @@ class _Lengths:
 
     rows: int
     found: Mapping[tuple[bool, Path], int]
-    """The number by (is a list or tuple, path)."""
+    """By (is a list or tuple, path)."""
 
 
 class Outputs:
@@ -41,14 +42,14 @@ class Outputs:
 
     def __init__(
         self,
-        host: Callable[[Any], np.ndarray | list[Any] | None],
+        host: Callable[[object], np.ndarray | list[np.ndarray] | None],
         opened: Callable[[Any], Any] = lambda value: value,
     ) -> None:
         self._host, self._opened = host, opened
         self._by_row: dict[Path, bool] = {}
         self._compared = False
 
-    def of(self, rows: Any, ask: Callable[[Any], Any]) -> Any:
+    def of(self, rows: Tree, ask: Callable[[Tree], Tree]) -> Tree:
         """Return what `ask` returns for some rows, as a tree of arrays.
 
         The first call asks for another number of rows, too. Only that shows if as many entries as rows are chance:
@@ -63,7 +64,7 @@ class Outputs:
         self._compared = True
         return read
 
-    def _of_another_number(self, rows: Any, count: int, ask: Callable[[Any], Any]) -> _Lengths | None:
+    def _of_another_number(self, rows: Tree, count: int, ask: Callable[[Tree], Tree]) -> _Lengths | None:
         other = count // 2 if count > 1 else 2  # a size for which programs are compiled anyway
         try:
             found = ask(map_tree(lambda leaf: leaf.repeat(2, 0) if count == 1 else leaf[:other], rows))
@@ -71,7 +72,7 @@ class Outputs:
             return None
         return _Lengths(other, dict(self._lengths(found, ())))
 
-    def _lengths(self, value: Any, path: Path) -> Iterator[tuple[tuple[bool, Path], int]]:
+    def _lengths(self, value: Tree, path: Path) -> Iterator[tuple[tuple[bool, Path], int]]:
         value = self._opened(value)
         if _is_record(value):
             for key, part in _fields(value).items():
@@ -84,7 +85,7 @@ class Outputs:
             for number, part in enumerate(value):
                 yield from self._lengths(part, (*path, number))
 
-    def _read(self, value: Any, path: Path, count: int, other: _Lengths | None) -> Any:
+    def _read(self, value: Tree, path: Path, count: int, other: _Lengths | None) -> Tree:
         value = self._opened(value)
         if value is None:
             return None
@@ -108,20 +109,20 @@ class Outputs:
             return parts if isinstance(value, list) else tuple(parts)
         raise _refused(_described(value), path, count)
 
-    def _is_by_row(self, value: Any, path: Path, count: int, other: _Lengths | None) -> bool | None:
+    def _is_by_row(self, value: Sized, path: Path, count: int, other: _Lengths | None) -> bool | None:
         """Return True if an array or list has one entry per row, and None if that is unknown."""
         size = None if other is None else other.found.get((isinstance(value, list | tuple), path))
         if other is not None and path not in self._by_row and len(value) == count and size in (other.rows, count):
             self._by_row[path] = size == other.rows
         return self._by_row.get(path)
 
-    def _array(self, value: Any, path: Path) -> np.ndarray | list[Any] | None:
+    def _array(self, value: object, path: Path) -> np.ndarray | list[np.ndarray] | None:
         try:
             return self._host(value)
         except InputError as error:
             raise InputError(f"the model gave {_named(path)}{error}") from error
 
-    def _entry(self, value: Any, path: Path) -> Any:
+    def _entry(self, value: Tree, path: Path) -> Tree:
         """Return the output for one row, with tensors as NumPy arrays."""
         value = self._opened(value)
         array = self._array(value, path)
@@ -135,16 +136,16 @@ class Outputs:
         return value
 
 
-def _has_rows(array: Any, count: int) -> bool:
+def _has_rows(array: object, count: int) -> bool:
     return isinstance(array, np.ndarray) and array.ndim > 0 and len(array) == count
 
 
-def _is_record(value: Any) -> bool:
+def _is_record(value: object) -> bool:
     named = isinstance(value, tuple) and hasattr(value, "_fields")
     return named or isinstance(value, Mapping) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
 
 
-def _fields(value: Any) -> dict[Any, Any]:
+def _fields(value: Tree) -> dict[Hashable, Tree]:
     """Return the parts of a mapping, named tuple or dataclass by name."""
     if isinstance(value, Mapping):
         return dict(value)
@@ -153,13 +154,13 @@ def _fields(value: Any) -> dict[Any, Any]:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
-def _record(value: Any, read: Callable[[Any, Any], Any]) -> Any:
+def _record(value: Tree, read: Callable[[Hashable, Tree], Tree]) -> Tree:
     """Return a record with its parts read; a dataclass becomes a dict."""
     fields = {key: read(key, part) for key, part in _fields(value).items()}
     return type(value)(*fields.values()) if isinstance(value, tuple) else fields
 
 
-def _entries(values: Sequence[Any], path: Path, count: int) -> np.ndarray:
+def _entries(values: Sequence[Tree], path: Path, count: int) -> np.ndarray:
     """Return the outputs of single rows as an array `(row,)`."""
     if len(values) != count:
         raise _refused(f"a list of {len(values)} entries", path, count)
@@ -181,7 +182,7 @@ def _refused(what: str, path: Path, count: int) -> InputError:
     )
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     shown = repr(value)
     return f"a {type(value).__name__}" if len(shown) > 40 else f"{shown} (a {type(value).__name__})"
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from modelfleet.frameworks.structure import nested_code
 from modelfleet.frameworks.watched import (
     MISSING,
     Watched,
@@ -39,7 +40,7 @@ _STOCK = frozenset(sys.stdlib_module_names) | {
 _MAX_WATCHED = 20_000  # code that reaches more than this reaches a whole library
 
 Named = tuple[str, Any]
-"""A value, and how a reader knows it."""
+"""How a reader knows a value, and the value."""
 
 
 class PythonSnapshot:
@@ -47,15 +48,14 @@ class PythonSnapshot:
 
     Args:
         roots: The objects to start from, by name.
-        skip: Objects that are not followed.
     """
 
-    def __init__(self, roots: Mapping[str, Any], skip: Iterable[Any] = ()) -> None:
+    def __init__(self, roots: Mapping[str, Any]) -> None:
         self._watched: list[Watched] = [
             WatchedGenerator("Python's random", random.getstate, random.setstate),
             WatchedGenerator("numpy.random", lambda: np.random.get_state(legacy=False), np.random.set_state),
         ]
-        self._seen: dict[int, Any] = {id(value): value for value in skip}  # keeps them: no id is used twice
+        self._seen: dict[int, Any] = {}  # by id; keeps them alive, so that no id is used twice
         waiting = deque(roots.items())
         while waiting and len(self._watched) < _MAX_WATCHED:
             name, value = waiting.popleft()
@@ -160,7 +160,7 @@ class PythonSnapshot:
         return found
 
     def _follow_globals(self, function: types.FunctionType) -> Iterator[Named]:
-        names = _names(function.__code__)
+        names = list(dict.fromkeys(name for code in nested_code(function.__code__) for name in code.co_names))
         for name, value in self._follow_names("", function.__globals__, names):
             yield name, value
             if isinstance(value, types.ModuleType) and not is_stock(value):
@@ -210,12 +210,6 @@ def _same(now: Any, before: Any) -> bool:
     if type(now) is not type(before) or not isinstance(before, _PLAIN):
         return False
     return now == before or repr(now) == repr(before)
-
-
-def _names(code: types.CodeType) -> list[str]:
-    """Return the names of globals and attributes in some code, and in the functions within."""
-    inner = [name for part in code.co_consts if isinstance(part, types.CodeType) for name in _names(part)]
-    return list(dict.fromkeys([*code.co_names, *inner]))
 
 
 def _numbered(name: str, values: Iterable[Any]) -> list[Named]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from modelfleet.each import per_member
 from modelfleet.errors import InputError
+from modelfleet.frameworks.errors import NotCompiledError
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
 from modelfleet.types import ScheduleLike
@@ -17,7 +18,7 @@ TaskType = TypeVar("TaskType", covariant=True)
 
 @dataclass(frozen=True)
 class Prepared(Generic[TaskType]):
-    """A recipe for some members, in their order (see `adapter_protocol.Prepared`)."""
+    """Recipe for some members, in their order (see `adapter_protocol.Prepared`)."""
 
     tasks: Sequence[TaskType]
     schedules: Sequence[ScheduleLike]
@@ -25,11 +26,20 @@ class Prepared(Generic[TaskType]):
     """Hyperparameters `(member,)` that are not part of the members' state."""
 
 
+def compile_all(recipe: Recipe, members: Sequence[Member]) -> None:
+    """Have every framework check a recipe for its members. Raise InputError if it does not fit one of them."""
+    for framework in {id(member.framework): member.framework for member in members}.values():
+        alike = [member for member in members if member.framework is framework]
+        framework.compile(recipe.only([member.name for member in alike]), alike)
+
+
 def require_compiled(members: Sequence[Member], kind: str) -> None:
-    """Raise InputError unless `kind` is "predict", the only verb that works without a recipe."""
+    """Raise NotCompiledError unless `kind` is "predict", the only verb that works without a recipe."""
     if kind != "predict":
         verb = "evaluate" if kind == "evaluate" else "fit"
-        raise InputError(f"call compile before {verb}: member {members[0].name!r} needs a loss and an optimizer.")
+        raise NotCompiledError(
+            f"call compile before {verb}: member {members[0].name!r} needs a loss and an optimizer."
+        )
 
 
 def check_objective(recipe: Recipe) -> None:

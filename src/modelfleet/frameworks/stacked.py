@@ -1,4 +1,4 @@
-"""Stacked state of a lane's members, and the two ways to move it: `read` and `write`.
+"""Stacked state of a lane's members, and the two methods that move it: `read` and `write`.
 
 A state is a dict of parts, each a dict of tensors by name. Every tensor has the member as its first axis:
 
@@ -22,6 +22,8 @@ from modelfleet.types import State, Tensor, Tree
 
 WEIGHTS = ("params", "frozen", "buffers")
 PARTS = (*WEIGHTS, "optimizer", "member", "sums", "metrics")
+CARRIED = {"optimizer": None, "member": ("step", "scale", "good")}
+"""What a member takes along to another engine, by part: the names, or None for all."""
 Positions = Sequence[int] | np.ndarray
 Given = Mapping[str, Mapping[str, Tensor | np.ndarray]]
 """A state to write: tensors, or NumPy arrays of them, by part and name."""
@@ -57,8 +59,8 @@ class StackedState:
     """Stacked state of a lane's members, of which some may rest.
 
     `parts` is the working state, which programs step. An engine may replace its tensors, or the whole dict. Slot n
-    of every tensor belongs to the member at position `slots[n]`. After `narrow`, the members without a slot rest:
-    their state is kept apart until `widen`.
+    of every tensor belongs to the member at position `slots[n]`. Members without a slot rest: their state is kept
+    apart until `give_slots` gives them one again.
 
     A state is allocated as a whole by the engine that makes it. So an engine may lay out all weights of a lane in
     one buffer and give views of it here.
@@ -70,11 +72,6 @@ class StackedState:
         self.slots = np.arange(members)
         self._tensors = tensors
         self._resting: State | None = None  # of all members, with old values for those that have a slot
-
-    @property
-    def positions(self) -> np.ndarray:
-        """Return the positions of all members."""
-        return np.arange(self.members)
 
     @property
     def width(self) -> int:
@@ -122,18 +119,15 @@ class StackedState:
             assert self._resting is not None
             self._resting = self._put(self._resting, positions[resting], state, resting)
 
-    def narrow(self, positions: Positions) -> None:
-        """Give slots to these members only, in this order. The others rest."""
-        assert self._resting is None
-        self.slots = np.asarray(positions, np.int64)
-        self._resting = self.parts
-        self.parts = self._tensors.take(self.parts, self._tensors.rows(self.slots))
-
-    def widen(self) -> None:
-        """Give every member its slot again."""
+    def give_slots(self, positions: Positions) -> None:
+        """Give slots to these members, in this order. The others rest. If all have one, it is their position."""
         if self._resting is not None:
             self.parts = self._put(self._resting, self.slots, self.parts)
-            self._resting, self.slots = None, self.positions
+            self._resting, self.slots = None, np.arange(self.members)
+        if len(positions) < self.members:
+            self.slots = np.asarray(positions, np.int64)
+            self._resting = self.parts
+            self.parts = self._tensors.take(self.parts, self._tensors.rows(self.slots))
 
     def _slots_of(self, positions: np.ndarray) -> np.ndarray:
         """Return the slot of each position, or -1 for a member that rests."""
@@ -195,9 +189,9 @@ def by_path(state: State) -> dict[str, Tensor]:
 
 
 def by_part(tensors: Mapping[str, Tensor]) -> State:
-    """Return tensors by path as a state. Undoes `by_path`."""
+    """Return tensors by path as a state that has every part. Undoes `by_path`."""
     parts = {path: part for part, path in _PATHS.items()}
-    state: State = {}
+    state: State = {part: {} for part in PARTS}
     for path, tensor in tensors.items():
         first, _, name = path.partition("/")
         state.setdefault(parts.get(first, first), {})[name] = tensor

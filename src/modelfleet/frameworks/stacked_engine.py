@@ -5,7 +5,7 @@ from collections.abc import Collection
 import numpy as np
 
 from modelfleet.frameworks.engine import Engine
-from modelfleet.frameworks.stacked import Positions, StackedState
+from modelfleet.frameworks.stacked import CARRIED, Given, Positions, StackedState, fitting
 from modelfleet.types import State
 
 
@@ -24,11 +24,6 @@ class StackedEngine(Engine):
         self.stacked.parts = parts
 
     @property
-    def positions(self) -> np.ndarray:
-        """Return the positions of all members."""
-        return self.stacked.positions
-
-    @property
     def slots(self) -> np.ndarray:
         """Return `(slot,)`: the position of the member in each slot."""
         return self.stacked.slots
@@ -37,14 +32,15 @@ class StackedEngine(Engine):
         """Return a copy of the state of some members, by part and name."""
         return self.stacked.read(positions, parts)
 
-    def write(self, positions: Positions, state: State) -> None:
+    def write(self, positions: Positions, state: Given) -> None:
         """Replace the state of some members by part and name."""
         self.stacked.write(positions, state)
 
-    def narrow(self, positions: np.ndarray) -> None:
-        """Give slots only to these members from now on. The others rest."""
-        self.stacked.narrow(positions)
+    def adopt(self, positions: Positions, other: Engine, sources: Positions) -> None:
+        """Copy optimizer state and step counts of some members from another engine, where the shapes fit."""
+        parts = {part: names for part, names in CARRIED.items() if part not in self.parts_in_models}
+        self.write(positions, fitting(other.read(sources, parts), self.state, parts=parts))
 
-    def widen(self) -> None:
-        """Give every member its slot again."""
-        self.stacked.widen()
+    def give_slots(self, positions: Positions) -> None:
+        """Give slots to these members from now on. The others rest."""
+        self.stacked.give_slots(positions)

@@ -2,7 +2,7 @@
 
 import sys
 import types
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ MAX_SHOWN = 60  # characters of a value in a message
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Signature:
-    """A model's structure as a value. Two models may be fused if and only if their signatures are equal."""
+    """Structure of a model, as a value. Two models may be fused if and only if their signatures are equal."""
 
     entries: tuple[tuple[str, Hashable], ...]
     """Each part of the model by its path, such as `layers.0.kernel`."""
@@ -21,7 +21,7 @@ class Signature:
         object.__setattr__(self, "_hash", hash(self.entries))
 
     def __reduce__(self) -> tuple[type["Signature"], tuple[tuple[tuple[str, Hashable], ...]]]:
-        return Signature, (self.entries,)  # without the hash, which is another one in another process
+        return Signature, (self.entries,)  # without the hash, which differs between processes
 
     def __hash__(self) -> int:
         return self._hash
@@ -33,7 +33,7 @@ class Signature:
 
 
 class Opaque:
-    """A value whose content can't be compared, so that it equals only itself."""
+    """Value whose content can't be compared, so that it equals only itself."""
 
     __slots__ = ("value",)
 
@@ -58,12 +58,20 @@ def is_importable(value: Any) -> bool:
     return found is value
 
 
-def cell_contents(cell: types.CellType) -> Any:
-    """Return what a closure's cell holds, or None for a variable that is not assigned yet."""
+def cell_contents(cell: types.CellType, default: object = None) -> Any:
+    """Return what a closure's cell holds, or the default for a variable that is not assigned yet."""
     try:
         return cell.cell_contents
     except ValueError:
-        return None
+        return default
+
+
+def nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield some code, and that of the functions within."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from nested_code(constant)
 
 
 def shorten(text: str) -> str:

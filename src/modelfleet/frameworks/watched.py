@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from modelfleet.frameworks.structure import cell_contents
+
 Same = Callable[[Any, Any], bool]
 """Returns True if a value counts as unchanged. By default it must be the same object."""
 
@@ -57,7 +59,7 @@ class Watched:
 
 
 class WatchedDict(Watched):
-    """A dict, or the attributes of an object. `label` names an item after the name of the whole."""
+    """Dict, or the attributes of an object. `label` names an item after the name of the whole."""
 
     cheap = True
 
@@ -110,17 +112,19 @@ class WatchedNames(Watched):
         """Return True if the names stand for the same values."""
         return all(map(self._same_value, self._current(), self.values))
 
-    def changed(self) -> Iterator[str]:
-        """Yield the names that stand for something else."""
+    def _replaced(self) -> Iterator[tuple[str, Any]]:
+        """Yield the names that stand for something else, and what they stood for."""
         for name, value, before in zip(self.names, self._current(), self.values, strict=True):
             if not self._same_value(value, before):
-                yield f"{self.name}{name}"
+                yield name, before
+
+    def changed(self) -> Iterator[str]:
+        """Yield the names that stand for something else."""
+        return (f"{self.name}{name}" for name, _ in self._replaced())
 
     def restore(self) -> None:
         """Give the names their values back."""
-        for name, value, before in zip(self.names, self._current(), self.values, strict=True):
-            if self._same_value(value, before):
-                continue
+        for name, before in self._replaced():
             if isinstance(self.owner, dict):
                 if before is MISSING:
                     del self.owner[name]
@@ -155,7 +159,7 @@ class WatchedSlots(Watched):
 
 
 class WatchedList(Watched):
-    """A list or a deque."""
+    """List or deque."""
 
     cheap = True
 
@@ -174,7 +178,7 @@ class WatchedList(Watched):
 
 
 class WatchedSet(Watched):
-    """A set."""
+    """Set."""
 
     cheap = True
 
@@ -193,17 +197,17 @@ class WatchedSet(Watched):
 
 
 class WatchedCell(Watched):
-    """A variable that a function closes over."""
+    """Variable that a function closes over."""
 
     cheap = True
 
     def __init__(self, name: str, cell: types.CellType, same_value: Same = is_) -> None:
         super().__init__(name)
-        self.cell, self.value, self._same_value = cell, _contents(cell), same_value
+        self.cell, self.value, self._same_value = cell, cell_contents(cell, MISSING), same_value
 
     def same(self) -> bool:
         """Return True if it holds the same value."""
-        return self._same_value(_contents(self.cell), self.value)
+        return self._same_value(cell_contents(self.cell, MISSING), self.value)
 
     def restore(self) -> None:
         """Give it its value back."""
@@ -214,7 +218,7 @@ class WatchedCell(Watched):
 
 
 class WatchedArray(Watched):
-    """A NumPy array or a bytearray."""
+    """NumPy array or bytearray."""
 
     def __init__(self, name: str, array: np.ndarray | bytearray) -> None:
         super().__init__(name)
@@ -251,7 +255,7 @@ class WatchedGenerator(Watched):
 
     def moved(self) -> bool:
         """Return True if it has advanced."""
-        return _comparable(self._get()) != _comparable(self._before)
+        return comparable(self._get()) != comparable(self._before)
 
     def restore(self) -> None:
         """Set it back."""
@@ -259,24 +263,17 @@ class WatchedGenerator(Watched):
 
 
 class WatchedCache(WatchedGenerator):
-    """A function's cache. Restoring removes what a trace put there. It counts as no change."""
+    """Cache of a function. Restoring removes what a trace put there. It counts as no change."""
 
     def changed(self) -> Iterator[str]:
         """Yield nothing: a cache changes no result."""
         yield from ()
 
 
-def _comparable(state: Any) -> Hashable:
+def comparable(state: Any) -> Hashable:
     """Return a generator's state as a value. The `repr` of an array may leave out most of its numbers."""
     if isinstance(state, np.ndarray):
         return state.tobytes()
     if isinstance(state, dict):
-        return tuple((key, _comparable(value)) for key, value in state.items())
-    return tuple(map(_comparable, state)) if isinstance(state, tuple) else repr(state)
-
-
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return MISSING
+        return tuple((key, comparable(value)) for key, value in state.items())
+    return tuple(map(comparable, state)) if isinstance(state, tuple) else repr(state)

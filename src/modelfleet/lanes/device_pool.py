@@ -1,6 +1,5 @@
 """Devices of a fleet: those that the user named, or those of a Ray cluster."""
 
-import sys
 from collections.abc import Sequence
 
 from modelfleet.devices import Device
@@ -24,15 +23,12 @@ class DevicePool:
     @property
     def clustered(self) -> bool:
         """Return True if the devices belong to a cluster, by name or because this process is connected to one."""
-        if self.devices is not None:
-            return any(device.kind == "ray" for device in self.devices)
-        cluster = sys.modules.get("modelfleet.workers.ray")
-        return cluster is not None and cluster.connected()
+        return places.means_ray(self.devices)
 
     def refresh(self) -> bool:
         """Ask the cluster, if there is one, which devices it has now. Return True if they have changed."""
         before = [place.name for place in self.places]
-        self.places = places.cluster_places(self.devices) or []
+        self.places = places.ray_places(self.devices) if self.clustered else []
         return [place.name for place in self.places] != before
 
     def of(self, framework: Adapter) -> tuple[Device, ...]:

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 from modelfleet.devices import Device
 from modelfleet.errors import InputError
-from modelfleet.frameworks.adapter_protocol import Adapter, Task
+from modelfleet.frameworks.adapter_protocol import Adapter, Prepared, Task
+from modelfleet.frameworks.errors import NotCompiledError
 from modelfleet.lanes.device_pool import DevicePool
 from modelfleet.lanes.spec import LaneSpec
 from modelfleet.members import Member
@@ -79,7 +80,7 @@ class Groups:
 
     def _add(self, framework: Adapter, recipe: Recipe | None, members: Sequence[Member]) -> None:
         names = [member.name for member in members]
-        prepared = framework.prepare(recipe and recipe.only(names), members, self.kind)
+        prepared = _prepare(framework, recipe, members, self.kind)
         for position, member in enumerate(members):
             self.tasks[member.name] = MemberTask(
                 member,
@@ -143,6 +144,21 @@ class Groups:
     def on_first_device(self, specs: Sequence[LaneSpec]) -> list[LaneSpec]:
         """Return the specs, those that are not placed yet on the first device that they may run on."""
         return [replace(s, device=str(self.devices(s)[0])) if s.device is None else s for s in specs]
+
+
+def _prepare(framework: Adapter, recipe: Recipe | None, members: Sequence[Member], kind: Kind) -> Prepared:
+    """Return the tasks of members. A recipe that a saved fleet has only in part counts as none."""
+    if recipe is None or not recipe.missing:
+        return framework.prepare(recipe and recipe.only([member.name for member in members]), members, kind)
+    try:
+        return framework.prepare(None, members, kind)
+    except NotCompiledError as error:
+        lost = "; ".join(f"its {name} {missing.reason}" for name, missing in recipe.missing.items())
+        raise NotCompiledError(
+            f"call compile before {kind if kind == 'evaluate' else 'fit'}: the folder that member "
+            f"{members[0].name!r} was loaded from has only a part of its recipe: {lost}. If the optimizer is the "
+            f"same, the member goes on with the optimizer state that was saved."
+        ) from error
 
 
 def _by_recipe(

@@ -1,10 +1,9 @@
 """Lanes: members of one group that take their steps together on one device."""
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -13,19 +12,21 @@ from modelfleet.feeds import Batch, Feed
 from modelfleet.frameworks.engine import Engine
 from modelfleet.frameworks.errors import StepError
 from modelfleet.frameworks.predict_rows import predict_rows
-from modelfleet.frameworks.stacked import WEIGHTS
+from modelfleet.frameworks.stacked import Given
 from modelfleet.lanes.outputs import join_batches, member_rows
 from modelfleet.lanes.padding import pieces, prediction_pieces
 from modelfleet.lanes.spec import LaneSpec
 from modelfleet.lanes.step_times import StepTimes
 from modelfleet.lanes.work import Work
 from modelfleet.members import Member
-from modelfleet.trees import leaves
-from modelfleet.types import Arrays, Json, Kind, Model, Signature, State, Tensor, Tree
+from modelfleet.trees import leaves, map_tree
+from modelfleet.types import Json, Kind, ScheduleLike, Signature, State, Tensor, Tree
 from modelfleet.words import without_period
 
 Columns = Mapping[str, np.ndarray]
 """Hyperparameters by name, `(member,)` each."""
+COUNTS = "counts"
+"""The part of a lane's state that has the members' steps and epochs."""
 
 
 class Lane:
@@ -35,7 +36,7 @@ class Lane:
     in a step, keeps padded rows out of it, and frees the slots of members that are done.
 
     Slots are the rows of the stacked state. A member that stops taking part is masked. When half of the slots or
-    more are idle, `compact` moves the others into a narrower state. `expand` moves them back at the end.
+    more are idle, `compact` gives slots to the others only.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Lane:
         engine: Engine,
         signature: Signature,
         columns: Columns,
-        schedules: Sequence[Any],
+        schedules: Sequence[ScheduleLike],
         spec: LaneSpec,
     ) -> None:
         self.members = list(members)
@@ -74,6 +75,10 @@ class Lane:
         """Return every member's position, by name."""
         return self._positions
 
+    def name_in(self, slot: int) -> str:
+        """Return the name of the member in a slot."""
+        return self.members[self.slots[slot]].name
+
     @property
     def width(self) -> int:
         """Return the current number of slots."""
@@ -99,13 +104,13 @@ class Lane:
         on[self.slots[self._on]] = True
         return on
 
-    def rest(self, positions: Sequence[int] | np.ndarray, *, failed: bool = False) -> None:
+    def rest(self, names: Collection[str], *, failed: bool = False) -> None:
         """Take members out of all further steps. Their state stays as it is.
 
         The slot of a member that failed is never freed. So the width stays the same, and the other members' steps
         are rounded as if the member had not failed.
         """
-        gone = np.isin(self.slots, np.asarray(positions, dtype=int))
+        gone = np.isin(self.slots, self._positions_of(names))
         if failed:
             self._failed |= gone & self._on
         self._on &= ~gone
@@ -213,8 +218,7 @@ class Lane:
                         outputs = self.engine.predict(piece)
                     for slot, count in enumerate(piece.counts.tolist()):
                         if count:
-                            name = self.members[self.slots[slot]].name
-                            parts[slot].append(member_rows(outputs, slot, name, count, piece.size))
+                            parts[slot].append(member_rows(outputs, slot, self.name_in(slot), count, piece.size))
             yield
         self.refuse_failures(feed)
         return [join_batches(name, own) for name, own in zip(self.names, parts, strict=True)]
@@ -238,10 +242,9 @@ class Lane:
                     f"member {name!r}: its arrays have {sorted(lengths)} rows; expected the same number for all, "
                     f"and one at least. Give each member the rows that it is to predict, or leave the member out."
                 )
-        positions = [self._positions[name] for name in rows]
         trees, arrays = list(rows.values()), self.members[0].framework.arrays
         with self._explained(trees):
-            outputs = predict_rows(self.engine, arrays, positions, trees)
+            outputs = predict_rows(self.engine, arrays, self._positions_of(rows), trees)
         return dict(zip(rows, outputs, strict=True))
 
     @contextmanager
@@ -263,85 +266,86 @@ class Lane:
     def refuse_failures(self, feed: Feed) -> None:
         """Raise `InputError` if a member's data could not be read."""
         for slot, error in feed.failures.items():
-            name = self.members[self.slots[slot]].name
+            name = self.name_in(slot)
             raise InputError(f"the data of member {name!r} raised {type(error).__name__}: {error}") from error
 
-    def compact(self, feeds: Sequence[Feed]) -> list[Feed]:
-        """Free the idle slots if half or more are idle, and return the feeds for the slots that are left."""
+    def compact(self) -> list[int] | None:
+        """Free the idle slots if half or more are idle. Return the slots that were kept; None if all were."""
         kept = self._on | self._failed
         if not self._on.any() or kept.sum() > len(kept) // 2:
-            return list(feeds)
-        slots, failed = self.slots[kept], self._failed[kept]
-        self.expand()
-        self.narrow(slots)
-        self._failed = failed
-        self._on = ~failed
-        return [feed.select(np.flatnonzero(kept).tolist()) for feed in feeds]
+            return None
+        slots, failed = np.flatnonzero(kept).tolist(), self._failed[kept]
+        self.give_slots([self.name_in(slot) for slot in slots])
+        self._failed, self._on = failed, ~failed
+        return slots
 
-    def narrow(self, positions: np.ndarray) -> None:
-        """Give slots to the members at these positions only."""
-        if len(positions) < len(self.members):
-            self.engine.narrow(positions)
-        self._on = np.ones(len(positions), dtype=bool)
-        self._failed = np.zeros(len(positions), dtype=bool)
+    def give_slots(self, names: Sequence[str]) -> None:
+        """Give slots to these members only, in this order. They all take part. The others rest."""
+        self.engine.give_slots(self._positions_of(names))
+        self._on = np.ones(len(names), dtype=bool)
+        self._failed = np.zeros(len(names), dtype=bool)
         self._active = self._hyper = None
 
-    def expand(self) -> None:
-        """Give every member its slot again."""
-        self.engine.widen()
-        self.narrow(np.arange(len(self.members)))
+    # --- state ---------------------------------------------------------------------------------------------------
 
-    def read(self, names: Sequence[str], parts: Collection[str] | None = None) -> State:
+    def read(self, names: Sequence[str], parts: Collection[str] | None = None, *, host: bool = False) -> State:
         """Return a copy of the state of some members.
 
         Args:
             names: Members of the lane, with or without a slot.
             parts: The parts to read, such as `frameworks.stacked.WEIGHTS`; None for all.
+            host: True for NumPy arrays in place of tensors on the device.
 
         Returns:
-            By part and name, tensors `(member, …)` in the order of `names`.
+            By part and name, tensors `(member, …)` in the order of `names`. Besides the engine's parts there is
+            `COUNTS`: the steps taken and the epochs finished, always as NumPy arrays.
         """
-        return self.engine.read([self._positions[name] for name in names], parts)
+        positions = self._positions_of(names)
+        state = self.engine.read(positions, parts)
+        if host:
+            state = map_tree(self.members[0].framework.arrays.host, state)
+        if parts is None or COUNTS in parts:
+            state[COUNTS] = {"steps": self.steps[positions], "epochs": self.epochs[positions]}
+        return state
 
-    def write(self, names: Sequence[str], state: State) -> None:
-        """Replace the state of some members by what `read` returned.
+    def write(self, names: Sequence[str], state: Given) -> None:
+        """Replace the state of some members by what `read` returned, here or in another lane of their group.
 
         Args:
             names: Members of the lane, with or without a slot.
-            state: By part and name, tensors or host arrays `(member, …)` in the order of `names`. Tensors that
-                are not given stay as they are.
+            state: By part and name, tensors or NumPy arrays `(member, …)` in the order of `names`. Whatever is not
+                given stays as it is.
         """
-        self.engine.write([self._positions[name] for name in names], state)
+        positions = self._positions_of(names)
+        self.engine.write(positions, {part: own for part, own in state.items() if part != COUNTS})
+        counts = state.get(COUNTS)
+        if counts is not None:
+            self.steps[positions], self.epochs[positions] = counts["steps"], counts["epochs"]
 
-    def snapshot(self, position: int) -> State:
-        """Return a copy of one member's weights."""
-        return self.engine.read([position], WEIGHTS)
+    def gather(self, names: Sequence[str]) -> None:
+        """Replace the state of some members by what their models hold now."""
+        if names:
+            self.engine.gather(self._positions_of(names), self._members_of(names))
 
-    def restore(self, position: int, snapshot: State) -> None:
-        """Give a member the weights of a snapshot."""
-        self.engine.write([position], snapshot)
+    def scatter(self, names: Sequence[str]) -> None:
+        """Copy the state of some members into their models."""
+        if names:
+            self.engine.scatter(self._positions_of(names), self._members_of(names))
 
-    def sync(self, position: int) -> Model:
-        """Copy a member's state into its model, and return the model."""
-        member = self.members[position]
-        self.engine.scatter([position], [member])
-        return member.model
+    def adopt(self, names: Sequence[str], other: "Lane", sources: Sequence[str]) -> None:
+        """Copy from another lane what the models of some members do not hold: optimizer state, steps and epochs.
 
-    def take(self, position: int) -> None:
-        """Replace a member's state by what its model holds now."""
-        self.engine.refresh([position], [self.members[position]])
-
-    def arrays(self) -> Arrays:
-        """Return the whole state of all members, on the host. The arrays may share the engine's memory."""
-        host = self.members[0].framework.arrays.host
-        return {name: host(tensor) for name, tensor in self.engine.tensors().items()}
-
-    def load_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Replace the whole state by what `arrays` returned."""
-        self.engine.load(arrays)
+        Args:
+            names: Members of this lane.
+            other: A lane with the same optimizer. The models' structure may differ.
+            sources: The names of these members there.
+        """
+        here, there = self._positions_of(names), other._positions_of(sources)
+        self.engine.adopt(here, other.engine, there)
+        self.steps[here], self.epochs[here] = other.steps[there], other.epochs[there]
 
     def progress(self) -> dict[str, Json]:
-        """Return how far each member is and which slots are in use, as JSON. `arrays` has the tensors."""
+        """Return how far each member is and which slots are in use, as JSON. `read` has the tensors."""
         return {
             "members": self.names,
             "steps": self.steps.tolist(),
@@ -351,26 +355,19 @@ class Lane:
             "failed": self._failed.tolist(),
         }
 
-    def resume(self, progress: Mapping[str, Json]) -> np.ndarray:
-        """Continue from what `progress` returned, and return the positions of the members that have slots."""
-        self.steps = np.array(progress["steps"], dtype=np.int64)
-        self.epochs = np.array(progress["epochs"], dtype=np.int64)
-        self.narrow(np.array(progress["slots"], dtype=np.int64))
+    def resume(self, progress: Mapping[str, Json]) -> None:
+        """Continue from what `progress` returned."""
+        self.steps[:], self.epochs[:] = progress["steps"], progress["epochs"]
+        self.give_slots([self.members[position].name for position in progress["slots"]])
         self._on = np.array(progress["on"], dtype=bool)
         self._failed = np.array(progress["failed"], dtype=bool)
-        return self.slots
 
-    def refresh(self, names: Collection[str]) -> None:
-        """Replace the weights of these members by those that their models hold now."""
-        positions = [position for position, name in enumerate(self.names) if name in names]
-        if positions:
-            self.engine.refresh(positions, [self.members[position] for position in positions])
+    def _positions_of(self, names: Iterable[str]) -> list[int]:
+        """Return the positions of some members."""
+        return [self._positions[name] for name in names]
 
-    def adopt(self, position: int, other: "Lane", source: int) -> None:
-        """Copy a member's optimizer state, steps and epochs from another lane."""
-        self.engine.adopt(position, other.engine, source)
-        self.steps[position] = other.steps[source]
-        self.epochs[position] = other.epochs[source]
+    def _members_of(self, names: Iterable[str]) -> list[Member]:
+        return [self.members[self._positions[name]] for name in names]
 
     def _mask(self, live: np.ndarray) -> Tensor:
         key = live.tobytes()

@@ -32,7 +32,7 @@ def _describe(spec: LaneSpec, lane: Lane, feed: Feed | None, job: Job | None) ->
     steps = None
     if job is not None and feed is not None and feed.steps is not None:
         epochs = job.by_name("epochs")
-        per_epoch = job.limit_steps(feed.steps)
+        per_epoch = job.limit_steps(feed.steps, lane.names)
         assert per_epoch is not None
         steps = int((per_epoch * np.array([int(epochs[name]) for name in lane.names])).max())
     return replace(

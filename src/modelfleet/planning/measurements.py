@@ -165,16 +165,19 @@ class Measurements:
         return timings.key(task.member.framework.NAME, task.signature, task.task.summary, shape, *what)
 
 
-def steps_per_epoch(feed: Feed, job: Job) -> int:
+def steps_per_epoch(opened: OpenLane, job: Job) -> int:
     """Return the steps of a lane's epoch, or a guess if the data do not tell."""
-    steps = UNKNOWN_STEPS if feed.steps is None else int(feed.steps.max())
-    return steps if job.steps_per_epoch is None else min(steps, job.steps_per_epoch)
+    names = opened.lane.names
+    steps = np.full(len(names), UNKNOWN_STEPS) if opened.feed.steps is None else opened.feed.steps
+    limited = job.limit_steps(steps, names)
+    assert limited is not None
+    return int(limited.max())
 
 
 def total_steps(opened: OpenLane, job: Job) -> int:
     """Return the steps of a lane's member that trains longest."""
     epochs = job.by_name("epochs")
-    return steps_per_epoch(opened.feed, job) * max(int(epochs[name]) for name in opened.lane.names)
+    return steps_per_epoch(opened, job) * max(int(epochs[name]) for name in opened.lane.names)
 
 
 def work(opened: OpenLane, job: Job) -> float:

@@ -1,10 +1,10 @@
 """Plans: which lanes there are, where they run, and how they share their devices. A plan is plain data."""
 
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from modelfleet.lanes import LaneSpec
-from modelfleet.types import SharingName
+from modelfleet.types import Json, SharingName
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -32,7 +32,7 @@ class Plan:
     measuring_seconds: float = field(default=0.0, compare=False)
     """Time that was spent on finding this plan."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Json]:
         """Return the plan as values that JSON can hold."""
         return asdict(self)
 

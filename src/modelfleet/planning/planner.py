@@ -221,7 +221,7 @@ class Planner:
         known = [spec.predicted_seconds_per_step for spec in plan.lanes]
         if any(seconds is None for seconds in known):
             return plan
-        per_epoch = [steps_per_epoch(one.feed, job) for one in opened]
+        per_epoch = [steps_per_epoch(one, job) for one in opened]
         turns = _busiest_device(plan.lanes, per_epoch)
         if len(opened) == 1 or any(spec.wave for spec in plan.lanes):
             return replace(plan, predicted_seconds=turns * job.longest)

@@ -14,21 +14,22 @@ from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+
+from modelfleet import frameworks
+from modelfleet.types import Json
 
 _MOST = 5000  # entries kept, the oldest forgotten first
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-_VERSIONED = ("modelfleet", "torch", "jax", "keras", "tensorflow")
 
 
-def key(*parts: Any) -> str:
-    """A name for a measurement: of structures, shapes, the device, and the versions of everything under it."""
+def key(*parts: object) -> str:
+    """Return a name for a measurement: of structures, shapes, the device, and the versions of what runs it."""
     text = _ADDRESS.sub("", repr((parts, _machine())))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 class Timings:
-    """The measurements on disk, read once."""
+    """Keeps the measurements on disk. They are read once."""
 
     def __init__(self) -> None:
         self._path = _path()
@@ -40,7 +41,7 @@ class Timings:
         self._fresh: dict[str, float] = {}
 
     def get(self, name: str) -> float | None:
-        """What was measured under a name, if anything was."""
+        """Return what was measured under a name, if anything was."""
         return self._known.get(name)
 
     def put(self, name: str, value: float) -> None:
@@ -53,7 +54,7 @@ class Timings:
         if self._path is None or not self._fresh:
             return
         with suppress(OSError, ValueError, TypeError):
-            kept: dict[str, Any] = {}
+            kept: dict[str, Json] = {}
             if self._path.exists():
                 kept = json.loads(self._path.read_text(encoding="utf-8"))
             kept = {name: value for name, value in kept.items() if name not in self._fresh} | self._fresh
@@ -76,9 +77,9 @@ def _path() -> Path | None:
 
 
 @cache
-def _machine() -> tuple[Any, ...]:
+def _machine() -> tuple[object, ...]:
     versions = []
-    for package in _VERSIONED:
+    for package in ("modelfleet", *frameworks.ADAPTERS):
         with suppress(PackageNotFoundError):
             versions.append((package, version(package)))
     threads = os.environ.get("OMP_NUM_THREADS")

@@ -12,6 +12,7 @@ from modelfleet.history import Failure
 from modelfleet.remote.messages import OwnerReply, WorkerUpdate
 from modelfleet.runs.events import Reports, next_wave
 from modelfleet.runs.lane_run import EpochReport, LaneRun, RemoteState
+from modelfleet.trees import map_tree
 from modelfleet.workers.supervisor import Loss
 
 
@@ -65,8 +66,7 @@ class RemoteLanes:
         for lane in update.lanes:
             run, progress, report = self.runs[lane.number], lane.progress, lane.report
             remote = _remote(run)
-            remote.arrays = {name: np.array(array) for name, array in lane.state.items()}
-            remote.loaded = False
+            remote.state = map_tree(np.array, lane.state)
             run.busy = False
             run.lane.steps[:] = progress.lane["steps"]
             run.lane.epochs[:] = progress.lane["epochs"]
@@ -79,7 +79,7 @@ class RemoteLanes:
             remote.budget.reset()
             run.generators = generators
             run.lane.record_time(report.steps, report.seconds, first=report.epoch == 1)
-            run.lane.rest([run.lane.positions[name] for name in report.failures], failed=True)
+            run.lane.rest(report.failures, failed=True)
             reports.append((run, report))
         if watched and update.lanes:  # the other lanes are as they were reported last
             for run in self.runs:
@@ -93,7 +93,7 @@ class RemoteLanes:
             remote = _remote(run)
             reply.stopped[number], remote.stopped = remote.stopped, []
             if remote.changed:
-                reply.changed[number] = run.lane.arrays()
+                reply.changed[number] = run.host_state()
                 remote.changed = False
         self._mark_busy()
         return reply
@@ -128,11 +128,10 @@ def fail_runs(runs: Sequence[LaneRun], reason: str) -> Reports:
     for run in runs:
         run.busy = False
         failures = {
-            name: Failure(run.epoch + 1, int(run.lane.steps[position] - run.steps_before[position]) + 1, reason)
-            for name, position in run.lane.positions.items()
-            if run.lane.on()[position]
+            name: Failure(run.epoch + 1, int(run.steps_done[run.lane.positions[name]]) + 1, reason)
+            for name in run.training()
         }
-        run.lane.rest([run.lane.positions[name] for name in failures], failed=True)
+        run.lane.rest(failures, failed=True)
         if failures:
             reports.append((run, EpochReport(run.epoch + 1, {}, failures, 0, 0.0)))
     return reports

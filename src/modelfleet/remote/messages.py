@@ -15,7 +15,7 @@ from modelfleet.lanes import LaneSpec
 from modelfleet.recipe import Recipe
 from modelfleet.runs.job import Job
 from modelfleet.runs.lane_run import EpochReport, LaneRun, Progress
-from modelfleet.types import Arrays, Data, Json, Model
+from modelfleet.types import Data, Json, Model, State
 from modelfleet.workers import SharedValue
 from modelfleet.workers.rendezvous import Rendezvous
 
@@ -33,8 +33,8 @@ class LaneOrder:
     """The worker's device. None: the worker chooses."""
     lanes: list[LaneSpec]
     job: Job
-    states: list[Arrays]
-    """State of every lane."""
+    states: list[State]
+    """State of every lane, on the host."""
     progress: list[Progress]
     generators: GeneratorState
     """State of the random generators at the start of the current epoch."""
@@ -57,7 +57,7 @@ class LaneUpdate:
     """State and progress of one lane, by its number in the order, and the report of an epoch that has ended."""
 
     number: int
-    state: Arrays
+    state: State
     progress: Progress
     report: EpochReport | None
 
@@ -81,7 +81,7 @@ class OwnerReply:
 
     stopped: dict[int, list[str]] = field(default_factory=dict)
     """Members to stop."""
-    changed: dict[int, Arrays] = field(default_factory=dict)
+    changed: dict[int, State] = field(default_factory=dict)
     """State of lanes that the owner has changed."""
     end: bool = False
     """True if the worker should give up its lanes, because another will continue them."""
@@ -117,7 +117,7 @@ class OrderWriter:
             devices=self.devices if device is None else parse_devices(device),
             lanes=[replace(run.lane.spec, fused=run.lane.engine.fused, device=None) for run in runs],
             job=job if data is None else replace(job, data=None, validation=None),
-            states=[run.arrays() for run in runs],
+            states=[run.host_state() for run in runs],
             progress=[run.progress() for run in runs],
             generators=runs[0].generators or self.generators,
             data=data,

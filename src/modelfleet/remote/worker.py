@@ -15,6 +15,7 @@ from modelfleet.runs.events import EpochsEnded, Reports, RunOptions
 from modelfleet.runs.interleaved import interleaved
 from modelfleet.runs.lane_run import EpochReport, LaneRun, Progress, make_runs
 from modelfleet.runs.opening import LaneOpener
+from modelfleet.trees import map_tree
 from modelfleet.workers import interrupted
 
 RENDEZVOUS_TIMEOUT = 300.0  # seconds that ranks wait for each other: one of them may be compiling
@@ -93,30 +94,28 @@ class _WorkerLanes:
         global_generators.restore(order.generators)
         groups = Groups(DevicePool(order.devices), members, order.recipes, "train")
         for spec, progress in zip(order.lanes, order.progress, strict=True):
-            groups.epochs.update(zip(spec.members, progress.before[0], strict=True))  # shuffles depend on them
+            # Shuffles depend on them.
+            groups.epochs.update(zip(spec.members, progress.before["epochs"], strict=True))
         opener = LaneOpener(_builders[order.fleet], groups, job, "train", ranks=ranks)
         self.in_step = len(order.lanes) > 1 and opener.feeding.one_loader
         self.runs = make_runs(opener.open_all(order.lanes), opener.feeding)
         self._signatures = {id(run): run.lane.signature for run in self.runs if len(run.lane.members) == 1}
         self._numbers = {id(run): number for number, run in enumerate(self.runs)}
         for run, progress, state in zip(self.runs, order.progress, order.states, strict=True):
-            run.lane.load_arrays({name: _writable(array) for name, array in state.items()})
+            run.lane.write(run.names, map_tree(_writable, state))
             self._resume(run, progress)
             # Lanes that read one loader take its batches one by one.
             run.choose_turn_length(single=order.watched or self.in_step)
         if any(progress.epoch or progress.step for progress in order.progress):
             global_generators.restore(order.generators)
-            for run in self.runs:
-                for feed in (run.feed, run.validation):
-                    if feed is not None:
-                        feed.rewind()
+            for feed in (feed for run in self.runs for feed in run.feeds):
+                feed.rewind()
 
     @staticmethod
     def _resume(run: LaneRun, progress: Progress) -> None:
         """Continue from where a lane was, whichever process took its steps until then."""
         run.resume(progress.lane, progress.epoch, progress.step)
-        _, steps, updates = progress.before
-        run.steps_before, run.updates_before = np.array(steps), np.array(updates)
+        run.before = {name: np.array(column) for name, column in progress.before.items()}
         run.schedules.restore(progress.schedules)
 
     def refuse_python_state(self, run: LaneRun) -> None:
@@ -132,14 +131,14 @@ class _WorkerLanes:
 
     def update(self, run: LaneRun, report: EpochReport | None = None) -> LaneUpdate:
         """Return a lane's state. The owner keeps it, so that nothing is lost if this worker dies."""
-        state = run.lane.arrays() if self._reports_state else {}
+        state = run.host_state() if self._reports_state else {}
         return LaneUpdate(self._numbers[id(run)], state, run.progress(), report)
 
     def apply(self, reply: OwnerReply, reports: Reports) -> None:
         """Stop the members and load the states that the owner's reply has."""
         for number, state in reply.changed.items():
             # Copied: a framework may keep an array without copying it, and these are gone with the next reply.
-            self.runs[number].lane.load_arrays({name: np.array(array) for name, array in state.items()})
+            self.runs[number].lane.write(self.runs[number].names, map_tree(np.array, state))
         for run, _ in reports:
             run.leave(reply.stopped.get(self._numbers[id(run)], []))
 

@@ -1,4 +1,4 @@
-"""A thread for each replica: it feeds the replica's worker from the queue, and starts a lost worker again."""
+"""Drivers: a thread for each replica, which feeds its worker from the queue, and starts a lost worker again."""
 
 import threading
 import time
@@ -101,15 +101,12 @@ class Driver(threading.Thread):
                 if not loss.started and self._budget.is_spent:
                     state.give_up(self.name, error)
                     return
-                self._pause(self._budget.delay)
+                with state.lock:
+                    state.changed.wait_for(state.is_over, self._budget.delay)
 
     def _is_over(self) -> bool:
         with self._state.lock:
             return self._state.is_over()
-
-    def _pause(self, seconds: float) -> None:
-        with self._state.lock:
-            self._state.changed.wait_for(self._state.is_over, seconds)
 
     # --- batches -------------------------------------------------------------------------------------------------
 
@@ -146,7 +143,7 @@ class Driver(threading.Thread):
                 if sent:
                     reply = self._reply(self._timeout)
                     self._record(sent.popleft(), reply)
-        except Exception as error:  # the worker died, or anything else went wrong: no batch may be lost by that
+        except Exception as error:  # the worker died, or anything else went wrong: no batch may get lost
             self._report_lost([*sent], [*ready], error)
             if isinstance(error, WorkerDiedError):
                 raise
@@ -154,7 +151,7 @@ class Driver(threading.Thread):
 
     def _report_lost(self, sent: list[RowBatch], ready: list[RowBatch], error: Exception) -> None:
         """Report batches that have no answer. Only those that the worker had begun are charged with its death."""
-        state, reason = self._state, Loss(error, started=True, lifetime=0.0).reason
+        state, reason = self._state, Loss(error, started=True).reason
         begun, not_begun = self._supervisor.split_begun(sent)
         for batch in reversed(not_begun + ready):  # the last one first, as each is put before all others
             state.report(partial(state.queue.put_back, batch))
@@ -241,7 +238,7 @@ class Driver(threading.Thread):
         state, queue = self._state, self._state.queue
         try:
             answers = split_outputs(reply.parts, batch)
-        except Exception as error:  # such as MemoryError: no batch may be lost by that
+        except Exception as error:  # such as MemoryError: no batch may get lost
             self._record_unsent(batch, error)
             return
         complete = reply.rows == batch.rows

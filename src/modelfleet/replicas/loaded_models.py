@@ -59,7 +59,7 @@ class LoadedModels:
         except CannotSendError as unsent:
             error = unsent
         except Exception as died:
-            coming.budget.charge(Loss(died, started=True, lifetime=0.0))
+            coming.budget.charge(Loss(died, started=True))
             if coming.budget.is_spent:
                 coming.refused = died
             raise

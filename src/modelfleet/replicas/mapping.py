@@ -3,14 +3,13 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
-from typing import Any
 
 from modelfleet.each import Each
 from modelfleet.errors import FleetError, InputError
 from modelfleet.feeds import is_loader
 from modelfleet.replicas.options import Balance, Isolation
 from modelfleet.replicas.pool import Replicas
-from modelfleet.replicas.progress_bar import Progress, progress_bar
+from modelfleet.replicas.progress_bar import Progress, ProgressBar, progress_bar
 from modelfleet.replicas.reading import Reading, outcome
 from modelfleet.replicas.row_limit import MAX_BATCHES
 from modelfleet.replicas.rows import rows_of
@@ -25,10 +24,10 @@ ARRAY_ROWS_AHEAD = 4  # rows of arrays that wait in the queue at least, while th
 MAX_UNCLAIMED = 4  # rows that are answered before the caller takes their answers from `imap`
 
 Answer = tuple[Hashable, Tree, int, bool]
-"""A user, the answers or an error, the number of rows, and True for the user's last."""
+"""User, the answers or an error, the number of rows, and True for the user's last."""
 
 
-class Answers(dict[Hashable, Any]):
+class Answers(dict[Hashable, Tree]):
     """Answers by user, in the order of the data. Users that failed are in `failed` instead.
 
     Attributes:
@@ -44,7 +43,7 @@ class Answers(dict[Hashable, Any]):
         super().__init__()
         self.failed: dict[Hashable, Exception] = {}
 
-    def __missing__(self, user: Hashable) -> Any:
+    def __missing__(self, user: Hashable) -> Tree:
         if user in self.failed:
             raise FleetError(f"user {user!r} has no answers: {self.failed[user]}") from self.failed[user]
         raise KeyError(user)
@@ -133,8 +132,8 @@ def imap(
 ) -> Iterator[tuple[Hashable, Tree]]:
     """Yield a model's answers to every user's rows, as they are computed.
 
-    Only few rows of the users' streams are in memory at a time, and the answers of the users that are being read.
-    Few answers are computed ahead: taking them slowly holds up the replicas.
+    Only a few rows of the users' streams are in memory at a time, and the answers of the users that are being
+    read. Only a few answers are computed ahead, so taking them slowly holds up the replicas.
 
     Args:
         model: As for `Replicas`.
@@ -270,7 +269,7 @@ class _ArraySubmitter:
 
 
 def _answers(
-    replicas: Replicas, users: Mapping[Hashable, Data], shown: Callable[..., Any], room: int, partial: bool
+    replicas: Replicas, users: Mapping[Hashable, Data], shown: ProgressBar, room: int, partial: bool
 ) -> Generator[tuple[Hashable, Tree], None, None]:
     unclaimed = _Unclaimed(replicas, MAX_UNCLAIMED * room)
     reading: Reading | None = None
@@ -290,10 +289,10 @@ def _answers(
         for user, data in users.items():
             try:
                 # Iterators are allowed here, as data are read only once.
-                where = f"the data of user {user!r}"
                 if isinstance(data, Iterator):
                     _check_own_iterator(iterators.setdefault(id(data), user), user)
-                if isinstance(data, Iterator) or is_loader(data, framework.arrays, where):
+                    streams[user] = data
+                elif is_loader(data, framework.arrays, f"the data of user {user!r}"):
                     streams[user] = data
                 else:
                     arrays.add(user, data)
@@ -365,14 +364,15 @@ def _is_empty(answer: Tree) -> bool:
 
 
 def _users(data: Data) -> Mapping[Hashable, Data]:
-    values: Any = data.values if isinstance(data, Each) else data
-    if isinstance(values, list) and isinstance(data, Each):
-        values = {str(number): rows for number, rows in enumerate(values)}
-    if not isinstance(values, Mapping):
+    if isinstance(data, Each):
+        data = data.values
+        if isinstance(data, list):
+            data = {str(number): rows for number, rows in enumerate(data)}
+    if not isinstance(data, Mapping):
         raise InputError(
-            f"the data are a {type(values).__name__}; expected mf.each({{user: rows}}). Give every "
+            f"the data are a {type(data).__name__}; expected mf.each({{user: rows}}). Give every "
             f"user's rows by name."
         )
-    if not values:
+    if not data:
         raise InputError("there are no users in the data. Give mf.each({user: rows}) with at least one.")
-    return values
+    return data

@@ -15,6 +15,7 @@ from modelfleet import frameworks, memory
 from modelfleet.devices import Device, parse_devices
 from modelfleet.errors import FleetError, InputError, StrategyError
 from modelfleet.frameworks import global_generators
+from modelfleet.frameworks.adapter_protocol import Adapter
 from modelfleet.frameworks.batches import inputs
 from modelfleet.types import Model, Precision
 from modelfleet.words import size
@@ -27,7 +28,7 @@ class Source:
     """Where replicas get their model from."""
 
     value: Model
-    """Model; or a factory, as long as what it makes is unknown."""
+    """Model; or a factory that has not been called yet."""
     framework: Any
     """Adapter of the model's framework; `UnknownFramework` for a factory."""
 
@@ -151,7 +152,7 @@ class UnknownFramework:
         return (Device("cpu"),) if wanted is None else wanted
 
 
-def _adapter(given: Model) -> Any:
+def _adapter(given: Model) -> Adapter | None:
     """Return the adapter of a model or a function of rows; None for anything else."""
     try:
         return frameworks.adapter_of(given, "model")
@@ -160,7 +161,7 @@ def _adapter(given: Model) -> Any:
         return plain if plain.is_model(given) else None
 
 
-def _check_memory(framework: Any, model: Model, place: Place) -> None:
+def _check_memory(framework: Adapter, model: Model, place: Place) -> None:
     """Raise InputError if a model's weights alone are larger than the free memory of a device of this machine."""
     if place.on_cluster:
         return  # only the worker can know

@@ -4,7 +4,6 @@ from numbers import Integral, Real
 from typing import Literal, get_args
 
 from modelfleet.errors import InputError, unknown
-from modelfleet.types import Precision
 
 Balance = Literal["least-busy", "sticky"]
 Isolation = Literal["rows", "batch", "device"]
@@ -14,11 +13,6 @@ def check_choice(name: str, value: object, choices: object) -> None:
     """Raise InputError if `value` is not one of the strings of a Literal."""
     if value not in get_args(choices):
         raise unknown(name, value, get_args(choices))
-
-
-def check_precision(value: object) -> None:
-    """Raise InputError if a precision is unknown."""
-    check_choice("precision", value, Precision)
 
 
 def check_positive(name: str, value: object) -> None:

@@ -15,7 +15,7 @@ from modelfleet import frameworks
 from modelfleet.errors import ClosedError, FleetError, InputError
 from modelfleet.replicas.driver import Driver
 from modelfleet.replicas.models import Source
-from modelfleet.replicas.options import Balance, Isolation, check_precision, check_seconds
+from modelfleet.replicas.options import Balance, Isolation, check_choice, check_seconds
 from modelfleet.replicas.queue import Queue
 from modelfleet.replicas.replica_task import ReplicaSpec
 from modelfleet.replicas.rows import rows_of
@@ -32,7 +32,7 @@ SECONDS_AT_ONCE = 0.03  # of work that a replica is given at once
 class Replicas:
     """One model on each device, answering many users at once. A context manager that closes the replicas.
 
-    Leave the model's weights as they are while it is in use: which replica sees a change, and when, depends on the
+    Do not change the model's weights while it is in use: which replica sees a change, and when, depends on the
     devices. Use `update` instead.
 
     Args:
@@ -78,7 +78,7 @@ class Replicas:
         start_timeout: float = 300.0,
         batch_wait: float = 0.0,
     ) -> None:
-        check_precision(precision)
+        check_choice("precision", precision, Precision)
         check_seconds("timeout", timeout, "a batch may take")
         check_seconds("start_timeout", start_timeout, "a replica may take to start")
         source = Source.of(model)

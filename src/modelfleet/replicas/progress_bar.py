@@ -1,4 +1,4 @@
-"""A progress bar for `map` and `imap`."""
+"""Progress bar for `map` and `imap`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -10,15 +10,19 @@ from modelfleet.replicas.reading import Reading
 from modelfleet.words import count
 
 Progress = Literal["auto"] | bool
+Show = Callable[[int], None]
+"""Updates a progress bar, given how many users have failed."""
+ProgressBar = Callable[[Replicas, int, Reading], AbstractContextManager[Show]]
+"""Returns a progress bar of the rows of arrays and streams."""
 
 
-def progress_bar(progress: Progress) -> Callable[..., AbstractContextManager[Callable[[int], None]]]:
-    """Return a context manager whose function updates a progress bar, given how many users have failed."""
+def progress_bar(progress: Progress) -> ProgressBar:
+    """Return the progress bar that was asked for; it may show nothing."""
     if progress not in ("auto", True, False):
         raise InputError(f'progress is {progress!r}, expected "auto", True or False.')
 
     @contextmanager
-    def shown(replicas: Replicas, rows: int, reading: Reading) -> Iterator[Callable[[int], None]]:
+    def shown(replicas: Replicas, rows: int, reading: Reading) -> Iterator[Show]:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar

@@ -176,7 +176,7 @@ class Queue:
         return None if oldest is None else oldest.submitted + self._batch_wait
 
     def stop_batch_wait(self) -> None:
-        """Let no batch wait to be filled any more: no more rows will come."""
+        """Stop waiting for batches to fill: no more rows will come."""
         self._batch_wait = 0.0
 
     def split(self, batch: RowBatch, groups: Sequence[tuple[RowSpan, ...]]) -> list[RowBatch]:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -58,7 +58,7 @@ class Reading:
         max_rows: int,
         inputs: Callable[[Tree], Tree],
         report: Report,
-        partial: bool = False,
+        partial: bool,
     ) -> None:
         self._state = state
         self._max_rows = max_rows
@@ -192,7 +192,7 @@ class Reading:
         self._report(stream.user, None, 0, last=True)
 
 
-def outcome(future: Future[Any]) -> Tree | Exception:
+def outcome(future: Future[Tree]) -> Tree | Exception:
     """Return the answer of a future that is done, or its error."""
     if future.cancelled():
         return CancelledError()

@@ -1,12 +1,12 @@
 """Task of a replica's worker: one model on one device, answering batch after batch."""
 
 from collections.abc import Generator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
 from modelfleet import frameworks
 from modelfleet.devices import parse_devices
-from modelfleet.frameworks.adapter_protocol import Replica
 from modelfleet.replicas.answering import Answerer, Reply, portable_error
 from modelfleet.replicas.models import Source, UnknownFramework
 from modelfleet.types import Precision, Tree
@@ -44,24 +44,16 @@ class Switch:
 
 
 Question = Tree | Load | Switch | None
-"""A batch of rows, a change of models, or None for the end."""
+"""Batch of rows, change of models, or None for the end."""
 
 
 def serve(spec: ReplicaSpec) -> Generator[Reply, Question, None]:
     """Answer batches (trees of NumPy arrays) until None comes. The first reply says that the model is loaded."""
-    with frameworks.using(spec.settings):
-        yield from _serve(spec)
-
-
-def _serve(spec: ReplicaSpec) -> Generator[Reply, Question, None]:
-    models = _Models(spec)
-    try:
+    with frameworks.using(spec.settings), closing(_Models(spec)) as models:
         # In a list, not in a variable: a question must not be kept here until the next one comes.
         questions = [(yield Reply())]
         while questions[0] is not None:
             questions.append((yield models.reply(questions.pop())))
-    finally:
-        models.close()
 
 
 class _Models:
@@ -101,14 +93,11 @@ class _Models:
 
 
 def _answerer(spec: ReplicaSpec) -> Answerer:
-    return Answerer(_replica(spec), spec.batch_size, whole=spec.whole)
-
-
-def _replica(spec: ReplicaSpec) -> Replica:
     """Put the model on its device; a factory is called here."""
     framework = UnknownFramework() if spec.framework is None else frameworks.adapter(spec.framework)
     source = Source(spec.model.get(), framework).made()
     source.check_precision(spec.precision)
     device = source.framework.choose(parse_devices(spec.device))[0]
     # Nothing else refers to the model: what is not shared need not be here twice.
-    return source.framework.Replica(source.value, source.framework.native(device), spec.precision)
+    replica = source.framework.Replica(source.value, source.framework.native(device), spec.precision)
+    return Answerer(replica, spec.batch_size, whole=spec.whole)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -24,16 +23,19 @@ from modelfleet.workers.supervisor import Policy, RestartBudget
 LOAD_POLICY = Policy(max_deaths=3)  # of workers that load a new model, before that model is refused
 
 
-class Future(futures.Future[Any]):
-    """An answer to come. `result()` waits for it in a thread, `await` in asyncio; `cancel()` works until then."""
+class Future(futures.Future[Tree]):
+    """Stands for an answer to come. `result()` waits for it in a thread, `await` in asyncio.
 
-    def __await__(self) -> Generator[Any, None, Any]:
+    `cancel()` works until the answer is there.
+    """
+
+    def __await__(self) -> Generator[object, None, Tree]:
         return asyncio.wrap_future(self).__await__()
 
 
 @dataclass(eq=False)
 class ModelVersion:
-    """A model for all replicas: the one they have, or one that is to replace it."""
+    """Holds a model for all replicas: the one they have, or one that is to replace it."""
 
     specs: Mapping[str, ReplicaSpec]
     """By replica."""
@@ -45,7 +47,7 @@ class ModelVersion:
 
 
 class PoolState:
-    """Queue, the futures, the models and the end of a pool of replicas.
+    """Holds the queue, the futures, the models and the end of a pool of replicas.
 
     `lock` guards all of it. Methods take the lock themselves, except for those that say otherwise.
     """
@@ -89,7 +91,7 @@ class PoolState:
         block: bool = False,
         timeout: float | None = None,
     ) -> Future:
-        """Queue rows that nothing will change. See `Replicas.submit`."""
+        """Queue rows, which the caller must not change any more. See `Replicas.submit`."""
         self.refuse_inherited()
         future = Future()
         with self.lock:
@@ -296,12 +298,12 @@ def _set_outcome(future: Future, request: Request) -> None:
 
 
 class _CancelRequest:
-    """A future's callback: a request that was cancelled is not computed."""
+    """Cancels the request of a future that was cancelled, so that it is not computed."""
 
     def __init__(self, state: "weakref.ref[PoolState]", request: "weakref.ref[Request]") -> None:
         self._state, self._request = state, request
 
-    def __call__(self, future: futures.Future[Any]) -> None:
+    def __call__(self, future: futures.Future[Tree]) -> None:
         state, request = self._state(), self._request()
         if state is None or request is None or state.inherited:
             return

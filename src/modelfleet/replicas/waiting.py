@@ -56,7 +56,7 @@ class UserRings:
         return len(self._rings[self._priorities[-1]])
 
     def take_turn(
-        self, max_rows: int, first_rows: dict[Request, int], user: Hashable | None = None, *, one: bool = False
+        self, max_rows: int, first_rows: dict[Request, int], user: Hashable | None = None, *, one: bool
     ) -> int:
         """Take rows of the user whose turn it is. A user who has more rows goes to the end of the ring.
 

@@ -50,8 +50,8 @@ Sharing = Callable[[Sequence[LaneRun], RunOptions], Iterator[Event]]
 def next_wave(runs: Sequence[LaneRun]) -> list[LaneRun]:
     """Return the runs that may train now: those of the first wave that is not done."""
     working = [run for run in runs if run.working]
-    wave = min((run.wave for run in working), default=0)
-    return [run for run in working if run.wave == wave]
+    wave = min((run.lane.spec.wave for run in working), default=0)
+    return [run for run in working if run.lane.spec.wave == wave]
 
 
 def due(runs: Sequence[LaneRun], options: RunOptions) -> list[LaneRun]:

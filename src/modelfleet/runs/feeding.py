@@ -1,6 +1,7 @@
 """Feeding: from a job's data to a checked feed for every lane."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -8,9 +9,10 @@ import numpy as np
 
 from modelfleet.each import Each
 from modelfleet.errors import InputError
-from modelfleet.feeds import ArrayOperations, Feed, LoaderFeed, SharedLoader, is_loader, make_feed
+from modelfleet.feeds import ArrayOperations, Batch, Feed, LoaderFeed, SharedLoader, is_loader, make_feed
 from modelfleet.feeds.checking import RowSpec, as_arrays, describe_difference, row_spec
 from modelfleet.frameworks.adapter_protocol import Adapter
+from modelfleet.frameworks.batches import has_target
 from modelfleet.lanes import Groups, Lane, LaneSpec
 from modelfleet.members import Member
 from modelfleet.runs.job import Job
@@ -21,6 +23,9 @@ ENDLESS = -1  # tf.data.INFINITE_CARDINALITY
 
 Field = Literal["data", "validation"]
 """The fields of a job that feeds are made of."""
+
+Transform = Callable[[Data, int | None], Data]
+"""A function of data and the steps of their epochs."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Feeding:
         self._made: dict[Field, list[_Made]] = {"data": [], "validation": []}
         self._from_loader: dict[tuple[Field, int], tuple[Feed, dict[str, int]]] = {}
         self._shared_loaders: dict[Field, SharedLoader | None] = {}
-        self._transforms: dict[tuple[Field, int], Callable[[Data], Data]] = {}
+        self._transforms: dict[tuple[Field, int], Transform] = {}
         self._checked: set[tuple[int, tuple[int, ...] | None, int]] = set()
 
     # --- what the data are ---------------------------------------------------------------------------------------
@@ -116,7 +121,9 @@ class Feeding:
                 frameworks = [task.member.framework for task in self._groups.tasks.values()]
                 # A framework that knows loaders of its own, such as tf.data, says what its epochs are.
                 owner = next((f for f in frameworks if hasattr(f, "as_loader")), frameworks[0])
-                one = SharedLoader(self._transform(owner, field)(getattr(self.job, field)), field)
+                limits = self.job.step_limits(self.job.names)  # members with shorter epochs skip the rest
+                longest = None if limits is None else int(limits.max())
+                one = SharedLoader(self._transform(owner, field)(getattr(self.job, field), longest), field)
             self._shared_loaders[field] = one
         return self._shared_loaders[field]
 
@@ -139,13 +146,14 @@ class Feeding:
         if isinstance(batch_size, Each):
             sizes = job.by_name("batch_size")
             batch_size = Each([sizes[name] for name in names])
-        one = data
+        one, own_limits = data, job.step_limits(names)
+        limits = [None] * len(names) if own_limits is None else own_limits.tolist()
         if isinstance(data, Each):
             values = job.by_name(field)
             one = values[names[0]]
-            data = Each([transform(values[name]) for name in names])
+            data = Each([transform(values[name], limit) for name, limit in zip(names, limits, strict=True)])
         else:
-            data = transform(data)
+            data = transform(data, limits[0])
         if field == "validation" and is_loader(one, framework.arrays, field):
             batch_size = None  # a loader has batches of its own size, whatever the size of the training batches
         continues = field == "data" and getattr(framework, "GOES_ON", False)
@@ -159,10 +167,10 @@ class Feeding:
             arrays=framework.arrays,
             epochs_done=np.array([self._groups.epochs.get(name, 0) for name in names], dtype=np.int64),
             what=field,
-            steps_per_epoch=job.steps_per_epoch if continues else None,
+            steps_per_epoch=own_limits if continues else None,
         )
 
-    def _transform(self, framework: Adapter, field: Field) -> Callable[[Data], Data]:
+    def _transform(self, framework: Adapter, field: Field) -> Transform:
         """Return a function that applies class weights and the length of an epoch to a data set."""
         key = field, id(framework)
         if key not in self._transforms:
@@ -182,21 +190,39 @@ class Feeding:
         pairs = {
             id(value): (name, value)
             for name, value in self.job.by_name(field).items()
-            if name in positions and isinstance(value, tuple) and len(value) == 2
+            if name in positions and has_target(value)
         }
         engine = lane.engine
         if engine.checks_targets and (pairs or isinstance(feed, LoaderFeed)):
-            shape = engine.output_shape(first, lane.names[0])
+            shape = engine.output_shape(_without_weights(first), lane.names[0])
+            check_batch = engine.label_check(shape)
             own = isinstance(getattr(self.job, field), Each)
-            for key, (name, (_, target)) in pairs.items():
+            for key, (name, value) in pairs.items():
                 done = key, shape, id(engine.task)
                 if done not in self._checked:
-                    engine.check_targets(shape, target, name if own else None)
+                    engine.check_targets(shape, value[1], name if own else None)
+                    if check_batch is not None and len(value) == 3:
+                        with _naming(name if own else None):
+                            check_batch(value)
                     self._checked.add(done)
             if isinstance(feed, LoaderFeed):
-                feed.check = engine.label_check(shape)
+                feed.check = check_batch
                 first = feed.first()  # again, now that it is checked
         engine.check(first, lane.names[0])
+
+
+def _without_weights(batch: Batch) -> Batch:
+    """Return the (x, y) of a batch (x, y, sample_weight), and any other batch as it is."""
+    return replace(batch, data=batch.data[:2]) if has_target(batch.data) else batch
+
+
+@contextmanager
+def _naming(member: str | None) -> Iterator[None]:
+    """Add the name of a member to an InputError."""
+    try:
+        yield
+    except InputError as error:
+        raise error if member is None else InputError(f"member {member!r}: {error}") from None
 
 
 def has_loaders(job: Job, members: Mapping[str, Member], *fields: Field) -> bool:
@@ -234,7 +260,7 @@ def _split(lane: LaneSpec, forms: dict[str, list[RowSpec]]) -> list[LaneSpec]:
     return pieces
 
 
-def _transform(framework: Adapter, job: Job, field: Field) -> Callable[[Data], Data]:
+def _transform(framework: Adapter, job: Job, field: Field) -> Transform:
     weigh = None
     if job.class_weight is not None and field == "data":
         weigh = getattr(framework, "weighted", None)
@@ -245,21 +271,22 @@ def _transform(framework: Adapter, job: Job, field: Field) -> Callable[[Data], D
             )
     arrays = framework.arrays
     as_loader = getattr(framework, "as_loader", None)
-    known: dict[int, Data] = {}  # the same object for the same data: arrays are stored once
+    known: dict[tuple[int, int | None], Data] = {}  # the same object for the same data: arrays are stored once
 
-    def transform(data: Data) -> Data:
+    def transform(data: Data, steps: int | None) -> Data:
         if isinstance(data, SharedLoader):
             return data
-        if id(data) not in known:
-            if field == "validation" or job.steps_per_epoch is None:
+        key = id(data), steps
+        if key not in known:
+            if field == "validation" or steps is None:
                 _refuse_endless(data, field)
             changed = data if as_loader is None else as_loader(data, again=field == "validation")
             if weigh is not None:
                 changed = weigh(changed, job.class_weight, is_loader(changed, arrays, field))
-            if job.steps_per_epoch is not None and field == "data" and is_loader(changed, arrays, field):
-                changed = ContinuedLoader(changed, job.steps_per_epoch)
-            known[id(data)] = changed
-        return known[id(data)]
+            if steps is not None and field == "data" and is_loader(changed, arrays, field):
+                changed = ContinuedLoader(changed, steps)
+            known[key] = changed
+        return known[key]
 
     return transform
 

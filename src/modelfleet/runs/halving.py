@@ -5,13 +5,12 @@ from dataclasses import replace
 import numpy as np
 
 from modelfleet.lanes import Groups, LaneBuilder
-from modelfleet.runs.lane_run import LaneRun
+from modelfleet.runs.lane_run import LaneRun, make_schedules
 
 
 def halve(builder: LaneBuilder, groups: Groups, run: LaneRun) -> list[LaneRun]:
     """Return two runs for the members that still train, with their state. The second waits for the first."""
     lane = run.lane
-    state = lane.arrays()
     training = run.training()
     middle = -(-len(training) // 2)
     halves = []
@@ -20,7 +19,7 @@ def halve(builder: LaneBuilder, groups: Groups, run: LaneRun) -> list[LaneRun]:
             lane.spec,
             members=tuple(names),
             apart_because=f"a lane of {len(training)} ran out of memory",
-            wave=run.wave + wave,
+            wave=lane.spec.wave + wave,
         )
         positions = np.array([lane.positions[name] for name in names])
         slots = [int(np.flatnonzero(lane.slots == position)[0]) for position in positions]
@@ -28,19 +27,12 @@ def halve(builder: LaneBuilder, groups: Groups, run: LaneRun) -> list[LaneRun]:
         half = builder.build(groups, spec)
         # Not made ready: that could run out of memory again, and a step that does halves the lane once more.
         half.engine.check(feed.first(), names[0])
-        half.load_arrays({name: array[positions] for name, array in state.items()})
-        half.steps, half.epochs = lane.steps[positions], lane.epochs[positions]
-        progress = run.schedules.state()
-        schedules = half.members[0].framework.Schedules(
-            half.schedules,
-            half.columns,
-            half.engine.task,
-            None if run.known_steps is None else run.known_steps[positions],
-            run.epochs[positions],
-            names=names,
-        )
-        own = isinstance(progress, list) and progress
-        schedules.restore([progress[position] for position in positions] if own else progress)
+        half.write(names, lane.read(names, host=True))  # the device has no memory for another copy
+        steps = None if run.known_steps is None else run.known_steps[positions]
+        schedules = make_schedules(half, steps, run.epochs[positions], run.initial_epoch)
+        state = run.schedules.state()
+        own = isinstance(state, list) and state
+        schedules.restore([state[position] for position in positions] if own else state)
         made = replace(
             run,
             lane=half,
@@ -48,8 +40,8 @@ def halve(builder: LaneBuilder, groups: Groups, run: LaneRun) -> list[LaneRun]:
             validation=run.validation and run.validation.select(slots),
             schedules=schedules,
             epochs=run.epochs[positions],
+            steps_per_epoch=None if run.steps_per_epoch is None else run.steps_per_epoch[positions],
         )
-        made.steps_before, made.updates_before = run.steps_before[positions], run.updates_before[positions]
-        made.epochs_before = run.epochs_before[positions]
+        made.before = {name: column[positions] for name, column in run.before.items()}
         halves.append(made)
     return halves

@@ -25,9 +25,9 @@ def interleaved(runs: Sequence[LaneRun], options: RunOptions) -> Iterator[Event]
                 elif options.in_step:
                     ended[id(run)] = run
                 elif options.together:
-                    waiting[id(run)] = run, run.end_epoch()
+                    waiting[id(run)] = end_epochs([run])[0]
                 else:
-                    yield EpochsEnded([(run, run.end_epoch())])
+                    yield EpochsEnded(end_epochs([run]))
         if ended and all(id(run) in ended for run in due(runs, options)):
             yield EpochsEnded(end_epochs(list(ended.values())))
             ended.clear()

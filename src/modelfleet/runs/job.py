@@ -19,10 +19,13 @@ class Job:
     data: Data
     validation: Data = None
     epochs: int | Each = 1
+    """The last epoch, counted from 1. After `without_past`, the number of epochs to train."""
+    initial_epoch: int = 0
+    """Epochs that are done already."""
     batch_size: int | Each | None = None
     shuffle: bool = True
     share: int | Each | None = None
-    steps_per_epoch: int | None = None
+    steps_per_epoch: int | Each | None = None
     class_weight: dict[int, float] | None = None
     _by_name: dict[str, dict[str, Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -47,11 +50,24 @@ class Job:
         """Return the epochs of the member that trains longest."""
         return max(int(epochs) for epochs in self.by_name("epochs").values())
 
-    def limit_steps(self, steps: np.ndarray | None) -> np.ndarray | None:
-        """Return the steps of an epoch, which `steps_per_epoch` may cut short."""
-        if steps is None or self.steps_per_epoch is None:
-            return steps
-        return np.minimum(steps, self.steps_per_epoch)
+    def without_past(self) -> "Job":
+        """Return the job with the number of epochs to train: those before `initial_epoch` are done."""
+        if not self.initial_epoch:
+            return self
+        left = {name: int(last) - self.initial_epoch for name, last in self.by_name("epochs").items()}
+        return replace(self, epochs=Each(left) if isinstance(self.epochs, Each) else left[self.names[0]])
+
+    def step_limits(self, names: Sequence[str]) -> np.ndarray | None:
+        """Return `(member,)`: the steps after which each member's epoch ends; None if its data say so."""
+        if self.steps_per_epoch is None:
+            return None
+        own = self.by_name("steps_per_epoch")
+        return np.array([own[name] for name in names], dtype=np.int64)
+
+    def limit_steps(self, steps: np.ndarray | None, names: Sequence[str]) -> np.ndarray | None:
+        """Return the steps of an epoch of these members, which `steps_per_epoch` may cut short."""
+        limits = self.step_limits(names)
+        return steps if steps is None or limits is None else np.minimum(steps, limits)
 
     def check(self) -> None:
         """Raise InputError for a number that makes no sense."""
@@ -65,8 +81,27 @@ class Job:
                 raise InputError(
                     f"share of member {name!r} is {value!r}; expected a whole number of turns, 1 or more."
                 )
-        if self.steps_per_epoch is not None and not _is_whole(self.steps_per_epoch, 1):
-            raise InputError(f"steps_per_epoch is {self.steps_per_epoch!r}; expected a whole number, 1 or more.")
+        if self.steps_per_epoch is not None:
+            for name, value in self.by_name("steps_per_epoch").items():
+                if not _is_whole(value, 1):
+                    whose = f" of member {name!r}" if isinstance(self.steps_per_epoch, Each) else ""
+                    raise InputError(f"steps_per_epoch{whose} is {value!r}; expected a whole number, 1 or more.")
+        self._check_initial_epoch()
+
+    def _check_initial_epoch(self) -> None:
+        first = self.initial_epoch
+        if not _is_whole(first, 0):
+            raise InputError(
+                f"initial_epoch is {first!r}; expected one whole number for all members, 0 or more. "
+                f"Give the number of epochs that are done already."
+            )
+        for name, last in self.by_name("epochs").items():
+            if first and last <= first:
+                whose = f" of member {name!r}" if isinstance(self.epochs, Each) else ""
+                raise InputError(
+                    f"epochs{whose} is {last} and initial_epoch is {first}; expected epochs above initial_epoch, "
+                    f"since epochs is the last one to train. To train {last} more, give epochs={first + last}."
+                )
 
 
 def _is_whole(value: object, least: int) -> bool:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -10,25 +10,22 @@ from modelfleet.errors import FleetError
 from modelfleet.feeds import Batch, Feed
 from modelfleet.frameworks.adapter_protocol import Schedules
 from modelfleet.frameworks.errors import REASONS, CannotFuseError, StepError
+from modelfleet.frameworks.global_generators import State as GeneratorState
 from modelfleet.history import Failure
 from modelfleet.lanes.lane import Lane
-from modelfleet.lanes.work import Work, finish_in_step
+from modelfleet.lanes.work import Work
 from modelfleet.runs.feeding import Feeding
 from modelfleet.runs.opening import OpenLane
 from modelfleet.trees import map_tree
-from modelfleet.types import Arrays, Json
+from modelfleet.types import Json, State
 from modelfleet.workers.supervisor import Policy, RestartBudget
 
-STEP_RAISED = "its step raised"
 MAX_BACKUP_BYTES = 1 << 26  # of a state on the host that is copied before the first step of a kind
 
 WORKER_POLICY = Policy(
     start_timeout=300.0, patience=10.0, max_failed_starts=3, max_failed_restarts=3, max_deaths=2
 )
 """When a worker that takes a lane's steps is given up, and how many may be lost before the lane's members fail."""
-
-GeneratorState = dict[str, np.ndarray]
-"""State of the global random generators, by name."""
 
 
 class TooWideError(FleetError):
@@ -62,17 +59,16 @@ class Progress:
     epoch: int
     step: int
     """Steps done in the current epoch."""
-    before: tuple[list[int], list[int], list[int]]
-    """By member, at the start of the fit: epochs finished, steps taken, and steps that changed the weights."""
+    before: dict[str, list[int]]
+    """`LaneRun.before`."""
 
 
 @dataclass
 class RemoteState:
     """State of a lane while a worker takes its steps, as the worker reported it last."""
 
-    arrays: Arrays = field(default_factory=dict)
-    loaded: bool = True
-    """True if the lane here holds this state."""
+    state: State | None = None
+    """Everything on the host. None if the lane here holds it."""
     changed: bool = False
     """True if the lane here was changed, and the worker does not know it yet."""
     stopped: list[str] = field(default_factory=list)
@@ -95,16 +91,16 @@ class LaneRun:
     """Turns that the lane takes while another takes one."""
     max_steps: int = 1
     """Most steps of one turn."""
-    steps_per_epoch: int | None = None
-    """Steps after which an epoch ends, even if its data do not."""
+    steps_per_epoch: np.ndarray | None = None
+    """`(member,)`: steps after which each member's epoch ends, even if its data do not."""
+    initial_epoch: int = 0
+    """Epochs before this fit, for the schedules."""
     may_halve: bool = False
     """True if the lane may be halved when memory runs out."""
     epoch: int = 0
     """Epochs finished in this fit."""
     step_in_epoch: int = 0
     """Steps done in the current epoch."""
-    seconds: float = 0.0
-    """Time spent in steps."""
     busy: bool = False
     """True while a thread or a worker is taking steps."""
     remote: RemoteState | None = field(default=None, repr=False)
@@ -117,9 +113,9 @@ class LaneRun:
 
     def __post_init__(self) -> None:
         # Of all members: the feed itself is narrowed together with the lane.
-        self.steps_before = self.lane.steps.copy()
-        self.epochs_before = self.lane.epochs.copy()
-        self.updates_before = self.lane.engine.steps_taken().copy()
+        updates = self.lane.engine.steps_taken().copy()
+        self.before = {"epochs": self.lane.epochs.copy(), "steps": self.lane.steps.copy(), "updates": updates}
+        """At the start of the fit: epochs finished, steps taken, and steps that changed the weights."""
         self.rows = self.feed.rows
         self.batches = self.feed.settings
         self.known_steps = self._limit(self.feed.steps)
@@ -134,25 +130,33 @@ class LaneRun:
         return self.lane.names
 
     @property
-    def wave(self) -> int:
-        """Return the wave of the lane."""
-        return self.lane.spec.wave
-
-    @property
     def working(self) -> bool:
         """Return True while any member is training."""
         return bool(self.lane.on().any())
+
+    @property
+    def steps_done(self) -> np.ndarray:
+        """Return `(member,)`: the steps taken in this fit."""
+        return self.lane.steps - self.before["steps"]
 
     def training(self) -> list[str]:
         """Return the members that are still training."""
         return [name for name, on in zip(self.lane.names, self.lane.on(), strict=True) if on]
 
+    @property
+    def feeds(self) -> list[Feed]:
+        """Return the feeds of the training data and, if there are any, of the validation data."""
+        return [self.feed] if self.validation is None else [self.feed, self.validation]
+
     def choose_turn_length(self, *, single: bool = False) -> None:
         """Take as many steps in a turn as the engine prefers, or single ones.
 
-        Steps are single if each is watched, or if the hyperparameters change from step to step.
+        Steps are single if each is watched, if the hyperparameters change from step to step, or if the members'
+        epochs end at different steps.
         """
-        self.max_steps = 1 if single or self.schedules.by_step else self.lane.engine.steps_per_call
+        limits = self.steps_per_epoch
+        single = single or self.schedules.by_step or (limits is not None and bool((limits != limits[0]).any()))
+        self.max_steps = 1 if single else self.lane.engine.steps_per_call
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -168,7 +172,8 @@ class LaneRun:
         if self._batches is None:
             self._batches = self.feed.epoch(self.epoch, start=self.step_in_epoch, several=self.max_steps)
             self._epoch_seconds, self._first_step = 0.0, self.step_in_epoch
-        if self.steps_per_epoch is not None and self.step_in_epoch >= self.steps_per_epoch:
+        limits = self.steps_per_epoch
+        if limits is not None and self.step_in_epoch >= limits[self.lane.on()].max():
             return None
         return next(self._batches, None)
 
@@ -180,13 +185,13 @@ class LaneRun:
         """
         begun = time.perf_counter()
         batch = self._cut_short(batch)
-        columns = self.schedules.at(self.lane.steps - self.steps_before)
+        columns = self.schedules.at(self.steps_done)
         kind = batch.size, batch.steps
         backup = None if kind in self._tried or self.lane.engine.undoes_steps else self._backup()
         try:
             self.lane.train(batch, columns, self._steps_left())
         except StepError as error:
-            self._fail_members(error.causes)
+            self._fail_raised(error.causes)
             if not self.working:
                 return 0
         except Exception as error:
@@ -199,12 +204,8 @@ class LaneRun:
         self._epoch_seconds += time.perf_counter() - begun
         return batch.steps or 1
 
-    def end_epoch(self) -> EpochReport:
-        """End the epoch: read its metrics, validate, and find the members that have failed."""
-        return finish_in_step([self.ending()])[0]
-
     def ending(self) -> Work[EpochReport]:
-        """End the epoch. Yields after every batch of validation data."""
+        """End the epoch: read its metrics, validate, and find failures. Yields after every validation batch."""
         begun = time.perf_counter()
         self.close()
         self.epoch += 1
@@ -212,7 +213,6 @@ class LaneRun:
         values = self.lane.epoch_values()
         self._epoch_seconds += time.perf_counter() - begun  # at the latest here the device has done all steps
         steps = self.step_in_epoch - self._first_step
-        self.seconds += self._epoch_seconds
         self.lane.record_time(steps, self._epoch_seconds, first=self.epoch == 1)
         if self.validation is not None:
             for name, column in (yield from self.lane.evaluating(self.validation)).items():
@@ -232,18 +232,19 @@ class LaneRun:
 
     def begin(self) -> None:
         """Take the members that have no epoch left out of the steps to come."""
-        self.lane.rest(np.flatnonzero(self.epochs <= self.epoch))
+        done = [name for name, epochs in zip(self.names, self.epochs, strict=True) if epochs <= self.epoch]
+        self.lane.rest(done)
 
     def leave(self, stopped: Sequence[str]) -> None:
         """Take out the members that are done or were stopped, and free their slots."""
-        self.lane.rest([self.lane.positions[name] for name in stopped])
+        self.lane.rest(stopped)
         self.begin()
         if self.remote is not None:
             self.remote.stopped += stopped
             return
-        feeds = [self.feed] if self.validation is None else [self.feed, self.validation]
-        self.feed, *rest = self.lane.compact(feeds)
-        self.validation = rest[0] if rest else None
+        kept = self.lane.compact()
+        if kept is not None:
+            self._feed_slots(kept)
 
     def close(self) -> None:
         """Stop reading ahead."""
@@ -255,40 +256,44 @@ class LaneRun:
 
     def find_failures(self, epoch: int) -> dict[str, Failure]:
         """Set aside the members that have failed in this epoch, and return them."""
-        lane, found = self.lane, {}
+        lane, training = self.lane, set(self.training())
+        found: dict[str, Failure] = {}
         codes = lane.engine.trouble()
-        for slot in np.flatnonzero(codes):
-            position = int(lane.slots[slot])
-            if lane.on()[position]:
-                found[position] = Failure(epoch, self._updates(int(slot)) + 1, REASONS[int(codes[slot])])
-        for what, feed in (("data", self.feed), ("validation data", self.validation)):
-            for slot, error in (feed.failures if feed is not None else {}).items():
-                position = int(lane.slots[slot])
-                if lane.on()[position] and position not in found:
-                    step = int(lane.steps[position] - self.steps_before[position]) + (what == "data")
-                    reason = f"its {what} raised {type(error).__name__}: {error}"
-                    found[position] = Failure(epoch, step, reason)
-        lane.rest(list(found), failed=True)
+        for slot in np.flatnonzero(codes).tolist():
+            found[lane.name_in(slot)] = Failure(epoch, self._updates(slot) + 1, REASONS[int(codes[slot])])
+        for what, feed in zip(("data", "validation data"), self.feeds, strict=False):
+            for slot, error in feed.failures.items():
+                step = int(self.steps_done[lane.slots[slot]]) + (what == "data")
+                reason = f"its {what} raised {type(error).__name__}: {error}"
+                found.setdefault(lane.name_in(slot), Failure(epoch, step, reason))
+        found = {name: failure for name, failure in found.items() if name in training}
+        lane.rest(found, failed=True)
         failed, self._failed = self._failed, {}
-        return {**{lane.members[position].name: failure for position, failure in found.items()}, **failed}
+        return {**found, **failed}
 
-    def _fail_members(self, causes: Mapping[int, Exception]) -> None:
+    def _fail_raised(self, causes: Mapping[int, Exception]) -> None:
         """Set aside the members, by slot, whose steps raised."""
         self.raised = next(iter(causes.values()))
+        reasons = {}
         for slot, error in causes.items():
             if isinstance(error, CannotFuseError) and isinstance(error.__cause__, Exception):
                 error = error.__cause__  # the error of the model itself
-            name = self.lane.members[self.lane.slots[slot]].name
-            reason = f"{STEP_RAISED} {type(error).__name__}: {error}"
+            reasons[slot] = f"its step raised {type(error).__name__}: {error}"
+        self._fail(reasons)
+
+    def _fail(self, reasons: Mapping[int, str]) -> None:
+        """Set aside the members in some slots. The report of this epoch has the reasons."""
+        for slot, reason in reasons.items():
             # A turn may have several steps, so that the step is known from the updates.
-            self._failed[name] = Failure(self.epoch + 1, self._updates(slot) + 1, reason)
-        self.lane.rest([self.lane.positions[name] for name in self._failed], failed=True)
+            failure = Failure(self.epoch + 1, self._updates(slot) + 1, reason)
+            self._failed[self.lane.name_in(slot)] = failure
+        self.lane.rest(self._failed, failed=True)
 
     def _updates(self, slot: int) -> int:
         """Return how many steps of this fit have changed the weights of a member."""
-        return int(self.lane.engine.steps_taken()[slot] - self.updates_before[self.lane.slots[slot]])
+        return int(self.lane.engine.steps_taken()[slot] - self.before["updates"][self.lane.slots[slot]])
 
-    def _backup(self) -> Arrays | None:
+    def _backup(self) -> State | None:
         """Return a copy of the state before the first step of a kind, which may run out of memory half-way.
 
         All steps of one kind take the same memory, so later ones need no copy. The host's memory hardly ever runs
@@ -296,61 +301,58 @@ class LaneRun:
         """
         if self.lane.device.startswith("cpu") and self.lane.engine.bytes > MAX_BACKUP_BYTES:
             return None
-        return {name: np.array(array) for name, array in self.lane.arrays().items()}
+        return self.lane.read(self.names, host=True)
 
-    def _run_out_of_memory(self, error: Exception, backup: Arrays | None) -> None:
+    def _run_out_of_memory(self, error: Exception, backup: State | None) -> None:
         self.close()
-        engine = self.lane.engine
         reason = "the device ran out of memory"
-        if not engine.undoes_steps:
-            if backup is not None:
-                self.lane.load_arrays(backup)
-                if self.may_halve and len(self.training()) > 1:
-                    raise TooWideError(self) from error
-            when = (
-                "in the middle of the run; the weights may be between two steps"
-                if backup is None
-                else "at the first step"
-            )
-            reason = f"{reason} {when}"
-        for name in self.training():
-            slot = int(np.flatnonzero(self.lane.slots == self.lane.positions[name])[0])
-            self._failed[name] = Failure(self.epoch + 1, self._updates(slot) + 1, reason)
-        self.lane.rest([self.lane.positions[name] for name in self._failed], failed=True)
+        if backup is not None:
+            self.lane.write(self.names, backup)
+            if self.may_halve and len(self.training()) > 1:
+                raise TooWideError(self) from error
+            reason += " at the first step"
+        elif not self.lane.engine.undoes_steps:
+            reason += " in the middle of the run; the weights may be between two steps"
+        self._fail(dict.fromkeys(np.flatnonzero(self.lane.on()[self.lane.slots]).tolist(), reason))
 
     # --- state and progress --------------------------------------------------------------------------------------
 
-    def pull(self) -> None:
-        """Bring the members' state here, if a worker takes the steps."""
-        if self.remote is not None and not self.remote.loaded:
-            self.lane.load_arrays(self.remote.arrays)
-            self.remote.loaded = True
+    def bring_here(self, *, to_change: bool = False) -> Lane:
+        """Return the lane with the members' current state, which a worker may have reported.
 
-    def push(self) -> None:
-        """Have the worker, if there is one, load the members' state before its next step."""
+        Args:
+            to_change: True if the caller changes the state. A worker then loads it before its next step.
+        """
         if self.remote is not None:
-            self.remote.changed = True
+            if self.remote.state is not None:
+                self.lane.write(self.names, self.remote.state)
+                self.remote.state = None
+            self.remote.changed |= to_change
+        return self.lane
 
-    def arrays(self) -> Arrays:
-        """Return the members' state on the host, wherever the steps are taken."""
-        if self.remote is not None and not self.remote.loaded:
-            return self.remote.arrays
-        return self.lane.arrays()
+    def host_state(self) -> State:
+        """Return the members' current state on the host, wherever the steps are taken."""
+        reported = None if self.remote is None else self.remote.state
+        return self.lane.read(self.names, host=True) if reported is None else reported
 
     def progress(self) -> Progress:
         """Return how far the run has come."""
-        before = self.epochs_before.tolist(), self.steps_before.tolist(), self.updates_before.tolist()
+        before = {name: column.tolist() for name, column in self.before.items()}
         return Progress(self.lane.progress(), self.schedules.state(), self.epoch, self.step_in_epoch, before)
 
     def resume(self, lane: dict[str, Json], epoch: int, step: int) -> None:
         """Continue from where an earlier run of the same lane was; its state and schedules are restored apart."""
-        positions = self.lane.resume(lane).tolist()
+        self.lane.resume(lane)
         self.epoch, self.step_in_epoch = epoch, step
-        if len(positions) < len(self.lane.members):
-            self.feed = self.feed.select(positions)
-            self.validation = self.validation and self.validation.select(positions)
+        if self.lane.width < len(self.names):
+            self._feed_slots(self.lane.slots.tolist())
 
     # --- small parts ---------------------------------------------------------------------------------------------
+
+    def _feed_slots(self, slots: list[int]) -> None:
+        """Feed only the members in these slots from now on."""
+        self.feed = self.feed.select(slots)
+        self.validation = self.validation and self.validation.select(slots)
 
     def _steps_left(self) -> int:
         """Return the steps until the end of the fit, as far as they are known."""
@@ -362,53 +364,60 @@ class LaneRun:
         return max(0, (int(self.epochs[on].max()) - self.epoch) * per_epoch - self.step_in_epoch)
 
     def _limit(self, steps: np.ndarray | None) -> np.ndarray | None:
+        """Return the steps `(slot,)` of the members' epochs, which `steps_per_epoch` may cut short."""
         if steps is None or self.steps_per_epoch is None:
             return steps
-        return np.minimum(steps, self.steps_per_epoch)
+        return np.minimum(steps, self.steps_per_epoch[self.lane.slots])
 
     def _cut_short(self, batch: Batch) -> Batch:
-        """Return only as many steps of a batch as the epoch has left."""
-        if self.steps_per_epoch is None or batch.steps is None:
+        """Return only as many steps of a batch as the epoch has left, without members whose epoch is over."""
+        if self.steps_per_epoch is None:
             return batch
-        left = self.steps_per_epoch - self.step_in_epoch
-        if batch.steps <= left:
+        left = self.steps_per_epoch[self.lane.slots] - self.step_in_epoch
+        if batch.steps is not None:  # the same number is left for all
+            most = int(left[0])
+            if batch.steps <= most:
+                return batch
+            return Batch(map_tree(lambda leaf: leaf[:most], batch.data), batch.shared, batch.counts, most)
+        if (left > 0).all():
             return batch
-        return Batch(map_tree(lambda leaf: leaf[:left], batch.data), batch.shared, batch.counts, left)
+        pieces = [replace(one, counts=one.counts * (left > 0), others=()) for one in batch.by_shape]
+        return replace(pieces[0], others=tuple(pieces[1:]))
 
 
 def make_runs(opened: Sequence[OpenLane], feeding: Feeding) -> list[LaneRun]:
     """Return the runs of open lanes. Their validation data are checked."""
     job = feeding.job
     epochs, shares = job.by_name("epochs"), job.by_name("share")
-    validation: list[Feed | None] = [None] * len(opened)
-    if job.validation is not None:
-        validation = [feeding.feed(one.lane, "validation") for one in opened]
-        for one, feed in zip(opened, validation, strict=True):
-            assert feed is not None
+    validation = [None if job.validation is None else feeding.feed(one.lane, "validation") for one in opened]
+    for one, feed in zip(opened, validation, strict=True):
+        if feed is not None:
             feeding.check(one.lane, feed, "validation")
     runs = []
-    for one, own_validation in zip(opened, validation, strict=True):
+    for one, feed in zip(opened, validation, strict=True):
         lane = one.lane
         own_epochs = np.array([epochs[name] for name in lane.names])
-        schedules = lane.members[0].framework.Schedules(
-            lane.schedules,
-            lane.columns,
-            lane.engine.task,
-            job.limit_steps(one.feed.steps),
-            own_epochs,
-            names=lane.names,
-        )
+        steps = job.limit_steps(one.feed.steps, lane.names)
+        schedules = make_schedules(lane, steps, own_epochs, job.initial_epoch)
         lane.engine.clear_trouble()
         share = max(shares[name] or 1 for name in lane.names)
         runs.append(
             LaneRun(
                 lane,
                 one.feed,
-                own_validation,
+                feed,
                 schedules,
                 own_epochs,
                 share,
-                steps_per_epoch=job.steps_per_epoch,
+                steps_per_epoch=job.step_limits(lane.names),
+                initial_epoch=job.initial_epoch,
             )
         )
     return runs
+
+
+def make_schedules(lane: Lane, steps: np.ndarray | None, epochs: np.ndarray, initial_epoch: int) -> Schedules:
+    """Return the schedules of a lane's members for a fit, from the steps per epoch and the epochs of each."""
+    make = lane.members[0].framework.Schedules
+    task, names = lane.engine.task, lane.names
+    return make(lane.schedules, lane.columns, task, steps, epochs, names=names, initial_epoch=initial_epoch)

@@ -89,7 +89,7 @@ class LaneOpener:
         lane = self._existing.get(spec.key)
         if lane is None:
             return self.builder.build(self.groups, spec, scratch=self._scratch)
-        lane.refresh(self._changed)
+        lane.gather([name for name in lane.names if name in self._changed])
         return lane
 
     def _check(self, opened: OpenLane) -> None:

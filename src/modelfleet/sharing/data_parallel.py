@@ -4,10 +4,10 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 from modelfleet.errors import GroupError
-from modelfleet.remote.messages import LaneOrder
+from modelfleet.remote.messages import LaneOrder, WorkerUpdate
 from modelfleet.workers import Place, SharedValue, Task, Worker, WorkerDiedError
 from modelfleet.workers.rendezvous import Rendezvous
 
@@ -61,7 +61,7 @@ class RankedWorkers:
         for rank, (place, worker) in enumerate(zip(self._places, self.workers, strict=True)):
             worker.start(task, replace(argument.on(place.device), ranks=(address, rank, size)), description)
 
-    def receive(self) -> tuple[bool, Any]:
+    def receive(self) -> tuple[bool, WorkerUpdate]:
         """Return the first rank's item, when all ranks have come as far."""
         self.poll(None)
         try:
@@ -88,7 +88,7 @@ class RankedWorkers:
     def _lost(self) -> list[Worker]:
         return [worker for worker in self.workers[1:] if worker.frozen or not worker.alive]
 
-    def answer(self, value: Any = None) -> None:
+    def answer(self, value: object = None) -> None:
         """Send an answer to all ranks."""
         for worker in self.workers:
             worker.answer(value)
@@ -155,6 +155,6 @@ class RankedPlace:
             place.release(one)
         worker._close_rendezvous()
 
-    def share(self, value: Any, description: str) -> SharedValue:
+    def share(self, value: object, description: str) -> SharedValue:
         """Share a value with all workers."""
         return self.places[0].share(value, description)

@@ -3,14 +3,13 @@
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from modelfleet.remote.lanes import RemoteLanes, fail_runs
 from modelfleet.remote.messages import LaneOrder, OrderWriter, OwnerReply
 from modelfleet.remote.worker import run_lanes
 from modelfleet.runs.events import EpochsEnded, Event, Reports, RunOptions, StepsTaken
 from modelfleet.runs.lane_run import WORKER_POLICY, LaneRun
-from modelfleet.workers import Place, SharedValue, WorkerDiedError
+from modelfleet.workers import Place, SharedValue, Worker, WorkerDiedError
 from modelfleet.workers.supervisor import Supervisor
 
 POLL_SECONDS = 0.2  # between two looks at whether the fit should stop
@@ -31,6 +30,12 @@ class WorkerSlot:
     def started(self) -> bool:
         """Return True if the worker has sent something since it was given these lanes."""
         return self.supervisor.started
+
+    @property
+    def worker(self) -> Worker:
+        """Return the worker that runs the lanes."""
+        assert self.supervisor.worker is not None
+        return self.supervisor.worker
 
     def start(self, lanes: RemoteLanes, order: LaneOrder) -> None:
         """Start some lanes, in a new worker if there is none."""
@@ -99,7 +104,7 @@ class Dispatcher:
             if self._data is not None:
                 self._data.close()
             for run in self._runs:
-                run.pull()  # the last reported state, also after an error here
+                run.bring_here()  # the last reported state, also after an error here
                 run.remote, run.busy = None, False
 
     # --- giving work ---------------------------------------------------------------------------------------------
@@ -190,7 +195,7 @@ class Dispatcher:
         Blocks until there is one, or a worker is stuck, or one has to be interrupted.
         """
         busy = self._busy()
-        workers: list[Any] = [slot.supervisor.worker for slot in busy]
+        workers = [slot.worker for slot in busy]
         stuck = [slot for slot in busy if self._may_be_stuck(slot)]
         while not all(slot.started for slot in busy):
             ready = [slot for slot, worker in zip(busy, workers, strict=True) if worker.poll(0.05 / len(busy))]
@@ -199,16 +204,15 @@ class Dispatcher:
                 return [*ready, *(slot for slot in late if slot not in ready)]
             if any(self._may_be_stuck(slot) for slot in busy if slot not in stuck):
                 return []
-        ready: list[Any] = []
-        while not ready and not (self._options.stopped() and not all(slot.interrupted for slot in busy)):
-            ready = type(workers[0]).wait(workers, POLL_SECONDS)
-        return [slot for slot in busy if slot.supervisor.worker in ready]
+        told: list[Worker] = []
+        while not told and not (self._options.stopped() and not all(slot.interrupted for slot in busy)):
+            told = type(workers[0]).wait(workers, POLL_SECONDS)
+        return [slot for slot in busy if slot.worker in told]
 
     def _receive(self, slot: WorkerSlot) -> Iterator[Event]:
         lanes, supervisor = slot.lanes, slot.supervisor
         assert lanes is not None
-        assert supervisor.worker is not None
-        if supervisor.is_late() and not supervisor.worker.poll():
+        if supervisor.is_late() and not slot.worker.poll():
             self._handle_death(slot, supervisor.late_error())
             return
         has_started = slot.started
@@ -260,9 +264,8 @@ class Dispatcher:
 
     def _reply(self, slot: WorkerSlot) -> None:
         assert slot.lanes is not None
-        assert slot.supervisor.worker is not None
         try:
-            slot.supervisor.worker.answer(slot.lanes.reply())
+            slot.worker.answer(slot.lanes.reply())
         except WorkerDiedError as error:
             self._handle_death(slot, error)
 

@@ -24,8 +24,8 @@ def on_one_device(writer: OrderWriter, runs: Sequence[LaneRun], options: RunOpti
     Lanes of a later wave start when the earlier waves are done.
     """
     cores = os.cpu_count() or 1
-    for wave in sorted({run.wave for run in runs}):
-        own = [run for run in runs if run.wave == wave and run.working]
+    for wave in sorted({run.lane.spec.wave for run in runs}):
+        own = [run for run in runs if run.lane.spec.wave == wave and run.working]
         if own and not options.stopped():
             assignments = _divide(own, cores)
             env = {"OMP_NUM_THREADS": str(max(1, cores // len(assignments)))}

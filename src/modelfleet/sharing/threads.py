@@ -50,7 +50,7 @@ def _freely(pool: ThreadPoolExecutor, runs: Sequence[LaneRun], options: RunOptio
                                 continue
                             training.remove(run)
                             if not options.stopped():
-                                reports.append((run, run.end_epoch()))
+                                reports += end_epochs([run])
                     except TooWideError as error:
                         training.remove(run)
                         errors.append(error)
@@ -125,8 +125,8 @@ def _in_step(pool: ThreadPoolExecutor, runs: Sequence[LaneRun], options: RunOpti
             batches = {id(run): batch for run in training if (batch := run.next_batch()) is not None}
             training = [run for run in training if id(run) in batches]
             steps: dict[int, int] = {}
-            for wave in sorted({run.wave for run in training}):  # waves do not fit beside each other
-                turn = [run for run in training if run.wave == wave]
+            for wave in sorted({run.lane.spec.wave for run in training}):  # waves do not fit beside each other
+                turn = [run for run in training if run.lane.spec.wave == wave]
                 by_thread = list(_by_device(turn).values()) if several_devices else [[run] for run in turn]
                 futures = [pool.submit(_step, [(run, batches[id(run)]) for run in own]) for own in by_thread]
                 for future in futures:  # all of them, before a callback may look at a lane

@@ -12,11 +12,11 @@ from modelfleet.types import Json
 MAX_HEADER_BYTES = 100_000_000
 
 Range = tuple[int, int]
-"""The first byte of something in a file, and the first byte after it."""
+"""First byte of something in a file, and the first byte after it."""
 
 
 class GoneError(StoreError):
-    """A data file is missing: it is lost, or another save has replaced it."""
+    """Raised if a data file is missing: it is lost, or another save has replaced it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(
@@ -26,14 +26,14 @@ class GoneError(StoreError):
 
 @dataclass(frozen=True)
 class Header:
-    """The tensors of a safetensors file, and where they are."""
+    """Tells which tensors a safetensors file has, and where they are."""
 
     tensors: dict[str, dict[str, Json]]
-    """The dtype and shape of every tensor: `{"weight": {"dtype": "F32", "shape": [3, 10, 64]}}`."""
+    """Dtype and shape of every tensor: `{"weight": {"dtype": "F32", "shape": [3, 10, 64]}}`."""
     ranges: dict[str, Range]
-    """The bytes of each tensor, in the order of the file."""
+    """Bytes of each tensor, in the order of the file."""
     text: bytes
-    """The header's bytes in the file, including its length."""
+    """Bytes of the header in the file, including its length."""
 
     @property
     def rows(self) -> int:

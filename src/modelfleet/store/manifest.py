@@ -46,7 +46,7 @@ _TRUST = "Load another copy; or, if you trust this one, give verify=False."
 
 
 class UnusableError(ValueError):
-    """A text is not a usable manifest. The message says why, and what to do."""
+    """Raised if a text is not a usable manifest. The message says why, and what to do."""
 
     def __init__(self, reason: str, advice: str = "Load another copy.") -> None:
         super().__init__(f"{reason}. {advice}")

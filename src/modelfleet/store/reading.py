@@ -1,10 +1,11 @@
 """Reading a saved folder. Its contents are checked before anything is made of them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from modelfleet.errors import InputError, StoreError, unknown
+from modelfleet.errors import InputError, StoreError
 from modelfleet.store.checksums import Checks, checksum_of
 from modelfleet.store.header import GoneError, Header, difference, file_size, read_header, unreadable
 from modelfleet.store.manifest import MANIFEST, MAX_BYTES, UnusableError, decode
@@ -16,7 +17,7 @@ _MAX_ATTEMPTS = 10  # for a folder that other saves keep replacing
 
 
 class Files(Protocol):
-    """A framework's way to write its tensors to one safetensors file, and to read them back.
+    """Writes a framework's tensors to one safetensors file, and reads them back.
 
     A module with these three functions will do, such as `frameworks/torch/files.py`.
     """
@@ -28,8 +29,8 @@ class Files(Protocol):
         """Return all tensors. Raise `StoreError` if the file can't be read."""
         ...
 
-    def read_row(self, path: Path, row: int, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-        """Return `tensor[row]` of every tensor, or of those in `names`, without reading the rest."""
+    def read_row(self, path: Path, row: int) -> dict[str, Tensor]:
+        """Return `tensor[row]` of every tensor, without reading the rest."""
         ...
 
 
@@ -72,41 +73,32 @@ class Saved:
     def tensors(self, name: str, reader: Files) -> dict[str, Tensor]:
         """Return all tensors of a data file, by name."""
         path, header = self._opened(name)
-        return _explaining(path, lambda: self._read_all(path, name, header, reader))
+        with _explaining(path):
+            self._check_rows(name, path, header, range(header.rows))
+            return reader.read(path)
 
-    def row(self, name: str, row: int, reader: Files, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-        """Return `tensor[row]` of all tensors of a data file, or of those in `names`, without reading the rest."""
+    def row(self, name: str, row: int, reader: Files) -> dict[str, Tensor]:
+        """Return `tensor[row]` of all tensors of a data file, without reading the rest."""
         path, header = self._opened(name)
-        for tensor in header.tensors if names is None else names:
-            if tensor not in header.tensors:
-                raise unknown("tensor", tensor, header.tensors)
-            shape = header.tensors[tensor]["shape"]
+        for tensor, entry in header.tensors.items():
+            shape = entry["shape"]
             if not shape or not 0 <= row < shape[0]:
                 raise InputError(f"tensor {tensor!r} of {path} has no row {row}: its shape is {tuple(shape)}.")
-        return _explaining(path, lambda: self._read_row(path, name, header, row, reader, names))
+        with _explaining(path):
+            self._check_rows(name, path, header, [row])
+            return reader.read_row(path, row)
 
-    def _read_all(self, path: Path, name: str, header: Header, reader: Files) -> dict[str, Tensor]:
+    def _check_rows(self, name: str, path: Path, header: Header, rows: Iterable[int]) -> None:
         entry = self.manifest["files"][name]
-        if self._verify and "rows" in entry:
-            for row in range(header.rows):
-                self._check_row(path, entry, header, row)
-        return reader.read(path)
-
-    def _read_row(
-        self, path: Path, name: str, header: Header, row: int, reader: Files, names: Sequence[str] | None
-    ) -> dict[str, Tensor]:
-        entry = self.manifest["files"][name]
-        if self._verify and "rows" in entry:
-            self._check_row(path, entry, header, row)
-        return reader.read_row(path, row, names)
-
-    def _check_row(self, path: Path, entry: Mapping[str, Json], header: Header, row: int) -> None:
+        if not self._verify or "rows" not in entry:
+            return
         if len(entry["rows"]) != header.rows:
             raise StoreError(
                 f"{self.folder / MANIFEST} can't be used: it has checksums of {len(entry['rows'])} rows for "
                 f"{path.name}, which has {header.rows}. Load another copy."
             )
-        self.checks.add(path, f"row {row}", header.row(row), entry["rows"][row])
+        for row in rows:
+            self.checks.add(path, f"row {row}", header.row(row), entry["rows"][row])
 
     def _opened(self, name: str) -> tuple[Path, Header]:
         """Return the path and header of a data file, checked against the manifest."""
@@ -116,7 +108,8 @@ class Saved:
         entry = self.manifest["files"][name]
         path = self.folder / entry["file"]
         if name not in self._headers:
-            self._headers[name] = _explaining(path, lambda: self._read_header(path, entry))
+            with _explaining(path):
+                self._headers[name] = self._read_header(path, entry)
         return path, self._headers[name]
 
     def _read_header(self, path: Path, entry: Mapping[str, Json]) -> Header:
@@ -134,10 +127,11 @@ class Saved:
         return header
 
 
-def _explaining(path: Path, read: Callable[[], T]) -> T:
-    """Return what `read` returns. If the file can't be read, raise a `StoreError` that says why."""
+@contextmanager
+def _explaining(path: Path) -> Iterator[None]:
+    """Raise a `StoreError` that says why, if a file can't be read within this context."""
     try:
-        return read()
+        yield
     except OSError as error:
         raise unreadable(path, error) from error
     except StoreError as error:

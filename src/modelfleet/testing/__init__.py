@@ -18,7 +18,7 @@ import numpy as np
 from modelfleet import frameworks
 from modelfleet.members import member_seed
 from modelfleet.testing.reference import Training
-from modelfleet.types import Data, LossLike, Model, OptimizerLike, Precision, ScheduleLike
+from modelfleet.types import Data, LossLike, Model, OptimizerLike, Precision, ScheduleLike, Tree
 
 
 def alone(
@@ -28,7 +28,7 @@ def alone(
     *,
     optimizer: OptimizerLike,
     loss: LossLike = None,
-    objective: Callable[[Model, Any], Any] | None = None,
+    objective: Callable[[Model, Tree], Any] | None = None,
     seed: int = 0,
     epochs: int = 1,
     batch_size: int = 32,

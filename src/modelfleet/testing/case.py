@@ -1,4 +1,4 @@
-"""A framework as the conformance suite needs to know it, and what its checks have in common."""
+"""Cases of the conformance suite: a framework as its checks see it, and what they have in common."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,8 +6,10 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 import modelfleet as mf
+from modelfleet.types import Data as AnyData
 from modelfleet.types import Model, Tensor
 
 SEED = 3
@@ -37,7 +39,7 @@ def cross_entropy(outputs: np.ndarray, labels: np.ndarray) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A framework to check.
+    """Describes a framework to check.
 
     The adapter's author writes `make`, `compile`, `alone`, `weights` and `outputs`. The defaults of the other
     fields are for models that take four numbers and return three logits.
@@ -49,7 +51,7 @@ class Case:
     compile: Callable[[mf.Fleet, float | mf.Each], None]
     """`compile(fleet, lr)`: compile a fleet for this learning rate, or `each(...)`, with an optimizer that has a
     state, such as Adam."""
-    alone: Callable[..., Any]
+    alone: Callable[..., Model]
     """`alone(model, name, data, *, lr, seed, epochs, batch_size, shuffle)`: return a copy of the model, trained by
     the framework itself in the way that the member `name` of a fleet with this seed must be trained."""
     weights: Callable[[Model], Weights]
@@ -81,7 +83,7 @@ def make_fleet(
     return fleet
 
 
-def fit(fleet: mf.Fleet, data: Any, **options: Any) -> mf.History:
+def fit(fleet: mf.Fleet, data: AnyData, **options: Any) -> mf.History:
     """Fit a fleet without a progress display."""
     return fleet.fit(data, batch_size=BATCH, progress=False, **options)
 
@@ -133,27 +135,26 @@ def weight_arrays(case: Case, model: Model) -> dict[str, np.ndarray]:
 def distance(first: Weights, second: Weights) -> tuple[float, str]:
     """Return the largest difference between two sets of weights, and the name of its tensor."""
     assert first.keys() == second.keys(), f"unlike weights: {', '.join(first)} and {', '.join(second)}"
-    worst = (0.0, "")
-    for name in first:
-        a, b = (np.asarray(value).astype(np.float64) for value in (first[name], second[name]))
-        assert a.shape == b.shape, f"{name} is {a.shape} and {b.shape}"
-        size = max(1.0, float(np.abs(b).max(initial=0.0)))
-        difference = float(np.abs(a - b).max(initial=0.0)) / size
-        worst = max(worst, (difference if np.isfinite(difference) else np.inf, name))
-    return worst
+    return max(((_difference(first[name], second[name], name), name) for name in first), default=(0.0, ""))
+
+
+def _difference(value: ArrayLike, expected: ArrayLike, what: str) -> float:
+    """Return the largest difference between two arrays, relative to the largest number expected (at least 1)."""
+    a, b = (np.asarray(one).astype(np.float64) for one in (value, expected))
+    assert a.shape == b.shape, f"{what}: {a.shape}, expected {b.shape}"
+    difference = float(np.abs(a - b).max(initial=0.0)) / max(1.0, float(np.abs(b).max(initial=0.0)))
+    return difference if np.isfinite(difference) else np.inf
 
 
 def check_same(case: Case, model: Model, expected: Weights, who: str) -> None:
-    """Raise AssertionError if a model\'s weights differ from the expected ones."""
+    """Raise AssertionError if a model's weights differ from the expected ones."""
     difference, where = distance(case.weights(model), expected)
     assert difference <= case.tolerance, f"{who}: {where} is off by {difference:.1e}, allowed {case.tolerance:.0e}"
 
 
-def check_near(value: Any, expected: Any, tolerance: float, what: str) -> None:
+def check_near(value: ArrayLike, expected: ArrayLike, tolerance: float, what: str) -> None:
     """Raise AssertionError if two arrays differ by more than a tolerance."""
-    a, b = np.asarray(value, dtype=np.float64), np.asarray(expected, dtype=np.float64)
-    assert a.shape == b.shape, f"{what}: {a.shape}, expected {b.shape}"
-    difference = float(np.abs(a - b).max(initial=0.0)) / max(1.0, float(np.abs(b).max(initial=0.0)))
+    difference = _difference(value, expected, what)
     assert difference <= tolerance, f"{what}: off by {difference:.1e}, allowed {tolerance:.0e}"
 
 

@@ -52,7 +52,7 @@ Check = Callable[["Case"], None]
 
 
 def in_a_fleet_as_alone(case: Case, kind: str, rates: str) -> None:
-    """Members of one structure are what each would have been alone."""
+    """Check that members of one structure are what each would have been alone."""
     lr = {name: RATES["a"] if rates == "one" else RATES[name] for name in "ab"}
     fleet = make_fleet(case, dict.fromkeys("ab", kind), lr=lr if rates == "each" else RATES["a"])
     before = {name: case.weights(fleet[name]) for name in fleet.names}
@@ -65,7 +65,7 @@ def in_a_fleet_as_alone(case: Case, kind: str, rates: str) -> None:
 
 
 def unlike_members_as_alone(case: Case) -> None:
-    """Members of unlike structure, each with its own data, are what each would have been alone."""
+    """Check that members of unlike structure, each with its own data, are what each would have been alone."""
     kinds = {"a": "dropout", "b": "unlike", "c": "dropout"}
     fleet = make_fleet(case, kinds, lr=RATES)
     fit(fleet, mf.each({name: own_data(case, name, EVEN) for name in kinds}), epochs=2)
@@ -74,7 +74,7 @@ def unlike_members_as_alone(case: Case) -> None:
 
 
 def ragged_batches_as_alone(case: Case, kind: str) -> None:
-    """A last batch of fewer rows counts as it does alone."""
+    """Check that a last batch of fewer rows counts as it does alone."""
     fleet = make_fleet(case, dict.fromkeys("ab", kind), lr=RATES)
     fit(fleet, case.data(0, RAGGED), epochs=2)
     for name in fleet.names:
@@ -82,7 +82,7 @@ def ragged_batches_as_alone(case: Case, kind: str) -> None:
 
 
 def own_data_as_alone(case: Case, kind: str) -> None:
-    """Members whose data sets have unlike lengths are what each would have been alone."""
+    """Check that members whose data sets have unlike lengths are what each would have been alone."""
     rows = {"a": EVEN, "b": RAGGED, "c": BATCH}
     fleet = make_fleet(case, dict.fromkeys(rows, kind), lr=RATES)
     history = fit(fleet, mf.each({name: own_data(case, name, rows[name]) for name in rows}), epochs=2)
@@ -93,7 +93,7 @@ def own_data_as_alone(case: Case, kind: str) -> None:
 
 
 def own_epochs_as_alone(case: Case) -> None:
-    """Members may train for unlike numbers of epochs."""
+    """Check that members may train for unlike numbers of epochs."""
     epochs = {"a": 1, "b": 3}
     fleet = make_fleet(case, dict.fromkeys(epochs, "dropout"), lr=RATES)
     history = fit(fleet, case.data(0, EVEN), epochs=mf.each(epochs))
@@ -104,7 +104,7 @@ def own_epochs_as_alone(case: Case) -> None:
 
 
 def evaluate_and_predict_as_alone(case: Case) -> None:
-    """`predict` gives what a trained model gives by itself, and `evaluate` its loss; on ragged batches, too."""
+    """Check that `predict` gives what a trained model gives, and `evaluate` its loss, on ragged batches too."""
     fleet = make_fleet(case, {"a": "dropout", "b": "dropout", "c": "batchnorm"}, lr=RATES)
     x, y = case.data(1, RAGGED)
     history = fit(fleet, case.data(0, EVEN), validation=(x, y))
@@ -123,7 +123,7 @@ def evaluate_and_predict_as_alone(case: Case) -> None:
 
 
 def position_and_company_do_not_matter(case: Case) -> None:
-    """A member's numbers are the same at any position and with any other members."""
+    """Check that a member's numbers are the same at any position and with any other members."""
     companies: Sequence[Mapping[str, str]] = (
         {"b": "dropout"},
         {"a": "dropout", "b": "dropout", "c": "dropout"},
@@ -136,7 +136,7 @@ def position_and_company_do_not_matter(case: Case) -> None:
 
 
 def strategies_agree(case: Case, strategy: str) -> None:
-    """Every strategy gives the numbers that the members have alone, with data sets of unlike lengths."""
+    """Check that every strategy gives the numbers that members have alone, with data sets of unlike lengths."""
     kinds: dict[str, str] = dict.fromkeys("ab", "dropout")
     if strategy != "fused":  # which would refuse members of unlike structure
         kinds["c"] = "batchnorm"
@@ -152,7 +152,7 @@ def strategies_agree(case: Case, strategy: str) -> None:
 
 
 def devices_agree(case: Case) -> None:
-    """A fleet on two devices, its group split over both, has the weights and the history of one device."""
+    """Check that a group split over two devices has the weights and the history that it has on one device."""
     kinds: dict[str, str] = dict.fromkeys("ab", "dropout")
     data = case.data(0, EVEN)
 
@@ -175,7 +175,7 @@ def devices_agree(case: Case) -> None:
 
 
 def fitting_twice_is_fitting_longer(case: Case) -> None:
-    """A second `fit` goes on from where the members are: weights, optimizers, shuffles and dropout."""
+    """Check that a second `fit` goes on from where the members are: weights, optimizers, shuffles and dropout."""
     kinds = {"a": "dropout", "b": "dropout", "c": "batchnorm"}
     fleet = make_fleet(case, kinds, lr=RATES)
     for _ in range(2):
@@ -188,7 +188,7 @@ def fitting_twice_is_fitting_longer(case: Case) -> None:
 
 
 def a_sick_member_is_set_aside(case: Case) -> None:
-    """A member whose numbers become NaN is named and keeps its last good state; the others are not affected."""
+    """Check that a member with NaN is named and keeps its last good state, and the others are not affected."""
     fleet = make_fleet(case, dict.fromkeys("ba", "dropout"), lr=RATES)
     data = {name: own_data(case, name, EVEN) for name in "ba"}
     good = data["b"][0][:BATCH].copy(), data["b"][1][:BATCH].copy()
@@ -204,7 +204,7 @@ def a_sick_member_is_set_aside(case: Case) -> None:
 
 
 def failing_data_are_set_aside(case: Case) -> None:
-    """A member whose data raise is named and keeps what it has learnt; the others are not affected."""
+    """Check that a member whose data raise is named and keeps what it learnt, and the others are not affected."""
 
     def batches(name: str) -> Callable[[], Iterator[Data]]:
         def read() -> Iterator[Data]:
@@ -228,7 +228,7 @@ def failing_data_are_set_aside(case: Case) -> None:
 
 
 def plain_in_plain_out(case: Case) -> None:
-    """Models come out of a fleet as they went in, with new weights."""
+    """Check that models come out of a fleet as they went in, with new weights."""
     kinds_of = {"a": "dropout", "b": "dropout", "c": "unlike"}
     models = {name: case.make(kind, seed_of(name)) for name, kind in kinds_of.items()}
     kinds = {name: type(model) for name, model in models.items()}
@@ -246,7 +246,7 @@ def plain_in_plain_out(case: Case) -> None:
 
 
 def saved_and_loaded(case: Case) -> None:
-    """A saved fleet is loaded with exactly the weights that it had."""
+    """Check that a saved fleet is loaded with exactly the weights that it had."""
     fleet = make_fleet(case, {"a": "batchnorm", "b": "batchnorm"}, lr=RATES)
     x, y = case.data(0, EVEN)
     fit(fleet, (x, y))
@@ -263,7 +263,7 @@ def saved_and_loaded(case: Case) -> None:
 
 
 def members_come_and_go(case: Case) -> None:
-    """Members that are dropped, added and cloned between fits leave the others as they are."""
+    """Check that members that are dropped, added and cloned between fits leave the others as they are."""
     data = case.data(0, EVEN)
     fleet = make_fleet(case, dict.fromkeys("ab", "dropout"), lr=RATES["a"])
     fit(fleet, data)
@@ -287,7 +287,7 @@ def members_come_and_go(case: Case) -> None:
 
 
 class _Killed(Exception):  # noqa: N818
-    """An error that interrupts a run."""
+    """Interrupts a run."""
 
 
 class _Die(mf.Callback):
@@ -303,7 +303,7 @@ class _Die(mf.Callback):
 
 
 def resumed_as_unbroken(case: Case) -> None:
-    """A run that is interrupted and started again ends like the uninterrupted one."""
+    """Check that a run that is interrupted and started again ends like the uninterrupted one."""
     kinds = {"a": "dropout", "b": "dropout", "c": "batchnorm"}
     data = {name: own_data(case, name, BATCH if name == "b" else EVEN) for name in kinds}
 
@@ -327,13 +327,10 @@ def resumed_as_unbroken(case: Case) -> None:
 
 def _check(function: Callable[..., None], *choices: str) -> Check:
     """Return a check with its choices made. The choices are in its name, which pytest shows."""
-    made = update_wrapper(partial(function, **dict(zip(_choices(function), choices, strict=True))), function)
+    names = [name for name in function.__annotations__ if name not in ("case", "return")]
+    made = update_wrapper(partial(function, **dict(zip(names, choices, strict=True))), function)
     made.__name__ = "-".join([function.__name__, *choices])  # pyrefly: ignore
     return made
-
-
-def _choices(function: Callable[..., None]) -> list[str]:
-    return [name for name in function.__annotations__ if name not in ("case", "return")]
 
 
 CHECKS: tuple[Check, ...] = (

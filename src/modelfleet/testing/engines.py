@@ -28,7 +28,7 @@ WIDTH = 3
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """An engine to check."""
+    """Describes an engine to check."""
 
     members: Callable[[], Sequence[Member]]
     """`members()`: return new members with new models, equal at every call."""
@@ -89,7 +89,7 @@ def _on(engine: Engine, width: int) -> Tensor:
 
 
 def _written(case: Case, engine: Engine, members: Sequence[Member]) -> list[dict[str, np.ndarray]]:
-    engine.write_back(members)
+    engine.scatter(range(len(members)), members)
     return [dict(case.weights(member.model)) for member in members]
 
 
@@ -174,32 +174,32 @@ def a_step_in_parts_is_a_step(case: Case) -> None:
 
 
 def narrowed_members_step_as_before(case: Case) -> None:
-    """`narrow` and `widen` change who steps, and nothing else."""
+    """`give_slots` changes who steps, and nothing else."""
     (one, first), (other, second) = _begun(case), _begun(case)
     for _ in range(2):
         _train(case, one, range(case.width), _only_some(case))
-    other.narrow(np.array(case.some()))
+    other.give_slots(np.array(case.some()))
     for _ in range(2):
         _train(case, other, case.some())
-    other.widen()
+    other.give_slots(np.arange(case.width))
     for found, expected in zip(_written(case, other, second), _written(case, one, first), strict=True):
         _same(found, expected)
 
 
 def state_is_loaded_whether_narrowed_or_not(case: Case) -> None:
-    """`load` takes up what `tensors` gave, on the host too, and training goes on from it."""
+    """`write` takes the whole state that `read` returned, from the host too, and training continues from it."""
     trained, members = _begun(case)
     _train(case, trained, range(case.width))
     host = members[0].framework.arrays.host
-    kept = {name: np.array(host(tensor)) for name, tensor in trained.tensors().items()}
+    kept = map_tree(lambda tensor: np.array(host(tensor)), trained.read(range(case.width)))
     expected, own = _begun(case)
-    expected.load(kept)
+    expected.write(range(case.width), kept)
     _train(case, expected, range(case.width), _only_some(case))
     found, twins = _begun(case)
-    found.narrow(np.array(case.some()))
-    found.load(kept)
+    found.give_slots(np.array(case.some()))
+    found.write(range(case.width), kept)
     _train(case, found, case.some())
-    found.widen()
+    found.give_slots(np.arange(case.width))
     assert found.steps_taken().tolist() == [1 + taken for taken in _only_some(case)]
     for one, other in zip(_written(case, found, twins), _written(case, expected, own), strict=True):
         _same(one, other)
@@ -212,10 +212,9 @@ def adopted_members_go_on(case: Case) -> None:
         _train(case, one, range(case.width))
     for _ in range(2):
         _train(case, before, range(case.width))
-    before.write_back(members)
+    before.scatter(range(case.width), members)
     after = case.engine(members)
-    for row in range(case.width):
-        after.adopt(row, before, row)
+    after.adopt(range(case.width), before, range(case.width))
     _begin(case, after, members)
     _train(case, after, range(case.width))
     assert after.steps_taken().tolist() == [3] * case.width
@@ -241,12 +240,12 @@ def members_are_read_and_written_with_and_without_a_slot(case: Case) -> None:
     engine, members = _begun(case)
     before = [dict(case.weights(member.model)) for member in members]
     kept = engine.read([2, 1, 0], WEIGHTS)
-    engine.narrow(np.array([0, 2]))
+    engine.give_slots(np.array([0, 2]))
     assert engine.slots.tolist() == [0, 2]
     _train(case, engine, [0, 2])
     mixed = engine.read([1, 0], WEIGHTS)  # a member that rests, and one that has stepped
     engine.write([2, 1], {part: {name: t[:2] for name, t in own.items()} for part, own in kept.items()})
-    engine.widen()
+    engine.give_slots(np.arange(case.width))
     after = _written(case, engine, members)
     assert _differ(after[0], before[0])
     _same(after[1], before[1], 0)
@@ -257,18 +256,18 @@ def members_are_read_and_written_with_and_without_a_slot(case: Case) -> None:
     _same(swapped[2], before[1], 0)
 
 
-def one_member_is_scattered_and_refreshed(case: Case) -> None:
-    """`scatter` and `refresh` are of one member, whether it has a slot or rests."""
+def one_member_is_scattered_and_gathered(case: Case) -> None:
+    """`scatter` and `gather` are of one member, whether it has a slot or rests."""
     engine, members = _begun(case)
-    engine.narrow(np.array([0, 2]))
+    engine.give_slots(np.array([0, 2]))
     _train(case, engine, [0, 2])
     engine.scatter([2], [members[2]])
     assert _differ(case.weights(members[2].model), case.fresh(2))
     _same(case.weights(members[0].model), case.fresh(0), 0)
-    engine.refresh([0], [members[0]])  # whose model still holds the first weights
+    engine.gather([0], [members[0]])  # whose model still holds the first weights
     engine.scatter([1], [members[1]])
     _same(case.weights(members[1].model), case.fresh(1), 0)
-    engine.widen()
+    engine.give_slots(np.arange(case.width))
     after = _written(case, engine, members)
     _same(after[0], case.fresh(0), 0)
     assert _differ(after[2], case.fresh(2))
@@ -375,7 +374,7 @@ def _repeated(leaf: Tensor, steps: int) -> Tensor:
 
 OF_SEVERAL: Sequence[Check] = (
     members_are_read_and_written_with_and_without_a_slot,
-    one_member_is_scattered_and_refreshed,
+    one_member_is_scattered_and_gathered,
 )
 """Checks that need more than one member."""
 

@@ -1,4 +1,4 @@
-"""The reference for JAX members: one model, trained alone by a loop as a user would write it.
+"""Reference for JAX members: one model, trained alone by a loop as a user would write it.
 
 The loop shares as little as possible with the fused path, so that an error there is not repeated here.
 """
@@ -6,7 +6,6 @@ The loop shares as little as possible with the fused path, so that an error ther
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from modelfleet.types import Arrays, Data, Model, Tree
 LossOf = Callable[[Model, Callable[[Tree], Tree], Tree], jax.Array]
 """Loss of a model, a function that calls it on inputs, and a batch."""
 
-LOSSES: Mapping[str, Callable[[Any, Any], jax.Array]] = {
+LOSSES: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "cross_entropy": lambda o, y: optax.softmax_cross_entropy_with_integer_labels(o, y).mean(),
     "mse": lambda o, y: optax.squared_error(o, y).mean(),
     "mae": lambda o, y: jnp.abs(o - y).mean(),
@@ -78,7 +77,7 @@ def _train_pair(
         given = {"rng": jax.random.fold_in(base, number), "train": True}
         own = functools.partial(apply, **{key: value for key, value in given.items() if key in takes})
 
-        def loss(params: Any, own: Any = own, batch: Any = batch) -> Any:
+        def loss(params: Tree, own: Callable[..., Tree] = own, batch: Tree = batch) -> jax.Array:
             return loss_of((params, own), lambda x: own(params, x), batch)
 
         changes, state = update.update(jax.grad(loss)(params), state, params)

@@ -1,7 +1,6 @@
-"""The reference for Keras members: one model, trained alone by its own `train_on_batch`."""
+"""Reference for Keras members: one model, trained alone by its own `train_on_batch`."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import keras
 import numpy as np
@@ -52,7 +51,7 @@ def alone(model: keras.Model, data: Data, training: Training) -> keras.Model:
     return model
 
 
-def _streams(seed: int, step: int) -> AbstractContextManager[Any]:
+def _streams(seed: int, step: int) -> AbstractContextManager[object]:
     """Draw dropout from modelfleet's streams on torch. Other backends draw from the model's own seeds."""
     if keras.backend.backend() != "torch":
         return nullcontext()

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from modelfleet.streams import permutations
-from modelfleet.types import LossLike, Model, OptimizerLike, Precision, ScheduleLike
+from modelfleet.types import LossLike, Model, OptimizerLike, Precision, ScheduleLike, Tree
 
 
 @dataclass(frozen=True)
@@ -15,12 +15,12 @@ class Training:
     """How one member is trained: the arguments of `modelfleet.testing.alone`."""
 
     name: str
-    """The member's name, for errors."""
+    """Name of the member, for errors."""
     optimizer: OptimizerLike
     loss: LossLike
-    objective: Callable[[Model, Any], Any] | None
+    objective: Callable[[Model, Tree], Any] | None
     seed: int
-    """The member's own seed."""
+    """Seed of the member itself."""
     epochs: int
     batch_size: int
     shuffle: bool

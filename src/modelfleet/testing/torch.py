@@ -1,4 +1,4 @@
-"""The reference for torch members: one model, trained alone by a loop as a user would write it.
+"""Reference for torch members: one model, trained alone by a loop as a user would write it.
 
 The loop shares as little as possible with the fused path, so that an error there is not repeated here.
 """
@@ -45,7 +45,7 @@ class Lion(torch.optim.Optimizer):
                 average.copy_(beta2 * average + (1 - beta2) * parameter.grad)
 
 
-OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
@@ -57,7 +57,7 @@ OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
     "adamax": torch.optim.Adamax,
     "lion": Lion,
 }
-LOSSES: Mapping[str, Callable[[Any, Any], Tensor]] = {
+LOSSES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cross_entropy": F.cross_entropy,
     "nll": F.nll_loss,
     "mse": F.mse_loss,

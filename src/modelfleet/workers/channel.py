@@ -25,7 +25,7 @@ _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 MAX_COUNTED_GAP = 1.0  # seconds: of a longer gap no more counts as waiting, as this process may have been stopped
 
 Message = tuple[bytes, list[int]]
-"""A body and the descriptors that came with it."""
+"""Body, and the descriptors that came with it."""
 
 
 class Channel:

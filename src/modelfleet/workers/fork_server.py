@@ -16,12 +16,11 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
+from modelfleet.frameworks import ADAPTERS
 from modelfleet.workers.channel import Channel
 from modelfleet.workers.entry import adopt_orphans, run_worker
 from modelfleet.workers.heartbeat import BEAT_INTERVAL, Heartbeat
 from modelfleet.workers.shared_memory import close_descriptors
-
-UNSAFE_TO_FORK = ("tensorflow", "keras", "jax", "ray")  # start threads, or read the environment, on import
 
 
 def command(module: str, *numbers: int) -> list[str]:
@@ -181,10 +180,11 @@ class _Server:
 
 def _can_fork() -> bool:
     """Return True if this process has one thread, and no library that must not be forked."""
+    unsafe = ["ray", *(name for name, entry in ADAPTERS.items() if not entry.forkable)]
     return (
         sys.platform == "linux"
         and len(os.listdir("/proc/self/task")) == 1
-        and not any(name in sys.modules for name in UNSAFE_TO_FORK)
+        and not any(name in sys.modules for name in unsafe)
     )
 
 

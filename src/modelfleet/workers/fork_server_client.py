@@ -11,6 +11,7 @@ import time
 import weakref
 from contextlib import suppress
 
+from modelfleet.frameworks import ADAPTERS
 from modelfleet.workers import fork_server
 from modelfleet.workers.channel import Channel, above_standard
 from modelfleet.workers.heartbeat import Heartbeat, SilenceTimer
@@ -25,18 +26,15 @@ READ_AT_IMPORT = (
     *("CUDA_", "HIP_", "ROCR_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH", "TF_", "XLA_"),
     *("JAX_", "KERAS_", "NCCL_", "LD_", "MALLOC_", "PYTHON"),
 )
-_THREAD_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-)  # workers set these after loading
+# Workers set these after loading.
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _NOT_FOR_WORKERS = ("cli", "demo", "doctor", "serving", "testing", "search", "__main__", "workers.ray")
 
 Spawned = tuple[Channel, "WorkerProcess", Heartbeat]
 
 
 class WorkerProcess:
-    """A worker's process, as its owner knows it."""
+    """Lets the owner of a worker's process watch and end it."""
 
     def __init__(self, server: "ForkServer", status: Channel) -> None:
         self.server = server
@@ -99,7 +97,7 @@ class WorkerProcess:
 
 
 class ForkServer:
-    """Process that starts workers, as its owner knows it."""
+    """Starts a fork server, and asks it for workers."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self.environment = environment
@@ -249,17 +247,12 @@ def _is_read_at_import(name: str) -> bool:
 
 
 def _modules_for_workers() -> list[str]:
-    """Return the modules of modelfleet, and torch, that this program has imported and its workers will need."""
-    torch = "torch" in sys.modules
-    skipped = [f"modelfleet.{name}" for name in _NOT_FOR_WORKERS]
-    skipped += [f"modelfleet.frameworks.{name}" for name in fork_server.UNSAFE_TO_FORK]
-    skipped += [] if torch else ["modelfleet.frameworks.torch"]
+    """Return the modules of modelfleet and its frameworks that this program has imported and workers will need."""
+    preloaded = [name for name, entry in ADAPTERS.items() if entry.forkable and name in sys.modules]
+    skipped = [f"modelfleet.{name}." for name in _NOT_FOR_WORKERS]
+    skipped += [f"modelfleet.frameworks.{name}." for name in ADAPTERS if name not in preloaded]
     imported = [name for name in sys.modules if name.startswith("modelfleet.")]
-    return ["torch"] * torch + [name for name in imported if not _is_within(name, skipped)]
-
-
-def _is_within(name: str, packages: list[str]) -> bool:
-    return any(name == package or name.startswith(f"{package}.") for package in packages)
+    return preloaded + [name for name in imported if not f"{name}.".startswith(tuple(skipped))]
 
 
 def _copy_of_output(number: int) -> int:

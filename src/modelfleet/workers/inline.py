@@ -40,7 +40,7 @@ class InlineWorker:
         self._answers: deque[Any] = deque()
         self._interrupted = self._closed = False
 
-    def start(self, task: Task, argument: Any, description: str) -> None:
+    def start(self, task: Task, argument: object, description: str) -> None:
         """Begin a task."""
         self.busy, self.starting, self.answers_begun, self._interrupted = True, True, 0, False
         self._answers.clear()
@@ -64,7 +64,7 @@ class InlineWorker:
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._items), seconds)
 
-    def answer(self, value: Any = None) -> None:
+    def answer(self, value: object = None) -> None:
         """Let the task go on after an item."""
         with self._changed:
             self._answers.append(value)
@@ -87,7 +87,7 @@ class InlineWorker:
             cls._changed.wait_for(lambda: any(worker._items for worker in workers), seconds)
             return [worker for worker in workers if worker._items]
 
-    def _run(self, task: Task, argument: Any) -> None:
+    def _run(self, task: Task, argument: object) -> None:
         set_interrupt_check(lambda: self._interrupted)
         running = task(argument)
         try:
@@ -104,7 +104,7 @@ class InlineWorker:
         finally:
             running.close()
 
-    def _emit(self, more: bool, item: Any) -> bool:
+    def _emit(self, more: bool, item: object) -> bool:
         """Hand out an item, and wait for its answer if more follow. Return False if the worker was closed."""
         with self._changed:
             self._items.append((more, item))
@@ -116,9 +116,9 @@ class InlineWorker:
 
 @dataclass(frozen=True)
 class LocalValue:
-    """A value that is shared by being the same object."""
+    """Refers to a value of this process."""
 
-    value: Any
+    value: object
 
     def get(self) -> Any:
         """Return the value."""
@@ -130,7 +130,7 @@ class LocalValue:
 
 @dataclass(frozen=True)
 class InlinePlace:
-    """A device that this process itself uses."""
+    """Names a device that this process itself uses."""
 
     name: str
     device: str
@@ -144,7 +144,7 @@ class InlinePlace:
         """End a worker."""
         worker.close()
 
-    def share(self, value: Any, description: str) -> LocalValue:
+    def share(self, value: object, description: str) -> LocalValue:
         """Return a handle of the value itself."""
         return LocalValue(value)
 

@@ -21,7 +21,7 @@ Spans = tuple[tuple[int, int], ...]  # (start, size) in bytes
 
 
 class Parcel(NamedTuple):
-    """A pickled value with its arrays in a segment of shared memory. Descriptors travel beside it."""
+    """Holds a pickled value, and where its arrays are in shared memory. Descriptors travel beside it."""
 
     pickled: bytes
     """Empty if the pickle is long: then it is the last of the spans."""
@@ -33,10 +33,10 @@ class Parcel(NamedTuple):
 
 
 Packed = tuple[Parcel, list[int]]
-"""A parcel and its descriptors, which sender and receiver each have to close."""
+"""Parcel and its descriptors, which sender and receiver each have to close."""
 
 
-def pack(value: Any, description: str) -> Packed:
+def pack(value: object, description: str) -> Packed:
     """Return a parcel with a segment of its own."""
     pickled, views, descriptors = pickle_with_descriptors(value, description)
     try:
@@ -69,7 +69,7 @@ class Outbox:
         self._last_number = 0
         self._segments: list[_Segment | None] = [None, None]
 
-    def pack(self, value: Any, description: str) -> Packed:
+    def pack(self, value: object, description: str) -> Packed:
         """Return the next message. It overwrites the last but one."""
         pickled, views, descriptors = pickle_with_descriptors(value, description)
         try:
@@ -82,7 +82,7 @@ class Outbox:
                 grown = 0 if segment is None or len(segment.memory) > end else 2 * len(segment.memory)
                 self._segments = [None, other]  # whatever happens to the new one
                 segment = None  # its memory is released before more is asked for
-                new_size, descriptor = _create_first(max(_MIN_SEGMENT, end, grown), end)
+                new_size, descriptor = _create(max(_MIN_SEGMENT, end, grown), end)
                 descriptors.insert(0, descriptor)
                 self._last_number += 1
                 segment = _Segment(self._last_number, shared_memory.map_memory(descriptor, new_size))
@@ -142,7 +142,7 @@ class Inbox:
 
 
 class SharedMemoryValue:
-    """A value in shared memory, for all processes of this machine. Pickling it sends the descriptor."""
+    """Holds a value in shared memory, for all processes of this machine. Pickling it sends the descriptor."""
 
     def __init__(self, parcel: Parcel, descriptors: list[int]) -> None:
         self._parcel = parcel
@@ -150,7 +150,7 @@ class SharedMemoryValue:
         self._memory: memoryview | None = None  # in a process that received it
 
     @classmethod
-    def put(cls, value: Any, description: str) -> "SharedMemoryValue":
+    def put(cls, value: object, description: str) -> "SharedMemoryValue":
         """Write a value to shared memory."""
         return cls(*pack(value, description))
 
@@ -193,12 +193,11 @@ def _lay_out(pickled: bytes, views: list[memoryview]) -> tuple[bytes, Spans, int
     return pickled, tuple(spans), max(end, 1)
 
 
-def _create_first(*sizes: int) -> tuple[int, int]:
-    """Create shared memory of the first size that is available. Return the size and the descriptor."""
-    for size in sizes[:-1]:
-        with suppress(CannotSendError):
-            return size, shared_memory.create(size)
-    return sizes[-1], shared_memory.create(sizes[-1])
+def _create(wanted: int, needed: int) -> tuple[int, int]:
+    """Create shared memory of the wanted size, or else of the needed one. Return its size and descriptor."""
+    with suppress(CannotSendError):
+        return wanted, shared_memory.create(wanted)
+    return needed, shared_memory.create(needed)
 
 
 def _fill(memory: memoryview, spans: Spans, views: Sequence[memoryview]) -> None:

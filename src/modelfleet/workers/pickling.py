@@ -22,14 +22,14 @@ _attachments = threading.local()
 
 
 class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         return frameworks.reduced(value)
 
 
 class _PicklerByValue(cloudpickle.Pickler):
     """Pickles code along with what others can't import: what a script, a prompt or a function defines."""
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> Any:
         # cloudpickle would read a file and send its contents, which would be a different file there.
         if isinstance(obj, io.IOBase) and not isinstance(obj, io.BytesIO | io.StringIO):
             raise TypeError(f"cannot pickle an open file, {obj!r}")
@@ -38,7 +38,7 @@ class _PicklerByValue(cloudpickle.Pickler):
 
 
 def pickle_value(
-    value: Any, description: str, pickler: type[pickle.Pickler] | None = None
+    value: object, description: str, pickler: type[pickle.Pickler] | None = None
 ) -> tuple[bytes, list[memoryview]]:
     """Return a value's pickle, and the arrays that travel beside it.
 
@@ -56,7 +56,7 @@ def pickle_value(
 
 
 def pickle_with_descriptors(
-    value: Any, description: str, pickler: type[pickle.Pickler] | None = None
+    value: object, description: str, pickler: type[pickle.Pickler] | None = None
 ) -> tuple[bytes, list[memoryview], list[int]]:
     """Return a value's pickle, and the arrays and descriptors that travel beside it.
 
@@ -99,7 +99,7 @@ def unpickle(stream: bytes | memoryview, buffers: list[memoryview], descriptors:
         _attachments.received = before
 
 
-def copy_by_pickle(value: Any, description: str) -> Any:
+def copy_by_pickle(value: object, description: str) -> Any:
     """Return a value as a worker process would get it, on the same arrays."""
     stream, buffers = pickle_value(value, description)
     return pickle.loads(stream, buffers=buffers)

@@ -14,7 +14,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TF_NUM_INTRAOP_THREA
 
 
 class DeviceChooser(Protocol):
-    """A framework, as far as it chooses devices."""
+    """Chooses devices, as a framework's adapter does."""
 
     def choose(self, wanted: tuple[Device, ...] | None) -> tuple[Device, ...]:
         """Return the devices that are meant; None: all that the framework sees."""
@@ -22,32 +22,34 @@ class DeviceChooser(Protocol):
 
 
 def find_places(devices: str | Sequence[str], framework: DeviceChooser) -> list[Place]:
-    """Return a place for each device: this process for one, a process for each of several, or a cluster."""
+    """Return a place for each device: this process for one, a process for each of several, or a Ray cluster."""
     wanted = parse_devices(devices)
-    cluster = cluster_places(wanted)
-    if cluster is not None:
-        return cluster
+    if means_ray(wanted):
+        return ray_places(wanted)
     chosen = framework.choose(wanted)
     if len(chosen) == 1:
         return [InlinePlace(str(chosen[0]), str(chosen[0]))]
     return machine_places(chosen)
 
 
-def cluster_places(wanted: tuple[Device, ...] | None) -> list[Place] | None:
-    """Return the places of a Ray cluster if its devices are wanted, None if this machine's are.
+def means_ray(wanted: tuple[Device, ...] | None) -> bool:
+    """Return True if devices of a Ray cluster are meant, by name or because this process is connected to one."""
+    if wanted is not None:
+        return any(device.kind == "ray" for device in wanted)
+    ray = sys.modules.get("modelfleet.workers.ray")
+    return ray is not None and ray.connected()
+
+
+def ray_places(wanted: tuple[Device, ...] | None) -> list[Place]:
+    """Return the places of a Ray cluster: of the wanted devices, or of all.
 
     Raises:
-        InputError: If devices of both are wanted.
+        InputError: If some of the devices are this machine's.
     """
-    if wanted is None:
-        cluster = sys.modules.get("modelfleet.workers.ray")
-        if cluster is None or not cluster.connected():
-            return None
-    elif not any(device.kind == "ray" for device in wanted):
-        return None
-    elif any(device.kind != "ray" for device in wanted):
+    named = wanted or ()
+    if any(device.kind != "ray" for device in named):
         raise InputError(
-            f"devices {', '.join(map(str, wanted))} are partly of this machine and partly of a cluster. Name only "
+            f"devices {', '.join(map(str, named))} are partly of this machine and partly of a cluster. Name only "
             f"devices of one of them; this machine can be a node of the cluster, too."
         )
     from modelfleet.workers import ray

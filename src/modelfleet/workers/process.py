@@ -28,6 +28,7 @@ IDLE_SILENCE_LIMIT = 10.0  # seconds without a heartbeat after which a worker th
 BUSY_SILENCE_LIMIT = 120.0  # the same for a worker that computes or loads: some code holds up all threads
 PING_TIMEOUT = 1.0  # seconds that an idle worker has to answer before it is hired again
 IDLE_LIFETIME = 60.0  # seconds that an idle worker is kept
+MAX_IDLE = max(4, os.cpu_count() or 1)  # idle workers that are kept
 CHECK_INTERVAL = 0.5  # seconds between two checks for frozen workers
 
 
@@ -41,7 +42,7 @@ class ProcessWorker:
         self.last_job: object = None
         self.busy = self.starting = False
         self.files: FileStamps = {}
-        """User's own modules that the process has loaded."""
+        """Files of the user's own modules that the process has loaded."""
         self.idle_since = 0.0
         self._messages: deque[tuple[str, Any, list[int]]] = deque()  # read, but not received yet
         self._outbox, self._inbox = Outbox(), Inbox()
@@ -77,7 +78,7 @@ class ProcessWorker:
         """True if the process has been silent for too long."""
         return self.silent_seconds > (BUSY_SILENCE_LIMIT if self._heartbeat.busy else IDLE_SILENCE_LIMIT)
 
-    def start(self, task: Task, argument: Any, description: str) -> None:
+    def start(self, task: Task, argument: object, description: str) -> None:
         """Begin a task; see `Worker.start`. The argument's arrays belong to the task as long as it runs."""
         parcel, descriptors = pack((task, argument), description)
         try:
@@ -91,7 +92,7 @@ class ProcessWorker:
         finally:
             close_descriptors(descriptors)
 
-    def answer(self, value: Any = None) -> None:
+    def answer(self, value: object = None) -> None:
         """Let the task go on after an item."""
         parcel, descriptors = self._outbox.pack(value, "an answer")
         try:
@@ -106,7 +107,7 @@ class ProcessWorker:
 
     def poll(self, seconds: float | None = 0.0) -> bool:
         """Return True if the worker has an item, has died, or is frozen, within `seconds`."""
-        return bool(self._ready([self], seconds))
+        return bool(self.wait([self], seconds))
 
     def receive(self) -> tuple[bool, Any]:
         """Wait for the next item, and return it; see `Worker.receive`."""
@@ -137,11 +138,6 @@ class ProcessWorker:
         for _, _, descriptors in self._messages:
             close_descriptors(descriptors)
 
-    @classmethod
-    def wait(cls, workers: Sequence[Self], seconds: float) -> list[Self]:
-        """Return the workers that have an item, have died or are frozen; wait up to `seconds` for the first."""
-        return cls._ready(workers, seconds)
-
     def ping(self) -> bool:
         """Return True if the process answers now."""
         self._pings += 1
@@ -168,7 +164,8 @@ class ProcessWorker:
         self._messages.clear()
 
     @classmethod
-    def _ready(cls, workers: Sequence[Self], seconds: float | None) -> list[Self]:
+    def wait(cls, workers: Sequence[Self], seconds: float | None) -> list[Self]:
+        """Return the workers that have an item, have died or are frozen; wait up to `seconds` for the first."""
         end = None if seconds is None else time.monotonic() + seconds
         while True:
             ready = [worker for worker in workers if worker._read()]
@@ -191,7 +188,7 @@ class ProcessWorker:
             self._messages.append((*pickle.loads(message[0]), message[1]))
         return bool(self._messages) or self._channel.ended or self._channel.fileno() < 0
 
-    def _send(self, kind: str, value: Any, descriptors: Sequence[int] = ()) -> None:
+    def _send(self, kind: str, value: object, descriptors: Sequence[int] = ()) -> None:
         try:
             self._channel.send(pickle.dumps((kind, value)), descriptors, keep_waiting=lambda: not self.frozen)
         except OSError as error:
@@ -205,7 +202,7 @@ class ProcessWorker:
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """A device of this machine that a process of its own uses."""
+    """Names a device of this machine that a process of its own uses."""
 
     name: str
     device: str
@@ -214,13 +211,32 @@ class ProcessPlace:
 
     def hire(self, last_job: object = None) -> ProcessWorker:
         """Return an idle worker, preferably one whose `last_job` was this, or a new one."""
-        return hire(self.env, last_job)
+        while True:
+            with _idle_changed:
+                matching = [worker for worker in _idle if worker.env == dict(self.env)]
+                if not matching:
+                    break
+                worker = max(matching, key=lambda worker: worker.last_job == last_job)
+                _idle.remove(worker)
+            if worker.is_current() and worker.ping():
+                return worker
+            worker.close()
+        return ProcessWorker(self.env)
 
     def release(self, worker: ProcessWorker) -> None:
-        """Keep a worker to be hired again."""
-        release(worker)
+        """Keep a worker to be hired again. End it if it is busy, or if enough workers are idle."""
+        global _idle_thread
+        with _idle_changed:
+            if worker.alive and not worker.busy and len(_idle) < MAX_IDLE:
+                worker.idle_since = time.monotonic()
+                _idle.append(worker)
+                if _idle_thread is None:
+                    _idle_thread = threading.Thread(target=_expire_idle, name="modelfleet-idle", daemon=True)
+                    _idle_thread.start()
+                return
+        worker.close()
 
-    def share(self, value: Any, description: str) -> SharedMemoryValue:
+    def share(self, value: object, description: str) -> SharedMemoryValue:
         """Put a value into shared memory."""
         return SharedMemoryValue.put(value, description)
 
@@ -229,21 +245,6 @@ _all: WeakSet[ProcessWorker] = WeakSet()
 _idle: list[ProcessWorker] = []
 _idle_changed = threading.Condition()
 _idle_thread: threading.Thread | None = None
-
-
-def hire(env: Mapping[str, str], last_job: object = None) -> ProcessWorker:
-    """Return a worker with this environment: an idle one, preferably with this `last_job`, or a new one."""
-    while True:
-        with _idle_changed:
-            matching = [worker for worker in _idle if worker.env == dict(env)]
-            if not matching:
-                break
-            worker = max(matching, key=lambda worker: worker.last_job == last_job)
-            _idle.remove(worker)
-        if worker.is_current() and worker.ping():
-            return worker
-        worker.close()
-    return ProcessWorker(env)
 
 
 def idle_count() -> int:
@@ -255,20 +256,6 @@ def hired_pids() -> list[int]:
     """Return the process ids of the workers that are hired."""
     hired = [worker for worker in list(_all) if worker.alive and worker not in _idle]
     return [worker.process.pid for worker in hired if worker.process.pid is not None]
-
-
-def release(worker: ProcessWorker, *, max_idle: int = 4) -> None:
-    """Keep a worker to be hired again. End it if it is busy, or if enough workers are idle."""
-    global _idle_thread
-    with _idle_changed:
-        if worker.alive and not worker.busy and len(_idle) < max(max_idle, os.cpu_count() or 1):
-            worker.idle_since = time.monotonic()
-            _idle.append(worker)
-            if _idle_thread is None:
-                _idle_thread = threading.Thread(target=_expire_idle, name="modelfleet-idle", daemon=True)
-                _idle_thread.start()
-            return
-    worker.close()
 
 
 def _expire_idle() -> None:

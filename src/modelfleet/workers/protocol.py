@@ -20,15 +20,15 @@ Task = Callable[[Any], Generator[Any, Any, None]]
 
 
 class WorkerDiedError(FleetError):
-    """A worker is gone. The message says how it ended, as far as that is known."""
+    """Raised if a worker is gone. The message says how it ended, as far as that is known."""
 
 
 class CannotSendError(FleetError):
-    """A value can't be sent to another process. The message says which one, and why."""
+    """Raised if a value can't be sent to another process. The message says which one, and why."""
 
 
 class NoRoomError(CannotSendError):
-    """There is not enough memory to send a value."""
+    """Raised if there is not enough memory to send a value."""
 
 
 class Worker(Protocol):
@@ -101,7 +101,7 @@ class Worker(Protocol):
         """Return True if `receive` would not block, now or within `seconds` (None: wait without a limit)."""
         ...
 
-    def answer(self, value: Any = None) -> None:
+    def answer(self, value: object = None) -> None:
         """Let the task go on after an item."""
         ...
 
@@ -120,7 +120,7 @@ class Worker(Protocol):
 
 
 class SharedValue(Protocol):
-    """A value that is sent once and seen by all workers of a machine. Sending this handle costs little."""
+    """Refers to a value that is sent once and seen by all workers of a machine. Sending this costs little."""
 
     def get(self) -> Any:
         """Return the value, in a worker. Its arrays are read-only by convention."""
@@ -132,7 +132,7 @@ class SharedValue(Protocol):
 
 
 class Place(Protocol):
-    """A device, and the way to get workers for it."""
+    """Names a device, and offers workers for it."""
 
     @property
     def name(self) -> str:
@@ -160,7 +160,7 @@ class Place(Protocol):
         """Take a worker back, to keep it or to end it."""
         ...
 
-    def share(self, value: Any, description: str) -> SharedValue:
+    def share(self, value: object, description: str) -> SharedValue:
         """Make a value available to all workers of places like this one."""
         ...
 

@@ -30,14 +30,14 @@ except ModuleNotFoundError as error:
     raise MissingExtraError("ray", "ray", "running on a cluster") from error
 
 RayParcel = tuple[bytes, list[np.ndarray]]
-"""A pickle, and the bytes of the arrays beside it."""
+"""Pickle, and the bytes of the arrays beside it."""
 Message = tuple[str, RayParcel]
 """Kind of a message, and its contents."""
 
 
 @dataclass
 class Cluster:
-    """A connection to a Ray cluster, as `mf.connect` returns it. A context manager that closes it.
+    """Holds a connection to a Ray cluster, as `mf.connect` returns it. A context manager that closes it.
 
     with mf.connect("ray://head:10001") as cluster:
         print(cluster.devices)
@@ -149,7 +149,7 @@ def _nodes() -> list[dict[str, Any]]:  # as Ray describes them
 
 @dataclass(frozen=True)
 class RayPlace:
-    """A device of a cluster."""
+    """Names a device of a Ray cluster."""
 
     name: str
     device: str
@@ -178,14 +178,14 @@ class RayPlace:
         """End a worker: other programs may need the device."""
         worker.close()
 
-    def share(self, value: Any, description: str) -> "ObjectStoreValue":
+    def share(self, value: object, description: str) -> "ObjectStoreValue":
         """Put a value into the object store, from which every node fetches it once."""
         return ObjectStoreValue(ray.put(_pack(value, description)))
 
 
 @dataclass(frozen=True)
 class ObjectStoreValue:
-    """A value in Ray's object store."""
+    """Refers to a value in Ray's object store."""
 
     ref: Any
 
@@ -218,14 +218,14 @@ class RayWorker:
             return min(self._answered, self._received + 1)
         return min(self._answered, self._received)
 
-    def start(self, task: Task, argument: Any, description: str) -> None:
+    def start(self, task: Task, argument: object, description: str) -> None:
         """Begin a task; see `Worker.start`."""
         parcel = _pack((task, argument), description)
         self.busy = self.starting = True
         self._answered = self._received = 0
         self._pending.append(self._actor.start.remote(parcel))
 
-    def answer(self, value: Any = None) -> None:
+    def answer(self, value: object = None) -> None:
         """Let the task go on after an item."""
         self._pending.append(self._actor.go.remote(_pack(value, "an answer")))
         self._answered += 1
@@ -317,12 +317,12 @@ class _Actor:
 class _Pickler(cloudpickle.CloudPickler):
     """Ray's own pickler, the only one that knows its references. Pickles code that others can't import."""
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         reduced = frameworks.reduced(value)
         return super().reducer_override(value) if reduced is NotImplemented else reduced
 
 
-def _pack(value: Any, description: str) -> RayParcel:
+def _pack(value: object, description: str) -> RayParcel:
     stream, views = pickle_value(value, description, _Pickler)
     return stream, [np.frombuffer(view, dtype=np.uint8) for view in views]
 

@@ -1,4 +1,4 @@
-"""A file at which processes of one machine find each other. Nothing has to delete it."""
+"""Files at which processes of one machine find each other. Nothing has to delete them."""
 
 import os
 import secrets
@@ -13,7 +13,7 @@ from modelfleet.workers.channel import above_standard
 
 
 class Rendezvous:
-    """A new file. On Linux it has no name, and exists as long as a process has it open."""
+    """Makes a new file. On Linux it has no name, and exists as long as a process has it open."""
 
     def __init__(self) -> None:
         self._descriptor: int | None = None

@@ -7,40 +7,11 @@ It knows nothing of rows or lanes: the owner decides what is run again.
 A `RestartBudget` counts what went wrong, and says when to give up. What has a budget depends on what can be at
 fault:
 
-- Replicas have a budget for each place, because the same task is started there again and again:
-
-      supervisor, budget = Supervisor(place, policy), RestartBudget(policy)
-      while not over():
-          try:
-              supervisor.start(serve, spec, "the model")
-              if supervisor.wait_started(stop=over):        # False: over() became true
-                  budget.note_started()
-                  ...                                       # supervisor.worker.answer(rows), supervisor.receive(…)
-                  supervisor.finish()
-              return
-          except Exception as error:
-              budget.charge(supervisor.lose(error))
-              if budget.is_spent:
-                  raise
-              pause(budget.delay)
-
+- Replicas have a budget for each place, because the same task is started there again and again. `Driver.run` in
+  `replicas/driver.py` shows the order of the calls. It blocks in `wait_started` and `receive`.
 - A fit that spreads lanes over places has a budget for each lane (`runs.lane_run.WORKER_POLICY`), which moves from
-  place to place with the lane.
-  The dispatcher polls several supervisors at once instead of blocking in `wait_started`:
-
-      supervisor.start(run_lanes, argument, "members 'a', 'b' with their data", job=fleet_id)
-      if supervisor.worker.poll(0.05):
-          more, item = supervisor.receive()                 # WorkerDiedError: it died or froze
-      elif supervisor.is_late():                            # no first item within policy.start_timeout
-          loss = supervisor.lose(supervisor.late_error())
-      elif supervisor.may_be_stuck():                       # another place may try the job instead
-          supervisor.drop()
-      budget.charge(loss)                                   # a failed start, or a death
-      if budget.is_spent: ...                               # the lane's members fail with loss.reason
-      budget.reset()                                        # at the end of each whole epoch
-
-  `supervisor.started` is False until the first item, `supervisor.lost_last` is True if the last worker here died
-  (the place may have gone with it), and `supervisor.release()` gives an idle worker back.
+  place to place with the lane. The dispatcher (`sharing/dispatcher.py`) polls several supervisors at once. A
+  worker that `is_late` is lost, and one that `may_be_stuck` is dropped if another place can take its lanes.
 """
 
 import time
@@ -73,12 +44,12 @@ class Policy:
 
 @dataclass(frozen=True)
 class Loss:
-    """End of a worker."""
+    """Tells how a worker ended."""
 
     error: Exception
     started: bool
     """True if the worker had sent its first item."""
-    lifetime: float
+    lifetime: float = 0.0
     """Seconds from the first item to the end; 0 if there was none."""
 
     @property
@@ -157,7 +128,7 @@ class Supervisor:
         self._started_at = self._asked_at = 0.0
         self._waiting = Stopwatch()
 
-    def start(self, task: Task, argument: Any, description: str, *, job: object = None) -> Worker:
+    def start(self, task: Task, argument: object, description: str, *, job: object = None) -> Worker:
         """Begin a task, in a new worker if there is none.
 
         Args:
@@ -257,10 +228,6 @@ class Supervisor:
         """
         begun = max(0, self._hired.answers_begun - self._answered)
         return list(sent[:begun]), list(sent[begun:])
-
-    def is_computing(self) -> bool:
-        """Return True if the worker has begun something that it has not answered."""
-        return self._hired.answers_begun > self._answered
 
     def drop(self) -> None:
         """End the worker, whatever it is doing."""

@@ -1,4 +1,4 @@
-"""A worker process at work: it runs one task after the other, item by item, as its owner asks."""
+"""Work of a worker process: one task after the other, item by item, as its owner asks."""
 
 import ctypes
 import os
@@ -125,7 +125,7 @@ class TaskRunner:
             else:
                 return kind, value, message[1]
 
-    def _send(self, kind: str, value: Any, descriptors: list[int] | None = None) -> None:
+    def _send(self, kind: str, value: object, descriptors: list[int] | None = None) -> None:
         with suppress(Exception):  # printed text must be seen, even if this process is ended at once
             sys.stdout.flush()
         try:

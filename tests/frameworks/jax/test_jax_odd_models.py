@@ -154,5 +154,5 @@ def test_tied_modules_train_as_in_a_plain_loop_and_stay_tied() -> None:
 
 
 def test_python_numbers_among_params_are_refused() -> None:
-    with pytest.raises(mf.FleetError, match=r"'scale' is 0\.5, a number of Python; params are arrays"):
+    with pytest.raises(mf.FleetError, match=r"'scale' is 0\.5, a Python number; params are arrays"):
         mf.Fleet([({"w": normal(0, 4, 2), "scale": 0.5}, lambda p, x: x @ p["w"] * p["scale"])])

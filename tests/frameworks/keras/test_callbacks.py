@@ -13,19 +13,21 @@ from tests.frameworks.keras import models
 
 import modelfleet as mf
 from modelfleet.errors import InputError
-from modelfleet.frameworks.keras import copy_model, wrap
-from modelfleet.frameworks.keras.callbacks import own_path
+from modelfleet.frameworks.keras import copy_model
+from modelfleet.frameworks.keras.callback_copies import own_path
 
 callbacks = keras.callbacks
 RATES = {"a": 0.001, "b": 0.5}
 
 
-def both(*given: Any, epochs: int = 5) -> tuple[mf.Fleet, mf.History, dict[str, Any], dict[str, keras.Model]]:
+def both(
+    *given: Any, epochs: int = 5, initial_epoch: int = 0
+) -> tuple[mf.Fleet, mf.History, dict[str, Any], dict[str, keras.Model]]:
     """A fleet fitted with callbacks, and each of its models fitted alone with the same."""
     fleet, expected = models.fresh(**RATES)
     x, y = models.data(16)
     validation = models.data(8, seed=9)
-    options = {"epochs": epochs, "batch_size": 8, "shuffle": False}
+    options: dict[str, Any] = {"epochs": epochs, "batch_size": 8, "shuffle": False, "initial_epoch": initial_epoch}
     history = fleet.fit(
         (x, y), validation=validation, callbacks=[make() for make in given], progress=False, **options
     )
@@ -58,6 +60,30 @@ def test_learning_rate_scheduler() -> None:
     )
     alike(*found)
     assert found[1]["a"]["learning_rate"] == pytest.approx([0.001, 0.0005, 0.00025])
+
+
+def test_callbacks_see_epochs_from_the_initial_one() -> None:
+    seen: list[tuple[str, int]] = []
+
+    class Watcher(callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            seen.append(("begin", epoch))
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            seen.append(("end", epoch))
+            assert self.params is not None
+            assert self.params["epochs"] == 5
+
+    found = both(
+        Watcher,
+        lambda: callbacks.LearningRateScheduler(lambda epoch, rate: 0.01 / (epoch + 1)),
+        epochs=5,
+        initial_epoch=3,
+    )
+    alike(*found)
+    assert found[1]["a"]["learning_rate"] == pytest.approx([0.01 / 4, 0.01 / 5])
+    expected = [("begin", 3), ("end", 3), ("begin", 4), ("end", 4)]
+    assert sorted(seen) == sorted(expected * 4)
 
 
 def test_reduce_on_plateau() -> None:
@@ -272,23 +298,6 @@ def test_a_callback_of_ones_own_sees_the_weights_of_the_moment() -> None:
     assert len({round(total, 5) for _, total in Look.seen}) == 4
     finals = {round(float(np.sum(fleet[name].get_weights()[0])), 4) for name in fleet.names}
     assert {round(total, 4) for epoch, total in Look.seen if epoch == 1} == finals
-
-
-def test_what_is_not_called_is_refused() -> None:
-    class PerBatch(callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            pass
-
-    with pytest.raises(InputError, match=r"PerBatch has a on_train_batch_end, which a fleet does not call"):
-        wrap([PerBatch()])
-    with pytest.raises(InputError, match="on_train_batch_end"):
-        wrap([callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None)])
-    with pytest.raises(InputError, match=r"on_train_batch_end"):
-        wrap([callbacks.ModelCheckpoint("m.keras", save_freq=10)])
-    with pytest.raises(InputError, match=r"modelfleet\.Checkpoint"):
-        wrap([callbacks.BackupAndRestore("folder")])
-    wrap([callbacks.TerminateOnNaN()])
-    wrap([callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: None)])
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import modelfleet as mf
 from modelfleet.errors import InputError
 from modelfleet.runs.feeding import Feeding
 from modelfleet.runs.job import Job
+from modelfleet.types import Strategy
 
 RATES = {"a": 0.01, "b": 0.03}
 
@@ -70,6 +71,19 @@ def test_epochs_of_so_many_steps_go_on_where_the_last_one_stopped(steps: int) ->
             logs = model.fit(rows, labels, verbose=0, **options).history
             assert history[name]["loss"] == pytest.approx(logs["loss"], rel=1e-4)
         alike(fleet, expected)
+
+
+@pytest.mark.parametrize("strategy", ["fused", "interleaved"])
+def test_each_member_s_epochs_have_steps_of_their_own(strategy: Strategy) -> None:
+    x, y = models.data(40)
+    steps = {"a": 2, "b": 3}
+    options: dict[str, Any] = {"epochs": 4, "batch_size": 8, "shuffle": False}
+    fleet, expected = models.fresh(**RATES)
+    history = fleet.fit((x, y), steps_per_epoch=mf.each(steps), strategy=strategy, progress=False, **options)
+    for name, model in expected.items():
+        logs = models.fit(model, x, y, steps_per_epoch=steps[name], **options)
+        assert history[name]["loss"] == pytest.approx(logs["loss"], rel=1e-4)
+    alike(fleet, expected)
 
 
 def test_every_pass_is_shuffled_as_a_whole() -> None:

@@ -119,6 +119,30 @@ def test_several_outputs_loss_weights_and_sample_weights() -> None:
         models.same(fleet[name], model)
 
 
+@pytest.mark.parametrize("strategy", ["fused", "interleaved"])
+def test_sample_weights_of_each_member(strategy: Strategy) -> None:
+    fleet, expected = models.fresh(**RATES)
+    x, y = models.data(13)
+    weights = {"a": np.linspace(0, 2, 13), "b": np.linspace(3, 1, 13)}
+    options: dict[str, Any] = {"epochs": 2, "batch_size": 8, "shuffle": False}
+    history = fleet.fit((x, y), sample_weight=mf.each(weights), strategy=strategy, progress=False, **options)
+    for name, model in expected.items():
+        told = models.fit(model, x, y, sample_weight=weights[name], **options)
+        np.testing.assert_allclose(history[name]["loss"], told["loss"], rtol=1e-4)
+        models.same(fleet[name], model)
+
+
+def test_a_metric_that_raises_is_named_before_the_first_step() -> None:
+    def mine(y_true: Any, y_pred: Any) -> Any:
+        raise ValueError("no such thing")
+
+    own = compiled(lambda seed: models.mlp(seed=seed), metrics=["accuracy", mine])
+    before = [np.array(array) for array in own["a"].get_weights()]
+    with pytest.raises(InputError, match=r"the metric 'mine' raised ValueError: no such thing at test_fit\.py"):
+        mf.Fleet(own).fit(models.data(8), progress=False)
+    assert all(map(np.array_equal, before, own["a"].get_weights()))
+
+
 def test_class_weights() -> None:
     fleet, expected = models.fresh(**RATES)
     x, y = models.data(16)

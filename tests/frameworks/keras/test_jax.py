@@ -11,6 +11,7 @@ from tests.frameworks.keras import models
 from modelfleet.feeds import Batch
 from modelfleet.frameworks import keras as adapter
 from modelfleet.frameworks.lane_context import LaneContext
+from modelfleet.frameworks.stacked import by_path
 from modelfleet.members import Member
 
 pytestmark = pytest.mark.skipif(keras.backend.backend() != "jax", reason="for Keras on JAX")
@@ -47,7 +48,7 @@ def steps(engine: Any, data: Any, *, count: int = 3, together: bool = True) -> N
 
 
 def state(engine: Any) -> dict[str, np.ndarray]:
-    return {name: np.asarray(tensor) for name, tensor in engine.tensors().items()}
+    return {name: np.asarray(tensor) for name, tensor in by_path(engine.read(engine.slots)).items()}
 
 
 def ready(engine: Any, data: Any) -> None:
@@ -87,7 +88,7 @@ def test_refresh_takes_the_optimizer_too() -> None:
     engine.scatter([1], [own[1]])
     own[1].model.optimizer.learning_rate = 0.25
     before = state(engine)
-    engine.refresh([1], [own[1]])
+    engine.gather([1], [own[1]])
     for name, tensor in state(engine).items():
         expected = before[name].copy()
         if name.endswith("learning_rate"):
@@ -100,7 +101,7 @@ def test_a_model_keeps_its_numbers_while_the_lane_steps_on() -> None:
     data = models.data(8)
     ready(engine, data)
     steps(engine, data)
-    engine.write_back(own)
+    engine.scatter(range(len(own)), own)
     before = [models.numbers(member.model) for member in own]
     steps(engine, data)
     for member, arrays in zip(own, before, strict=True):

@@ -13,6 +13,7 @@ from modelfleet import frameworks
 from modelfleet.feeds import Batch
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.keras import copy_model
+from modelfleet.frameworks.stacked import by_part, by_path
 from modelfleet.members import Member
 
 if keras.backend.backend() != "tensorflow":
@@ -160,7 +161,7 @@ def test_lane_does_what_fit_does(kind: str, count: int, program: str) -> None:
     for several in (True, False):
         train(own, active, x, y, several=several)
         epochs.append(own.epoch_values())
-    own.write_back(members(own_models))
+    own.scatter(range(len(own_models)), members(own_models))
     for number, (model, other) in enumerate(zip(own_models, alone, strict=True)):
         flat = x[:, number].reshape(-1, 4), y[:, number].reshape(-1)
         history = models.fit(other, *flat, epochs=2, batch_size=ROWS, shuffle=False)
@@ -203,10 +204,10 @@ def test_narrowed_lane_goes_on_where_it_was() -> None:
     x, y = rows(3)
     own, active = opened(own_models, x, y)
     train(own, active, x, y, several=True)
-    own.narrow(np.array([0, 2]))
+    own.give_slots(np.array([0, 2]))
     train(own, own.tensor(np.ones(2, dtype=bool)), x[:, [0, 2]], y[:, [0, 2]], several=True)
-    own.widen()
-    own.write_back(members(own_models))
+    own.give_slots(np.arange(3))
+    own.scatter(range(len(own_models)), members(own_models))
     for number, epochs in ((0, 2), (1, 1), (2, 2)):
         flat = x[:, number].reshape(-1, 4), y[:, number].reshape(-1)
         models.fit(alone[number], *flat, batch_size=ROWS, shuffle=False, epochs=epochs)
@@ -228,7 +229,7 @@ def test_xla_takes_over_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
             graph.wait()
     assert not own.compiling
     assert own.program == "XLA, 16 steps a call"
-    own.write_back(members(own_models))
+    own.scatter(range(len(own_models)), members(own_models))
     for number, other in enumerate(alone):
         flat = x[:, number].reshape(-1, 4), y[:, number].reshape(-1)
         other.fit(*flat, batch_size=ROWS, shuffle=False, epochs=epochs, verbose=0)
@@ -286,16 +287,16 @@ def test_working_bytes_grow_with_the_batch(pair: tuple[Engine, Any]) -> None:
     assert 0 < small < large
 
 
-def test_state_goes_round_by_tensors_and_load(pair: tuple[Engine, Any]) -> None:
+def test_state_goes_round_by_read_and_write(pair: tuple[Engine, Any]) -> None:
     (own, active), (x, y) = pair, rows(2)
     train(own, active, x, y, several=True)
-    kept = {name: np.asarray(tensor) for name, tensor in own.tensors().items()}
+    kept = {name: np.asarray(tensor) for name, tensor in by_path(own.read(range(2))).items()}
     train(own, active, x, y, several=True)
-    after = {name: np.asarray(tensor) for name, tensor in own.tensors().items()}
+    after = {name: np.asarray(tensor) for name, tensor in by_path(own.read(range(2))).items()}
     assert any((after[name] != tensor).any() for name, tensor in kept.items())  # or nothing was shown
-    own.load(kept)
+    own.write(range(2), by_part(kept))
     train(own, active, x, y, several=True)
-    for name, tensor in own.tensors().items():
+    for name, tensor in by_path(own.read(range(2))).items():
         np.testing.assert_array_equal(np.asarray(tensor), after[name], err_msg=name)
 
 

@@ -156,7 +156,7 @@ def worst(output: Tensor, target: Tensor) -> Tensor:
 
 def test_a_function_is_averaged_over_batches_by_their_rows() -> None:
     metric = one(worst)
-    assert (metric.name, metric.maskable, metric.better) == ("worst", False, "max")
+    assert (metric.name, metric.maskable) == ("worst", False)
     output, target = torch.randn(5, 1), torch.randn(5, 1)
     parts = [(output[:4], target[:4]), (output[4:], target[4:])]
     batches = [metric.sums(o, t, torch.ones(len(o))) for o, t in parts]
@@ -171,18 +171,6 @@ def test_a_function_may_give_a_plain_number_but_not_many() -> None:
     assert metric.sums(torch.ones(3), torch.ones(3), torch.ones(3))["total"] == 21
     with pytest.raises(InputError, match=r"the metric 'many' gave \(3,\)"):
         one({"many": lambda output, target: output}).sums(torch.ones(3), torch.ones(3), torch.ones(3))
-
-
-@pytest.mark.parametrize(
-    ("name", "better"), [("accuracy", "max"), ("mse", "min"), ("mae", "min"), ("r2", "max"), ("top_3", "max")]
-)
-def test_which_way_is_better(name: str, better: str) -> None:
-    assert one(name).better == better
-
-
-@pytest.mark.parametrize(("name", "better"), [("my_error", "min"), ("hinge_loss", "min"), ("f1", "max")])
-def test_which_way_is_better_for_a_function_goes_by_its_name(name: str, better: str) -> None:
-    assert one({name: worst}).better == better
 
 
 def test_metrics_keep_their_order_and_one_may_stand_alone() -> None:

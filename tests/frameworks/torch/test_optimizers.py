@@ -16,21 +16,12 @@ from modelfleet.each import each, per_member
 from modelfleet.errors import InputError
 from modelfleet.frameworks.torch.hyperparameters import SWITCHES, columns, resolve, static_flags
 from modelfleet.frameworks.torch.optimizers import Optimizer
+from modelfleet.testing.torch import OPTIMIZERS
 
 NAMES = ("a", "b", "c")
 STEPS = 20
 SHAPES = {"weight": (5, 3), "scale": (), "kernel": (2, 1, 7)}
-CLASSES = {
-    "sgd": torch.optim.SGD,
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "rmsprop": torch.optim.RMSprop,
-    "adagrad": torch.optim.Adagrad,
-    "adadelta": torch.optim.Adadelta,
-    "nadam": torch.optim.NAdam,
-    "radam": torch.optim.RAdam,
-    "adamax": torch.optim.Adamax,
-}
+CLASSES = {name: kind for name, kind in OPTIMIZERS.items() if name != "lion"}
 BETAS = each([(0.9, 0.999), (0.3, 0.9), (0.8, 0.5)])
 DECAY = each([0.0, 0.01, 0.1])
 MOMENTUM = each([0.0, 0.9, 0.5])

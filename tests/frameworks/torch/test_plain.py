@@ -14,21 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 import modelfleet as mf
 from modelfleet.frameworks.torch.tracing.trace import trace
+from modelfleet.testing.torch import OPTIMIZERS
 from modelfleet.types import Strategy
 
 RANDOM = np.random.default_rng(0)
 X, Y = torch.from_numpy(RANDOM.standard_normal((24, 6))), torch.from_numpy(RANDOM.standard_normal((24, 2)))
-CLASSES: dict[str, Any] = {
-    "sgd": torch.optim.SGD,
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "rmsprop": torch.optim.RMSprop,
-    "adagrad": torch.optim.Adagrad,
-    "adadelta": torch.optim.Adadelta,
-    "nadam": torch.optim.NAdam,
-    "radam": torch.optim.RAdam,
-    "adamax": torch.optim.Adamax,
-}
+CLASSES = {name: kind for name, kind in OPTIMIZERS.items() if name != "lion"}
 
 
 def mse(model: nn.Module, batch: Any) -> Tensor:

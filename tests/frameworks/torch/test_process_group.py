@@ -375,7 +375,7 @@ def test_who_was_waited_for_is_named_with_the_step(ranks: Run) -> None:
 
 def test_rows_are_cut_evenly() -> None:
     for count in (0, 1, 5, 7, 8):
-        cuts = [ProcessGroup(rank, 3, 1.0, None).rows(count) for rank in range(3)]
+        cuts = [ProcessGroup(rank, 3, 1.0, torch.distributed.HashStore()).rows(count) for rank in range(3)]
         assert [row for start, end in cuts for row in range(start, end)] == list(range(count))
         assert max(end - start for start, end in cuts) - min(end - start for start, end in cuts) <= 1
 

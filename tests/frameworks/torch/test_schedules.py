@@ -16,6 +16,7 @@ from modelfleet.errors import InputError
 from modelfleet.frameworks.torch.hyperparameters import columns, resolve
 from modelfleet.frameworks.torch.optimizers import Optimizer
 from modelfleet.frameworks.torch.schedules import Schedule, Schedules
+from modelfleet.frameworks.torch.task import Task
 
 RATES = [0.1, 0.02, 0.3]
 NAMES = ["a", "b", "c"]
@@ -31,7 +32,8 @@ def compiled(name: str = "sgd", **given: Any) -> tuple[Optimizer, dict[str, np.n
 
 def schedules(schedule: object, name: str = "sgd", **given: Any) -> Schedules:
     optimizer, hyper = compiled(name, **given)
-    return Schedules(schedule, hyper, optimizer, PER_EPOCH, EPOCHS, names=NAMES)
+    own = schedule if isinstance(schedule, list) else [schedule] * len(NAMES)
+    return Schedules(own, hyper, Task(optimizer), PER_EPOCH, EPOCHS, names=NAMES)
 
 
 def rates(schedule: object, row: int) -> list[float]:
@@ -93,7 +95,8 @@ def test_onecycle_is_torchs_onecycle(row: int, options: dict[str, Any]) -> None:
 def test_onecycle_is_finite_however_short(steps: int) -> None:
     optimizer, hyper = compiled()
     halves = Schedule("onecycle", pct_start=0.5)  # of two steps: the peak is at the very first, where torch fails
-    short = Schedules(["onecycle", halves, halves], hyper, optimizer, np.full(3, steps), np.ones(3, dtype=int))
+    own = ["onecycle", halves, halves]
+    short = Schedules(own, hyper, Task(optimizer), np.full(3, steps), np.ones(3, dtype=int), names=NAMES)
     for step in range(steps + 2):
         lr = short.at(np.full(3, step))["lr"]
         assert np.all((lr > 0) & (lr <= RATES))
@@ -131,7 +134,8 @@ def test_each_member_may_have_its_own_schedule() -> None:
 
 def test_nothing_new_is_made_when_nothing_changes() -> None:
     optimizer, hyper = compiled()
-    assert Schedules(None, hyper, optimizer, PER_EPOCH, EPOCHS).at(np.array([5, 5, 5])) is hyper
+    unscheduled = Schedules([None] * 3, hyper, Task(optimizer), PER_EPOCH, EPOCHS, names=NAMES)
+    assert unscheduled.at(np.array([5, 5, 5])) is hyper
     steps = schedules(Schedule("step", every=1))
     first = steps.at(np.array([0, 0, 0]))
     assert steps.at(np.array([2, 1, 3])) is first

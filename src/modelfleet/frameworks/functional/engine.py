@@ -148,7 +148,7 @@ class FunctionalEngine(FunctionalState):
             if (counts[own] != batch.size).any():
                 return self._predict_alone(outputs, batch, positions)
             self.write(positions[own], self.programs.take(changed, self.indices(own)))
-            self._changed = True
+            self.changed = True
         return self.backend.host(outputs)
 
     def _predict_alone(self, outputs: Tree, batch: Batch, positions: np.ndarray) -> Tree:

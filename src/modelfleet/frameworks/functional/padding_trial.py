@@ -5,7 +5,7 @@ the model, and the metrics. The trials use random weights, because a model's own
 head, a scale or a gate often starts at zero. The member's own weights are tried, too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -27,11 +27,9 @@ def ignores_padding(
     data = map_tree(lambda leaf: padded_otherwise(leaf, real), backend.exactly(data))
     weights = backend.tensor((np.arange(size) < real).astype(np.float32))
     program = backend.compile(definition.gradients)
-    own = {name: backend.exactly(tensor) for name, tensor in one["params"].items()}
+    states = _states_to_try(backend, one)
     try:
-        for number in (1, 2, None):
-            params = own if number is None else random_weights(own, number)
-            state = {**one, "params": map_tree(backend.tensor, params)}
+        for state in states:
             padded = backend.host(program(state, data, weights))
             alone = backend.host(program(state, few, None))
             if not all(alike(padded[part], alone[part], together=part == "gradients") for part in padded):
@@ -46,17 +44,26 @@ def rows_are_independent(definition: Definition, backend: Backend, one: State, i
     rows = len(leaves(inputs)[0])
     few = map_tree(lambda leaf: leaf[: (rows + 1) // 2], inputs)
     program = backend.compile(lambda state, x: definition.predict(state, x)[0])
-    own = {name: backend.exactly(tensor) for name, tensor in one["params"].items()}
+    states = _states_to_try(backend, one)
     try:
-        for number in (1, 2, None):
-            params = own if number is None else random_weights(own, number)
-            state = {**one, "params": map_tree(backend.tensor, params)}
+        for state in states:
             whole, part = (backend.host(program(state, x)) for x in (inputs, few))
             if not rows_alike(whole, part, rows):
                 return False
     except Exception:  # a model that accepts only batches of one size
         return False
     return True
+
+
+def _states_to_try(backend: Backend, one: State) -> Iterator[State]:
+    """Return a member's state with random weights, twice, and then with its own."""
+    own = {name: backend.exactly(tensor) for name, tensor in one["params"].items()}
+
+    def state(number: int | None) -> State:
+        params = own if number is None else random_weights(own, number)
+        return {**one, "params": map_tree(backend.tensor, params)}
+
+    return map(state, (1, 2, None))
 
 
 def rows_alike(whole: Tree, part: Tree, rows: int) -> bool:

@@ -1,6 +1,6 @@
 """Steps of a lane as functions of its stacked state, compiled when they are first needed."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
 from modelfleet.frameworks.engine import Hyper
@@ -102,7 +102,7 @@ class Programs:
         where, member = self.backend.where, state["member"]
         live = active & (member["trouble"] == FINE)
         keep = live & good_loss & good_gradient
-        kept = {part: _merged(lambda a, b: where(keep, a, b), new[part], state[part]) for part in PARTS}
+        kept = {part: self._chosen(keep, new[part], state[part]) for part in PARTS}
         trouble = where(good_loss, where(good_gradient, FINE, GRADIENT), LOSS)
         kept["member"] = {
             **member,
@@ -149,11 +149,8 @@ class Programs:
     ) -> tuple[Tree, State]:
         args, mapped = (state, totals, data, weights), (True, True, not shared, True)
         new, changed = self._mapped(self.definition.evaluate, args, mapped)
-
-        def where_present(new: Tensor, old: Tensor) -> Tensor:
-            return self.backend.where(present, new, old)
-
-        return _merged(where_present, new, totals), _merged(where_present, changed, _same_names(state, changed))
+        old = _same_names(state, changed)
+        return self._chosen(present, new, totals), self._chosen(present, changed, old)
 
     def _evaluate_one(
         self, _: bool, state: State, totals: Tree, rows: Tensor, present: Tensor, data: Tree
@@ -165,8 +162,7 @@ class Programs:
 
     def _predict(self, shared: bool, state: State, present: Tensor, data: Tree) -> tuple[Tree, State]:
         outputs, changed = self._mapped(self.definition.predict, (state, data), (True, not shared))
-        old = _same_names(state, changed)
-        return outputs, _merged(lambda new, old: self.backend.where(present, new, old), changed, old)
+        return outputs, self._chosen(present, changed, _same_names(state, changed))
 
     def _results(self, _: bool, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
         def results(metrics: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -175,6 +171,12 @@ class Programs:
             return found
 
         return self._mapped(results, (metrics,), (True,))
+
+    def _chosen(self, chosen: Tensor, new: Tree, old: Tree) -> Tree:
+        """Return the new tensors of the members that are chosen, and the old of others, in the order of `old`."""
+        if isinstance(old, dict):
+            return {name: self._chosen(chosen, new[name], value) for name, value in old.items()}
+        return self.backend.where(chosen, new, old)
 
     def _mapped(self, function: Function, args: Sequence[Any], mapped: Sequence[bool]) -> Any:
         # A single member is not mapped: plain operations are faster, and some operations can't be mapped.
@@ -195,10 +197,3 @@ _TOGETHER: dict[Kind, tuple[StepName, ...]] = {
 def _same_names(state: State, changed: State) -> State:
     """Return the tensors of a state that `changed` also has."""
     return {part: {name: state[part][name] for name in own} for part, own in changed.items()}
-
-
-def _merged(function: Callable[[Tensor, Tensor], Tensor], new: Tree, old: Tree) -> Tree:
-    """Return `function(new, old)` of the tensors of two trees of dicts, in the order of the second."""
-    if isinstance(old, dict):
-        return {name: _merged(function, new[name], value) for name, value in old.items()}
-    return function(new, old)

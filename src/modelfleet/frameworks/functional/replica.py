@@ -1,4 +1,4 @@
-"""A model that only predicts. Its state is not stacked, and may be memory that other processes read, too."""
+"""Predict with one model. Its state is not stacked, and may be memory that other processes read, too."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from modelfleet.types import Tensor, Tree
 
 
 class Replica:
-    """A replica that runs a compiled program of one model (see `adapter_protocol.Replica`).
+    """Answers batches with a compiled program of one model (see `adapter_protocol.Replica`).
 
     Args:
         predict: A pure function of the state and of a batch's inputs.

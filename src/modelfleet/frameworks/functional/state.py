@@ -5,11 +5,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from modelfleet.frameworks.engine import Engine
 from modelfleet.frameworks.functional.contract import Backend, Definition, State
 from modelfleet.frameworks.functional.programs import Programs
 from modelfleet.frameworks.lane_context import LaneContext, OwnTask
-from modelfleet.frameworks.stacked import Positions, StackedState, fitting, stack
+from modelfleet.frameworks.stacked import Positions, StackedState, stack
 from modelfleet.frameworks.stacked_engine import StackedEngine
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree
@@ -39,7 +38,6 @@ class FunctionalState(StackedEngine):
         self._first = members[0]
         self._tried: tuple[str, bool] | None = None  # the form of the batches that a member was tried on
         self._one = self.tensor(np.ones(1, dtype=bool))
-        self._changed = False  # True after evaluating or predicting has changed the state
         arrays = stack([definition.state(member) for member in members], np.stack)
         arrays = {part: arrays.get(part, {}) for part in ("params", "buffers", "optimizer", "member")}
         arrays["member"] |= {name: np.zeros(len(members), dtype=np.int32) for name in ("step", "trouble")}
@@ -79,35 +77,21 @@ class FunctionalState(StackedEngine):
         fine = self.tensor(np.zeros(self._width, dtype=np.int32))
         self.state = {**self.state, "member": {**self.state["member"], "trouble": fine}}
 
-    def adopt(self, position: int, other: Engine, source: int) -> None:
-        """Copy the optimizer state and the step count of a member from another engine, where the shapes fit.
-
-        For weights that were frozen or have a new shape, the optimizer starts from its initial state.
-        """
-        parts = {"optimizer": None, "member": ("step",)}
-        self.write([position], fitting(other.read([source], parts), self.state, parts=parts))
-
     def still_shared(self, members: Sequence[Member]) -> bool:
         """Return True: members share no tensors here. Each has its own row of every tensor."""
         return True
 
-    def gather(self, members: Sequence[Member]) -> State:
-        """Return the state that the models of some members contain."""
+    def gather(self, positions: Positions, members: Sequence[Member]) -> None:
+        """Copy the state that the models of some members hold into the state here."""
         found = stack([self._definition.state(member) for member in members], np.stack)
-        return {part: found[part] for part in self.parts_in_models if part in found}
+        self.write(positions, {part: found[part] for part in self.parts_in_models if part in found})
 
     def scatter(self, positions: Positions, members: Sequence[Member]) -> None:
         """Copy the state of some members into their models."""
         arrays = self.backend.exactly(self.stacked.read(positions, self.parts_in_models, copy=False))
         for row, member in enumerate(members):
             self._definition.write_back(member, map_tree(lambda array, row=row: array[row], arrays))
-
-    def write_changes(self, members: Sequence[Member]) -> bool:
-        """Copy changes made by evaluating and predicting into the models. Return True if there were any."""
-        changed, self._changed = self._changed, False
-        if changed:
-            self.scatter(self.stacked.positions, members)
-        return changed
+        self.changed = self.changed and len(members) < self.stacked.members
 
     def indices(self, numbers: Positions) -> Tensor:
         """Return slots or rows as an index for `take` and `put`."""
@@ -124,7 +108,7 @@ class FunctionalState(StackedEngine):
         """Keep changes that evaluating or predicting made to the state."""
         if leaves(changed):
             self.state = {**self.state, **{part: {**self.state[part], **own} for part, own in changed.items()}}
-            self._changed = True
+            self.changed = True
 
     @staticmethod
     def _readable(state: State) -> State:

@@ -9,7 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from modelfleet.errors import InputError
-from modelfleet.frameworks.jax.models import Array, is_module, is_pair, key_data, key_of, like, named_leaves, raw
+from modelfleet.frameworks.jax.models import (
+    Array,
+    is_module,
+    is_pair,
+    key_data,
+    key_of,
+    like,
+    named_leaves,
+    paired,
+    raw,
+    variables,
+)
 from modelfleet.frameworks.weight_mismatch import Spec, mismatch
 from modelfleet.types import Arrays, Model, Tree
 
@@ -34,10 +45,10 @@ def rngs(seed: int) -> Any:
 
 def check_model(model: Model, name: str) -> None:
     """Raise InputError for a model whose weights are abstract, or not arrays."""
-    for path, leaf in named_leaves(_tree(model)):
+    for path, leaf in named_leaves(variables(model)):
         if isinstance(leaf, int | float | complex) and not hasattr(leaf, "dtype"):
             raise InputError(
-                f"member {name!r}: its {path!r} is {leaf!r}, a number of Python; params are arrays. "
+                f"member {name!r}: its {path!r} is {leaf!r}, a Python number; params are arrays. "
                 f"Give jnp.asarray({leaf!r}) to train it, or have it in the closure of the function."
             )
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -50,8 +61,9 @@ def copy_model(model: Model) -> Model:
         from flax import nnx
 
         return nnx.clone(model)
-    params = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, model[0])
-    return type(model)(params, model[1]) if hasattr(model, "_fields") else (params, model[1])
+    return paired(
+        jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, model[0]), model
+    )
 
 
 def randomness() -> None:
@@ -109,16 +121,8 @@ def _fill_containers(node: Tree, path: str, tensors: Mapping[str, Array]) -> str
     return None
 
 
-def _tree(model: Model) -> Tree:
-    if not is_module(model):
-        return model[0]
-    from flax import nnx
-
-    return nnx.state(model)
-
-
 def _weights(model: Model) -> dict[str, Array]:
-    return {name: raw(leaf) for name, leaf in named_leaves(_tree(model))}
+    return {name: raw(leaf) for name, leaf in named_leaves(variables(model))}
 
 
 def _specs(arrays: Mapping[str, Array]) -> dict[str, Spec]:

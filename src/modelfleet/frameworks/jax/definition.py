@@ -1,12 +1,12 @@
 """Steps of one JAX model as a member of a lane, as pure functions."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from modelfleet.frameworks.batches import check_weights, has_target
 from modelfleet.frameworks.engine import Hyper
 from modelfleet.frameworks.functional import Definition, State
 from modelfleet.frameworks.jax.backend import shapes
@@ -14,7 +14,7 @@ from modelfleet.frameworks.jax.losses import check_range, check_targets
 from modelfleet.frameworks.jax.models import Parts, TreeLayout, as_numpy, form_of, key_data, key_of
 from modelfleet.frameworks.jax.task import PRECISIONS, Task, widened
 from modelfleet.members import Member
-from modelfleet.types import Model, Tensor, Tree
+from modelfleet.types import Arrays, Model, Tensor, Tree
 
 
 class JaxDefinition(Definition):
@@ -25,7 +25,7 @@ class JaxDefinition(Definition):
         self.model = model
         self.form = form_of(model)
         self._slots: TreeLayout | None = None
-        self._fresh: dict[str, np.ndarray] = {}
+        self._fresh: Arrays = {}
         self.maskable = False  # until `try_out` has seen what the loss returns
 
     def go_on(self, other: "JaxDefinition") -> None:
@@ -58,19 +58,21 @@ class JaxDefinition(Definition):
             for key, value in self.task.metric(name).begun(parts).items()
         }
 
-    def fresh_metrics(self) -> Parts:
+    def fresh_metrics(self) -> Arrays:
         """Return a member's metrics before the first batch."""
         return self._fresh
 
-    def train(self, state: State, hyper: Hyper, batch: Tree, weights: Tensor | None) -> tuple[State, Any, Any]:
+    def train(
+        self, state: State, hyper: Hyper, batch: Tree, weights: Tensor | None
+    ) -> tuple[State, Tensor, Tensor]:
         """Return what `apply` returns after a whole step."""
         loss_of = self._loss_of(state, batch, weights)
         found = self.gradients(state, batch, weights)
         return self.apply(state, hyper, found, lambda tree: loss_of(self.form.flat(tree))[0])
 
     def apply(
-        self, state: State, hyper: Hyper, found: dict[str, Any], value_of: Callable[[Any], Any] | None = None
-    ) -> tuple[State, Any, Any]:
+        self, state: State, hyper: Hyper, found: dict[str, Tree], value_of: Callable[[Tree], Tensor] | None = None
+    ) -> tuple[State, Tensor, Tensor]:
         """Return the state after an update by what `gradients` returned.
 
         `value_of` returns the loss on the same batch for other params, for optimizers that search along a line.
@@ -79,33 +81,35 @@ class JaxDefinition(Definition):
 
         assert self.task.optimizer is not None
         assert self._slots is not None
-        loss, gradients, after = found["loss"], found["gradients"], found
+        loss, gradients = found["loss"], found["gradients"]
         finite = jnp.isfinite(sum((g * 0).sum() for g in gradients.values()))
         if self.task.clip:
             gradients = _clipped(gradients, state["member"]["clip_norm"])
         # A forward pass may change weights itself, like nnx.SpectralNorm. The optimizer steps the changed weights.
-        params, slots = self.form.tree(after["params"]), self._slots.tree(state["optimizer"])
+        params, slots = self.form.tree(found["params"]), self._slots.tree(state["optimizer"])
         # Some transformations need the loss: Polyak's steps, reducing on a plateau, line searches.
         tree = self.form.tree(gradients)
         extra = self.task.optimizer.taken(value=loss, grad=tree, value_fn=value_of)
         updates, slots = self.task.optimizer.transformation.update(tree, slots, params, **extra)
         new = {
             "params": self.form.flat(optax.apply_updates(params, updates)),
-            "buffers": after["buffers"],
+            "buffers": found["buffers"],
             "optimizer": self._slots.parts(slots),
         }
         kept: State = {part: _as_before(tensors, state[part]) for part, tensors in new.items()}
         kept["metrics"] = found["metrics"]
         return kept, jnp.isfinite(loss), finite
 
-    def gradients(self, state: State, batch: Tree, weights: Tensor | None) -> dict[str, Any]:
+    def gradients(self, state: State, batch: Tree, weights: Tensor | None) -> dict[str, Tree]:
         """Return what `apply` needs to finish a step on a batch."""
         loss_of = self._loss_of(state, batch, weights)
         (loss, (found, after)), gradients = jax.value_and_grad(loss_of, has_aux=True)(state["params"])
         return {**after, "loss": loss, "gradients": gradients, "metrics": self._added(state["metrics"], found)}
 
-    def _loss_of(self, state: State, batch: Tree, weights: Tensor | None) -> Callable[[Parts], Any]:
-        def loss_of(params: Parts) -> Any:
+    def _loss_of(
+        self, state: State, batch: Tree, weights: Tensor | None
+    ) -> Callable[[Parts], tuple[Tensor, Tree]]:
+        def loss_of(params: Parts) -> tuple[Tensor, Tree]:
             (loss, found), after = self._losses({**state, "params": params}, batch, weights, True)
             return loss, (found, after)
 
@@ -122,7 +126,7 @@ class JaxDefinition(Definition):
         order = [name for name in ("loss", *(m.name for m in self.task.metrics)) if name in found]
         return {name: self.task.metric(name).value(found[name]) for name in dict.fromkeys([*order, *found])}
 
-    def predict(self, state: State, x: Any) -> tuple[Any, State]:
+    def predict(self, state: State, x: Tree) -> tuple[Tree, State]:
         """Return the outputs on inputs, and what the model has changed."""
         x = self._cast(x)
         call = self.form.call
@@ -138,27 +142,29 @@ class JaxDefinition(Definition):
         if self.task.loss is not None and hasattr(target, "shape"):
             check_targets(self.task.loss, output_shape, target, name)
 
-    def label_check(self, output_shape: tuple[int, ...]) -> Callable[[Any], None] | None:
-        """Return a function that raises for a batch with targets out of range."""
+    def label_check(self, output_shape: tuple[int, ...]) -> Callable[[Tree], None] | None:
+        """Return a function that raises for a batch with targets or weights out of range."""
         loss = self.task.loss
         if loss is None:
             return None
 
         def check(batch: Tree) -> None:
-            if isinstance(batch, tuple) and len(batch) == 2 and hasattr(batch[1], "shape"):
+            if has_target(batch) and hasattr(batch[1], "shape"):
                 check_range(loss, output_shape, batch[1])
+            if has_target(batch) and len(batch) == 3:
+                check_weights(np.asarray(batch[2]))
 
         return check
 
-    def _losses(self, state: State, batch: Tree, weights: Tensor | None, train: bool) -> Any:
+    def _losses(self, state: State, batch: Tree, weights: Tensor | None, train: bool) -> tuple[Tree, State]:
         """Return (loss, parts of the metrics), and the params and buffers afterwards."""
-        if self.task.loss is not None and isinstance(batch, tuple) and len(batch) == 2:
-            batch = self._cast(batch[0]), batch[1]
+        if self.task.loss is not None and has_target(batch):
+            batch = self._cast(batch[0]), *batch[1:]
         else:
             batch = self._cast(batch)
         return self._run(state, train, lambda model: self.task.run(self.form.call, model, batch, weights))
 
-    def _run(self, state: State, train: bool, use: Callable[[Any], Any]) -> tuple[Any, State]:
+    def _run(self, state: State, train: bool, use: Callable[[Model], Tree]) -> tuple[Tree, State]:
         member = state["member"]
         key = jax.random.fold_in(key_of(member["key"]), member["step"])
         given = self._cast(state["params"])
@@ -170,7 +176,7 @@ class JaxDefinition(Definition):
         }
         return result, {"params": kept, "buffers": buffers}
 
-    def _cast(self, tree: Any) -> Any:
+    def _cast(self, tree: Tree) -> Tree:
         """Return a tree in the precision to compute in. Weights and their updates stay in float32."""
         dtype = PRECISIONS[self.task.precision]
         if dtype is None:
@@ -188,13 +194,11 @@ class JaxDefinition(Definition):
     def _has_loss_by_row(self, state: State, batch: Tree) -> bool:
         """Return True if the loss is known for each row."""
         loss = self.task.loss
-        if loss is None or not (isinstance(batch, tuple) and len(batch) == 2):
+        if loss is None or not has_target(batch):
             return False
 
-        def counted(state: State, batch: Tree) -> Any:
-            return loss.rows(self.predict(state, batch[0])[0], batch[1])[1]
-
-        return shapes(counted, state, batch) is not None
+        _, counts = shapes(lambda s, b: loss.rows(self.predict(s, b[0])[0], b[1]), state, batch)
+        return counts is not None
 
 
 def _by_metric(metrics: Parts) -> dict[str, Parts]:
@@ -205,7 +209,7 @@ def _by_metric(metrics: Parts) -> dict[str, Parts]:
     return found
 
 
-def _clipped(gradients: Parts, most: Any) -> Parts:
+def _clipped(gradients: Parts, most: Tensor) -> Parts:
     # As optax.clip_by_global_norm does it.
     norm = jnp.sqrt(sum((g**2).sum() for g in gradients.values()))
     return {key: jnp.where(norm < most, g, g / norm * most) for key, g in gradients.items()}

@@ -14,29 +14,29 @@ import numpy as np
 from modelfleet.errors import InputError
 from modelfleet.fingerprints import fingerprint
 from modelfleet.frameworks.jax.arrays import as_numpy
-from modelfleet.frameworks.losses import IGNORED, TargetKind, check_shape, find_loss, out_of_range
-from modelfleet.types import LossLike
+from modelfleet.frameworks.losses import IGNORED, TargetKind, check_shape, find_loss, no_loss_by_row, out_of_range
+from modelfleet.types import LossLike, Tree
 
 Array = jax.Array | np.ndarray
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss of an output and a target."""
+    """Loss of an output and a target."""
 
     name: str
-    rows: Callable[[Any, Any], tuple[Array, Array | None]]
+    rows: Callable[[Tree, Tree], tuple[Array, Array | None]]
     """Return the sum of the loss over each row's elements and their number, both `(row,)`.
 
     A user's function that returns only a mean gives that mean and None.
     """
     kind: TargetKind = "any"
-    function: Callable[[Any, Any], Any] | None = None
-    """A user's own function; None for losses with a name."""
+    function: Callable[[Tree, Tree], Any] | None = None
+    """User's own function; None for losses with a name."""
 
     @property
     def summary(self) -> str:
-        """A short text that is the same in every process, and changes when a user's function is edited."""
+        """Return a short text that is the same in every process, and changes when a user's function is edited."""
         return self.name if self.function is None else fingerprint(self.function)
 
 
@@ -46,12 +46,25 @@ def resolve(loss: LossLike) -> Loss:
     return _of_function(loss) if named is None else named
 
 
-def weighted(loss: Loss, output: Any, target: Any, weights: Array | None) -> Array:
-    """Return the mean of the loss over the rows' elements, with `weights` `(row,)`, or without if that is None.
+def weighted(loss: Loss, output: Tree, target: Tree, weights: Array | None, own: Array | None = None) -> Array:
+    """Return the mean of the loss over the elements of the rows that count.
 
-    With all weights 0 it is 0.
+    Args:
+        loss: The loss.
+        output: The model's output.
+        target: The target.
+        weights: `(row,)`: 1 for a row that counts and 0 for padding; None if every row counts. With all weights 0
+            the result is 0.
+        own: `(row,)`: the user's sample weights, by which the losses of the rows are multiplied, or None.
+
+    Raises:
+        InputError: There are sample weights, and the loss returns one number for a whole batch.
     """
     sums, counts = loss.rows(output, target)
+    if own is not None:
+        if counts is None and len(own) > 1:
+            raise no_loss_by_row(loss.name)
+        sums = own.astype(sums.dtype) * sums
     if counts is None:
         return sums
     if weights is None:
@@ -61,7 +74,7 @@ def weighted(loss: Loss, output: Any, target: Any, weights: Array | None) -> Arr
     return jnp.where(weights == 0, 0, weights * sums).sum() / size
 
 
-def check_targets(loss: Loss, output_shape: tuple[int, ...], target: Any, member: str | None = None) -> None:
+def check_targets(loss: Loss, output_shape: tuple[int, ...], target: Tree, member: str | None = None) -> None:
     """Raise InputError for targets of a wrong shape or dtype, or with values out of range."""
     if loss.kind == "any":
         return
@@ -87,14 +100,14 @@ def check_range(loss: Loss, output_shape: tuple[int, ...], target: Array) -> Non
         raise InputError(f"the target in row {first[0]} is {target[first].item()}, but {expected}.")
 
 
-def matched(name: str, output: Any, target: Any) -> tuple[Array, Array]:
+def matched(name: str, output: Tree, target: Tree) -> tuple[Array, Array]:
     """Return an output and a target in one dtype. Raises InputError if their shapes differ."""
     _check_fit(name, "values", shape_of(name, output), target)
     dtype = jnp.promote_types(output.dtype, jnp.float32)
     return output.astype(dtype), jnp.asarray(target, dtype)
 
 
-def shape_of(name: str, output: Any) -> tuple[int, ...]:
+def shape_of(name: str, output: Tree) -> tuple[int, ...]:
     """Return the shape of an output. Raises InputError if the output is not one array."""
     if not hasattr(output, "shape"):
         raise InputError(
@@ -113,11 +126,11 @@ def _check_fit(name: str, kind: TargetKind, shape: tuple[int, ...], target: Arra
     check_shape(name, kind, shape, tuple(target.shape), str(target.dtype), class_axis=-1)
 
 
-def _of_function(function: Callable[[Any, Any], Any]) -> Loss:
+def _of_function(function: Callable[[Tree, Tree], Any]) -> Loss:
     """Return the loss of a user's function, which returns one number, or one or more for every row."""
     name = getattr(function, "__name__", type(function).__name__)
 
-    def rows(output: Any, target: Any) -> tuple[Array, Array | None]:
+    def rows(output: Tree, target: Tree) -> tuple[Array, Array | None]:
         values = jnp.asarray(function(output, target))
         if values.size == 1:
             return values.reshape(()), None
@@ -126,12 +139,13 @@ def _of_function(function: Callable[[Any, Any], Any]) -> Loss:
                 f"the loss {name!r} gave {values.shape}; expected one number, such as the batch's mean, or one "
                 f"for every row."
             )
-        return _per_row(values, jnp.ones(values.shape, bool))
+        return _per_row(values)
 
     return Loss(name, rows, function=function)
 
 
-def _per_row(values: Array, counted: Array) -> tuple[Array, Array]:
+def _per_row(values: Array, counted: Array | None = None) -> tuple[Array, Array]:
+    counted = jnp.ones(values.shape, bool) if counted is None else counted
     # At least in float32: sums of halves are rough, and a half can't count beyond 2048.
     dtype = jnp.promote_types(values.dtype, jnp.float32)
     rows = len(values)
@@ -141,9 +155,8 @@ def _per_row(values: Array, counted: Array) -> tuple[Array, Array]:
 def _of_values(name: str, function: Callable[[Array, Array], Array], kind: TargetKind = "values") -> Loss:
     """Return a loss between the elements of an output and a target of the same shape."""
 
-    def rows(output: Any, target: Any) -> tuple[Array, Array]:
-        values = function(*matched(name, output, target))
-        return _per_row(values, jnp.ones(values.shape, bool))
+    def rows(output: Tree, target: Tree) -> tuple[Array, Array]:
+        return _per_row(function(*matched(name, output, target)))
 
     return Loss(name, rows, kind)
 
@@ -151,12 +164,11 @@ def _of_values(name: str, function: Callable[[Array, Array], Array], kind: Targe
 def _of_classes(name: str, function: Callable[[Array, Array], Array], kind: TargetKind = "classes") -> Loss:
     """Return a loss of scores `(row, …, class)` with class indices `(row, …)` or probabilities of their shape."""
 
-    def rows(output: Any, target: Any) -> tuple[Array, Array]:
+    def rows(output: Tree, target: Tree) -> tuple[Array, Array]:
         _check_fit(name, kind, shape_of(name, output), target)
         output = output.astype(jnp.promote_types(output.dtype, jnp.float32))
         if is_float(target):
-            values = -(target * jax.nn.log_softmax(output)).sum(-1)
-            return _per_row(values, jnp.ones(values.shape, bool))
+            return _per_row(-(target * jax.nn.log_softmax(output)).sum(-1))
         counted = target != IGNORED
         values = function(output, jnp.where(counted, target, 0))
         return _per_row(jnp.where(counted, values, 0), counted)

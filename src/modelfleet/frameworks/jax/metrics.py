@@ -6,17 +6,15 @@ JAX has no float64 by default, and float32 can't count the rows of an epoch. So 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from modelfleet.errors import InputError
 from modelfleet.frameworks import metrics as common
 from modelfleet.frameworks.jax.losses import LOSSES, matched, shape_of
 from modelfleet.frameworks.losses import IGNORED
-from modelfleet.types import MetricLike
+from modelfleet.types import MetricLike, Tree
 
 Array = jax.Array | np.ndarray
 Parts = dict[str, Array]
@@ -32,7 +30,7 @@ def added(sums: Array, value: Array) -> Array:
 
 @dataclass(frozen=True)
 class Metric:
-    """A number per member and epoch.
+    """Number per member and epoch.
 
     `parts` returns numbers for one member's batch, from its output, target and row weights `(row,)`. `joined` adds
     them to the parts of earlier batches, starting from `begun`. `value` computes the metric from the joined parts.
@@ -40,7 +38,7 @@ class Metric:
     """
 
     name: str
-    parts: Callable[[Any, Any, Array], Parts]
+    parts: Callable[[Tree, Tree, Array], Parts]
     value: Callable[[Parts], Array]
     maskable: bool = True
     moments: bool = False
@@ -84,8 +82,9 @@ def mean(name: str) -> Metric:
 
 
 def _from_function(function: common.Function, name: str) -> Metric:
-    def parts(output: Any, target: Any, weights: Array) -> Parts:
-        value = jnp.asarray(function(output, target))
+    def parts(output: Tree, target: Tree, weights: Array) -> Parts:
+        with common.naming_metric(name):
+            value = jnp.asarray(function(output, target))
         if value.size != 1:
             raise common.not_one_number(name, value.shape)
         rows = weights.sum()
@@ -116,7 +115,7 @@ def _accuracy(output: Array, target: Array, weights: Array) -> Parts:
 def _binary(output: Array, target: Array) -> tuple[Array, Array]:
     """Return which logits are on the right side of 0, and which labels count."""
     if target.size != output.size:
-        raise _wrong_shapes("accuracy", output, target)
+        raise common.wrong_shapes("accuracy", output.shape, target.shape, "(row, …, class)")
     target = target.reshape(output.shape)
     return (output > 0) == (target > 0.5), target != IGNORED
 
@@ -150,14 +149,7 @@ def _scores_and_labels(name: str, output: Array, target: Array) -> tuple[Array, 
             return output, target.argmax(-1)
         if target.shape == output.shape[:-1]:
             return output, target.astype(jnp.int32)
-    raise _wrong_shapes(name, output, target)
-
-
-def _wrong_shapes(name: str, output: Array, target: Array) -> InputError:
-    return InputError(
-        f"{name} can't compare an output {tuple(output.shape)} with a target {tuple(target.shape)}. It takes "
-        f"scores (row, …, class) with class indices (row, …) or one-hot targets, or one logit with 0 and 1."
-    )
+    raise common.wrong_shapes(name, output.shape, target.shape, "(row, …, class)")
 
 
 def _from_loss(name: str) -> Metric:

@@ -6,8 +6,8 @@ training, and the member's own key for each step.
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,11 @@ import numpy as np
 
 from modelfleet.errors import InputError
 from modelfleet.frameworks.jax.structure import freeze, is_module, named_leaves, statics
-from modelfleet.types import Model
+from modelfleet.types import Model, Tensor, Tree
 
 Array = jax.Array | np.ndarray
-Parts = dict[str, Any]  # arrays by structural key
-Use = Callable[[Model], Any]
+Parts = dict[str, Array]  # by structural key
+Result = TypeVar("Result")
 
 
 def is_pair(model: Model) -> bool:
@@ -36,14 +36,28 @@ def form_of(model: Model) -> "Module | Pair":
     return Module(model) if is_module(model) else Pair(model)
 
 
-def raw(leaf: Any) -> Any:
+def variables(model: Model) -> Tree:
+    """Return a model's arrays as a tree: the state of a module, or the params of a pair."""
+    if not is_module(model):
+        return model[0]
+    from flax import nnx
+
+    return nnx.state(model)
+
+
+def paired(params: Tree, model: Model) -> Model:
+    """Return a pair like `model`, which may be a named tuple, with other params."""
+    return type(model)(params, model[1]) if hasattr(model, "_fields") else (params, model[1])
+
+
+def raw(leaf: Array) -> Array:
     """Return an array in a dtype that NumPy has: for random keys, their data."""
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
-def like(value: Any, leaf: Any) -> Any:
+def like(value: Array, leaf: Array) -> Array:
     """Return an array of `raw` in its original form: a key if `leaf` is one."""
-    return _of_kind(value, jax.random.key_impl(leaf) if _is_key(leaf) else None)
+    return _of_kind(value, _key_kind(leaf))
 
 
 def key_data(seed: int) -> np.ndarray:
@@ -51,7 +65,7 @@ def key_data(seed: int) -> np.ndarray:
     return np.array([seed >> 32, seed & 0xFFFFFFFF], dtype=np.uint32)
 
 
-def key_of(data: Any) -> jax.Array:
+def key_of(data: Tensor) -> jax.Array:
     """Return the random key of `key_data`."""
     return jax.random.wrap_key_data(data, impl="threefry2x32")
 
@@ -59,19 +73,22 @@ def key_of(data: Any) -> jax.Array:
 class TreeLayout:
     """Converts a tree of arrays to a dict with structural keys, and back."""
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: Tree) -> None:
         named = named_leaves(tree)
         self.keys = [f"{number:03}.{name}" for number, (name, _) in enumerate(named)]
-        self._kinds = [jax.random.key_impl(leaf) if _is_key(leaf) else None for _, leaf in named]
-        self._floats = [jnp.issubdtype(leaf.dtype, jnp.inexact) for _, leaf in named]
+        self.trained = {
+            key for key, (_, leaf) in zip(self.keys, named, strict=True) if jnp.issubdtype(leaf.dtype, jnp.inexact)
+        }
+        """Keys of the arrays that can have a gradient."""
+        self._kinds = [_key_kind(leaf) for _, leaf in named]
         self._definition = jax.tree.structure(tree)
 
-    def parts(self, tree: Any) -> Parts:
+    def parts(self, tree: Tree) -> Parts:
         """Return the arrays of a tree of this form, some of which may be missing."""
         leaves = self._definition.flatten_up_to(tree)
         return {key: raw(leaf) for key, leaf in zip(self.keys, leaves, strict=True) if leaf is not None}
 
-    def tree(self, parts: Mapping[str, Any]) -> Any:
+    def tree(self, parts: Mapping[str, Array]) -> Tree:
         """Return the tree of arrays, with None for missing keys."""
         leaves = [
             _of_kind(parts[key], kind) if key in parts else None
@@ -79,7 +96,9 @@ class TreeLayout:
         ]
         return jax.tree.unflatten(self._definition, leaves)
 
-    def after(self, before: list[tuple[str, Any]], parts: Mapping[str, Any], named: Mapping[str, Any]) -> Parts:
+    def after(
+        self, before: list[tuple[str, Array]], parts: Mapping[str, Array], named: Mapping[str, Array]
+    ) -> Parts:
         """Return the arrays after a call of the model; those of `parts` if the model did not replace them.
 
         Args:
@@ -101,14 +120,32 @@ class TreeLayout:
             found[key] = parts[key] if leaf is old else raw(leaf)
         return found
 
-    @property
-    def trained(self) -> set[str]:
-        """Keys of the arrays that can have a gradient."""
-        return {key for key, is_float in zip(self.keys, self._floats, strict=True) if is_float}
+
+class _Form:
+    """Trained arrays of a model, as a dict and as the tree that an optimizer takes.
+
+    Attributes:
+        changes: Path of an attribute, other than a variable, that a call has changed.
+        keep: True to keep such changes from call to call, for steps that run their Python.
+    """
+
+    changes: str | None = None
+    keep = False
+
+    def __init__(self, params: Tree) -> None:
+        self._params = TreeLayout(params)
+
+    def tree(self, params: Parts) -> Tree:
+        """Return the params as a tree, for the optimizer."""
+        return self._params.tree(params)
+
+    def flat(self, tree: Tree) -> Parts:
+        """Return the params of a tree from the optimizer."""
+        return self._params.parts(tree)
 
 
-class Module:
-    """A Flax NNX module. Its `nnx.Param`s are trained; all other variables are buffers."""
+class Module(_Form):
+    """Flax NNX module. Its `nnx.Param`s are trained; all other variables are buffers."""
 
     def __init__(self, model: Model) -> None:
         from flax import nnx
@@ -119,15 +156,11 @@ class Module:
         self._train = nnx.graphdef(own)
         own.eval()
         self._eval = nnx.graphdef(own)
-        self.changes: str | None = None
-        """Path of an attribute, other than a variable, that a call has changed."""
-        self.keep = False
-        """True to keep such changes from call to call, for steps that run their Python."""
         self._assigned: dict[str, Any] = {}
         self._python = _frozen(model)  # values of the user's model when it was last read
         params, others = nnx.split(own, nnx.Param, ...)[1:]
-        self._params, self._others = TreeLayout(params), TreeLayout(others)
-        self._trained = self._params.trained
+        super().__init__(params)
+        self._others = TreeLayout(others)
 
     def take(self, model: Model) -> None:
         """Take over attributes that the user has changed since the model was last read or written."""
@@ -139,33 +172,26 @@ class Module:
     def parts(self, model: Model) -> tuple[Parts, Parts]:
         """Return the params and the buffers of a model."""
         params, others = self._nnx.split(model, self._nnx.Param, ...)[1:]
-        found = self._params.parts(params)
-        trained = {key: value for key, value in found.items() if key in self._trained}
-        frozen = {f"param.{key}": value for key, value in found.items() if key not in self._trained}
+        found, is_trained = self._params.parts(params), self._params.trained
+        trained = {key: value for key, value in found.items() if key in is_trained}
+        frozen = {f"param.{key}": value for key, value in found.items() if key not in is_trained}
         return trained, {**frozen, **self._others.parts(others)}
 
-    def tree(self, params: Parts) -> Any:
-        """Return the params as a tree, for the optimizer."""
-        return self._params.tree(params)
+    def _all_params(self, params: Parts, buffers: Parts) -> Parts:
+        """Return the trained params, and those that are buffers, since they can't have a gradient."""
+        return {key: params[key] if key in params else buffers[f"param.{key}"] for key in self._params.keys}
 
-    def flat(self, tree: Any) -> Parts:
-        """Return the params of a tree from the optimizer."""
-        return self._params.parts(tree)
-
-    def run(self, params: Parts, buffers: Parts, key: Any, use: Use, *, train: bool) -> tuple[Any, Parts, Parts]:
+    def run(
+        self, params: Parts, buffers: Parts, key: jax.Array, use: Callable[[Model], Result], *, train: bool
+    ) -> tuple[Result, Parts, Parts]:
         """Return the result of `use` on the model with these parts, and its params and buffers afterwards.
 
         Arrays that the model does not replace are returned as the same objects.
         """
-        nnx = self._nnx
-        whole = {key: params[key] if key in params else buffers[f"param.{key}"] for key in self._params.keys}
-        graph = self._train if train else self._eval
+        whole = self._all_params(params, buffers)
         own, others = self._params.tree(whole), self._others.tree(buffers)
-        before = (
-            named_leaves(own),
-            named_leaves(others),
-        )  # now: the trees may become the model's own
-        model = nnx.merge(graph, own, others)
+        before = named_leaves(own), named_leaves(others)  # read now: the trees may become the model's own
+        model = self._nnx.merge(self._train if train else self._eval, own, others)
         for path, value in self._assigned.items():
             _assign(model, path, value)
         python = dict(statics(model))
@@ -176,7 +202,7 @@ class Module:
                 if self.keep:
                     self._assigned[path] = value
         # By name: a call may have sown new variables.
-        after = dict(named_leaves(nnx.state(model)))
+        after = dict(named_leaves(self._nnx.state(model)))
         trained = self._params.after(before[0], whole, after)
         frozen = {f"param.{key}": value for key, value in trained.items()}
         kept = {**frozen, **self._others.after(before[1], buffers, after)}
@@ -184,8 +210,8 @@ class Module:
 
     def write_back(self, model: Model, params: Parts, buffers: Parts) -> Model:
         """Write these parts into the model, and return it."""
-        whole = {key: params[key] if key in params else buffers[f"param.{key}"] for key in self._params.keys}
-        arrays = jax.tree.map(jnp.asarray, (self._params.tree(whole), self._others.tree(buffers)))
+        trees = self._params.tree(self._all_params(params, buffers)), self._others.tree(buffers)
+        arrays = jax.tree.map(jnp.asarray, trees)
         self._nnx.update(model, *arrays)
         for path, value in self._assigned.items():
             _assign(model, path, value)
@@ -193,22 +219,18 @@ class Module:
         return model
 
     @staticmethod
-    def call(model: Model, x: Any) -> Any:
+    def call(model: Model, x: Tree) -> Tree:
         """Call a module with a dict as keywords, a tuple or list as arguments, or a single array."""
         if isinstance(x, Mapping):
             return model(**x)
         return model(*x) if isinstance(x, tuple | list) else model(x)
 
 
-class Pair:
-    """A `(params, apply)` pair, or a named tuple of the two. Floats are trained; integers are buffers."""
-
-    changes: str | None = None
-    keep = False
+class Pair(_Form):
+    """Pair `(params, apply)`, or a named tuple of the two. Floats are trained; integers are buffers."""
 
     def __init__(self, model: Model) -> None:
-        self._params = TreeLayout(model[0])
-        self._trained = self._params.trained
+        super().__init__(model[0])
         self._apply = model[1]
         self._takes = _keywords(model[1])
 
@@ -217,19 +239,13 @@ class Pair:
 
     def parts(self, model: Model) -> tuple[Parts, Parts]:
         """Return the params and the buffers of a model."""
-        found = self._params.parts(model[0])
-        trained = {key: value for key, value in found.items() if key in self._trained}
-        return trained, {key: value for key, value in found.items() if key not in self._trained}
+        found, is_trained = self._params.parts(model[0]), self._params.trained
+        trained = {key: value for key, value in found.items() if key in is_trained}
+        return trained, {key: value for key, value in found.items() if key not in is_trained}
 
-    def tree(self, params: Parts) -> Any:
-        """Return the params as a tree, for the optimizer."""
-        return self._params.tree(params)
-
-    def flat(self, tree: Any) -> Parts:
-        """Return the params of a tree from the optimizer."""
-        return self._params.parts(tree)
-
-    def run(self, params: Parts, buffers: Parts, key: Any, use: Use, *, train: bool) -> tuple[Any, Parts, Parts]:
+    def run(
+        self, params: Parts, buffers: Parts, key: jax.Array, use: Callable[[Model], Result], *, train: bool
+    ) -> tuple[Result, Parts, Parts]:
         """Return the result of `use` on the model with these parts, and the parts, which do not change."""
         given: dict[str, Any] = {}
         if "train" in self._takes:
@@ -241,22 +257,21 @@ class Pair:
 
     def write_back(self, model: Model, params: Parts, buffers: Parts) -> Model:
         """Return a new pair with these parts, since a tuple can't be changed."""
-        arrays = jax.tree.map(jnp.asarray, self._params.tree({**params, **buffers}))
-        return type(model)(arrays, model[1]) if hasattr(model, "_fields") else (arrays, model[1])
+        return paired(jax.tree.map(jnp.asarray, self._params.tree({**params, **buffers})), model)
 
     @staticmethod
-    def call(model: Model, x: Any) -> Any:
+    def call(model: Model, x: Tree) -> Tree:
         """Apply the function to the params and the input."""
         params, apply = model
         return apply(params, x)
 
 
-def _frozen(model: Model) -> dict[str, Any]:
+def _frozen(model: Model) -> dict[str, Hashable]:
     """Return the Python values of a module in a form that can be compared."""
     return {path: freeze(value) for path, value in statics(model)}
 
 
-def _assign(model: Model, path: str, value: Any) -> None:
+def _assign(model: Model, path: str, value: object) -> None:
     *parts, name = path.split(".")
     for part in parts:
         model = getattr(model, part)
@@ -273,19 +288,23 @@ def _keywords(function: Callable[..., Any]) -> dict[str, bool]:
     return {p.name: p.default is p.empty for p in parameters if p.kind in named}
 
 
-def _of_kind(value: Any, kind: Any) -> Any:
-    return value if kind is None else jax.random.wrap_key_data(value, impl=kind)
-
-
-def _spec(array: Any) -> str:
-    return f"{tuple(array.shape)} {array.dtype}"
-
-
-def _is_key(leaf: Any) -> bool:
+def _is_key(leaf: Array) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def as_numpy(parts: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def _key_kind(leaf: Array) -> Any:  # a PRNGSpec, which JAX does not export
+    return jax.random.key_impl(leaf) if _is_key(leaf) else None
+
+
+def _of_kind(value: Tensor, kind: Any) -> Array:
+    return value if kind is None else jax.random.wrap_key_data(value, impl=kind)
+
+
+def _spec(array: Array) -> str:
+    return f"{tuple(array.shape)} {array.dtype}"
+
+
+def as_numpy(parts: Mapping[str, Array]) -> dict[str, np.ndarray]:
     """Return arrays of any kind as NumPy arrays, in dtypes that JAX has."""
     arrays = {key: np.asarray(value) for key, value in parts.items()}
     return {key: a.astype(jax.dtypes.canonicalize_dtype(a.dtype), copy=False) for key, a in arrays.items()}

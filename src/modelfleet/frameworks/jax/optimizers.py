@@ -10,15 +10,21 @@ import inspect
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
 from modelfleet.each import Each, per_member
 from modelfleet.errors import InputError, MissingExtraError, unknown
-from modelfleet.types import OptimizerLike, ScheduleLike, Tree
+from modelfleet.types import OptimizerLike, ScheduleLike, Tensor, Tree
 from modelfleet.words import without_period
+
+if TYPE_CHECKING:
+    from optax import GradientTransformation, GradientTransformationExtraArgs, MultiSteps
+
+Maker = Callable[..., "GradientTransformation"]
 
 # Default learning rates: those of torch's optimizers, since Optax has none.
 NAMES: Mapping[str, float] = {
@@ -44,30 +50,30 @@ NAMES: Mapping[str, float] = {
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A gradient transformation of Optax, or a function that makes one.
+    """Gradient transformation of Optax, or a function that makes one.
 
     `fixed` are arguments of the function. `own` names the arguments of which each member has its own value, in its
     state.
     """
 
     name: str
-    make: Any
+    make: "Maker | GradientTransformation"
     fixed: tuple[tuple[str, Hashable], ...] = ()
     own: tuple[str, ...] = ()
 
     @functools.cached_property
-    def transformation(self) -> Any:
+    def transformation(self) -> "GradientTransformationExtraArgs":
         """Return the transformation. Its state holds the member's own hyperparameters."""
         optax = _optax()
         if isinstance(self.make, optax.GradientTransformation):
             return optax.with_extra_args_support(self.make)
         if not self.own:
-            return optax.with_extra_args_support(self.make(**dict(self.fixed)))
+            return optax.with_extra_args_support(self._made({}))
         return optax.GradientTransformationExtraArgs(self._init, self._update)
 
     def taken(self, **extra: Any) -> dict[str, Any]:
         """Return the extra arguments that the transformation takes."""
-        takes = _arguments(self.transformation.update)
+        takes = inspect.signature(self.transformation.update).parameters
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
             return extra
         return {name: value for name, value in extra.items() if name in takes}
@@ -78,29 +84,32 @@ class Optimizer:
             return _initial(self)(params)
         return _initial(self)(params, {name: np.asarray(values[name], float) for name in self.own})
 
-    def _init(self, params: Any, values: Mapping[str, Any] | None = None) -> "_OwnState":
+    def _init(self, params: Tree, values: Mapping[str, Tensor] | None = None) -> "_OwnState":
         values = dict.fromkeys(self.own, 0.0) if values is None else values
         return _OwnState(
             {name: jax.numpy.asarray(values[name], float) for name in self.own}, self._made(values).init(params)
         )
 
-    def _update(self, updates: Any, state: "_OwnState", params: Any = None, **extra: Any) -> Any:
+    def _update(
+        self, updates: Tree, state: "_OwnState", params: Tree = None, **extra: Any
+    ) -> tuple[Tree, "_OwnState"]:
         made = _optax().with_extra_args_support(self._made(state.values))
         updates, inner = made.update(updates, state.inner, params, **extra)
         return updates, _OwnState(state.values, inner)
 
-    def _made(self, values: Mapping[str, Any]) -> Any:
+    def _made(self, values: Mapping[str, Tensor]) -> "GradientTransformation":
+        assert callable(self.make)
         return self.make(**dict(self.fixed), **{name: _weakly_typed(values[name]) for name in self.own})
 
 
 class _OwnState(NamedTuple):
-    """A member's own hyperparameters, and the state of the transformation that is made with them."""
+    """Hyperparameters of one member, and the state of the transformation that is made with them."""
 
-    values: dict[str, Any]
-    inner: Any
+    values: dict[str, Tensor]
+    inner: Tree
 
 
-def _weakly_typed(value: Any) -> Any:
+def _weakly_typed(value: float | jax.Array) -> float | jax.Array:
     """Return a scalar that takes the dtype of the other operand, like a Python number.
 
     `optax.inject_hyperparams` would round hyperparameters to the params' dtype: in bfloat16, 0.999 is 1.
@@ -113,7 +122,7 @@ def _weakly_typed(value: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def _initial(optimizer: Optimizer) -> Callable[..., Any]:
+def _initial(optimizer: Optimizer) -> Callable[..., Tree]:
     """Return the compiled `init` of an optimizer, shared by all recipes with this optimizer."""
     return jax.jit(optimizer.transformation.init)
 
@@ -165,8 +174,8 @@ def _resolve(
             )
         return Optimizer("an Optax transformation", optimizer), {}
     name, make = _maker(optimizer)
-    takes = _arguments(make)
-    rate = "learning_rate" if "learning_rate" in takes else next(iter(takes), "lr") if "lr" not in takes else "lr"
+    takes = inspect.signature(make).parameters
+    rate = next((name for name in ("learning_rate", "lr") if name in takes), None) or next(iter(takes), "lr")
     settings = _settings(name, given, takes, rate)
     if schedule is not None:
         if rate in settings:
@@ -178,7 +187,8 @@ def _resolve(
     for key, value in settings.items():
         asked = "lr" if key == rate else key
         number = isinstance(value, int | float) or getattr(value, "shape", None) == ()
-        if number and not isinstance(value, bool) and (key == rate or _source(asked) in varied or asked in varied):
+        differs = asked in varied or (asked in ("b1", "b2") and "betas" in varied)
+        if number and not isinstance(value, bool) and (key == rate or differs):
             own[key] = _number(asked, value)
         else:
             fixed[key] = value
@@ -188,12 +198,12 @@ def _resolve(
 
 
 @functools.lru_cache(maxsize=64)
-def _accumulating(optimizer: Any) -> Any:
+def _accumulating(optimizer: "MultiSteps") -> "GradientTransformation":
     """Return the transformation of an `optax.MultiSteps`, always as the same object."""
     return optimizer.gradient_transformation()
 
 
-def _maker(optimizer: OptimizerLike) -> tuple[str, Callable[..., Any]]:
+def _maker(optimizer: OptimizerLike) -> tuple[str, Maker]:
     if isinstance(optimizer, str):
         name = optimizer.lower().replace("-", "_")
         if name not in NAMES:
@@ -207,11 +217,9 @@ def _maker(optimizer: OptimizerLike) -> tuple[str, Callable[..., Any]]:
     return getattr(optimizer, "__name__", "a custom function"), optimizer
 
 
-def _arguments(make: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(make).parameters
-
-
-def _settings(name: str, given: Mapping[str, Any], takes: Mapping[str, Any], rate: str) -> dict[str, Any]:
+def _settings(
+    name: str, given: Mapping[str, Any], takes: Mapping[str, inspect.Parameter], rate: str
+) -> dict[str, Any]:
     """Return hyperparameters by the optimizer's own names; `lr` and torch's `betas` are translated."""
     settings: dict[str, Any] = {}
     for key, value in given.items():
@@ -230,10 +238,6 @@ def _settings(name: str, given: Mapping[str, Any], takes: Mapping[str, Any], rat
     return settings
 
 
-def _source(key: str) -> str:
-    return "betas" if key in ("b1", "b2") else key
-
-
 def _number(name: str, value: Any) -> float:
     number = float(value)
     if not math.isfinite(number) or number < 0:
@@ -241,7 +245,7 @@ def _number(name: str, value: Any) -> float:
     return number
 
 
-def _optax() -> Any:
+def _optax() -> ModuleType:
     try:
         import optax
     except ImportError as error:

@@ -4,6 +4,7 @@ There are no columns: each member's own numbers are in its state.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from modelfleet.errors import InputError, unknown
 from modelfleet.frameworks.jax import losses, metrics, optimizers
@@ -42,18 +43,13 @@ def _prepare(recipe: Recipe, names: Sequence[str]) -> Prepared[Task]:
     chosen, own = optimizers.resolve(recipe.optimizer, recipe.schedule, given, names)
     clips = clip_norms(recipe.clip_norm, names)
     by_name = {name: {**row, "clip_norm": clip} for name, row, clip in zip(names, own, clips, strict=True)}
-    loss = None if recipe.loss is None else losses.resolve(recipe.loss)
-    found = metrics.resolve(recipe.metrics)
-    tasks: dict[int, Task] = {}
-    for optimizer in chosen:
-        if id(optimizer) not in tasks:
-            tasks[id(optimizer)] = Task(
-                optimizer=optimizer,
-                loss=loss,
-                objective=recipe.objective,
-                metrics=found,
-                clip=recipe.clip_norm is not None,
-                precision=recipe.precision,
-                own=by_name,
-            )
+    task = Task(
+        loss=None if recipe.loss is None else losses.resolve(recipe.loss),
+        objective=recipe.objective,
+        metrics=metrics.resolve(recipe.metrics),
+        clip=recipe.clip_norm is not None,
+        precision=recipe.precision,
+        own=by_name,
+    )
+    tasks = {id(optimizer): replace(task, optimizer=optimizer) for optimizer in chosen}
     return Prepared([tasks[id(optimizer)] for optimizer in chosen], [None] * len(names))

@@ -7,7 +7,7 @@ from modelfleet.frameworks import adapter, functional
 from modelfleet.frameworks.jax import arrays
 from modelfleet.frameworks.jax.backend import JaxBackend
 from modelfleet.frameworks.jax.engine import JaxDefinition
-from modelfleet.frameworks.jax.models import is_module, raw
+from modelfleet.frameworks.jax.models import raw, variables
 from modelfleet.frameworks.jax.task import Task
 from modelfleet.members import Member
 from modelfleet.types import Model, Precision, Tree
@@ -36,8 +36,4 @@ def lent(tree: Tree, device: jax.Device) -> Tree:
 
 def weight_bytes(model: Model) -> int:
     """Return the size of a model's weights in bytes."""
-    if is_module(model):
-        from flax import nnx
-
-        return sum(raw(leaf).nbytes for leaf in jax.tree.leaves(nnx.state(model)))
-    return sum(raw(leaf).nbytes for leaf in jax.tree.leaves(model[0]))
+    return sum(raw(leaf).nbytes for leaf in jax.tree.leaves(variables(model)))

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from modelfleet.frameworks.structure import Opaque, Signature
+from modelfleet.frameworks.structure import Opaque, Signature, cell_contents
 from modelfleet.types import Model, Tree
 
 # Attributes that `Module.train` and `eval` set. A lane sets them itself for each step.
@@ -146,17 +146,25 @@ def statics(node: Any, path: str = "", seen: set[int] | None = None) -> Iterator
         yield path, node
 
 
-def freeze(value: Any) -> Hashable:
-    """Return a plain value as one that can be compared. Functions compare by code and closure."""
+def freeze(value: Any, within: tuple[int, ...] = ()) -> Hashable:
+    """Return a plain value as one that can be compared. Functions compare by code and closure.
+
+    Args:
+        value: The value.
+        within: The ids of the values that contain it. A local function that calls itself is in its own closure.
+    """
+    if id(value) in within:
+        return ("itself", within.index(id(value)))
+    inner = functools.partial(freeze, within=(*within, id(value)))
     if isinstance(value, types.FunctionType):
-        cells = tuple(freeze(cell.cell_contents) for cell in value.__closure__ or ())
+        cells = tuple(inner(cell_contents(cell)) for cell in value.__closure__ or ())
         defaults = (*(value.__defaults__ or ()), *sorted((value.__kwdefaults__ or {}).items()))
-        return ("function", value.__code__, id(value.__globals__), cells, tuple(map(freeze, defaults)))
+        return ("function", value.__code__, id(value.__globals__), cells, tuple(map(inner, defaults)))
     if isinstance(value, types.MethodType):
-        return ("method", freeze(value.__func__), freeze(value.__self__))
+        return ("method", inner(value.__func__), inner(value.__self__))
     if isinstance(value, functools.partial):
-        keywords = tuple((key, freeze(own)) for key, own in sorted(value.keywords.items()))
-        return ("partial", freeze(value.func), tuple(map(freeze, value.args)), keywords)
+        keywords = tuple((key, inner(own)) for key, own in sorted(value.keywords.items()))
+        return ("partial", inner(value.func), tuple(map(inner, value.args)), keywords)
     if isinstance(value, jax.Array | np.ndarray):
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             return Opaque(value)
@@ -165,9 +173,9 @@ def freeze(value: Any) -> Hashable:
         array = np.asarray(value)
         return ("array", array.shape, str(array.dtype), array.tobytes())
     if isinstance(value, dict):
-        return (dict, tuple((freeze(key), freeze(own)) for key, own in value.items()))
+        return (dict, tuple((inner(key), inner(own)) for key, own in value.items()))
     if isinstance(value, list | tuple):
-        return (type(value), *map(freeze, value))
+        return (type(value), *map(inner, value))
     if isinstance(value, float | int | complex):
         return (type(value), repr(value))  # 1, 1.0 and True differ; NaN equals NaN
     try:

@@ -10,12 +10,12 @@ import numpy as np
 
 from modelfleet.errors import InputError
 from modelfleet.fingerprints import fingerprint
-from modelfleet.frameworks.batches import input_and_target, loss_and_metrics
+from modelfleet.frameworks.batches import loss_and_metrics, unpack
 from modelfleet.frameworks.jax import metrics
 from modelfleet.frameworks.jax.losses import Loss, weighted
 from modelfleet.frameworks.jax.metrics import Metric
 from modelfleet.frameworks.jax.optimizers import Optimizer
-from modelfleet.types import Model, Precision, Tree
+from modelfleet.types import Model, Precision, Tensor, Tree
 
 PRECISIONS = {"float32": None, "bf16": jnp.bfloat16, "fp16": jnp.float16}  # fp16 is only for predicting
 
@@ -31,7 +31,7 @@ class Task:
 
     optimizer: Optimizer | None = None
     loss: Loss | None = None
-    objective: Callable[[Any, Any], Any] | None = None
+    objective: Callable[[Model, Tree], Any] | None = None
     metrics: tuple[Metric, ...] = ()
     clip: bool = False
     precision: Precision = "float32"
@@ -69,9 +69,9 @@ class Task:
             found = {name: {"total": jnp.asarray(value) * rows, "count": rows} for name, value in extra.items()}
         else:
             assert self.loss is not None
-            x, target = input_and_target(batch, self.loss.name)
+            x, target, own = unpack(batch, self.loss.name)
             output = widened(call(model, x))
-            loss = weighted(self.loss, output, target, mask)
+            loss = weighted(self.loss, output, target, mask, own)
             seen = jax.lax.stop_gradient(output)
             found = {metric.name: metric.parts(seen, target, weights) for metric in self.metrics}
         loss = _scalar(loss)
@@ -82,7 +82,7 @@ class Task:
         return next((metric for metric in self.metrics if metric.name == name), None) or metrics.mean(name)
 
 
-def _scalar(loss: Any) -> Array:
+def _scalar(loss: Tensor) -> Array:
     if jnp.size(loss) != 1:
         raise InputError(f"the loss is {jnp.shape(loss)}; expected one number, such as the batch's mean.")
     loss = jnp.asarray(loss)

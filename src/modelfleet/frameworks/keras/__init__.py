@@ -1,12 +1,12 @@
 """Keras models in fleets, on the backend of this process. Exports the names of `adapter_protocol.Adapter`."""
 
 from importlib import import_module
-from typing import Any
 
 import keras
 import numpy as np
 
 from modelfleet.frameworks.batches import weighted_inputs as inputs
+from modelfleet.frameworks.keras import own_training
 from modelfleet.frameworks.keras.building import (
     check_model,
     copy_model,
@@ -21,6 +21,7 @@ from modelfleet.frameworks.keras.building import (
 from modelfleet.frameworks.keras.callbacks import wrap
 from modelfleet.frameworks.keras.class_weights import weighted
 from modelfleet.frameworks.keras.datasets import as_loader
+from modelfleet.frameworks.keras.doctor_facts import version_note
 from modelfleet.frameworks.keras.engine import make_engine
 from modelfleet.frameworks.keras.recipe import compile, prepare
 from modelfleet.frameworks.keras.replica import frozen, weight_bytes

@@ -3,7 +3,6 @@
 import random
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import keras
 import numpy as np
@@ -13,7 +12,7 @@ from keras.src.backend.common import global_state
 from modelfleet.errors import InputError
 from modelfleet.frameworks.keras.custom_objects import put_together, take_apart
 from modelfleet.frameworks.keras.optimizers import twin
-from modelfleet.frameworks.keras.steps import structural_keys
+from modelfleet.frameworks.keras.steps import by_key
 from modelfleet.frameworks.weight_mismatch import Spec, mismatch
 from modelfleet.types import Tensor
 from modelfleet.words import without_period
@@ -58,7 +57,7 @@ def check_model(model: keras.Model, name: str) -> None:
 def copy_model(model: keras.Model) -> keras.Model:
     """Return a copy of a model, with its weights, its compile arguments and the state of its optimizer."""
     try:
-        copied: Any = put_together(*take_apart(model))
+        copied = put_together(*take_apart(model))
     except Exception as error:  # a user's own class may raise anything
         raise InputError(
             f"a {type(model).__name__} can't be copied: {without_period(error)}. "
@@ -76,23 +75,23 @@ def copy_model(model: keras.Model) -> keras.Model:
 
 def weights_key(model: keras.Model) -> Hashable:
     """Return what models must have in common for their weights to be stacked in one file."""
-    return tuple((name, tuple(v.shape), str(v.dtype)) for name, v in _weights(model).items())
+    return tuple((name, tuple(v.shape), str(v.dtype)) for name, v in by_key(model.variables).items())
 
 
-def stacked_weights(models: Sequence[keras.Model]) -> dict[str, Any]:
+def stacked_weights(models: Sequence[keras.Model]) -> dict[str, Tensor]:
     """Return the weights of models with one key, `(member, …)` each, including seeds."""
     for model in models:
         _check_vocabularies(model)
-    own = [_weights(model) for model in models]
+    own = [by_key(model.variables) for model in models]
     stacked = {name: np.stack([ops.convert_to_numpy(weights[name].value) for weights in own]) for name in own[0]}
     if keras.backend.backend() != "torch":
         return stacked
     return {name: ops.convert_to_tensor(array) for name, array in stacked.items()}
 
 
-def fill(model: keras.Model, tensors: Mapping[str, Any]) -> str | None:
+def fill(model: keras.Model, tensors: Mapping[str, Tensor]) -> str | None:
     """Copy weights into a model. If they do not fit, change nothing and return the first difference."""
-    own = _weights(model)
+    own = by_key(model.variables)
     wrong = mismatch(_specs(own), _specs(tensors))
     if wrong is not None:
         return wrong
@@ -132,11 +131,7 @@ def restore_randomness(state: Tensor) -> None:
         building.restore_randomness(state)
 
 
-def _weights(model: keras.Model) -> dict[str, keras.Variable]:
-    return dict(zip(structural_keys(model.variables), model.variables, strict=True))
-
-
-def _specs(tensors: Mapping[str, Any]) -> dict[str, Spec]:
+def _specs(tensors: Mapping[str, Tensor]) -> dict[str, Spec]:
     return {
         name: Spec(tuple(tensor.shape), keras.backend.standardize_dtype(tensor.dtype))
         for name, tensor in tensors.items()

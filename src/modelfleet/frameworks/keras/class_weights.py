@@ -1,7 +1,6 @@
 """Class weights: sample weights by label, as Keras's own `fit` makes them from `class_weight`."""
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -49,13 +48,12 @@ def _with_weights(batch: Tree, class_weight: Mapping[int, float]) -> tuple[Tree,
 class _Loader:
     """Loader that adds class weights to the batches of another loader."""
 
-    def __init__(self, loader: Any, class_weight: Mapping[int, float]) -> None:
+    def __init__(self, loader: Data, class_weight: Mapping[int, float]) -> None:
         self._loader = loader
         self._class_weight = class_weight
 
-    def __iter__(self) -> Iterator[Any]:
-        read: Callable[[], Any] = self._loader if callable(self._loader) else self._loader.__iter__
-        for batch in read():
+    def __iter__(self) -> Iterator[tuple[Tree, Tree, np.ndarray]]:
+        for batch in self._loader() if callable(self._loader) else self._loader:
             yield _with_weights(batch, self._class_weight)
 
     def __len__(self) -> int:

@@ -11,32 +11,32 @@ import zipfile
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Any
 
 import keras
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
-from keras.src.saving.serialization_lib import ObjectSharingScope
+from keras.src.saving.serialization_lib import ObjectSharingScope, SerializableDict
 from keras.src.utils.python_utils import is_default
 
 from modelfleet.errors import InputError
 from modelfleet.frameworks import global_generators
 from modelfleet.frameworks.keras.structure import difference, signature
 from modelfleet.frameworks.structure import Signature
+from modelfleet.types import Json
 
-CustomObjects = Mapping[str, Any]
+CustomObject = type | FunctionType
+CustomObjects = Mapping[str, CustomObject]
 """A user's own classes and functions, by the names that configs have for them."""
 
 _LAMBDA = "<lambda>"
 _naming = threading.RLock()  # `unique_names` changes names for all threads
 
 
-def take_apart(model: keras.Model) -> tuple[CustomObjects, Callable[..., keras.Model], tuple[Any, ...]]:
+def take_apart(model: keras.Model) -> tuple[CustomObjects, Callable[..., keras.Model], tuple[object, ...]]:
     """Return a model's custom objects by name, and the callable and arguments that make the model again."""
-    reduce: Any = model.__reduce__
-    if reduce.__func__ is not keras.Model.__reduce__:  # the class pickles itself
-        return {}, *reduce()[:2]
+    if type(model).__reduce__ is not keras.Model.__reduce__:  # the class pickles itself
+        return {}, *model.__reduce__()[:2]
     with unique_names(model) as custom:
-        make, arguments = reduce()
+        make, arguments = model.__reduce__()
     with zipfile.ZipFile(arguments[0]) as file:
         config = file.read("config.json").decode()
     arguments[0].seek(0)
@@ -46,7 +46,7 @@ def take_apart(model: keras.Model) -> tuple[CustomObjects, Callable[..., keras.M
 
 
 def put_together(
-    custom: CustomObjects, make: Callable[..., keras.Model], arguments: tuple[Any, ...]
+    custom: CustomObjects, make: Callable[..., keras.Model], arguments: tuple[object, ...]
 ) -> keras.Model:
     """Return the model that `take_apart` took apart."""
     with custom_objects(custom):
@@ -67,11 +67,11 @@ def unique_names(model: keras.Model) -> Iterator[CustomObjects]:
     A lambda gets a name, too: Keras would write its code into the config, without the globals that it reads.
     """
     with _naming:
-        by_name: dict[str, Any] = {}
-        renamed: list[Any] = []
+        by_name: dict[str, CustomObject] = {}
+        renamed: list[CustomObject] = []
         lambdas: list[FunctionType] = []
         try:
-            for value in _find_custom(model):
+            for value in find_custom(model):
                 name = given = keras.saving.get_registered_name(value).replace(_LAMBDA, "lambda")
                 while name in by_name:
                     name = f"{given}_{len(by_name)}"
@@ -79,7 +79,7 @@ def unique_names(model: keras.Model) -> Iterator[CustomObjects]:
                 if value not in GLOBAL_CUSTOM_NAMES and name != value.__name__:
                     GLOBAL_CUSTOM_NAMES[value] = name
                     renamed.append(value)
-                if value.__name__ == _LAMBDA:
+                if isinstance(value, FunctionType) and value.__name__ == _LAMBDA:
                     value.__name__ = name
                     lambdas.append(value)
             yield by_name
@@ -120,7 +120,7 @@ def check_config(model: keras.Model, custom: CustomObjects, config: str, *, trai
         return
     with global_generators.kept(), custom_objects(custom), ObjectSharingScope():
         serialized = {**json.loads(config), "compile_config": None}
-        twin: Any = keras.saving.deserialize_keras_object(serialized, safe_mode=False)
+        twin = keras.saving.deserialize_keras_object(serialized, safe_mode=False)
     unlike = difference(*(_without_weights(signature(one), trained) for one in (twin, model)))
     if unlike is not None:
         raise InputError(
@@ -140,20 +140,20 @@ def _without_weights(own: Signature, trained: bool) -> Signature:
     )
 
 
-class _Class:
+class _ConfigReader:
     """A user's class of layers or models, as Keras sees it when it reads a config.
 
     Keras writes the settings that all layers have into every config, and passes them all to `__init__`, which may
     not take them: `def __init__(self)`. Here, settings that `__init__` does not take are set afterwards.
     """
 
-    def __init__(self, cls: Any, takes: Container[str]) -> None:
+    def __init__(self, cls: type[keras.Layer], takes: Container[str]) -> None:
         self._class, self._takes = cls, takes
 
     def __repr__(self) -> str:
         return repr(self._class)
 
-    def from_config(self, config: Mapping[str, Any]) -> Any:
+    def from_config(self, config: Mapping[str, Json]) -> keras.Layer:
         """Return an object of the class."""
         set_later = {name: config[name] for name in _COMMON_SETTINGS if name in config and name not in self._takes}
         made = self._class.from_config({name: value for name, value in config.items() if name not in set_later})
@@ -175,7 +175,7 @@ _COMMON_SETTINGS = ("name", "trainable", "dtype", "activity_regularizer")
 _FROM_CONFIG = tuple(cls.from_config.__func__ for cls in (keras.Operation, keras.Layer, keras.Model))
 
 
-def _deserializable(value: Any) -> Any:
+def _deserializable(value: CustomObject) -> CustomObject | _ConfigReader:
     """Return a custom object in a form that Keras can make objects of, from their configs."""
     if not (isinstance(value, type) and issubclass(value, keras.Layer)):
         return value
@@ -183,29 +183,29 @@ def _deserializable(value: Any) -> Any:
         return value
     takes = inspect.signature(value.__init__).parameters
     anything = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values())
-    return value if anything else _Class(value, takes)
+    return value if anything else _ConfigReader(value, takes)
 
 
-def own_python(model: keras.Model) -> list[tuple[str, Any]]:
+def own_python(model: keras.Model) -> list[tuple[str, object]]:
     """Return the user's own classes and functions in a model, and objects of such classes, by name.
 
     Layers are left out: Keras records every call in them.
     """
-    objects: list[Any] = []
-    custom = _find_custom(model, objects)
+    objects: list[object] = []
+    custom = find_custom(model, objects)
     own = [value for value in objects if type(value) in custom and not isinstance(value, keras.Layer)]
     return [*((one.__qualname__, one) for one in custom), *((type(one).__qualname__, one) for one in own)]
 
 
-def _find_custom(model: keras.Model, objects: list[Any] | None = None) -> list[Any]:
-    """Return the classes and functions in a model that are not Keras's.
+def find_custom(value: object, objects: list[object] | None = None) -> list[CustomObject]:
+    """Return the classes and functions in a model, or in arguments of its `compile`, that are not Keras's.
 
     `objects` is extended by all objects with a config that the model holds.
     """
-    found: dict[Any, None] = {}
+    found: dict[CustomObject, None] = {}
     objects = [] if objects is None else objects
     seen: set[int] = set()
-    waiting: list[Any] = [model]
+    waiting: list[object] = [value]
     while waiting:
         value = waiting.pop()
         if id(value) in seen:
@@ -221,6 +221,6 @@ def _find_custom(model: keras.Model, objects: list[Any] | None = None) -> list[A
             found.setdefault(type(value))
             objects.append(value)
             waiting += vars(value).values()
-        elif type(value).__name__ == "SerializableDict":  # the arguments of compile
+        elif isinstance(value, SerializableDict):  # the arguments of compile
             waiting += value.config.values()
     return [value for value in found if value.__module__.partition(".")[0] not in ("keras", "builtins")]

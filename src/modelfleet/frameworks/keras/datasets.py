@@ -1,11 +1,10 @@
 """Data sets of Keras as loaders, with hooks at the start and the end of every epoch, as in Keras's `fit`."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import keras
 
-from modelfleet.types import Data
+from modelfleet.types import Data, Tree
 
 
 def as_loader(data: Data, *, again: bool) -> Data:
@@ -30,7 +29,7 @@ class _DatasetLoader:
             raise TypeError("this data set is endless")
         return int(steps)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Tree]:
         if self._again or not self._opened:
             self._dataset.on_epoch_end()  # Keras calls it before the first epoch, too: some shuffle in it
         self._opened = True

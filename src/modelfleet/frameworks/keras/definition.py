@@ -8,7 +8,7 @@ from keras import ops
 
 from modelfleet.frameworks import batches
 from modelfleet.frameworks.batch import Batch
-from modelfleet.frameworks.engine import Engine, Hyper
+from modelfleet.frameworks.engine import Hyper
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.functional import Backend, Definition, FunctionalEngine, Programs, State
 from modelfleet.frameworks.keras.losses import label_check
@@ -156,10 +156,6 @@ class KerasEngine(FunctionalEngine):
         reason = self._keras.steps.apart
         if reason is not None:
             become_plain(self, self._members, reason)
-
-    def adopt(self, position: int, other: Engine, source: int) -> None:
-        """Copy the number of steps that a member has taken. Its optimizer's state is in its model."""
-        self.write([position], {"member": {"step": other.read([source], ("member",))["member"]["step"]}})
 
     def still_shared(self, members: Sequence[Member]) -> bool:
         """Return True if all members are compiled as they were when the lane was made."""

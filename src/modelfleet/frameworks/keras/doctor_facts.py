@@ -3,6 +3,6 @@
 import keras
 
 
-def backend() -> str:
+def version_note() -> str:
     """Return the backend that Keras has in this process."""
-    return keras.backend.backend()
+    return f"backend {keras.backend.backend()}"

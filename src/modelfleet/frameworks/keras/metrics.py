@@ -1,9 +1,12 @@
 """Metrics of Keras models by modelfleet's names."""
 
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import keras
 
+from modelfleet.frameworks.metrics import note_metric
 from modelfleet.types import LossLike, MetricLike
 
 # Names that Keras does not have.
@@ -12,6 +15,20 @@ METRICS: Mapping[str, Callable[[], keras.Metric]] = {
     "rmse": lambda: keras.metrics.RootMeanSquaredError(name="rmse"),
     "top_5": lambda: keras.metrics.SparseTopKCategoricalAccuracy(5, name="top_5"),
 }
+
+
+@contextmanager
+def naming_metrics() -> Iterator[None]:
+    """Note on an error which metric raised it. Keras computes all of them in one call."""
+    try:
+        yield
+    except Exception as error:
+        owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        metrics = [one for one in owners if isinstance(one, keras.Metric)]
+        # Keras's own list of all metrics is a metric, too. An unknown name is told by its own error.
+        if metrics and not type(metrics[-1]).__module__.endswith("compile_utils"):
+            note_metric(error, metrics[-1].name)
+        raise
 
 
 def resolve(metrics: MetricLike, loss: LossLike) -> MetricLike:

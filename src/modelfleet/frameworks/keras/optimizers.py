@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -20,8 +21,11 @@ OPTIMIZERS: Mapping[str, type[keras.Optimizer]] = {
 ALIASES = {"lr": "learning_rate", "eps": "epsilon"}  # hyperparameters that have another name in Keras
 _BACKENDS = "keras.src.backend."
 
+Argument: TypeAlias = Any
+"""An argument of `model.compile` or of an optimizer, as the user gave it. Keras checks it."""
 
-def resolve(optimizer: OptimizerLike, given: dict[str, Any], name: str) -> keras.Optimizer:
+
+def resolve(optimizer: OptimizerLike, given: dict[str, Argument], name: str) -> keras.Optimizer:
     """Return a new optimizer for one member.
 
     Args:
@@ -39,11 +43,9 @@ def resolve(optimizer: OptimizerLike, given: dict[str, Any], name: str) -> keras
         given["learning_rate"] = float(rate)
         if not 0 <= given["learning_rate"] < float("inf"):
             raise InputError(f"lr of member {name!r} is {rate!r}; expected a number of at least 0.")
-    config: Mapping[str, Any] = {}
+    config: dict[str, Argument] = {}
     if isinstance(optimizer, keras.optimizers.Optimizer):
-        kind, config = type(optimizer), optimizer.get_config()
-        if not isinstance(optimizer._learning_rate, keras.Variable):
-            config = {**config, "learning_rate": optimizer._learning_rate}  # a schedule, as it is
+        kind, config = type(optimizer), _config(optimizer)
         config.pop("name", None)
     elif isinstance(optimizer, type) and issubclass(optimizer, keras.optimizers.Optimizer):
         kind = optimizer
@@ -70,7 +72,7 @@ class Update:
     in place on torch, whose optimizers use fused operations. Both work once those overrides are removed.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: keras.Optimizer) -> None:
         self.variables = optimizer.variables
         self.scaling = optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else None
         self._inner = _plain(optimizer.inner_optimizer if self.scaling else optimizer)
@@ -137,21 +139,26 @@ def left_unbuilt(model: keras.Model) -> Iterator[None]:
         optimizer.built = False
 
 
-def twin(optimizer: Any) -> Any:
+def twin(optimizer: keras.Optimizer) -> keras.Optimizer:
     """Return an optimizer with the settings of one that is not built yet, and variables of its own."""
-    config = optimizer.get_config()
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return type(optimizer)(**{**config, "inner_optimizer": twin(optimizer.inner_optimizer)})
-    if not isinstance(optimizer._learning_rate, keras.Variable):
-        config["learning_rate"] = optimizer._learning_rate  # a schedule, as it is
-    found = type(optimizer)(**config)
+        return type(optimizer)(**{**optimizer.get_config(), "inner_optimizer": twin(optimizer.inner_optimizer)})
+    found = type(optimizer)(**_config(optimizer))
     for name in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
         if hasattr(optimizer, name):
             setattr(found, name, getattr(optimizer, name))
     return found
 
 
-def _plain(optimizer: Any) -> Any:
+def _config(optimizer: keras.Optimizer) -> dict[str, Argument]:
+    """Return an optimizer's config. A schedule of the learning rate is in it as it is."""
+    config = optimizer.get_config()
+    if not isinstance(optimizer._learning_rate, keras.Variable):
+        config["learning_rate"] = optimizer._learning_rate
+    return config
+
+
+def _plain(optimizer: keras.Optimizer) -> keras.Optimizer:
     """Return the same optimizer, with its variables, in the form that works on every backend."""
     if keras.backend.backend() == "jax":
         return optimizer
@@ -175,7 +182,7 @@ def _plain_class(kind: type) -> type:
     return type(kind.__name__, (kind, base), _without_overrides(kind))
 
 
-def _without_overrides(kind: type) -> dict[str, Any]:
+def _without_overrides(kind: type) -> dict[str, FunctionType]:
     """Return the original of each method that a backend overrides, by name."""
     found = {}
     for name in dir(BaseOptimizer):

@@ -1,7 +1,7 @@
 """A Keras model's own train, test and predict functions, called on one batch as `fit` calls them."""
 
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Literal
 
 import keras
 import numpy as np
@@ -20,7 +20,7 @@ _JAX_STATE: dict[FunctionName, tuple[str, ...]] = {
 }
 
 
-def call_own_function(model: Model, name: FunctionName, batch: Tree, device: NativeDevice) -> Any:
+def call_own_function(model: Model, name: FunctionName, batch: Tree, device: NativeDevice) -> Tree:
     """Return the logs of a model's own train or test function, or the outputs of its predict function."""
     getattr(model, f"make_{name}_function")()
     function = getattr(model, f"{name}_function")
@@ -38,7 +38,7 @@ def call_own_function(model: Model, name: FunctionName, batch: Tree, device: Nat
             model.eval()
 
 
-def _call_with_jax_state(model: Model, name: FunctionName, batch: Tree) -> Any:
+def _call_with_jax_state(model: Model, name: FunctionName, batch: Tree) -> Tree:
     # As `train_on_batch` does on JAX, but without its reset of the metrics.
     parts = _JAX_STATE[name]
     state = model._get_jax_state(**dict.fromkeys(parts, True))

@@ -7,7 +7,7 @@ import numpy as np
 from keras import ops
 
 from modelfleet.frameworks.keras.optimizers import built
-from modelfleet.frameworks.keras.steps import slot_keys, structural_keys
+from modelfleet.frameworks.keras.steps import by_key, slot_keys
 from modelfleet.frameworks.stacked import Given
 from modelfleet.types import Model, State
 
@@ -20,10 +20,10 @@ def variables_by_part(model: Model) -> dict[str, dict[str, keras.Variable]]:
     trained, kept = model.trainable_variables, model.non_trainable_variables
     metrics = model.metrics_variables if model.compiled else []
     return {
-        "params": dict(zip(structural_keys(trained), trained, strict=True)),
-        "buffers": dict(zip(structural_keys(kept), kept, strict=True)),
+        "params": by_key(trained),
+        "buffers": by_key(kept),
         "optimizer": dict(zip(slot_keys(slots, trained), slots, strict=True)),
-        "metrics": dict(zip(structural_keys(metrics), metrics, strict=True)),
+        "metrics": by_key(metrics),
     }
 
 

@@ -223,23 +223,19 @@ class PlainEngine(Engine):
         if self.model.compiled:
             self.model.reset_metrics()
 
-    def narrow(self, positions: np.ndarray) -> None:
+    def give_slots(self, positions: Positions) -> None:
         """Do nothing: there is one member."""
 
-    def widen(self) -> None:
-        """Do nothing: there is one member."""
-
-    def adopt(self, position: int, other: Engine, source: int) -> None:
+    def adopt(self, positions: Positions, other: Engine, sources: Positions) -> None:
         """Copy the number of steps that the member has taken."""
-        self._step = _number(other.read([source], ("member",))["member"]["step"])
+        self._step = _number(other.read(sources, ("member",))["member"]["step"])
 
     def still_shared(self, members: Sequence[Member]) -> bool:
         """Return True if the member is compiled as it was when the lane was made."""
         return all(task_of(member.model) is self.task for member in members)
 
-    def gather(self, members: Sequence[Member]) -> State:
-        """Return nothing: the model is the state."""
-        return {}
+    def gather(self, positions: Positions, members: Sequence[Member]) -> None:
+        """Do nothing: the model is the state."""
 
     def scatter(self, positions: Positions, members: Sequence[Member]) -> None:
         """Do nothing: the model is the state."""

@@ -1,13 +1,14 @@
 """From a fleet's recipe, or each model's own `compile`, to every member's task."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 
 from modelfleet.each import per_member
 from modelfleet.errors import InputError
+from modelfleet.frameworks.errors import NotCompiledError
 from modelfleet.frameworks.keras import losses, metrics, optimizers
+from modelfleet.frameworks.keras.optimizers import Argument
 from modelfleet.frameworks.keras.task import Task, task_of
 from modelfleet.frameworks.recipe import Prepared
 from modelfleet.members import Member
@@ -68,13 +69,13 @@ def _check_compiled(member: Member, kind: Kind) -> None:
     model = member.model
     if not model.compiled or (kind == "train" and model.optimizer is None):
         missing = "an optimizer" if model.compiled else "an optimizer and a loss"
-        raise InputError(
+        raise NotCompiledError(
             f"member {member.name!r} is not compiled: it needs {missing}. "
             f"Call model.compile(...) on it, or fleet.compile(...) for all members."
         )
 
 
-def _compile_arguments(given: dict[str, Any], name: str) -> dict[str, Any]:
+def _compile_arguments(given: dict[str, Argument], name: str) -> dict[str, Argument]:
     """Return the arguments of one member's `model.compile`."""
     found = {key: given.pop(key) for key in COMPILE_OPTIONS if key in given}
     optimizer, loss, metric = given.pop("optimizer"), given.pop("loss"), given.pop("metrics")

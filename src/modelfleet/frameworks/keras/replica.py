@@ -2,9 +2,9 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
-from typing import Any
+from types import ModuleType
 
 import keras
 import numpy as np
@@ -15,6 +15,7 @@ from modelfleet.errors import InputError
 from modelfleet.frameworks.adapter_protocol import Replica
 from modelfleet.frameworks.keras.building import check_model
 from modelfleet.frameworks.keras.custom_objects import (
+    CustomObjects,
     check_config,
     custom_objects,
     mentioned,
@@ -22,7 +23,7 @@ from modelfleet.frameworks.keras.custom_objects import (
     take_apart,
     unique_names,
 )
-from modelfleet.frameworks.keras.steps import structural_keys
+from modelfleet.frameworks.keras.steps import by_key
 from modelfleet.types import NativeDevice, Precision
 
 # Modules whose layers save their variables, and nothing else.
@@ -39,17 +40,13 @@ class Frozen:
     def __init__(self, model: keras.Model) -> None:
         self.model = model
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Callable[..., keras.Model], tuple[object, ...]]:
         if any(map(_saves_more, self.model._flatten_layers())):
             return _unchanged, (self.model,)
         with unique_names(self.model) as custom, ObjectSharingScope():
-            saved: Any = keras.saving.serialize_keras_object(self.model)
+            saved = keras.saving.serialize_keras_object(self.model)
         config = json.dumps({**saved, "compile_config": None})
-        variables = self.model.variables
-        weights = {
-            key: _backend().numbers(variable)
-            for key, variable in zip(structural_keys(variables), variables, strict=True)
-        }
+        weights = {key: _backend().numbers(variable) for key, variable in by_key(self.model.variables).items()}
         custom = mentioned(custom, config)
         check_config(self.model, custom, config, trained=False)
         return restore, (config, custom, weights)
@@ -66,7 +63,7 @@ def replica(model: keras.Model | Frozen, device: NativeDevice, precision: Precis
     return _backend().replica(model.model if isinstance(model, Frozen) else model, device)
 
 
-def reduced(value: Any) -> Any:
+def reduced(value: object) -> object:
     """Return how to pickle a Keras model with its custom objects; NotImplemented for any other value."""
     if not isinstance(value, keras.Model):
         return NotImplemented
@@ -79,19 +76,19 @@ def reduced(value: Any) -> Any:
     return put_together, ({**registered, **custom}, make, arguments)
 
 
-def restore(config: str, custom: Mapping[str, Any], weights: Mapping[str, np.ndarray]) -> keras.Model:
+def restore(config: str, custom: CustomObjects, weights: Mapping[str, np.ndarray]) -> keras.Model:
     """Return the model of a pickled `Frozen`. Its weights share memory with `weights` where the backend can."""
     saved = json.loads(config)
     try:
         with ObjectSharingScope(), custom_objects(custom):
-            model: Any = keras.saving.deserialize_keras_object(saved, safe_mode=False)
+            model = keras.saving.deserialize_keras_object(saved, safe_mode=False)
     except Exception as error:  # a user's own class may raise anything
         raise InputError(
             f"a {saved['class_name']} can't be made from its config, as which Keras models are sent: {error}\n"
             f"Give a function without arguments that makes the model, weights and all: it is called in every "
             f"worker. Or give the class a get_config that tells all that its __init__ takes."
         ) from error
-    own = dict(zip(structural_keys(model.variables), model.variables, strict=True))
+    own = by_key(model.variables)
     shapes = {key: tuple(variable.shape) for key, variable in own.items()}
     sent = {key: array.shape for key, array in weights.items()}
     if shapes != sent:
@@ -128,5 +125,5 @@ def _unchanged(model: keras.Model) -> keras.Model:
     return model
 
 
-def _backend() -> Any:
+def _backend() -> ModuleType:
     return import_module(f"modelfleet.frameworks.keras.{keras.backend.backend()}")

@@ -2,18 +2,18 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from importlib import import_module
+from types import ModuleType
 
 import keras
-
-from modelfleet import frameworks
 
 BACKENDS = ("jax", "torch")  # backends that have settings
 
 
-def settings() -> dict[str, Any]:
+def settings() -> dict[str, object]:
     """Return the settings that are not the defaults."""
-    found: dict[str, Any] = _backend("settings", dict)()
+    backend = _backend()
+    found: dict[str, object] = dict(backend.settings()) if backend is not None else {}
     if keras.config.floatx() != "float32":
         found["floatx"] = keras.config.floatx()
     if keras.config.dtype_policy().name != keras.config.floatx():
@@ -22,13 +22,13 @@ def settings() -> dict[str, Any]:
 
 
 @contextmanager
-def using(settings: Mapping[str, Any]) -> Iterator[None]:
+def using(settings: Mapping[str, object]) -> Iterator[None]:
     """Apply settings within this context. In the process that they came from, nothing changes."""
     own = {name: value for name, value in settings.items() if name not in ("floatx", "dtype_policy")}
     before = keras.config.floatx()
     with ExitStack() as stack:
-        if own:
-            stack.enter_context(_backend("using", None)(own))
+        if own and (backend := _backend()) is not None:
+            stack.enter_context(backend.using(own))
         if settings.get("floatx", before) != before:
             keras.config.set_floatx(settings["floatx"])
             stack.callback(keras.config.set_floatx, before)
@@ -38,7 +38,7 @@ def using(settings: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
-def _backend(name: str, otherwise: Any) -> Any:
-    """Return a function of the backend's own adapter."""
+def _backend() -> ModuleType | None:
+    """Return the backend's own `settings` and `using`. None if it has no settings."""
     backend = keras.backend.backend()
-    return getattr(frameworks.adapter(backend), name) if backend in BACKENDS else otherwise
+    return import_module(f"modelfleet.frameworks.{backend}.settings") if backend in BACKENDS else None

@@ -7,13 +7,13 @@ equal those of Keras's own `train_step` and `test_step`, and the metrics have th
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import keras
 import numpy as np
 from keras import ops, tree
 
 from modelfleet.errors import InputError
+from modelfleet.frameworks.keras.metrics import naming_metrics
 from modelfleet.frameworks.keras.optimizers import Update, built, left_unbuilt, twin
 from modelfleet.frameworks.keras.structure import signature
 from modelfleet.frameworks.keras.task import optimizer_key
@@ -103,7 +103,7 @@ class Steps:
         """Create the variables of the metrics for batches like this one."""
         if not self.model.compiled:
             return
-        with left_unbuilt(self.model):
+        with left_unbuilt(self.model), naming_metrics():
             self.model._symbolic_build(data_batch=tuple(batch) if isinstance(batch, list) else batch)
         shapes = {name: tuple(value.shape) for name, value in self.results(self.fresh_metrics()).items()}
         for name, shape in shapes.items():
@@ -283,8 +283,8 @@ class Steps:
 class _Scope(keras.StatelessScope):
     """A stateless scope that remembers which variables were assigned within it."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, mapping: Pairs, *, collect_losses: bool = False) -> None:
+        super().__init__(mapping, collect_losses=collect_losses)
         self.assigned: list[keras.Variable] = []
 
     def add_update(self, update: tuple[keras.Variable, Tensor]) -> None:
@@ -367,6 +367,11 @@ def _found(scope: keras.StatelessScope, keys: Sequence[str], variables: Sequence
 def structural_keys(variables: Sequence[keras.Variable]) -> list[str]:
     """Return keys that are equal for all models of a structure: names without Keras's numbers."""
     return [f"{index:03}.{re.sub(r'_[0-9]+$', '', variable.name)}" for index, variable in enumerate(variables)]
+
+
+def by_key(variables: Sequence[keras.Variable]) -> dict[str, keras.Variable]:
+    """Return variables by their structural keys."""
+    return dict(zip(structural_keys(variables), variables, strict=True))
 
 
 def slot_keys(slots: Sequence[keras.Variable], trained: Sequence[keras.Variable]) -> list[str]:

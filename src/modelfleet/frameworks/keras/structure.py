@@ -6,7 +6,7 @@ as different.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 from keras import tree
@@ -31,11 +31,15 @@ _MODEL = frozenset(vars(keras.Model())) | {
     *("_outputs", "_outputs_struct", "_nodes", "_nodes_by_depth", "_operations", "_operations_by_depth"),
 }
 
-_UNTOLD = (keras.InputSpec, DynamicBackend)  # they follow from the shapes of weights, or are the same for all
+# They follow from the shapes of weights, or are the same for all.
+_NOT_COMPARED = (keras.InputSpec, DynamicBackend)
 # Attributes of Keras's own that affect the numbers.
-_TOLD = ("activity_regularizer", "autocast", "_supports_masking", "_call_has_training_arg", "_convert_input_args")
+_COMPARED = (
+    *("activity_regularizer", "autocast", "_supports_masking"),
+    *("_call_has_training_arg", "_convert_input_args"),
+)
 # Attributes that layers keep between calls, and that do not affect what they compute.
-_REMAINS = frozenset(
+_CACHES = frozenset(
     {"_dropout_mask", "_recurrent_dropout_mask", "is_gptq_calibrated", "is_awq_calibrated"}
     | {"gptq_unpacked_column_size", "awq_unpacked_column_size"}
 )
@@ -124,7 +128,9 @@ def trained_twice(models: Sequence[keras.Model]) -> tuple[int, int, str] | None:
     return None
 
 
-def _walk(layer: Any, path: str, seen: dict[int, str], entries: list[tuple[str, Hashable]], owned: Owned) -> None:
+def _walk(
+    layer: keras.Operation, path: str, seen: dict[int, str], entries: list[tuple[str, Hashable]], owned: Owned
+) -> None:
     first = seen.setdefault(id(layer), path)
     if first != path:
         entries.append((path, _Again(first)))
@@ -139,10 +145,10 @@ def _walk(layer: Any, path: str, seen: dict[int, str], entries: list[tuple[str, 
         _walk(child, dot + name, seen, entries, owned)
 
 
-def _children(layer: Any) -> Iterator[tuple[str, Any]]:
+def _children(layer: keras.Operation) -> Iterator[tuple[str, keras.Operation]]:
     """Yield the layers and operations within a layer, by the names that their owner has for them."""
     if hasattr(layer, "_nodes_by_depth"):
-        found = layer.operations
+        found = getattr(layer, "operations", [])
     elif isinstance(layer, keras.Sequential):
         found = layer.layers
     else:
@@ -157,7 +163,7 @@ def _children(layer: Any) -> Iterator[tuple[str, Any]]:
         yield f"layers.{index}", child
 
 
-def _settings(layer: Any) -> Iterator[tuple[str, Any]]:
+def _settings(layer: keras.Operation) -> Iterator[tuple[str, object]]:
     """Yield the settings of a layer: its attributes that are not Keras's bookkeeping.
 
     The config would not do. It only names functions, may be incomplete for a user's own class, and making it
@@ -165,17 +171,17 @@ def _settings(layer: Any) -> Iterator[tuple[str, Any]]:
     """
     yield "trainable", getattr(layer, "trainable", True)
     yield "dtype", getattr(getattr(layer, "dtype_policy", None), "name", None)
-    for name in _TOLD:
+    for name in _COMPARED:
         yield name, getattr(layer, name, None)
     known = _MODEL if isinstance(layer, keras.Model) else _LAYER
     seeded = hasattr(layer, "_flatten_layers") and any(own._seed_generators for own in layer._flatten_layers())
     for name, value in sorted(vars(layer).items()):
-        bookkeeping = name in known or name in _REMAINS or name.startswith("_self_") or isinstance(value, _UNTOLD)
-        if not bookkeeping and not (seeded and name == "seed"):  # its seeds are compared as variables
+        skipped = name in known or name in _CACHES or name.startswith("_self_") or isinstance(value, _NOT_COMPARED)
+        if not skipped and not (seeded and name == "seed"):  # its seeds are compared as variables
             yield name, value
 
 
-def _connections(model: Any, owned: Owned) -> Iterator[tuple[str, Hashable]]:
+def _connections(model: keras.Model, owned: Owned) -> Iterator[tuple[str, Hashable]]:
     """Yield how the layers of a functional model are called on each other's outputs."""
     places = {id(operation): index for index, operation in enumerate(model.operations)}
     own = {id(node) for nodes in model._nodes_by_depth.values() for node in nodes}
@@ -186,7 +192,7 @@ def _connections(model: Any, owned: Owned) -> Iterator[tuple[str, Hashable]]:
         for rank, number in enumerate(n for n, node in enumerate(operation._inbound_nodes) if id(node) in own)
     }
 
-    def refer(value: Any) -> Any:
+    def refer(value: object) -> object:
         history = getattr(value, "_keras_history", None)
         if history is None:
             return value

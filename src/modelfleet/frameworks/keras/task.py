@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 from weakref import WeakValueDictionary
 
 import keras
@@ -64,9 +63,9 @@ def optimizer_key(
     """
     if optimizer is None:
         return freeze(None)
-    inner: Any = getattr(optimizer, "inner_optimizer", optimizer)
+    inner: keras.Optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     variables = {id(variable) for variable in inner.variables}
-    settings: dict[str, Any] = {}
+    settings: dict[str, object] = {}
     for name, value in vars(inner).items():
         if name in _BOOKKEEPING or name.startswith("_self_"):
             continue
@@ -84,7 +83,7 @@ def optimizer_key(
     return type(inner), freeze(settings, owned)
 
 
-def _plain_reason(model: Any) -> str | None:
+def _plain_reason(model: keras.Model) -> str | None:
     """Return why a model's steps are not pure functions of its variables, as far as is known before a batch."""
     for step in _STEPS:
         if getattr(type(model), step) is not getattr(keras.Model, step) or step in vars(model):
@@ -105,7 +104,7 @@ def _plain_reason(model: Any) -> str | None:
     return None
 
 
-def _inputs(model: Any) -> list[keras.KerasTensor]:
+def _inputs(model: keras.Model) -> list[keras.KerasTensor]:
     """Return the inputs that a model declares. A user's own class may declare none."""
     try:
         return model.inputs or []

@@ -5,7 +5,6 @@ import hashlib
 import re
 import types
 from collections.abc import Hashable, Mapping
-from typing import Any
 
 import keras
 import numpy as np
@@ -16,7 +15,7 @@ from modelfleet.frameworks.structure import Opaque, cell_contents, is_importable
 NOTHING = "·"
 """Stands for a value that is compared elsewhere, or does not count, such as an initializer."""
 
-_UNTOLD = (keras.initializers.Initializer, keras.KerasTensor, keras.Optimizer)
+_NOT_COMPARED = (keras.initializers.Initializer, keras.KerasTensor, keras.Optimizer)
 _STATEFUL = (keras.layers.Layer, keras.Variable, keras.random.SeedGenerator)
 
 _NAMES = frozenset({"name", "_name"})
@@ -26,7 +25,7 @@ Owned = Mapping[int, Hashable]
 """Position in a model of each of its layers, variables and seeds, by id."""
 
 
-def freeze(value: Any, owned: Owned | None = None) -> Hashable:
+def freeze(value: object, owned: Owned | None = None) -> Hashable:
     """Return `value` as a hashable one, which is equal if the contents are.
 
     A layer, variable or seed of the model itself is identified by its position there. Any other one equals only
@@ -40,7 +39,7 @@ class _Freezer:
         self._owned = owned
         self._open: set[int] = set()  # values that are being read: a closure may contain itself
 
-    def __call__(self, value: Any) -> Hashable:
+    def __call__(self, value: object) -> Hashable:
         if id(value) in self._owned:
             return "own", self._owned[id(value)]
         match value:
@@ -59,7 +58,7 @@ class _Freezer:
         finally:
             self._open.discard(id(value))
 
-    def _of_container(self, value: Any) -> Hashable:
+    def _of_container(self, value: object) -> Hashable:
         match value:
             case tuple() if hasattr(value, "_fields"):
                 return type(value), *map(self, value)
@@ -79,17 +78,17 @@ class _Freezer:
 
     def _of_function(self, function: types.FunctionType) -> Hashable:
         cells = tuple(self(cell_contents(cell)) for cell in function.__closure__ or ())
-        told = self(function.__defaults__), self(function.__kwdefaults__), self(vars(function))
+        defaults = self(function.__defaults__), self(function.__kwdefaults__)
         # Functions with the same code, defined in two modules, may read different globals.
-        return "function", function.__code__, id(function.__globals__), *told, cells
+        return "function", function.__code__, id(function.__globals__), *defaults, self(vars(function)), cells
 
-    def _of_object(self, value: Any) -> Hashable:
+    def _of_object(self, value: object) -> Hashable:
         if isinstance(value, keras.metrics.Metric):  # the name counts: logs have it
             own = {name: item for name, item in vars(value).items() if name not in _METRIC}
             variables = {id(variable) for variable in value.variables}
             plain = {name: item for name, item in own.items() if id(item) not in variables}
             return type(value), self({**plain, "name": unnumbered(value.name, value)})
-        if isinstance(value, _UNTOLD):
+        if isinstance(value, _NOT_COMPARED):
             return NOTHING
         if isinstance(value, _STATEFUL) or hasattr(value, "assign"):
             return Opaque(value)
@@ -103,7 +102,7 @@ class _Freezer:
         return value if isinstance(value, plain) else Opaque(value)
 
 
-def unnumbered(name: str, of: Any) -> str:
+def unnumbered(name: str, of: object) -> str:
     """Return a name without its number, if Keras has chosen the name, as in `dense_1`."""
     own = to_snake_case(type(of).__name__)
     return own if re.fullmatch(rf"{re.escape(own)}_[0-9]+", name) else name
@@ -114,7 +113,7 @@ def show(frozen: Hashable) -> str:
     return shorten(_text(frozen))
 
 
-def _text(frozen: Any) -> str:
+def _text(frozen: Hashable) -> str:
     match frozen:
         case (float() | type(), str() as text) if frozen[0] in (float, complex):
             return text

@@ -32,7 +32,7 @@ def needed(function: Callable[..., Any]) -> int | None:
 
 
 class Replica:
-    """A replica that answers with a function of NumPy arrays (see `adapter_protocol.Replica`)."""
+    """Answers batches with a function of NumPy arrays (see `adapter_protocol.Replica`)."""
 
     pads = False
 

@@ -5,12 +5,12 @@ reads several steps of them in one call. For accelerators, data are put on the d
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from modelfleet.frameworks.arrays import host, is_array, size
+from modelfleet.types import Tensor
 
 Array = tf.Tensor | np.ndarray
 
@@ -18,7 +18,7 @@ __all__ = ["STRINGS", "concatenate", "from_host", "host", "index", "is_array", "
 STRINGS = True  # TensorFlow computes with strings; in NumPy they are arrays of objects
 
 
-def place(leaf: Any, device: str | None, *, copy: bool = False, exact: bool = False) -> Array:
+def place(leaf: Tensor, device: str | None, *, copy: bool = False, exact: bool = False) -> Array:
     """Return an array for a device, or on its own device if that is None. It may share memory unless `copy`.
 
     TensorFlow's tensors keep their dtype. In other arrays, float64 becomes float32 unless `exact`, since float64

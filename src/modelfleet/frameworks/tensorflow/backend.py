@@ -1,23 +1,21 @@
-"""TensorFlow as the functional engine uses it: to map over members, compile, and loop over steps."""
+"""TensorFlow for the functional engine: maps functions over members, compiles them, and loops over steps."""
 
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from modelfleet.frameworks.tensorflow import rules
-from modelfleet.frameworks.tensorflow.arrays import from_host
-from modelfleet.frameworks.tensorflow.programs import Graph, Program, live_bytes
+from modelfleet.frameworks.tensorflow.arrays import Array, from_host
+from modelfleet.frameworks.tensorflow.programs import Function, Graph, Program, live_bytes
 from modelfleet.trees import leaves, map_tree, rebuild
-from modelfleet.types import Tree
+from modelfleet.types import State, Tensor, Tree
 
-Function = Callable[..., Any]
-
-_UNEVEN = {"Where", "Unique", "UniqueV2", "UniqueWithCounts"}  # their results are as long as the numbers say
+# How long their results are depends on the numbers.
+_UNKNOWN_LENGTH = {"Where", "Unique", "UniqueV2", "UniqueWithCounts"}
 _LOOPED = re.compile(r"Using a while_loop for converting (\w+)")
 _GLOBAL = re.compile(r"Random(Uniform(Int)?|StandardNormal|Gamma|PoissonV2|Shuffle)|TruncatedNormal|Multinomial")
 _MISSING = re.compile(r"No pfor vectorization defined for (\w+)")
@@ -61,34 +59,34 @@ class TensorFlowBackend:
         """Return a tree of tensors as NumPy arrays of the same dtypes."""
         return map_tree(np.asarray, tree)
 
-    def loaded(self, array: Any, like: tf.Tensor) -> tf.Tensor:
+    def loaded(self, array: tf.Tensor | np.ndarray, like: tf.Tensor) -> tf.Tensor:
         """Return an array that `arrays.host` returned as a tensor like another."""
         return self.tensor(from_host(np.asarray(array), like))
 
-    def map(self, function: Function, args: Sequence[Any], mapped: Sequence[bool]) -> Any:
-        """`function` of every member."""
+    def map(self, function: Function, args: Sequence[Tree], mapped: Sequence[bool]) -> Tree:
+        """Return `function` of every member."""
         own = [arg for arg, yes in zip(args, mapped, strict=True) if yes]
 
-        def member(values: list[Any]) -> list[Any]:
+        def member(values: list[tf.Tensor]) -> list[tf.Tensor]:
             parts = iter(rebuild(own, values))
             structure = function(*(next(parts) if yes else arg for arg, yes in zip(args, mapped, strict=True)))
             _refuse_global_draws()
             trees.append(structure)
             return leaves(structure)
 
-        trees: list[Any] = []
+        trees: list[Tree] = []
         looped: set[str] = set()
-        with _noted(looped):
+        with _collecting_loops(looped):
             found = tf.vectorized_map(member, leaves(own), fallback_to_while_loop=True)
-        if looped & _UNEVEN:
+        if looped & _UNKNOWN_LENGTH:
             raise NotImplementedError(
-                f"the length of what {min(looped & _UNEVEN)} gives depends on the member's numbers"
+                f"the length of what {min(looped & _UNKNOWN_LENGTH)} gives depends on the member's numbers"
             )
         self.looped |= looped
         return rebuild(trees[-1], found)
 
-    def where(self, chosen: Any, new: Any, old: Any) -> Any:
-        """`new` for the members that are chosen, `old` for the others."""
+    def where(self, chosen: tf.Tensor, new: Tensor, old: Tensor) -> tf.Tensor:
+        """Return `new` for the members that are chosen, `old` for the others."""
         rank = len(old.shape) if tf.is_tensor(old) else 0
         found = tf.where(tf.reshape(chosen, [-1, *[1] * (rank - 1)]), new, old)
         if rank:
@@ -108,10 +106,10 @@ class TensorFlowBackend:
         """Return every array with a longer first axis."""
         return map_tree(lambda leaf: _lengthened(leaf, length), tree)
 
-    def loop(self, step: Callable[[Any, Any], Any], state: Any, xs: Any, count: Any) -> Any:
+    def loop(self, step: Callable[[State, Tree], State], state: State, xs: Tree, count: tf.Tensor) -> State:
         """Return the state after `count` steps."""
 
-        def body(number: Any, state: Any) -> tuple[Any, Any]:
+        def body(number: tf.Tensor, state: State) -> tuple[tf.Tensor, State]:
             return number + 1, step(state, map_tree(lambda x: x[number], xs))
 
         return tf.while_loop(lambda number, _: number < count, body, (tf.constant(0), state))[1]
@@ -127,16 +125,18 @@ class TensorFlowBackend:
         """Return the program: a graph can call its graph."""
         return program
 
-    def trace(self, program: Any, args: Sequence[Tree]) -> None:
-        """Trace a program; raises what the tracing raises."""
+    def trace(self, program: Function, args: Sequence[Tree]) -> None:
+        """Trace a program. Raise what the tracing raises."""
+        assert isinstance(program, Program)
         program.trace(args)
 
     def shapes(self, function: Function, *args: Tree) -> Tree:
         """Return the shapes of a function's results without computing them."""
         return Program(function, self.device).trace(args).structure
 
-    def working_bytes(self, program: Any, args: Sequence[Tree]) -> int | None:
+    def working_bytes(self, program: Function, args: Sequence[Tree]) -> int | None:
         """Return the memory that a program needs beside its arguments and results, by its graph."""
+        assert isinstance(program, Program)
         return live_bytes(program.trace(args).concrete)
 
     def reason(self, error: Exception) -> str:
@@ -155,29 +155,32 @@ class TensorFlowBackend:
 
 
 @contextmanager
-def _noted(found: set[str]) -> Iterator[None]:
-    """Note the operations that `vectorized_map` has no form for. It tells of them in its log only."""
+def _collecting_loops(found: set[str]) -> Iterator[None]:
+    """Collect the operations that `vectorized_map` has no form for, which only its log names."""
     logger = logging.getLogger("tensorflow")
     level = logger.level
 
-    def heard(record: logging.LogRecord) -> bool:
+    def collect(record: logging.LogRecord) -> bool:
         match = _LOOPED.match(record.getMessage())
         if match is not None:
             found.add(match[1])
-        # What is logged of a failure is all in the exception, too.
+        # The exception of a failure holds all that is logged of it.
         return False
 
-    logger.addFilter(heard)
+    logger.addFilter(collect)
     logger.setLevel(logging.DEBUG)
     try:
         yield
     finally:
         logger.setLevel(level)
-        logger.removeFilter(heard)
+        logger.removeFilter(collect)
 
 
 def _refuse_global_draws() -> None:
-    """Refuse to map what draws from TensorFlow's global generator: members would draw by who else is there."""
+    """Raise NotImplementedError for draws from TensorFlow's global generator.
+
+    A member's draws would depend on the other members.
+    """
     for operation in tf.compat.v1.get_default_graph().get_operations():
         if _GLOBAL.fullmatch(operation.type):
             raise NotImplementedError(
@@ -186,12 +189,12 @@ def _refuse_global_draws() -> None:
             )
 
 
-def _host(tensor: Any) -> np.ndarray:
+def _host(tensor: tf.Tensor | np.ndarray) -> np.ndarray:
     array = np.asarray(tensor)
     return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
 
 
-def _lengthened(leaf: Any, length: int) -> Any:
+def _lengthened(leaf: Tensor | np.ndarray, length: int) -> Array:
     if isinstance(leaf, np.ndarray):
         return np.concatenate([leaf, np.zeros((length - len(leaf), *leaf.shape[1:]), leaf.dtype)])
     return tf.concat([leaf, tf.zeros([length - leaf.shape[0], *leaf.shape[1:]], leaf.dtype)], 0)

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -15,7 +14,7 @@ from modelfleet.frameworks.weight_mismatch import Spec, mismatch
 from modelfleet.types import Arrays, Model
 
 
-def is_model(value: Any) -> bool:
+def is_model(value: object) -> bool:
     """Return True for a model of TensorFlow's own; False for Keras models, whatever their backend."""
     if any(kind.__module__.partition(".")[0] == "keras" for kind in type(value).__mro__):
         return False
@@ -26,7 +25,8 @@ def is_model(value: Any) -> bool:
 def seeding(seed: int) -> Iterator[None]:
     """Seed TensorFlow's global generator within this context, and restore it afterwards."""
     # There is no public way to read the global seed, or the generator of operations' seeds that goes with it.
-    current: Any = context.context()
+    current = context.context()
+    assert current is not None
     seeded, draws = current._seed, getattr(current, "_rng", None)  # None before the first seeding
     tf.random.set_seed(seed % 2**31)
     try:

@@ -5,7 +5,6 @@ These are a `tf.Module` that can be called, a `tf.function`, one of its concrete
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import tensorflow as tf
 
@@ -17,7 +16,7 @@ SERVING = "serving_default"  # the signature that TensorFlow Serving calls
 Call = Callable[[Tree], Tree]
 
 
-def is_function(value: Any) -> bool:
+def is_function(value: object) -> bool:
     """Return True for a `tf.function` and for one of its concrete functions."""
     kinds = tf.types.experimental
     return isinstance(value, kinds.GenericFunction | kinds.PolymorphicFunction | kinds.ConcreteFunction)
@@ -32,7 +31,7 @@ def call_of(model: Model) -> Call:
     return _call_of_signature(model.signatures[SERVING])
 
 
-def _call_of_signature(function: Any) -> Call:
+def _call_of_signature(function: tf.types.experimental.ConcreteFunction) -> Call:
     """Return a function that calls a concrete function, which may take its inputs by keyword and return a dict."""
     positional, keywords = function.structured_input_signature
     names = sorted(keywords)

@@ -1,19 +1,22 @@
 """Functions of trees as TensorFlow graphs, one for every set of shapes; and XLA's form of those that run long.
 
-A graph runs at once as TensorFlow has it. Where enough is left to do, XLA compiles it in a thread beside the
-training, and the faster of the two goes on.
+A graph runs at once as TensorFlow has it. If enough is left to do, XLA compiles it in a thread beside the
+training. Both forms are timed, and the faster one is used from then on.
 """
 
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Protocol
 
+import numpy as np
 import tensorflow as tf
 
-Function = Callable[..., Any]
+from modelfleet.types import Tree
+
+Function = Callable[..., Tree]
 
 LONG = 6.0  # seconds still to run, from which on XLA's 1 to 5 seconds of compiling are won back
 TRIALS = 16  # calls, half of them XLA's form and half of them not, to see which is faster
@@ -23,81 +26,87 @@ TRIALS = 16  # calls, half of them XLA's form and half of them not, to see which
 _NOT_FOR_XLA = re.compile(r"Random|Multinomial|TruncatedNormal|Conv[23][dD]")
 
 
+class ConcreteFunction(Protocol):
+    """A function that TensorFlow has traced for certain shapes (`tf.types.experimental.ConcreteFunction`)."""
+
+    graph: tf.Graph
+    inputs: Sequence[tf.Tensor]
+    outputs: Sequence[tf.Tensor]
+    captured_inputs: Sequence[tf.Tensor]
+
+    def __call__(self, *tensors: tf.Tensor) -> Sequence[tf.Tensor]:
+        """Return the function's results."""
+        ...
+
+
 class Program:
     """A function of trees of tensors and arrays; None holds no tensor. Numbers of Python become int32 tensors.
 
-    `calls_left` says how often it will be called yet, as far as is known.
+    Args:
+        function: The function.
+        device: Where it runs.
+        calls_left: Returns how often it will still be called, as far as is known.
     """
 
     def __init__(self, function: Function, device: str, calls_left: Callable[[], float] = lambda: 0) -> None:
         self._function = function
         self._device = device
         self._calls_left = calls_left
-        self._graphs: dict[Any, Graph] = {}
-        self._recent: tuple[Any, list[Any], Any] = (None, [], None)
+        self._graphs: dict[Hashable, Graph] = {}
+        self._recent: tuple[Tree, tuple[list[tf.Tensor], Hashable]] = None, ([], None)
 
-    def __call__(self, *args: Any) -> Any:
-        """Run it; the first call with new shapes traces."""
-        tensors, key = self._flat(args)
-        graph = self._graphs.get(key)
-        if graph is None:
-            graph = self._graphs[key] = Graph(self._function, args, tensors, self._device)
+    def __call__(self, *args: Tree) -> Tree:
+        """Run the function. The first call with new shapes traces it."""
+        graph, tensors = self._graph(args)
         found = graph(tensors, self._calls_left())
         tree = _filled(graph.structure, iter(found))
-        # What a step gives is what the next one is given: its tensors are at hand then.
-        self._recent = tree, found, graph.gives
+        # The next step is usually given what this one returns, whose tensors need not be flattened again.
+        self._recent = tree, (found, graph.key)
         return tree
 
-    def trace(self, args: Sequence[Any]) -> "Graph":
-        """Have the graph for arguments like these."""
-        tensors, key = self._flat(args)
-        if key not in self._graphs:
-            self._graphs[key] = Graph(self._function, args, tensors, self._device)
-        return self._graphs[key]
+    def trace(self, args: Sequence[Tree]) -> "Graph":
+        """Return the graph for arguments like these."""
+        return self._graph(args)[0]
 
     @property
     def graphs(self) -> list["Graph"]:
-        """All that was traced."""
+        """Return all graphs that were traced."""
         return list(self._graphs.values())
 
-    def _flat(self, args: Sequence[Any]) -> tuple[list[Any], Any]:
-        """Return the tensors of the arguments, and a key for their structure and shapes."""
-        tensors: list[Any] = []
-        keys: list[Any] = []
+    def _graph(self, args: Sequence[Tree]) -> tuple["Graph", list[tf.Tensor]]:
+        """Return the graph for arguments like these, and the tensors of the arguments."""
+        tensors: list[tf.Tensor] = []
+        keys: list[Hashable] = []
         for arg in args:
-            if arg is not None and arg is self._recent[0]:
-                own, key = self._recent[1:]
-            else:
-                own, parts = [], []
-                _flatten(arg, own, parts)
-                key = tuple(parts)
+            recent, flat = self._recent
+            own, key = flat if arg is not None and arg is recent else _flat(arg)
             tensors += own
             keys.append(key)
-        return tensors, tuple(keys)
+        graph = self._graphs.get(tuple(keys))
+        if graph is None:
+            graph = self._graphs[tuple(keys)] = Graph(self._function, args, tensors, self._device)
+        return graph, tensors
 
 
 class Graph:
     """A function for arguments of certain shapes."""
 
-    def __init__(self, function: Function, args: Sequence[Any], tensors: Sequence[Any], device: str) -> None:
-        self.structure: Any = None
+    def __init__(
+        self, function: Function, args: Sequence[Tree], tensors: Sequence[tf.Tensor], device: str
+    ) -> None:
+        structure: Tree = None
 
-        def flat(*values: Any) -> list[Any]:
-            self.structure = function(*_filled(tuple(args), iter(values)))
-            found: list[Any] = []
-            _flatten(self.structure, found, [])
-            return found
+        def flat(*values: tf.Tensor) -> list[tf.Tensor]:
+            nonlocal structure
+            structure = function(*_filled(tuple(args), iter(values)))
+            return _flat(structure)[0]
 
         self._device = device
         with tf.device(device):
-            specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
-            traced = tf.function(flat, autograph=False)
-            self.concrete = traced.get_concrete_function(*specs)
-        found = self.concrete.outputs
-        self.structure = _filled(self.structure, iter(found))  # without what only lived while it was traced
-        parts: list[Any] = []
-        _flatten(self.structure, [], parts)
-        self.gives = tuple(parts)
+            self.concrete: ConcreteFunction = _traced(flat, tensors)
+        # With the graph's own outputs, so that nothing is kept that only lived while it was traced.
+        self.structure = _filled(structure, iter(self.concrete.outputs))
+        self.key = _flat(self.structure)[1]
         self._plain = _Call(self.concrete)
         self._xla: _Call | None = None
         self._worth_trying = not any(_NOT_FOR_XLA.search(kind) for kind in operations(self.concrete))
@@ -115,11 +124,11 @@ class Graph:
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until XLA is done with it."""
+        """Wait until XLA has compiled the graph."""
         if self._thread is not None:
             self._thread.join()
 
-    def __call__(self, tensors: Sequence[Any], calls_left: float = 0) -> list[Any]:
+    def __call__(self, tensors: Sequence[tf.Tensor], calls_left: float = 0) -> list[tf.Tensor]:
         """Return the function's results, flat. Within another graph, this calls the graph."""
         if not tf.executing_eagerly():
             return list(self.concrete(*tensors))
@@ -130,8 +139,8 @@ class Graph:
                 self._consider(tensors, calls_left)
             return self._plain(tensors)
 
-    def _consider(self, tensors: Sequence[Any], calls_left: float) -> None:
-        """Have XLA compile it if enough is left to do, or as `MODELFLEET_COMPILE` says."""
+    def _consider(self, tensors: Sequence[tf.Tensor], calls_left: float) -> None:
+        """Have XLA compile the graph if enough is left to do, or as `MODELFLEET_COMPILE` says."""
         asked = os.environ.get("MODELFLEET_COMPILE", "auto")
         if asked == "never" or (asked == "auto" and self._plain.seconds * calls_left <= LONG):
             return
@@ -141,7 +150,8 @@ class Graph:
         if asked == "now":
             self._thread.join()
 
-    def _with_xla(self, xla: "_Call", tensors: Sequence[Any]) -> list[Any]:
+    def _with_xla(self, xla: "_Call", tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Run one of the two forms: in turns while they are timed, and then the faster one."""
         if self._trials >= TRIALS:
             return xla(tensors)
         if self._trials == 0:
@@ -153,33 +163,31 @@ class Graph:
             self._xla = None
         return found
 
-    def _compile(self, tensors: Sequence[Any]) -> None:
+    def _compile(self, tensors: Sequence[tf.Tensor]) -> None:
         # The graph is there already, so none of the model's Python runs in this thread.
         concrete = self.concrete
         compiled = tf.function(lambda *values: concrete(*values), autograph=False, jit_compile=True)
-        # `_Call` passes over how a function is to be compiled, but not those that are called within it.
-        outer = tf.function(lambda *values: compiled(*values), autograph=False)
-        specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
         try:
             with tf.device(self._device):
-                xla = _Call(outer.get_concrete_function(*specs))
+                # `_Call` ignores how a function itself is to be compiled, but not how those within it are.
+                xla = _Call(_traced(lambda *values: compiled(*values), tensors))
                 xla(tensors)  # XLA compiles at the first call
-        except tf.errors.OpError:  # it has not every operation
+        except tf.errors.OpError:  # XLA lacks some operations
             return
         self._xla = xla
 
 
 class _Call:
-    """Calls a graph with flat tensors, as directly as TensorFlow lets one, and notes its shortest time."""
+    """Calls a graph with flat tensors, as directly as TensorFlow allows, and records its shortest time."""
 
-    def __init__(self, concrete: Any) -> None:
+    def __init__(self, concrete: ConcreteFunction) -> None:
         self._concrete = concrete  # also keeps it alive: TensorFlow knows it by name only
         self._captured = list(concrete.captured_inputs)
         self._dtypes = [tensor.dtype for tensor in concrete.outputs]
-        self.seconds = 0.0  # until it has run a few times: the first calls take longer
+        self.seconds = 0.0  # 0 until it has run a few times: the first calls take longer
         self._warming = 3
 
-    def __call__(self, tensors: Sequence[Any]) -> list[Any]:
+    def __call__(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         begun = time.perf_counter()
         found = tf.raw_ops.StatefulPartitionedCall(
             args=[*tensors, *self._captured], Tout=self._dtypes, f=self._concrete
@@ -193,21 +201,21 @@ class _Call:
         return found
 
     def forget(self) -> None:
-        """Begin anew to time it."""
+        """Forget the times of earlier calls."""
         self.seconds, self._warming = 0.0, 1
 
 
-def operations(concrete: Any) -> set[str]:
+def operations(concrete: ConcreteFunction) -> set[str]:
     """Return the kinds of operations in a graph and in all graphs that it calls."""
     definition = concrete.graph.as_graph_def()
     own = {node.op for node in definition.node}
     return own | {node.op for function in definition.library.function for node in function.node_def}
 
 
-def live_bytes(concrete: Any) -> int:
+def live_bytes(concrete: ConcreteFunction) -> int:
     """Return the peak size of a graph's tensors, if its operations run in the order of the trace.
 
-    Without what goes in and comes out; what loops and calls take within themselves is not counted.
+    Inputs, outputs, and tensors within loops and calls are not counted.
     """
     steps = concrete.graph.get_operations()
     last = {id(tensor): number for number, step in enumerate(steps) for tensor in step.inputs}
@@ -225,10 +233,24 @@ def live_bytes(concrete: Any) -> int:
     return most
 
 
-def _flatten(tree: Any, tensors: list[Any], parts: list[Any]) -> None:
-    """Add a tree's tensors, and what tells it from trees of other structure or shapes."""
+def _traced(function: Function, tensors: Sequence[tf.Tensor]) -> ConcreteFunction:
+    """Return a function of flat tensors, traced for tensors like these."""
+    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
+    return tf.function(function, autograph=False).get_concrete_function(*specs)
+
+
+def _flat(tree: Tree) -> tuple[list[tf.Tensor], Hashable]:
+    """Return a tree's tensors, and a key that trees of another structure or other shapes do not have."""
+    tensors: list[tf.Tensor] = []
+    parts: list[Hashable] = []
+    _flatten(tree, tensors, parts)
+    return tensors, tuple(parts)
+
+
+def _flatten(tree: Tree, tensors: list[tf.Tensor], parts: list[Hashable]) -> None:
+    """Append a tree's tensors, and the parts of its key."""
     if isinstance(tree, dict):
-        names = sorted(tree)  # as tf.nest does: the order in which a dict was filled says nothing
+        names = sorted(tree)  # as tf.nest does: the order in which a dict was filled does not matter
         parts.append(tuple(names))
         for name in names:
             _flatten(tree[name], tensors, parts)
@@ -244,11 +266,11 @@ def _flatten(tree: Any, tensors: list[Any], parts: list[Any]) -> None:
         tensors.append(tensor)
 
 
-def _tensor(value: Any) -> Any:
+def _tensor(value: np.ndarray | int) -> tf.Tensor:
     return tf.constant(value, dtype=tf.int32) if isinstance(value, int) else tf.convert_to_tensor(value)
 
 
-def _filled(tree: Any, following: Iterator[Any]) -> Any:
+def _filled(tree: Tree, following: Iterator[tf.Tensor]) -> Tree:
     """Return the same tree with other tensors, in the order of `_flatten`."""
     if isinstance(tree, dict):
         return {name: _filled(tree[name], following) for name in sorted(tree)}

@@ -1,7 +1,6 @@
 """Operations that `tf.vectorized_map` has no form for, though one is near at hand."""
 
 from contextlib import suppress
-from typing import Any
 
 import tensorflow as tf
 
@@ -12,7 +11,7 @@ def register() -> None:
     with suppress(ImportError, AttributeError, KeyError):
         from tensorflow.python.ops.parallel_for import pfor
 
-        def bitcast(given: Any) -> Any:
+        def bitcast(given: "pfor._PforInput") -> "pfor.WrappedTensor":
             return pfor.wrap(tf.bitcast(given.stacked_input(0), given.get_attr("type")), True)
 
         pfor.RegisterPFor("Bitcast")(bitcast)  # within Keras's argmax, and so in accuracies

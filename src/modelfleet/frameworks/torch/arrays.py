@@ -102,8 +102,7 @@ def reduced(value: Any) -> Any:
     )
     if not plain or value.requires_grad or value.is_conj() or value.is_neg():
         return NotImplemented
-    bits = value.dtype == torch.bfloat16  # NumPy has no bfloat16
-    return restored, (value.view(torch.int16).numpy() if bits else value.numpy(), bits)
+    return restored, (host(value), value.dtype == torch.bfloat16)
 
 
 def _with_hooks(

@@ -18,8 +18,6 @@ from modelfleet.frameworks.torch.task import Task
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import State, Tree
 
-CARRIED = {"optimizer": None, "member": ("step", "scale", "good")}  # what a member takes along to another engine
-
 
 class TorchEngine(Engine, ABC):
     """Torch engine, as far as it does not depend on how its steps are run."""
@@ -84,14 +82,17 @@ class ModuleEngine(TorchEngine, ABC):
             check_targets(self.task.loss, output_shape, target, name)
 
     def label_check(self, output_shape: tuple[int, ...] | None) -> Callable[[Tree], None] | None:
-        """Return a function that raises for a batch with targets out of range; None if nothing can be checked."""
+        """Return a function that raises for bad targets or weights in a batch; None if nothing can be checked."""
         loss = self.task.loss
         if loss is None or output_shape is None:
             return None
 
         def check(batch: Tree) -> None:
-            if isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[1], Tensor):
+            if batches.has_target(batch) and isinstance(batch[1], Tensor):
                 check_range(loss, output_shape, batch[1])
+            if batches.has_target(batch) and len(batch) == 3:
+                weights = batch[2]
+                batches.check_weights(on_host(weights) if isinstance(weights, Tensor) else np.asarray(weights))
 
         return check
 

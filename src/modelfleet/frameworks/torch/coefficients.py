@@ -1,11 +1,11 @@
-"""A step's coefficients, one number per member, and torch's operations between tensors and such numbers.
+"""Coefficients of a step, one number per member, and torch's operations between tensors and such numbers.
 
 Coefficients are computed in float64, since `1 - 0.999**t` in float32 is off by 6e-5. Only then are they cast to
 the dtype in which the parameter's operations compute: float32 for bfloat16 and float16, as torch does with a
 Python number.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class Coefficients:
         self._rounds_addend = self.narrow and param.device.type == "cpu"
 
     def __getitem__(self, name: str) -> Tensor:
-        return one_per_member(self.coefficients[name], self.compute_dtype, self._axes)
+        return self.wide(self.coefficients[name])
 
     def wide(self, value: Tensor) -> Tensor:
         """Return numbers `(member,)` in the form of `c[…]`."""
@@ -91,6 +91,14 @@ def computing(dtype: torch.dtype) -> torch.dtype:
     if dtype.is_complex:
         dtype = dtype.to_real()
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def widest(params: Iterable[Tensor]) -> torch.dtype:
+    """Return the dtype in which the widest of some parameters computes: float32 or wider."""
+    dtype = torch.float32
+    for parameter in params:
+        dtype = torch.promote_types(dtype, computing(parameter.dtype))
+    return dtype
 
 
 def pairs(tensor: Tensor) -> Tensor:

@@ -4,12 +4,12 @@ torch counts per parameter: one that was frozen for a while, or takes no part in
 Parameters with the same counts share their numbers. Usually all parameters do.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from modelfleet.frameworks.torch.coefficients import computing
+from modelfleet.frameworks.torch.coefficients import widest
 from modelfleet.frameworks.torch.optimizer_algorithms import STEP
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.types import State
@@ -21,7 +21,7 @@ Coefficients = dict[tuple[str, ...], dict[str, Tensor]]
 
 
 class CoefficientsAhead:
-    """Numbers of many steps at a time, while the same members step with the same hyperparameters.
+    """Computes the numbers of many steps at a time, while the same members step with the same hyperparameters.
 
     They are computed outside of the program, because a compiler would compute these few numbers again for every
     element that they scale. The counts are not read at every step, because a GPU would have to wait for that.
@@ -76,7 +76,7 @@ class CoefficientsAhead:
         found = optimizer.coefficients(hyper, numbers)
         if self._task.clip:
             found["clip_norm"] = hyper["clip_norm"]
-        dtype = _computing(state["params"].values())
+        dtype = widest(state["params"].values())
         table = [
             (value if name in optimizer.precise else value.to(dtype)).expand(numbers.shape).contiguous()
             for name, value in found.items()
@@ -101,11 +101,3 @@ def _classes(state: State, unused: frozenset[str], *, counts: bool) -> list[tupl
     for name, row in zip(names, table, strict=True):
         classes.setdefault((name in unused, tuple(row)), []).append(name)
     return [tuple(own) for own in classes.values()]
-
-
-def _computing(params: Iterable[Tensor]) -> torch.dtype:
-    """Return the dtype that holds the numbers for every parameter: that in which the widest one computes."""
-    dtype = torch.float32
-    for parameter in params:
-        dtype = torch.promote_types(dtype, computing(parameter.dtype))
-    return dtype

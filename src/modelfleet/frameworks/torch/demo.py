@@ -1,4 +1,4 @@
-"""The torch side of `modelfleet demo`: the network, and a plain loop that trains a single one."""
+"""Torch side of `modelfleet demo`: the network, and a plain loop that trains a single one."""
 
 import numpy as np
 import torch

@@ -1,20 +1,17 @@
 """Torch tensors in safetensors files, as the store needs them (`store.Files`)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from modelfleet.errors import StoreError
-from modelfleet.frameworks.files import Get, import_safetensors, load, save
+from modelfleet.frameworks.files import Get, load, save
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write tensors of any device, layout and overlap. Each tensor is stored whole."""
-    safetensors = import_safetensors("torch")
-    from safetensors.torch import save_file
-
     seen: set[int] = set()
     packed = {}
     for name, tensor in tensors.items():
@@ -25,7 +22,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
         if storage in seen:  # save_file refuses tensors that share memory
             packed[name] = packed[name].clone()
         seen.add(storage)
-    save(path, packed, save_file, safetensors)
+    save(path, packed, "torch")
 
 
 # Tensors are cloned: the ones that safetensors returns are views of the mapped file, and keep all of it mapped.
@@ -33,10 +30,10 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def read(path: Path) -> dict[str, Tensor]:
     """Read all tensors of a file, onto the CPU."""
-    return load(path, "pt", lambda file, name: file.get_tensor(name).clone(), import_safetensors("torch"))
+    return load(path, "torch", lambda file, name: file.get_tensor(name).clone())
 
 
-def read_row(path: Path, row: int, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-    """Read one row of every tensor, or of the tensors in `names`, without reading the others."""
+def read_row(path: Path, row: int) -> dict[str, Tensor]:
+    """Read one row of every tensor, without reading the others."""
     get: Get = lambda file, name: file.get_slice(name)[row].clone()  # noqa: E731
-    return load(path, "pt", get, import_safetensors("torch"), names)
+    return load(path, "torch", get)

@@ -11,9 +11,9 @@ from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.engine import Engine, Hyper
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.lane_context import LaneContext
-from modelfleet.frameworks.stacked import WEIGHTS, Positions, StackedState, fitting
+from modelfleet.frameworks.stacked import CARRIED, WEIGHTS, Positions, StackedState, fitting
 from modelfleet.frameworks.torch import state as states
-from modelfleet.frameworks.torch.base import CARRIED, ModuleEngine, TorchEngine, on_host
+from modelfleet.frameworks.torch.base import ModuleEngine, TorchEngine, on_host
 from modelfleet.frameworks.torch.compiling.compiler import compile_mode
 from modelfleet.frameworks.torch.counting import CoefficientsAhead
 from modelfleet.frameworks.torch.fused_parallel import RowDivision
@@ -84,7 +84,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
 
         All tensors that a step changes are made here, so this is the place to lay them out in memory.
         """
-        state = self.gather(members)
+        state = self._weights_of(members)
         hyper = {name: self.tensor(column) for name, column in columns.items()}
         made = {name: self.task.optimizer.initial(p, hyper) for name, p in state["params"].items()}
         state["optimizer"] = {
@@ -236,7 +236,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
 
     # --- state ---------------------------------------------------------------------------------------------------
 
-    def gather(self, members: Sequence[Member]) -> State:
+    def _weights_of(self, members: Sequence[Member]) -> State:
         """Return the weights that the models of some members hold."""
         parts = {"params": states.trained, "frozen": states.kept, "buffers": states.buffers}
         state: State = {}
@@ -257,8 +257,8 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         with held(self.programs.steps.model):
             states.write_back([member.model for member in members], state, self.layout)
 
-    def refresh(self, positions: Positions, members: Sequence[Member]) -> None:
-        """Replace the weights of some members by the weights of their models.
+    def gather(self, positions: Positions, members: Sequence[Member]) -> None:
+        """Copy the weights of some members' models into the state here.
 
         The optimizer's state of a parameter that the user has replaced starts again.
 
@@ -273,7 +273,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
                     f'and the member is fused with others. Use strategy="interleaved", or do it between two fits.'
                 )
         with held(self.programs.steps.model):
-            weights = self.gather(members)
+            weights = self._weights_of(members)
         self.write(positions, weights)
         for row, (position, member) in enumerate(zip(positions, members, strict=True)):
             hyper = {key: self.tensor(column[[position]]) for key, column in self._columns.items()}
@@ -286,19 +286,20 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         for name, tensor in self.shared.items():
             tensor.copy_(states.placed(own[name], self.device, transpose=name in self.layout))
 
-    def adopt(self, position: int, other: Engine, source: int) -> None:
-        """Copy a member's optimizer state and step count from another engine, as far as they still fit.
+    def adopt(self, positions: Positions, other: Engine, sources: Positions) -> None:
+        """Copy optimizer state and step counts of some members from another engine, as far as they still fit.
 
         The state of a parameter that is frozen now is kept until the parameter is trained again, as `torch.optim`
         does. A parameter that has another shape now starts at its initial state.
         """
         assert isinstance(other, TorchEngine)
-        theirs = other.carried(source)
-        stored = {**theirs, "optimizer": self._transposed(theirs["optimizer"])}
-        self.write([position], fitting(stored, self.state, parts=CARRIED))
-        self._frozen_optimizer[position] = {
-            name: tensor for name, tensor in theirs["optimizer"].items() if name not in self.state["optimizer"]
-        }
+        for position, source in zip(positions, sources, strict=True):
+            theirs = other.carried(source)
+            stored = {**theirs, "optimizer": self._transposed(theirs["optimizer"])}
+            self.write([position], fitting(stored, self.state, parts=CARRIED))
+            self._frozen_optimizer[position] = {
+                name: tensor for name, tensor in theirs["optimizer"].items() if name not in self.state["optimizer"]
+            }
 
     def carried(self, position: int) -> State:
         """Return a member's optimizer state and step count for another engine to adopt.

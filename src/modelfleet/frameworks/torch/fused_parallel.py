@@ -44,7 +44,7 @@ class RowDivision:
         # A single row does not show what each row draws, so its form is its own.
         form = len(leaves(rows)[0]) == 1, *(leaf.shape[1:] for leaf in leaves(rows))
         if form not in self._draws:
-            found = divide_by_rows(steps, *lead, rows, batches.inputs(rows))
+            found = divide_by_rows(steps, *lead, rows, batches.weighted_inputs(rows))
             if isinstance(found, str):
                 return found
             self._draws[form] = found

@@ -10,16 +10,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from modelfleet.errors import InputError
-from modelfleet.frameworks.losses import IGNORED, TargetKind, check_shape, find_loss, out_of_range, takes_classes
+from modelfleet.frameworks.losses import (
+    IGNORED,
+    TargetKind,
+    check_shape,
+    find_loss,
+    no_loss_by_row,
+    out_of_range,
+    takes_classes,
+)
 from modelfleet.frameworks.torch.structure import signature
-from modelfleet.types import LossLike
+from modelfleet.types import LossLike, Tree
 
 PartsOfBatch = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss of an output and a target."""
+    """Loss of an output and a target."""
 
     name: str
     rows: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None
@@ -27,7 +35,7 @@ class Loss:
 
     None for a user's function, which only returns a mean.
     """
-    plain: Callable[[Any, Any], Tensor]
+    plain: Callable[[Tree, Tree], Tensor]
     """Return the mean over all elements, as `torch.nn.functional` does."""
     kind: TargetKind = "any"
     parts: PartsOfBatch | None = None
@@ -48,49 +56,68 @@ def resolve(loss: LossLike) -> Loss:
     return Loss(getattr(loss, "__name__", type(loss).__name__), None, loss, parts=_parts(loss))
 
 
-def _parts(loss: Callable[[Any, Any], Any]) -> PartsOfBatch | None:
+def _parts(loss: LossLike) -> PartsOfBatch | None:
     """Return `Loss.parts` for torch's own modules whose loss is not the mean of its parts' losses."""
     if type(loss) not in {module for _, _, module in _STOCK}:
         return None
-    assert isinstance(loss, nn.Module)
     if loss.reduction == "sum":
         return lambda output, target: (loss(output, target), None)
     if not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) or loss.reduction != "mean":
         return None
-    classes: Any = loss
 
     def parts(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         if target.is_floating_point():  # probabilities: the loss is a mean over the rows
             mean, count = loss(output, target), target.numel() // target.shape[1]
             return mean * count, torch.as_tensor(count, dtype=mean.dtype, device=mean.device)
-        there = target != classes.ignore_index
+        there = target != loss.ignore_index
         counted = there.to(output.dtype)
-        if classes.weight is not None:
-            counted = counted * classes.weight[torch.where(there, target, 0)].to(output.dtype)
+        if loss.weight is not None:
+            counted = counted * loss.weight[torch.where(there, target, 0)].to(output.dtype)
         count = counted.sum()
         function: Any = F.nll_loss
-        options = {"ignore_index": classes.ignore_index, "reduction": "sum"}
+        options: dict[str, Any] = {"ignore_index": loss.ignore_index, "reduction": "sum"}
         if isinstance(loss, nn.CrossEntropyLoss):
             function, options["label_smoothing"] = F.cross_entropy, loss.label_smoothing
-        total = function(output, target, classes.weight, **options)
+        total = function(output, target, loss.weight, **options)
         return total, count
 
     return parts
 
 
-def weighted(loss: Loss, output: Tensor, target: Tensor, weights: Tensor) -> Tensor:
-    """Return the mean of the loss over the rows' elements, with `weights` `(row,)`.
+def weighted(
+    loss: Loss, output: Tensor, target: Tensor, weights: Tensor | None, own: Tensor | None = None
+) -> Tensor:
+    """Return the mean of the loss over the elements of the rows that count.
 
-    With all weights 1 it is the plain mean; with all weights 0 it is 0.
+    Args:
+        loss: The loss.
+        output: The model's output.
+        target: The target.
+        weights: `(row,)`: 1 for a row that counts and 0 for padding; None if every row counts. With all weights 0
+            the result is 0.
+        own: `(row,)`: the user's sample weights, by which the losses of the rows are multiplied, or None.
     """
-    assert loss.rows is not None, f"the loss {loss.name} has no values per row"
-    sums, counts = loss.rows(output, target)
+    sums, counts = by_row(loss, output, target, own)
+    if weights is None:
+        return sums.sum() / counts.sum()
     # If every label is ignored, the loss is 0 / 0, as in torch. A member without rows has a loss of 0.
     size = torch.where(weights.any(), (weights * counts).sum(), 1)
     return (weights * sums).sum() / size
 
 
-def check_targets(loss: Loss, output_shape: tuple[int, ...], target: Any, member: str | None = None) -> None:
+def by_row(loss: Loss, output: Tree, target: Tree, own: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the sum of the loss over each row's elements, times the row's own weight, and their number.
+
+    Raises:
+        InputError: The loss is a function that returns one number for a whole batch.
+    """
+    if loss.rows is None:
+        raise no_loss_by_row(loss.name)
+    sums, counts = loss.rows(output, target)
+    return (sums if own is None else own.to(sums.dtype) * sums), counts
+
+
+def check_targets(loss: Loss, output_shape: tuple[int, ...], target: Tree, member: str | None = None) -> None:
     """Raise InputError for targets of a wrong shape or dtype, or with values out of range.
 
     Args:
@@ -127,7 +154,7 @@ def check_range(loss: Loss, output_shape: tuple[int, ...], target: Tensor, whose
         raise InputError(f"{whose}the target in row {first[0]} is {target[first].item()}, but {expected}.")
 
 
-def matched(name: str, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+def matched(name: str, output: Tree, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return an output and a target in one dtype. Raises InputError if their shapes differ."""
     _check_fit(name, "values", shape_of(name, output), target)
     return _same_dtype(output, target)
@@ -140,7 +167,7 @@ def _same_dtype(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return output.to(dtype), target.to(dtype)
 
 
-def shape_of(name: str, output: Any) -> tuple[int, ...]:
+def shape_of(name: str, output: object) -> tuple[int, ...]:
     """Return the shape of an output. Raises InputError if the output is not one tensor."""
     if not isinstance(output, Tensor):
         raise InputError(
@@ -161,30 +188,20 @@ def _per_row(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
     return values.to(dtype).flatten(1).sum(1), counted.to(dtype).flatten(1).sum(1)
 
 
-def _of_values(name: str, function: Callable[..., Tensor], kind: TargetKind = "values") -> Loss:
-    """Return a loss between the elements of an output and a target of the same shape."""
+def _named(name: str, function: Callable[..., Tensor], kind: TargetKind = "values") -> Loss:
+    """Return the loss of a function as torch has them, with a `reduction`."""
 
-    def rows(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        values = function(*matched(name, output, target), reduction="none").unsqueeze(-1)
-        return _per_row(values, torch.ones_like(values))
-
-    def plain(output: Tensor, target: Tensor) -> Tensor:
-        return function(*matched(name, output, target), reduction="mean")
-
-    return Loss(name, rows, plain, kind)
-
-
-def _of_classes(name: str, function: Callable[..., Tensor], kind: TargetKind = "classes") -> Loss:
-    """Return a loss of scores `(row, class, …)` with class indices `(row, …)` or probabilities of their shape."""
+    def are_labels(target: Tensor) -> bool:
+        return takes_classes(kind) and not target.is_floating_point()
 
     def match(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         _check_fit(name, kind, shape_of(name, output), target)
-        return _same_dtype(output, target) if target.is_floating_point() else (output, target.long())
+        return (output, target.long()) if are_labels(target) else _same_dtype(output, target)
 
     def rows(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         output, target = match(output, target)
         values = function(output, target, reduction="none").unsqueeze(-1)
-        counted = torch.ones_like(values) if target.is_floating_point() else (target != IGNORED).unsqueeze(-1)
+        counted = (target != IGNORED).unsqueeze(-1) if are_labels(target) else torch.ones_like(values)
         return _per_row(values, counted)
 
     def plain(output: Tensor, target: Tensor) -> Tensor:
@@ -218,30 +235,30 @@ def _multi_margin(output: Tensor, target: Tensor, *, reduction: str) -> Tensor:
 # Each loss with the function and the module of torch that it equals.
 _STOCK: tuple[tuple[Loss, Callable[..., Tensor], type[nn.Module]], ...] = (
     (
-        _of_classes("cross_entropy", F.cross_entropy, "classes or probabilities"),
+        _named("cross_entropy", F.cross_entropy, "classes or probabilities"),
         F.cross_entropy,
         nn.CrossEntropyLoss,
     ),
-    (_of_classes("nll", F.nll_loss), F.nll_loss, nn.NLLLoss),
-    (_of_classes("multi_margin", _multi_margin), F.multi_margin_loss, nn.MultiMarginLoss),
-    (_of_values("mse", F.mse_loss), F.mse_loss, nn.MSELoss),
-    (_of_values("mae", F.l1_loss), F.l1_loss, nn.L1Loss),
-    (_of_values("huber", F.huber_loss), F.huber_loss, nn.HuberLoss),
-    (_of_values("smooth_l1", F.smooth_l1_loss), F.smooth_l1_loss, nn.SmoothL1Loss),
-    (_of_values("poisson_nll", F.poisson_nll_loss), F.poisson_nll_loss, nn.PoissonNLLLoss),
-    (_of_values("kl_div", _kl_div), F.kl_div, nn.KLDivLoss),
-    (_of_values("bce", F.binary_cross_entropy, "fractions"), F.binary_cross_entropy, nn.BCELoss),
+    (_named("nll", F.nll_loss, "classes"), F.nll_loss, nn.NLLLoss),
+    (_named("multi_margin", _multi_margin, "classes"), F.multi_margin_loss, nn.MultiMarginLoss),
+    (_named("mse", F.mse_loss), F.mse_loss, nn.MSELoss),
+    (_named("mae", F.l1_loss), F.l1_loss, nn.L1Loss),
+    (_named("huber", F.huber_loss), F.huber_loss, nn.HuberLoss),
+    (_named("smooth_l1", F.smooth_l1_loss), F.smooth_l1_loss, nn.SmoothL1Loss),
+    (_named("poisson_nll", F.poisson_nll_loss), F.poisson_nll_loss, nn.PoissonNLLLoss),
+    (_named("kl_div", _kl_div), F.kl_div, nn.KLDivLoss),
+    (_named("bce", F.binary_cross_entropy, "fractions"), F.binary_cross_entropy, nn.BCELoss),
     (
-        _of_values("bce_with_logits", F.binary_cross_entropy_with_logits, "fractions"),
+        _named("bce_with_logits", F.binary_cross_entropy_with_logits, "fractions"),
         F.binary_cross_entropy_with_logits,
         nn.BCEWithLogitsLoss,
     ),
     (
-        _of_values("hinge_embedding", F.hinge_embedding_loss, "signs"),
+        _named("hinge_embedding", F.hinge_embedding_loss, "signs"),
         F.hinge_embedding_loss,
         nn.HingeEmbeddingLoss,
     ),
-    (_of_values("soft_margin", _soft_margin, "signs"), F.soft_margin_loss, nn.SoftMarginLoss),
+    (_named("soft_margin", _soft_margin, "signs"), F.soft_margin_loss, nn.SoftMarginLoss),
 )
 
 LOSSES: dict[str, Loss] = {loss.name: loss for loss, _, _ in _STOCK}

@@ -1,27 +1,25 @@
 """Metrics of torch members, summed on the device batch by batch."""
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import SupportsFloat
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from modelfleet.errors import InputError
 from modelfleet.frameworks import metrics as common
 from modelfleet.frameworks.losses import IGNORED
 from modelfleet.frameworks.torch.losses import LOSSES, matched, shape_of
-from modelfleet.types import MetricLike
+from modelfleet.types import MetricLike, Tree
 
-Sums = Callable[[Any, Any, Tensor], dict[str, Tensor]]
+Sums = Callable[[Tree, Tree, Tensor], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A number per member and epoch.
+    """Number per member and epoch.
 
     `sums` returns scalar sums for one member's batch, from its output, target and row weights `(row,)`. `value`
     computes the number from the sums over an epoch. Padded rows have weight 0 and do not count. A metric that is
@@ -30,8 +28,7 @@ class Metric:
 
     name: str
     sums: Sums
-    value: Callable[[Mapping[str, Any]], float]
-    better: Literal["max", "min"]
+    value: Callable[[Mapping[str, SupportsFloat]], float]
     maskable: bool = True
 
 
@@ -44,18 +41,18 @@ def resolve(metrics: Sequence[MetricLike]) -> tuple[Metric, ...]:
 
 
 def _from_function(function: common.Function, name: str) -> Metric:
-    def sums(output: Any, target: Any, weights: Tensor) -> dict[str, Tensor]:
-        value = torch.as_tensor(function(output, target), device=weights.device)
+    def sums(output: Tree, target: Tree, weights: Tensor) -> dict[str, Tensor]:
+        with common.naming_metric(name):
+            value = torch.as_tensor(function(output, target), device=weights.device)
         if value.numel() != 1:
             raise common.not_one_number(name, value.shape)
         rows = _wide(weights).sum()
         return {"total": _wide(value.detach()).reshape(()) * rows, "count": rows}
 
-    error = re.search(r"loss|error|perplexity|distance|(^|_)(mse|mae|rmse|nll)(_|$)", name)
-    return Metric(name, sums, _mean, "min" if error else "max", maskable=False)
+    return Metric(name, sums, _mean, maskable=False)
 
 
-def _mean(sums: Mapping[str, Any]) -> float:
+def _mean(sums: Mapping[str, SupportsFloat]) -> float:
     count = float(sums["count"])
     return float(sums["total"]) / count if count else math.nan
 
@@ -85,7 +82,7 @@ def _binary(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     if output.ndim == 1 and target.shape == (*output.shape, 1):
         target = target.squeeze(1)
     if target.shape != logits.shape:
-        raise _wrong_shapes("accuracy", output, target)
+        raise common.wrong_shapes("accuracy", output.shape, target.shape, "(row, class, …)")
     return (logits > 0) == (target > 0.5), target != IGNORED
 
 
@@ -103,7 +100,7 @@ def _top(k: int) -> Metric:
         below = (scores < score) | ((scores == score) & (classes >= label))
         return _weighted(*_rows((~below).sum(1) < k, labels != IGNORED), weights)
 
-    return Metric(name, sums, _mean, "max")
+    return Metric(name, sums, _mean)
 
 
 def _rows(right: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,14 +117,7 @@ def _scores_and_labels(name: str, output: Tensor, target: Tensor) -> tuple[Tenso
             return output, target.long()
         if target.shape == output.shape[:-1]:  # classes last, as Hugging Face has them
             return output.movedim(-1, 1), target.long()
-    raise _wrong_shapes(name, output, target)
-
-
-def _wrong_shapes(name: str, output: Tensor, target: Tensor) -> InputError:
-    return InputError(
-        f"{name} can't compare an output {tuple(output.shape)} with a target {tuple(target.shape)}. It takes "
-        f"scores (row, class, …) with class indices (row, …) or one-hot targets, or one logit with 0 and 1."
-    )
+    raise common.wrong_shapes(name, output.shape, target.shape, "(row, class, …)")
 
 
 def _from_loss(name: str) -> Metric:
@@ -137,7 +127,7 @@ def _from_loss(name: str) -> Metric:
     def sums(output: Tensor, target: Tensor, weights: Tensor) -> dict[str, Tensor]:
         return _weighted(*rows(output, target), weights)
 
-    return Metric(name, sums, _mean, "min")
+    return Metric(name, sums, _mean)
 
 
 def _r2_sums(output: Tensor, target: Tensor, weights: Tensor) -> dict[str, Tensor]:
@@ -150,7 +140,7 @@ def _r2_sums(output: Tensor, target: Tensor, weights: Tensor) -> dict[str, Tenso
     return {**sums, "count": weight.sum()}
 
 
-def _r2(sums: Mapping[str, Any]) -> float:
+def _r2(sums: Mapping[str, SupportsFloat]) -> float:
     """Return 1 - residual / variance, averaged over the outputs of a row.
 
     For a constant target it is 1 if the predictions are exact, and 0 otherwise.
@@ -172,8 +162,8 @@ def _r2(sums: Mapping[str, Any]) -> float:
 
 
 _METRICS: dict[str, Metric] = {
-    "accuracy": Metric("accuracy", _accuracy_sums, _mean, "max"),
+    "accuracy": Metric("accuracy", _accuracy_sums, _mean),
     "mse": _from_loss("mse"),
     "mae": _from_loss("mae"),
-    "r2": Metric("r2", _r2_sums, _r2, "max"),
+    "r2": Metric("r2", _r2_sums, _r2),
 }

@@ -22,12 +22,12 @@ class Options(Protocol):
 
     @property
     def flags(self) -> Mapping[str, bool]:
-        """The algorithm's own switches, such as `nesterov` and `amsgrad`."""
+        """Return the algorithm's own switches, such as `nesterov` and `amsgrad`."""
         ...
 
     @property
     def unused(self) -> frozenset[str]:
-        """Hyperparameters that are 0 for every member. Their terms and slots are left out."""
+        """Return the hyperparameters that are 0 for every member. Their terms and slots are left out."""
         ...
 
 
@@ -206,7 +206,7 @@ def _lion(options: Options, param: Tensor, grad: Tensor, slots: _Slots, c: Coeff
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An update rule: coefficients of a step from the hyperparameters, and the update that uses them."""
+    """Update rule: coefficients of a step from the hyperparameters, and the update that uses them."""
 
     torch_class: type[torch.optim.Optimizer] | None
     coefficients: Callable[[_Hyper, Tensor], dict[str, Tensor]]

@@ -20,7 +20,7 @@ PER_MEMBER = frozenset({STEP, "mu_product"})  # slots with one number per member
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An update rule for stacked parameters, with pure functions: `initial`, `coefficients` and `apply`.
+    """Update rule for stacked parameters, with pure functions: `initial`, `coefficients` and `apply`.
 
     `flags` change the algorithm rather than a number (`nesterov`, `amsgrad`, …). `unused` names the
     hyperparameters that are 0 for every member. Their terms and slots are left out.
@@ -32,32 +32,32 @@ class Optimizer:
 
     @property
     def defaults(self) -> Mapping[str, Any]:
-        """Numeric hyperparameters by torch's names, with torch's defaults."""
+        """Return the numeric hyperparameters by torch's names, with torch's defaults."""
         return ALGORITHMS[self.name].defaults
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of the state tensors that each parameter has, as in `torch.optim`'s state."""
+        """Return the names of the state tensors that each parameter has, as in `torch.optim`'s state."""
         return ALGORITHMS[self.name].slots(self)
 
     @property
     def torch_class(self) -> type[torch.optim.Optimizer] | None:
-        """Class of `torch.optim` that this optimizer agrees with; None for Lion, which torch does not have."""
+        """Return the class of `torch.optim` that this optimizer agrees with; None for Lion, which torch lacks."""
         return ALGORITHMS[self.name].torch_class
 
     @property
     def decoupled(self) -> bool:
-        """True if weight decay shrinks the parameter instead of adding to the gradient."""
+        """Return True if weight decay shrinks the parameter instead of adding to the gradient."""
         return self.name in ("adamw", "lion") or self.flags.get("decoupled_weight_decay", False)
 
     @property
     def counts(self) -> bool:
-        """True if a step's coefficients depend on how many steps a parameter has taken."""
+        """Return True if a step's coefficients depend on how many steps a parameter has taken."""
         return ALGORITHMS[self.name].counts(self)
 
     @property
     def precise(self) -> frozenset[str]:
-        """Coefficients that `apply` uses in float64, whatever the parameter's dtype."""
+        """Return the coefficients that `apply` uses in float64, whatever the parameter's dtype."""
         return frozenset({"lr", "mu", "mu_next"}) if self.name == "nadam" else frozenset()
 
     def initial(self, param: Tensor, hyper: Mapping[str, Tensor]) -> dict[str, Tensor]:

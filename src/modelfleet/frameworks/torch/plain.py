@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.errors import InputError, StrategyError
+from modelfleet.frameworks import batches
 from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.engine import NOTHING_LEFT, Engine, Hyper, Pace
 from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS, SCALE
 from modelfleet.frameworks.lane_context import LaneContext
-from modelfleet.frameworks.stacked import Positions
+from modelfleet.frameworks.stacked import Given, Positions
 from modelfleet.frameworks.torch import plain_optimizer, plain_parallel
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.base import ModuleEngine, TorchEngine, on_host
@@ -210,11 +211,11 @@ class PlainEngine(ModuleEngine):
     def why_rows_stay_together(self, batch: Batch) -> str | None:
         """Return why the rows of batches like this one can't be computed on several devices, or None."""
         rows = batch.member(0)
-        found = self._trials.divide(rows, self.inputs(rows))
+        found = self._trials.divide(rows, batches.weighted_inputs(rows))
         return found if isinstance(found, str) else None
 
     def _row_draws(self, rows: Tree) -> DrawShapes:
-        found = self._trials.divide(rows, self.inputs(rows))
+        found = self._trials.divide(rows, batches.weighted_inputs(rows))
         if isinstance(found, str):
             name = self._member.name
             raise StrategyError(f"member {name!r} can't be spread over several devices: {found}.")
@@ -270,14 +271,14 @@ class PlainEngine(ModuleEngine):
         """Return a copy of the member's state, `(1, …)`."""
         return self._member.read(parts)
 
-    def write(self, positions: Positions, state: Mapping[str, Mapping[str, Tensor | np.ndarray]]) -> None:
+    def write(self, positions: Positions, state: Given) -> None:
         """Replace the member's state by part and name."""
         self._member.write(state)
 
-    def adopt(self, position: int, other: Engine, source: int) -> None:
+    def adopt(self, positions: Positions, other: Engine, sources: Positions) -> None:
         """Copy the member's optimizer state and step count from another engine, as far as they still fit."""
         assert isinstance(other, TorchEngine)
-        self._member.adopt(other.carried(source))
+        self._member.adopt(other.carried(sources[0]))
 
     def carried(self, position: int) -> State:
         """Return the optimizer's state and the step count for another engine to adopt."""
@@ -298,11 +299,8 @@ class PlainEngine(ModuleEngine):
         self._member.rebind()
         self._member.find_buffers()
 
-    def narrow(self, positions: np.ndarray) -> None:
+    def give_slots(self, positions: Positions) -> None:
         """Do nothing: there is one member."""
-
-    def widen(self) -> None:
-        """Do nothing: nothing was narrowed."""
 
     def still_shared(self, members: Sequence[Member]) -> bool:
         """Return True: one member shares nothing."""
@@ -312,16 +310,12 @@ class PlainEngine(ModuleEngine):
         """Return the modules of the model that is stepped."""
         return self.model.named_modules()
 
-    def gather(self, members: Sequence[Member]) -> State:
-        """Return the weights that the member's model holds."""
-        return self._member.weights(members[0].model)
-
     def scatter(self, positions: Positions, members: Sequence[Member]) -> None:
         """Copy the weights into the member's model, unless that is the one that is stepped."""
         if self.model is not members[0].model:
             copy_weights(self.model, members[0].model)
 
-    def refresh(self, positions: Positions, members: Sequence[Member]) -> None:
+    def gather(self, positions: Positions, members: Sequence[Member]) -> None:
         """Copy the weights from the member's model, unless that is the one that is stepped."""
         if self.model is not members[0].model:
             copy_weights(members[0].model, self.model)

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.frameworks.errors import FINE
-from modelfleet.frameworks.stacked import WEIGHTS
+from modelfleet.frameworks.stacked import CARRIED, WEIGHTS, Given
 from modelfleet.frameworks.torch import arrays, plain_optimizer
 from modelfleet.frameworks.torch import state as states
-from modelfleet.frameworks.torch.base import CARRIED
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.frameworks.torch.updating import INITIAL_SCALE
 from modelfleet.members import Member
@@ -126,7 +125,7 @@ class PlainMember:
             if parts is None or part in parts
         }
 
-    def write(self, state: Mapping[str, Mapping[str, Tensor | np.ndarray]]) -> None:
+    def write(self, state: Given) -> None:
         """Replace the state by part and name."""
         own = self.state if any(isinstance(leaf, np.ndarray) for leaf in leaves(state)) else {}
         double = torch.empty(0, dtype=torch.float64)

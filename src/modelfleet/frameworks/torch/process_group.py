@@ -36,9 +36,7 @@ class ProcessGroup:
         steps: How many sums were taken so far.
     """
 
-    def __init__(
-        self, rank: int, size: int, timeout: float, store: dist.Store | None, device: str = "cpu"
-    ) -> None:
+    def __init__(self, rank: int, size: int, timeout: float, store: dist.Store, device: str = "cpu") -> None:
         self.rank = rank
         self.size = size
         self.timeout = timeout
@@ -51,9 +49,8 @@ class ProcessGroup:
         """Connect to the other ranks.
 
         Args:
-            address: The same for all ranks, and new for every group: `file:///a/path/that/does/not/exist/yet` on
-            one
-                machine, or `tcp://host:port`, where rank 0 listens.
+            address: The same for all ranks, and new for every group: `file:///a/new/path` on one machine, or
+                `tcp://host:port`, where rank 0 listens.
             rank: The index of this process.
             size: The number of processes.
             timeout: How many seconds to wait for the others, here and in every step.
@@ -112,12 +109,10 @@ class ProcessGroup:
             dist.destroy_process_group()
 
     def _report(self, where: str) -> None:
-        assert self._store is not None
         self._store.set(f"{where}/{self.rank}", "")
 
     def _failure(self, where: str, what: str, error: Exception) -> GroupError:
         """Return an error that names the ranks that are missing. The others are waiting, too, and report that."""
-        assert self._store is not None
         missing = []
         with suppress(Exception):  # the store is gone if the rank that held it is
             self._report(where)

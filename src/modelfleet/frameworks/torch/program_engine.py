@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.engine import NOTHING_LEFT, Hyper, Pace
-from modelfleet.frameworks.stacked import Positions
+from modelfleet.frameworks.stacked import Given, Positions
 from modelfleet.frameworks.stacked_engine import StackedEngine
 from modelfleet.frameworks.torch import malloc
 from modelfleet.frameworks.torch import state as states
@@ -145,17 +145,12 @@ class ProgramEngine(TorchEngine, StackedEngine, Generic[OwnSteps]):
 
     # --- state ---------------------------------------------------------------------------------------------------
 
-    def narrow(self, positions: np.ndarray) -> None:
-        """Give slots only to these members from now on. The others rest."""
-        super().narrow(positions)
+    def give_slots(self, positions: Positions) -> None:
+        """Give slots to these members from now on. The others rest."""
+        super().give_slots(positions)
         self.stepper.coefficients.forget()
 
-    def widen(self) -> None:
-        """Give every member its slot again."""
-        super().widen()
-        self.stepper.coefficients.forget()
-
-    def write(self, positions: Positions, state: State) -> None:
+    def write(self, positions: Positions, state: Given) -> None:
         """Replace the state of some members by part and name."""
         super().write(positions, state)
         self.stepper.coefficients.forget()

@@ -23,7 +23,7 @@ from modelfleet.frameworks.torch.python_state.snapshot import PythonSnapshot
 from modelfleet.frameworks.torch.python_state.undo import restoring_python, restoring_tensors, undoing_side_effects
 from modelfleet.frameworks.torch.tracing.parameters import NeedsGradientError
 from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, Program, trace, untraced
-from modelfleet.trees import leaves, map_tree
+from modelfleet.trees import leaves, map_tree, structure
 from modelfleet.types import State, Tree
 
 Key = tuple[Hashable, ...]
@@ -396,5 +396,9 @@ def readable(state: State) -> State:
 
 
 def _key(args: Args, first: int) -> Key:
-    # Without the member axis, if there is one: the width is kept apart.
-    return tuple((leaf.shape[first:], leaf.dtype, leaf.stride()[first:]) for leaf in leaves(args))
+    # Without the member axis, if there is one: the width is kept apart. With the structure: the weights of padding
+    # and sample weights are an array of floats beside (x, y), both of them.
+    return tuple(
+        (structure(arg), *((leaf.shape[first:], leaf.dtype, leaf.stride()[first:]) for leaf in leaves(arg)))
+        for arg in args
+    )

@@ -69,14 +69,10 @@ def _prepare(recipe: Recipe, names: Sequence[str]) -> Prepared[Task]:
         precision=recipe.precision,
     )
     flags = hyperparameters.static_flags(recipe.optimizer, given, names)
-    distinct: dict[tuple[tuple[str, bool], ...], Task] = {}
-    tasks = []
-    for own in flags:
-        key = tuple(sorted(own.items()))
-        if key not in distinct:
-            distinct[key] = replace(task, optimizer=replace(optimizer, flags=own))
-        tasks.append(distinct[key])
+    keys = [tuple(sorted(own.items())) for own in flags]
+    by_flags = dict(zip(keys, flags, strict=True))
+    tasks = {key: replace(task, optimizer=replace(optimizer, flags=own)) for key, own in by_flags.items()}
     chosen = per_member(recipe.schedule, names, "schedule")
     for schedule in chosen if isinstance(recipe.schedule, Each) else chosen[:1]:
         schedules.resolve(schedule)
-    return Prepared(tasks, chosen, columns)
+    return Prepared([tasks[key] for key in keys], chosen, columns)

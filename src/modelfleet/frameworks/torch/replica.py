@@ -25,7 +25,7 @@ _WITHOUT_ROWS = ("loss", "past_key_values", "encoder_last_hidden_state")
 
 
 class Replica:
-    """A replica of a torch model, in evaluation mode until it is closed (see `adapter_protocol.Replica`).
+    """Replica of a torch model, in evaluation mode until it is closed (see `adapter_protocol.Replica`).
 
     Parameters that are already on the device are not copied. Everything else is, so that replicas do not share the
     buffers that a forward pass writes. A model that can't be copied is used itself.

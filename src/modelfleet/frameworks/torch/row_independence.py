@@ -71,9 +71,8 @@ def divide_by_rows(
 
 
 def _few_rows(leaf: Tensor) -> Tensor:
-    return (
-        leaf[:MAX_ROWS] if len(leaf) > 1 else torch.cat([leaf, leaf])
-    )  # it takes two rows to see what each draws
+    # It takes two rows to see what each draws.
+    return leaf[:MAX_ROWS] if len(leaf) > 1 else torch.cat([leaf, leaf])
 
 
 def _divide(trial: "_Trial", data: Tree, inputs: Tree) -> DrawShapes | str:
@@ -111,18 +110,19 @@ def _divide(trial: "_Trial", data: Tree, inputs: Tree) -> DrawShapes | str:
 
 
 def ignores_padding(steps: Steps, state: State, shared: dict[str, Tensor], data: Tree, real: int) -> bool:
-    """Return True if a step on a batch `(x, y)` equals a step on its first `real` rows, with the rest at weight 0.
+    """Return True if a step on a batch equals a step on its first `real` rows, with the rest at weight 0.
 
-    The loss, the gradients, the sums of the metrics and the buffers are compared.
+    The batch is (x, y) or (x, y, sample_weight). The loss, the gradients, the sums of the metrics and the buffers
+    are compared.
     """
-    x, y = data
+    x, *rest = data
     x = map_tree(lambda leaf: arrays.padded_otherwise(leaf, real), x)
-    y = map_tree(lambda leaf: torch.cat([leaf[:real], leaf[:1].expand_as(leaf[real:])]), y)
-    size = len(leaves(y)[0])
+    rest = map_tree(lambda leaf: torch.cat([leaf[:real], leaf[:1].expand_as(leaf[real:])]), rest)
+    size = len(leaves(rest)[0])
 
     def ignores(trial: _Trial) -> bool:
-        weights = (torch.arange(size, device=leaves(y)[0].device) < real).to(trial.dtype)
-        batch = trial.cast((x, y))
+        weights = (torch.arange(size, device=leaves(rest)[0].device) < real).to(trial.dtype)
+        batch = trial.cast((x, *rest))
         padded = trial.step(_loss, batch, slice(None), trial.extreme_streams(), weights)
         alone = trial.step(_loss, batch, slice(real), trial.extreme_streams(), weights[:real])
         return _close(padded, alone, trial.tolerance)
@@ -216,7 +216,7 @@ class _Trial:
 
     @property
     def tolerance(self) -> float:
-        """How far apart equal results may be, because of rounding."""
+        """Return how far apart equal results may be, because of rounding."""
         floats = [t for part in ("params", "buffers") for t in self.state[part].values() if t.is_floating_point()]
         if any(t.element_size() < 4 for t in floats):
             return 5e-2
@@ -275,20 +275,15 @@ class _Trial:
     def _adds_up_at(
         self, whole: tuple[Tree, dict[str, Tensor], dict[str, Tensor]], data: Tree, draws: DrawShapes, cut: int
     ) -> bool:
-        parts = []
+        total, count, gradients = 0.0, 0.0, map_tree(torch.zeros_like, whole[1])
         for rows in (slice(cut), slice(cut, None)):
             share = torch.tensor(len(range(self.rows)[rows]) / self.rows, dtype=self.dtype)
-            parts.append(
-                self.step(_share, data, rows, self.extreme_streams(self._batch_rows(rows, draws)), None, share)
-            )
-        total, count, gradients = 0.0, 0.0, map_tree(torch.zeros_like, whole[1])
-        for (part, counted), own, _ in parts:
+            streams = self.extreme_streams(self._batch_rows(rows, draws))
+            (part, counted), own, _ = self.step(_share, data, rows, streams, None, share)
             total, count = total + part, count + counted
             gradients = {name: gradients[name] + own.get(name, 0.0) for name in gradients}
-        loss = whole[0][0]
-        return _close(
-            (loss, whole[1]), (total / count, {n: g / count for n, g in gradients.items()}), self.tolerance
-        )
+        mean = total / count, {name: gradient / count for name, gradient in gradients.items()}
+        return _close((whole[0][0], whole[1]), mean, self.tolerance)
 
     def _batch_rows(self, rows: slice, draws: DrawShapes) -> BatchRows:
         found = range(self.rows)[rows]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from modelfleet.frameworks.torch.coefficients import computing, pairs
+from modelfleet.frameworks.torch.coefficients import pairs, widest
 from modelfleet.frameworks.torch.state import exact
 from modelfleet.frameworks.torch.updating import flat, per_member
 from modelfleet.types import State
@@ -22,7 +22,7 @@ def pack(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients and the columns of some rows."""
     params = state["params"]
-    dtype = _widest(params)
+    dtype = widest(params.values())
     all_gradients = [gradients.get(name, torch.zeros_like(p)) for name, p in params.items()]
     numbers = torch.cat([flat(pairs(g)).to(dtype) for g in all_gradients], 1)
     dtype = exact(numbers.device)
@@ -39,7 +39,7 @@ def zeros(state: State) -> tuple[Tensor, Tensor]:
     numbers = sum(pairs(p[0]).numel() for p in params.values())
     columns = 3 + len(_summed(state)) + len(params)
     return (
-        torch.zeros(len(seed), numbers, dtype=_widest(params), device=seed.device),
+        torch.zeros(len(seed), numbers, dtype=widest(params.values()), device=seed.device),
         torch.zeros(len(seed), columns, dtype=exact(seed.device), device=seed.device),
     )
 
@@ -60,14 +60,6 @@ def _shaped(numbers: Tensor, parameter: Tensor) -> Tensor:
     """Return numbers `(member, number)` in the shape and dtype of a parameter. A complex parameter has pairs."""
     own = numbers.reshape(pairs(parameter).shape).to(pairs(parameter).dtype)
     return torch.view_as_complex(own) if parameter.is_complex() else own
-
-
-def _widest(params: Mapping[str, Tensor]) -> torch.dtype:
-    """Return the dtype in which gradients are summed: float32 or wider."""
-    dtype = torch.float32
-    for parameter in params.values():
-        dtype = torch.promote_types(dtype, computing(parameter.dtype))
-    return dtype
 
 
 def _summed(state: State) -> list[str]:

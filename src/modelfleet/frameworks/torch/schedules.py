@@ -45,7 +45,7 @@ _RANGES: Mapping[str, tuple[str, Callable[[float], bool]]] = {
 
 @dataclass(frozen=True, init=False)
 class Schedule:
-    """A named schedule of the learning rate, with a linear warm-up from 0.
+    """Named schedule of the learning rate, with a linear warm-up from 0.
 
     Args:
         name: What follows the warm-up:
@@ -85,8 +85,13 @@ class Schedule:
         object.__setattr__(self, "options", {**_OPTIONS[name], **options})
 
     @property
+    def arguments(self) -> dict[str, float | str | None]:
+        """Return the arguments that make an equal schedule."""
+        return {"name": self.name, "warmup": self.warmup, **self.options}
+
+    @property
     def spans(self) -> bool:
-        """True if the schedule depends on the number of steps of a fit or an epoch."""
+        """Return True if the schedule depends on the number of steps of a fit or an epoch."""
         return self.name != "constant" or 0 < self.warmup < 1
 
 
@@ -110,18 +115,20 @@ def resolve(schedule: ScheduleLike) -> Schedule | Factory:
 
 
 class Schedules:
-    """Hyperparameters of every member at every step.
+    """Hyperparameters of every member at every step (see `adapter_protocol.Adapter.Schedules`).
 
     Schedulers of a factory step once per epoch, as in torch loops, except OneCycleLR and CyclicLR, which step per
     batch.
 
     Args:
-        schedule: One schedule for all members, or a list with one per member.
+        schedules: One schedule per member.
         columns: Hyperparameters `(member,)` as compiled.
-        optimizer: The optimizer of all members.
+        task: The task of all members.
         steps_per_epoch: Steps per epoch `(member,)`; None for data of unknown length.
         epochs: Number of epochs `(member,)`.
         names: Names of the members, for errors.
+        initial_epoch: Epochs of the schedules that are done already. A scheduler that needs losses, as
+            ReduceLROnPlateau does, has none of them, and begins.
 
     Raises:
         InputError: A schedule depends on the number of steps, and `steps_per_epoch` is None.
@@ -129,23 +136,25 @@ class Schedules:
 
     def __init__(
         self,
-        schedule: ScheduleLike | list[ScheduleLike],
+        schedules: Sequence[ScheduleLike],
         columns: Columns,
-        optimizer: Optimizer,
+        task: Task,
         steps_per_epoch: np.ndarray | None,
         epochs: np.ndarray,
         *,
-        names: Sequence[str] | None = None,
+        names: Sequence[str],
+        initial_epoch: int = 0,
     ) -> None:
-        members = len(columns["lr"])
-        names = names or [str(position) for position in range(members)]
-        own = [resolve(one) for one in (schedule if isinstance(schedule, list) else [schedule] * members)]
+        epochs = epochs + initial_epoch
+        self._steps_before = 0 if steps_per_epoch is None else initial_epoch * steps_per_epoch
         named: dict[str, dict[int, Schedule]] = {}
         self._schedulers: dict[int, _Scheduler] = {}  # by position
-        for position, one in enumerate(own):
+        for position, one in enumerate(map(resolve, schedules)):
             if not isinstance(one, Schedule):
                 hyper = {name: float(column[position]) for name, column in columns.items()}
-                self._schedulers[position] = _Scheduler(one, optimizer, hyper, names[position])
+                self._schedulers[position] = made = _Scheduler(one, task.optimizer, hyper, names[position])
+                for _ in range(0 if made.per_batch or made.takes_loss else initial_epoch):
+                    made.end_epoch(None)
             elif (one.name, one.warmup) != ("constant", 0):
                 if steps_per_epoch is None and one.spans:
                     raise InputError(
@@ -154,9 +163,9 @@ class Schedules:
                         f"loader with a length."
                     )
                 named.setdefault(one.name, {})[position] = one
-        per_epoch = np.ones(members, dtype=np.int64) if steps_per_epoch is None else steps_per_epoch
-        self._formulas = [_Formula(schedules, per_epoch, epochs) for schedules in named.values()]
-        self._optimizer = optimizer
+        per_epoch = np.ones(len(names), dtype=np.int64) if steps_per_epoch is None else steps_per_epoch
+        self._formulas = [_Formula(own, per_epoch, epochs) for own in named.values()]
+        self._optimizer = task.optimizer
         self._names = names
         # `_columns` has the values of the schedulers. Named schedules scale its learning rates at each step.
         self._columns = self._current = columns
@@ -164,11 +173,12 @@ class Schedules:
 
     @property
     def by_step(self) -> bool:
-        """True if the columns may change from one step to the next, not only from epoch to epoch."""
+        """Return True if the columns may change from one step to the next, not only from epoch to epoch."""
         return bool(self._formulas) or any(one.per_batch for one in self._schedulers.values())
 
     def at(self, step: np.ndarray) -> Columns:
         """Return the hyperparameters at each member's step, counted from 0; the same object if none changed."""
+        step = step + self._steps_before
         moved = [one.go_to(int(step[position])) for position, one in self._schedulers.items() if one.per_batch]
         if any(moved):
             self._read_back()
@@ -225,7 +235,7 @@ class Schedules:
 
 
 class _Formula:
-    """A named schedule for all members that have it, each with its own options."""
+    """Named schedule for all members that have it, each with its own options."""
 
     def __init__(self, schedules: Mapping[int, Schedule], steps_per_epoch: np.ndarray, epochs: np.ndarray) -> None:
         own = list(schedules.values())
@@ -274,26 +284,14 @@ def _cosine(start: np.ndarray | float, end: np.ndarray | float, progress: np.nda
     return end + (start - end) / 2 * (np.cos(np.pi * progress) + 1)
 
 
-def of_task(
-    schedules: list[ScheduleLike],
-    columns: Columns,
-    task: Task,
-    per_epoch: np.ndarray | None,
-    epochs: np.ndarray,
-    *,
-    names: Sequence[str],
-) -> Schedules:
-    """Return the schedules of the members of a lane (see `adapter_protocol.Adapter.Schedules`)."""
-    return Schedules(schedules, columns, task.optimizer, per_epoch, epochs, names=names)
-
-
 class _Scheduler:
-    """A scheduler of torch, for one member."""
+    """Scheduler of torch, for one member."""
 
     def __init__(self, factory: Factory, optimizer: Optimizer, hyper: Mapping[str, float], name: str) -> None:
         self.factory, self.rule, self.hyper, self.name = factory, optimizer, hyper, name
         self.start()
         self.per_batch = isinstance(self.scheduler, lr_scheduler.OneCycleLR | lr_scheduler.CyclicLR)
+        self.takes_loss = isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau)
 
     def start(self) -> None:
         """Make a new scheduler, before its first step."""
@@ -322,7 +320,7 @@ class _Scheduler:
 
     def loss(self, values: Mapping[str, float]) -> float | None:
         """Return the loss of an epoch if the scheduler takes one, as ReduceLROnPlateau does."""
-        if not isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau):
+        if not self.takes_loss:
             return None
         loss = values.get("val_loss", values.get("loss"))
         if loss is None:
@@ -353,17 +351,15 @@ class _Scheduler:
     def read(self) -> list[tuple[str, float]]:
         """Return the current hyperparameters, by column."""
         group = self.optimizer.param_groups[0]
-        return [
-            (flat, float(value))
-            for name in self.rule.defaults
-            for flat, value in zip(
-                flat_names(name), group[name] if name == "betas" else (group[name],), strict=True
-            )
-        ]
+        found: list[tuple[str, float]] = []
+        for name in self.rule.defaults:
+            values = group[name] if name == "betas" else (group[name],)
+            found += zip(flat_names(name), map(float, values), strict=True)
+        return found
 
 
 class _NoOptimizer(torch.optim.Optimizer):
-    """An optimizer that only holds hyperparameters, for algorithms that torch has no class for."""
+    """Optimizer that only holds hyperparameters, for algorithms that torch has no class for."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], **settings: Any) -> None:
         super().__init__(parameters, settings)

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from modelfleet.frameworks.structure import Signature
 from modelfleet.frameworks.torch.values import Freezer, differ, show
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 # Attributes that nn.Module keeps for itself, and that libraries set on modules but no forward reads.
 _BOOKKEEPING = frozenset(vars(nn.Module())) | {
@@ -35,7 +35,7 @@ class _Module(NamedTuple):
 
 
 class _Again(NamedTuple):
-    """A module that occurs in the model a second time."""
+    """Module that occurs in the model a second time."""
 
     first: str
 
@@ -69,17 +69,13 @@ def signature(model: nn.Module) -> Signature:
         # A local class is compared with its forward. In other classes, forward may be replaced between two models.
         forward = getattr(cls, "forward", None) if kind is cls else None
         entries.append((path, _Module(kind, forward, module.training, _hooks(module, freezer))))
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                entries.append(
-                    (dot + name, _describe("parameter", parameter, dot + name, tensors, overlaps, True))
-                )
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                persistent = name not in module._non_persistent_buffers_set
-                entries.append(
-                    (dot + name, _describe("buffer", buffer, dot + name, tensors, overlaps, persistent))
-                )
+        temporary = module._non_persistent_buffers_set
+        held = [("parameter", name, tensor, True) for name, tensor in module._parameters.items()]
+        held += [("buffer", name, tensor, name not in temporary) for name, tensor in module._buffers.items()]
+        for role, name, tensor, persistent in held:
+            if tensor is not None:
+                described = _describe(role, tensor, dot + name, tensors, overlaps, persistent)
+                entries.append((dot + name, described))
         attributes = vars(module)
         for name in sorted(name for name in attributes if name not in _BOOKKEEPING):
             entries.append((dot + name, freezer.freeze(attributes[name])))
@@ -172,7 +168,7 @@ def _names(modules: Sequence[tuple[str, nn.Module, str | None]]) -> dict[int, st
 def _hooks(module: nn.Module, freezer: Freezer) -> tuple[Hashable, ...]:
     """Return the hooks that run with forward or backward, without their keys, which a global counter gives."""
     found: list[Hashable] = []
-    for table in _HOOKS:
+    for table in HOOKS:
         hooks = getattr(module, table)
         if hooks:
             keyed = getattr(module, f"{table}_with_kwargs", {})

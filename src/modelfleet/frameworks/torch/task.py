@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from modelfleet.errors import InputError
 from modelfleet.fingerprints import fingerprint
-from modelfleet.frameworks.batches import input_and_target, loss_and_metrics
-from modelfleet.frameworks.torch.losses import Loss, weighted
+from modelfleet.frameworks.batches import loss_and_metrics, unpack
+from modelfleet.frameworks.losses import no_loss_by_row
+from modelfleet.frameworks.torch.losses import Loss, by_row, weighted
 from modelfleet.frameworks.torch.metrics import Metric
 from modelfleet.frameworks.torch.optimizers import Optimizer
 from modelfleet.trees import leaves, map_tree
@@ -28,19 +29,19 @@ class Task:
 
     optimizer: Optimizer
     loss: Loss | None = None
-    objective: Callable[[nn.Module, Any], Any] | None = None
+    objective: Callable[[nn.Module, Tree], Any] | None = None
     metrics: tuple[Metric, ...] = ()
     clip: bool = False
     precision: Precision = "float32"
 
     @property
     def maskable(self) -> bool:
-        """True if the loss and every metric can leave out padded rows by weights."""
+        """Return True if the loss and every metric can leave out padded rows by weights."""
         return self.loss is not None and self.loss.rows is not None and all(m.maskable for m in self.metrics)
 
     @cached_property
     def summary(self) -> str:
-        """The task in one line, for checkpoints. A run can be resumed only with an equal summary."""
+        """Return the task as one line for checkpoints. A run can be resumed only with an equal summary."""
         flags = [name for name, on in self.optimizer.flags.items() if on]
         if self.objective is not None:
             loss = fingerprint(self.objective)
@@ -68,14 +69,16 @@ class Task:
             loss, extra = loss_and_metrics(self.objective(model, batch), Tensor)
             sums = {name: torch.as_tensor(value).detach() * rows for name, value in extra.items()}
         elif self.loss is not None:
-            x, target = input_and_target(batch, self.loss.name)
+            x, target, own = unpack(batch, self.loss.name)
             output = logits(call(model, x))
-            if weights is not None:
-                loss = weighted(self.loss, output, target, weights)
-            else:
+            if weights is None and own is None:
                 loss = self.loss.plain(output, target)
+            else:
+                loss = weighted(self.loss, output, target, weights, own)
             sums = self._sums(output, target, weights)
         else:
+            if isinstance(batch, tuple) and len(batch) == 3:
+                raise no_loss_by_row(f"{type(model).__name__}.loss")
             x = batch[0] if isinstance(batch, tuple) else batch
             output = call(model, x)
             loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -96,26 +99,25 @@ class Task:
         the batch that the rows are. A loss without values per row (a function, an objective, the output's own
         `.loss`) is taken as the mean over its rows, which `row_independence.divide_by_rows` has verified.
         """
-        if self.loss is not None and self.loss.parts is not None and self.objective is None:
-            x, target = input_and_target(batch, self.loss.name)
-            output = logits(call(model, x))
-            total, count = self.loss.parts(output, target)
-            sums = {
-                **self._sums(output, target, weights),
-                "rows": torch.as_tensor(_count(batch), device=part.device),
-            }
-            return total, part.to(total.dtype) if count is None else count, sums
-        if self.objective is not None or self.loss is None or self.loss.rows is None:
-            loss, sums = self.run(model, batch, weights)
-            return loss * sums["rows"], sums["rows"], sums
-        x, target = input_and_target(batch, self.loss.name)
+        loss = self.loss if self.objective is None else None
+        if loss is None or (loss.parts is None and loss.rows is None):
+            mean, sums = self.run(model, batch, weights)
+            return mean * sums["rows"], sums["rows"], sums
+        x, target, own = unpack(batch, loss.name)
         output = logits(call(model, x))
-        totals, counts = self.loss.rows(output, target)
-        if weights is None:
-            rows = torch.as_tensor(_count(batch), device=totals.device)
+        if loss.rows is not None:
+            totals, counts = by_row(loss, output, target, own)
+            if weights is not None:
+                totals, counts = weights * totals, weights * counts
+            total, count = totals.sum(), counts.sum()
+        elif own is not None:
+            raise no_loss_by_row(loss.name)
         else:
-            totals, counts, rows = weights * totals, weights * counts, weights.sum()
-        return totals.sum(), counts.sum(), {**self._sums(output, target, weights), "rows": rows}
+            assert loss.parts is not None
+            total, count = loss.parts(output, target)
+            count = part.to(total.dtype) if count is None else count
+        rows = torch.as_tensor(_count(batch), device=total.device) if weights is None else weights.sum()
+        return total, count, {**self._sums(output, target, weights), "rows": rows}
 
     def values(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the loss and the metrics from their sums over an epoch."""
@@ -141,14 +143,15 @@ class Task:
             return {}
         if weights is None:
             weights = torch.ones(_count(output), device=leaves(output)[0].device)
+        seen = map_tree(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
         return {
             f"{metric.name}/{key}": value
             for metric in self.metrics
-            for key, value in metric.sums(_detached(output), target, weights).items()
+            for key, value in metric.sums(seen, target, weights).items()
         }
 
 
-def call(model: nn.Module, x: Tree) -> Any:
+def call(model: nn.Module, x: Tree) -> Tree:
     """Call a model with a dict as keywords, a tuple or list as arguments, or a single tensor.
 
     A dict, tuple or list that does not match the parameters of `forward` is passed as one argument.
@@ -160,13 +163,13 @@ def call(model: nn.Module, x: Tree) -> Any:
     return model(x)
 
 
-def _accepts(model: nn.Module, args: Sequence[Any], keywords: Mapping[Any, Any]) -> bool:
+def _accepts(model: nn.Module, args: Sequence[object], keywords: Mapping[str, object]) -> bool:
     forward: Any = model.forward
     return _binds(getattr(forward, "__func__", forward), hasattr(forward, "__func__"), len(args), tuple(keywords))
 
 
 @lru_cache
-def _binds(forward: Callable[..., Any], is_method: bool, count: int, names: tuple[Any, ...]) -> bool:
+def _binds(forward: Callable[..., Any], is_method: bool, count: int, names: tuple[str, ...]) -> bool:
     """Return False if `forward` takes one argument, but neither `count` arguments nor these keywords."""
     own = [None] if is_method else []
     try:
@@ -184,7 +187,7 @@ def _binds(forward: Callable[..., Any], is_method: bool, count: int, names: tupl
     return True
 
 
-def logits(output: Any) -> Any:
+def logits(output: Tree) -> Tree:
     """Return the tensor that users mean by a model's output: the output itself, or Hugging Face's `.logits`."""
     if isinstance(output, Tensor):
         return output
@@ -198,12 +201,12 @@ def logits(output: Any) -> Any:
     return output
 
 
-def _holds_tensors(value: Any) -> bool:
+def _holds_tensors(value: Tree) -> bool:
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
     return isinstance(value, Tensor) or any(_holds_tensors(part) for part in parts)
 
 
-def _scalar(loss: Any) -> Tensor:
+def _scalar(loss: object) -> Tensor:
     if not isinstance(loss, Tensor):
         raise InputError(f"the loss is a {type(loss).__name__}; expected a tensor of one number.")
     if loss.numel() != 1:
@@ -213,7 +216,3 @@ def _scalar(loss: Any) -> Tensor:
 
 def _count(batch: Tree) -> int:
     return next(leaf.shape[0] for leaf in leaves(batch) if isinstance(leaf, Tensor))
-
-
-def _detached(output: Tree) -> Tree:
-    return map_tree(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)

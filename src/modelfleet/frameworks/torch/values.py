@@ -44,14 +44,14 @@ _CLASS_BOOKKEEPING = frozenset(
 
 
 class Leaf(NamedTuple):
-    """A value without parts."""
+    """Value without parts."""
 
     kind: Hashable
     content: Hashable
 
 
 class Tree(NamedTuple):
-    """A value with parts. A part's label follows the name of the whole, as in `[0]` and `.stride`."""
+    """Value with parts. A part's label follows the name of the whole, as in `[0]` and `.stride`."""
 
     kind: Hashable
     parts: tuple[tuple[str, Hashable], ...]
@@ -264,13 +264,14 @@ def _items(mapping: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:
     attributes = dict(getattr(value, "__dict__", ()))
-    for name in _slots(type(value)):
+    for name in slots_of(type(value)):
         if hasattr(value, name):
             attributes[name] = getattr(value, name)
     return [(f".{name}", item) for name, item in sorted(attributes.items()) if name not in _ORIGIN]
 
 
-def _slots(cls: type) -> list[str]:
+def slots_of(cls: type) -> list[str]:
+    """Return the names of the attributes that instances keep in `__slots__`."""
     found = []
     for base in cls.__mro__:
         slots = vars(base).get("__slots__", ())
@@ -284,5 +285,5 @@ def _slots(cls: type) -> list[str]:
 
 def _keeps_hidden_state(cls: type) -> bool:
     """Return True if instances hold more than attributes, like files, locks and other objects written in C."""
-    words = len(_slots(cls)) + (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0)
+    words = len(slots_of(cls)) + (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0)
     return cls.__itemsize__ > 0 or cls.__basicsize__ > object.__basicsize__ + words * struct.calcsize("P")

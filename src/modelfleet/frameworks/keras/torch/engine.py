@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from modelfleet.errors import InputError
 from modelfleet.frameworks import batches
 from modelfleet.frameworks.batch import Batch
-from modelfleet.frameworks.engine import Engine, Hyper
+from modelfleet.frameworks.engine import Hyper
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.keras.losses import label_check
 from modelfleet.frameworks.keras.own_functions import evaluation_offset
@@ -139,15 +139,11 @@ class KerasTorchEngine(ProgramEngine[TorchSteps]):
 
     # --- state ---------------------------------------------------------------------------------------------------
 
-    def adopt(self, position: int, other: Engine, source: int) -> None:
-        """Copy the number of steps that a member has taken. Its optimizer's state is in its model."""
-        self.write([position], {"member": {"step": other.read([source], ("member",))["member"]["step"]}})
-
     def still_shared(self, members: Sequence[Member]) -> bool:
         """Return True if all members are compiled as they were when the lane was made."""
         return not self._steps.own.stale and all(task_of(member.model) is self.task for member in members)
 
-    def gather(self, members: Sequence[Member]) -> State:
+    def _held_by(self, members: Sequence[Member]) -> State:
         """Return the weights and the optimizer's variables that the models of some members hold."""
         found = [self._steps.own.state(member.model) for member in members]
         return stack(
@@ -161,9 +157,9 @@ class KerasTorchEngine(ProgramEngine[TorchSteps]):
         for row, member in enumerate(members):
             self._steps.own.write_back(member.model, map_tree(lambda tensor, row=row: tensor[row], state))
 
-    def refresh(self, positions: Positions, members: Sequence[Member]) -> None:
-        """Replace the state of some members by the state of their models."""
-        self.write(positions, self.gather(members))
+    def gather(self, positions: Positions, members: Sequence[Member]) -> None:
+        """Copy the state that the models of some members hold into the state here."""
+        self.write(positions, self._held_by(members))
 
     # --- checks --------------------------------------------------------------------------------------------------
 
@@ -218,7 +214,7 @@ class KerasTorchEngine(ProgramEngine[TorchSteps]):
 
     def _from_models(self, members: Sequence[Member]) -> State:
         """Allocate the stacked tensors: what the members' models hold, and everything else initial."""
-        state = self.gather(members)
+        state = self._held_by(members)
         width = len(members)
         state["metrics"] = self._fresh_metrics(width)
         state["member"] = {

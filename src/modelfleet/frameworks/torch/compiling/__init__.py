@@ -1,1 +1,1 @@
-"""Traced graphs, compiled in a second process while the training goes on."""
+"""Traced graphs, compiled in a second process while training continues."""

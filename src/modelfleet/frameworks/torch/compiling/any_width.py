@@ -12,7 +12,7 @@ from torch import fx, ops
 
 
 class FixedWidthError(Exception):
-    """A graph works for one width only."""
+    """Raised for a graph that works for one width only."""
 
 
 def merge_widths(graph: fx.GraphModule, width: int, other: fx.GraphModule, other_width: int) -> fx.GraphModule:

@@ -37,7 +37,7 @@ class Outcome:
 
 
 class CompileProcess:
-    """A process that compiles one program into torch's cache. Its folder is removed however it ends."""
+    """Process that compiles one program into torch's cache. Its folder is removed however it ends."""
 
     def __init__(self, forms: Sequence[GraphSource]) -> None:
         self.forms = list(forms)
@@ -76,7 +76,7 @@ class CompileProcess:
 
     @property
     def outcome(self) -> Outcome | None:
-        """How compiling ended; None while it goes on. Once it has ended, process and folder are removed."""
+        """Return how compiling ended; None while it goes on. Once it has ended, process and folder are removed."""
         if self._outcome is None and os.getpid() == self._owner:
             found = self._poll()
             if found is not None:
@@ -137,9 +137,8 @@ class CompileQueue:
         self._lock = threading.Lock()
         self._running: list[CompileProcess] = []
         self._first: WeakKeyDictionary[Any, float] = WeakKeyDictionary()  # time of each one's first request
-        self._requests: WeakKeyDictionary[Any, tuple[float, float]] = (
-            WeakKeyDictionary()
-        )  # value, and until when it counts
+        # By requester: the value of its request, and until when that counts.
+        self._requests: WeakKeyDictionary[Any, tuple[float, float]] = WeakKeyDictionary()
 
     def abandon(self) -> None:
         """Drop everything in a process that was forked from the owner of the queue."""

@@ -1,10 +1,10 @@
-"""Compile programs while the training goes on, and only where that saves more time than it costs.
+"""Compile programs while training continues, and only where that saves more time than it costs.
 
 Training starts on the traced graph at once. When enough work remains, the graph goes as text to a second process,
 which compiles it into torch's own cache on disk; this process then loads it from there in about a second. A second
 run of the same structure finds it in the cache right away. `compile_queue.py` has one such process at a time.
 
-`MODELFLEET_COMPILE` says otherwise: `now` compiles before the first step, `never` does not compile.
+`MODELFLEET_COMPILE` changes this: `now` compiles before the first step, `never` does not compile.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -55,7 +56,7 @@ def compile_mode() -> CompileMode:
 
 
 class Compiler:
-    """Decides whether to compile one program, and compiles it while the training goes on.
+    """Decides whether to compile one program, and compiles it while training continues.
 
     Args:
         program: The program. Its `run` is replaced by the compiled form.
@@ -67,13 +68,12 @@ class Compiler:
         self._program = program
         self._at_width = at_width if program.width > 1 else None
         self._process: CompileProcess | None = None
-        self._known: Path | None = None
         self._next_look = 0.0
         self._done = program.graph is None or len(program.graph.graph.nodes) > MAX_NODES
 
     @property
     def busy(self) -> bool:
-        """True while the program is being compiled."""
+        """Return True while the program is being compiled."""
         return self._process is not None
 
     def consider(self, steps_left: int, seconds_per_step: float | None) -> None:
@@ -109,9 +109,9 @@ class Compiler:
         graph = self._program.graph
         assert graph is not None
         cost = max(SECONDS_AT_LEAST, SECONDS_PER_NODE * len(graph.graph.nodes))
-        if saving >= SECONDS_TO_LOAD and self._marker().exists():
+        if saving >= SECONDS_TO_LOAD and self._marker.exists():
             QUEUE.withdraw(self)
-            form = self._marker().read_text()
+            form = self._marker.read_text()
             self._load([source for source in self._forms() if source.form == form] or self._forms())
         elif saving > cost:
             try:
@@ -123,10 +123,15 @@ class Compiler:
         else:
             QUEUE.withdraw(self)
 
+    @cached_property
     def _marker(self) -> Path:
-        if self._known is None:  # computed once: the text of a program is long
-            self._known = _marker(self._program)
-        return self._known
+        """Return the path of a file that exists if this program has been compiled before. It holds the form."""
+        graph, inputs = self._program.graph, self._program.inputs
+        assert graph is not None
+        source = GraphSource.of(graph, inputs, ONE_WIDTH)
+        text = f"{torch.__version__} {source.text} {[describe(spec) for spec in inputs]}"
+        name = hashlib.sha256(text.encode()).hexdigest()[:32]
+        return cache_folder() / "modelfleet" / name  # next to torch's own files, so that both are deleted together
 
     def _forms(self) -> list[GraphSource]:
         """Return the graphs to compile, the best first: for any width if possible, and for this width alone."""
@@ -168,9 +173,8 @@ class Compiler:
             return
         self._program.compiled = True
         self._program.any_width = form == ANY_WIDTH
-        mark = self._marker()
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.write_text(form)
+        self._marker.parent.mkdir(parents=True, exist_ok=True)
+        self._marker.write_text(form)
 
 
 _failures: list[str] = []  # why steps could not be compiled
@@ -244,12 +248,3 @@ def _unknown_width(fakes: FakeTensorMode, hint: int) -> Any:  # a SymInt
 
     axis = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     return fakes.from_tensor(torch.empty(hint), symbolic_context=axis).shape[0]
-
-
-def _marker(program: Program) -> Path:
-    """Return the path of a file that exists if this program has been compiled before. It holds the form."""
-    assert program.graph is not None
-    source = GraphSource.of(program.graph, program.inputs, ONE_WIDTH)
-    text = f"{torch.__version__} {source.text} {[describe(spec) for spec in program.inputs]}"
-    name = hashlib.sha256(text.encode()).hexdigest()[:32]
-    return cache_folder() / "modelfleet" / name  # next to torch's own files, so that both are deleted together

@@ -20,7 +20,7 @@ ANY_WIDTH: Form = "any-width"
 
 @dataclass(frozen=True)
 class GraphSource:
-    """A graph as Python text, the constant tensors it refers to, and the shapes of its inputs."""
+    """Graph as Python text, the constant tensors it refers to, and the shapes of its inputs."""
 
     form: Form
     text: str

@@ -39,7 +39,10 @@ class DivergenceCheck:
 
     def check(self) -> None:
         """Raise `StatefulError` if a member's structure no longer equals the first member's."""
-        same = all(map(_holds, self._tables, self._values))
+        same = all(
+            len(table) == len(values) and all(map(is_, table.values(), values))
+            for table, values in zip(self._tables, self._values, strict=True)
+        )
         if same and self._versions == [tensor._version for tensor in self._tensors]:
             return
         (first, model), *others = self._models
@@ -58,7 +61,3 @@ class DivergenceCheck:
         self._values = [tuple(table.values()) for table in self._tables]
         self._tensors = [value for values in self._values for value in values if isinstance(value, Tensor)]
         self._versions = [tensor._version for tensor in self._tensors]
-
-
-def _holds(table: dict[str, Any], values: tuple[Any, ...]) -> bool:
-    return len(table) == len(values) and all(map(is_, table.values(), values))

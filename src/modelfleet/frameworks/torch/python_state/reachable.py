@@ -8,13 +8,16 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from modelfleet.frameworks.structure import nested_code
+from modelfleet.frameworks.torch.structure import HOOKS
+from modelfleet.frameworks.torch.values import slots_of
 from modelfleet.frameworks.user_code import is_user_file
 from modelfleet.frameworks.watched import (
     MISSING,
@@ -35,8 +38,7 @@ _SCALARS = frozenset(
     | {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
 )
 _MAX_WATCHED = 200_000
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_TABLES = ("_parameters", "_buffers", "_modules", *_HOOKS)
+_TABLES = ("_parameters", "_buffers", "_modules", *HOOKS)
 # Attributes that nn.Module keeps for itself, and no forward reads.
 _UNREAD = (frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}) - {"training"}
 _CLASS_BOOKKEEPING = frozenset(
@@ -172,7 +174,7 @@ class Reachable:
             table = vars(module).get(key)
             if not isinstance(table, dict):
                 continue
-            if key not in _HOOKS:
+            if key not in HOOKS:
                 self._follow_dict(name, table, lambda key: f".{key}", cheap=False)
                 continue
             hooks = WatchedDict(f"{name}'s hooks", table, lambda key: "")
@@ -189,8 +191,11 @@ class Reachable:
         if vars(function):
             self._follow_dict(name, vars(function), lambda key: f".{key}")
         if is_user_file(function.__code__.co_filename):
-            words = set(_names_in(function.__code__))
-            self._words |= words | set(_identifiers_in(function.__code__))
+            codes = list(nested_code(function.__code__))
+            words = {name for code in codes for name in code.co_names}
+            # Strings that could be names, such as the one in `getattr(self, "beta")`.
+            strings = {constant for code in codes for constant in code.co_consts if isinstance(constant, str)}
+            self._words |= words | {string for string in strings if string.isidentifier()}
             self._follow_names("the global ", function.__globals__, words)
             for word in words - function.__globals__.keys():
                 self._follow_user_module(sys.modules.get(word), words)  # imported within the function
@@ -254,7 +259,7 @@ class Reachable:
                 # An attribute that is now found on its class may be set on the object later.
                 given = (word for word in self._words - attributes.keys() if _is_value_of(kind, word))
                 self._follow_names(f"{name}.", attributes, self._words, given)
-        slots = [slot for base in kind.__mro__ for slot in _slots(base)]
+        slots = slots_of(kind)
         if slots:
             watched = WatchedSlots(name, value, slots)
             self._add(watched, self._tokens(watched.values, [f"{name}.{slot}" for slot in slots]))
@@ -272,23 +277,6 @@ def _own_tensors(models: Iterable[nn.Module]) -> dict[int, str]:
 
 def _numbered(name: str, count: int) -> list[str]:
     return [f"{name}[{index}]" for index in range(count)]
-
-
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    """Yield the names of globals and attributes in some code, and in the functions within."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
-
-
-def _identifiers_in(code: types.CodeType) -> Iterator[str]:
-    """Yield the strings in some code that could be names, such as the one in `getattr(self, "beta")`."""
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _identifiers_in(constant)
-        elif isinstance(constant, str) and constant.isidentifier():
-            yield constant
 
 
 def _is_user_class(cls: type) -> bool:
@@ -312,13 +300,3 @@ def _is_data(kind: type) -> bool:
         for base in kind.__mro__[:-1]
         for name, value in vars(base).items()
     )
-
-
-def _slots(cls: type) -> list[str]:
-    slots = vars(cls).get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return [
-        f"_{cls.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
-        for name in names
-        if name not in ("__dict__", "__weakref__")
-    ]

@@ -58,7 +58,7 @@ class PythonSnapshot:
 
     @property
     def key(self) -> Hashable:
-        """A value that is equal for two snapshots if the same was there to read."""
+        """Return a value that is equal for two snapshots if the same was there to read."""
         return tuple(watched.token for watched in self.watched), self._flags
 
 

@@ -1,9 +1,9 @@
-"""Run a model's Python for a look, and undo what it changed: Python values, tensors and random generators."""
+"""Try out a model's Python, and undo what it changed: Python values, tensors and random generators."""
 
 import inspect
 import random
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from modelfleet.frameworks.torch.python_state.checks import StatefulError
 from modelfleet.frameworks.torch.python_state.snapshot import PythonSnapshot
 from modelfleet.frameworks.torch.tracing.writes import UNDECLARED_WRITERS
 from modelfleet.frameworks.user_code import line_of_frame
+from modelfleet.frameworks.watched import comparable
 
 _WRAPPER = "torch/random/eager.py"  # puts functions of its own around those of `torch.random`
 _FORK_RNG = inspect.unwrap(torch.random.fork_rng).__code__
@@ -84,22 +86,25 @@ def restoring_tensors(snapshot: PythonSnapshot, *, strictly: bool = True) -> Ite
             save(owner, owner.set_state, owner.get_state(), "seeds torch's generator", frame)
 
     numpy_state = np.random.get_state()
-    profiler = sys.getprofile()
+    profiler: Any = sys.getprofile()
     with _Rollback([*snapshot.tensors.values(), *snapshot.parameters]) as written:
         sys.setprofile(watch_calls)  # in this thread only: others may draw at the same time
         try:
             yield
         finally:
-            _resume_profiler(profiler)
+            if profiler is None or callable(profiler):
+                sys.setprofile(profiler)
+            else:
+                profiler.enable()  # cProfile's profiler can't be set
             written.undo()
             for put, state, _ in saved.values():
                 put(state)
-            if _comparable(np.random.get_state()) != _comparable(numpy_state):
+            if comparable(np.random.get_state()) != comparable(numpy_state):
                 saved[0] = np.random.set_state, numpy_state, "draws from numpy.random"
                 np.random.set_state(numpy_state)
     for _, _, does in saved.values() if strictly else ():
         raise StatefulError(f"it {does}, which has no stream per member")
-    if strictly and any(written.has_undone(parameter) for parameter in snapshot.parameters):
+    if strictly and any(id(parameter) in written.undone for parameter in snapshot.parameters):
         raise StatefulError("its train() changes its parameters")
 
 
@@ -115,17 +120,6 @@ def _forks_generator(frame: FrameType | None) -> bool:
     return False
 
 
-def _resume_profiler(profiler: Any) -> None:
-    if profiler is None or callable(profiler):
-        sys.setprofile(profiler)
-    else:
-        profiler.enable()  # cProfile's profiler can't be set
-
-
-def _comparable(state: Any) -> Hashable:
-    return tuple(part.tobytes() if isinstance(part, np.ndarray) else part for part in state)
-
-
 class _Rollback(TorchDispatchMode):
     """Context that copies a tensor before the first write to it, so that the write can be undone."""
 
@@ -136,21 +130,13 @@ class _Rollback(TorchDispatchMode):
             if tensor.layout == torch.strided and not tensor.is_meta and tensor.numel():
                 self._known.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-        self._changed: set[int] = set()
+        self.undone: set[int] = set()  # ids of the tensors in which `undo` has found a change
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if (
-            self._known
-            and type(func) is torch._ops.OpOverload
-            and (func._schema.is_mutable or func in UNDECLARED_WRITERS)
-        ):
+        if self._known and type(func) is OpOverload and (func._schema.is_mutable or func in UNDECLARED_WRITERS):
             for value in (*args, *kwargs.values()):
                 for tensor in value if isinstance(value, list | tuple) else (value,):
                     if isinstance(tensor, Tensor):
@@ -164,14 +150,10 @@ class _Rollback(TorchDispatchMode):
             if id(known) not in self._copies:
                 self._copies[id(known)] = known, known.detach().clone()
 
-    def has_undone(self, tensor: Tensor) -> bool:
-        """Return True if `undo` found that a tensor had changed."""
-        return id(tensor) in self._changed
-
     def undo(self) -> None:
         """Write the copies back to the tensors that have changed."""
         with torch.no_grad():
             for key, (tensor, copy) in self._copies.items():
                 if not torch.equal(tensor, copy):
-                    self._changed.add(key)
+                    self.undone.add(key)
                     tensor.detach().copy_(copy)

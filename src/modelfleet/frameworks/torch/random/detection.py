@@ -11,6 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from modelfleet.frameworks.structure import cell_contents, nested_code
+from modelfleet.frameworks.torch.structure import HOOKS
+
 _RANDOM_NAMES = re.compile(
     r"drop|rand|bernoulli|normal(?!i)|uniform|multinomial|poisson|binomial|sample|exponential|cauchy|geometric|gumbel"
     r"|noise|rrelu|perm(?!ute)|shuffle|gamma_|dirichlet|seed|generator|distribution|fractional",
@@ -44,17 +47,12 @@ def _may_draw(
         if _is_from_torch(module):
             if isinstance(module, _RANDOM_MODULES):
                 return True
-            rates += [(module, rate) for rate in ("p", "dropout") if _is_rate(getattr(module, rate, None))]
+            found = {name: getattr(module, name, None) for name in ("p", "dropout")}
+            rates += [(module, n) for n, rate in found.items() if not isinstance(rate, nn.Module | None)]
         else:
             waiting += _methods(type(module))
             waiting += [value for value in vars(module).values() if callable(value)]
-        hooks = (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        )
-        waiting += [hook for table in hooks for hook in table.values()]
+        waiting += [hook for table in HOOKS for hook in getattr(module, table).values()]
     while waiting:
         function = waiting.pop()
         if isinstance(function, nn.Module):
@@ -66,16 +64,12 @@ def _may_draw(
             return True
         if found.__code__ in seen or _is_from_torch(found):
             continue
-        for code in _codes(found.__code__):
+        for code in nested_code(found.__code__):
             seen.add(code)
             if any(_RANDOM_NAMES.search(name) for name in (*code.co_names, *code.co_freevars)):
                 return True
             waiting += _called(found, code)
     return False
-
-
-def _is_rate(value: Any) -> bool:
-    return value is not None and not isinstance(value, nn.Module)
 
 
 def _is_from_torch(value: Any) -> bool:
@@ -99,13 +93,6 @@ def _python_function(value: Any) -> types.FunctionType | None:
     return value
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
-
-
 def _called(function: types.FunctionType, code: types.CodeType) -> Iterator[Any]:
     """Yield the Python functions that some code may call: global ones, and those it closes over."""
     for name in code.co_names:
@@ -113,10 +100,7 @@ def _called(function: types.FunctionType, code: types.CodeType) -> Iterator[Any]
         if isinstance(value, types.FunctionType):
             yield value
     for cell in function.__closure__ or ():
-        try:
-            value = cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
+        value = cell_contents(cell)
         if isinstance(value, types.FunctionType | types.MethodType | nn.Module):
             yield value
 

@@ -1,4 +1,4 @@
-"""A member's own random numbers in eager execution: the numbers that it would draw in a fused lane.
+"""Draw a member's own random numbers in eager execution: the numbers that it would draw in a fused lane.
 
     with EagerDraws(seed, step) as draws:
         loss = objective(model, batch)
@@ -26,6 +26,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from modelfleet.frameworks.torch.random.operations import (
@@ -70,7 +71,7 @@ class WordCache:
 
 
 class _NumberedStreams(Streams):
-    """A member's streams of one step, with the number of the next draw set from outside."""
+    """Streams of one member and step, with the number of the next draw set from outside."""
 
     def __init__(self, seed: int, step: int, device: torch.device, cache: WordCache) -> None:
         super().__init__(torch.tensor(seed, device=device), torch.tensor(step, device=device))
@@ -121,14 +122,17 @@ class EagerDraws(TorchDispatchMode):
         _PATCHES.leave()
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if not _is_random(func) or self._uses_torch or has_own_generator(args, kwargs) or is_on_meta(args, kwargs):
             return func(*args, **kwargs)
         number, self._number = self._number, self._number + 1
         self.count = max(self.count, self._number)
-        streams = self._stream(device_of(args, kwargs)).at(number)
+        device = device_of(args, kwargs)
+        if device not in self._streams:
+            self._streams[device] = _NumberedStreams(self._seed, self._step, device, self._cache)
+        streams = self._streams[device].at(number)
         if func in DRAW_RULES:
             return DRAW_RULES[func](streams, *args, **kwargs)
         return draw_by_torch(streams, func, args, kwargs)
@@ -149,11 +153,6 @@ class EagerDraws(TorchDispatchMode):
     def use_torch(self) -> None:
         """Draw from torch's generator from now on: the model has seeded it."""
         self._uses_torch = True
-
-    def _stream(self, device: torch.device) -> _NumberedStreams:
-        if device not in self._streams:
-            self._streams[device] = _NumberedStreams(self._seed, self._step, device, self._cache)
-        return self._streams[device]
 
 
 _is_random = cache(is_random)
@@ -233,7 +232,7 @@ _PATCHES = _Patches()
 
 @dataclass
 class DrawRecord:
-    """A record of whether a model's last step drew random numbers.
+    """Record of whether a model's last step drew random numbers.
 
     Attributes:
         draws: True if it did.

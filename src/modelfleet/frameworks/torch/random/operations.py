@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from modelfleet.frameworks.torch.random.streams import Streams
 
 aten = torch.ops.aten
-Rule = Callable[..., Any]
+Rule = Callable[..., Tensor | tuple[Tensor, Tensor]]
 """Takes the streams and the arguments of an operation, and returns what the operation returns."""
 
 
@@ -28,34 +29,34 @@ def _native_dropout(streams: Streams, like: Tensor, p: float, train: bool | None
     return like * mask * (0.0 if p == 1 else 1.0 / (1.0 - p)), mask
 
 
-def _rand(streams: Streams, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+def _rand(streams: Streams, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: object) -> Tensor:
     return streams.uniform(size, dtype or torch.get_default_dtype())
 
 
-def _randn(streams: Streams, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+def _randn(streams: Streams, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: object) -> Tensor:
     return streams.normal(size, dtype or torch.get_default_dtype())
 
 
 def _randint(
-    streams: Streams, low: int, high: int, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any
+    streams: Streams, low: int, high: int, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: object
 ) -> Tensor:
     return streams.integers(size, low, high).to(dtype or torch.int64)
 
 
 def _randint_like(
-    streams: Streams, like: Tensor, *bounds: int, dtype: torch.dtype | None = None, **_: Any
+    streams: Streams, like: Tensor, *bounds: int, dtype: torch.dtype | None = None, **_: object
 ) -> Tensor:
     low, high = bounds if len(bounds) == 2 else (0, bounds[0])
     return streams.integers(like.shape, low, high).to(dtype or like.dtype)
 
 
-def _randperm(streams: Streams, count: int, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+def _randperm(streams: Streams, count: int, *, dtype: torch.dtype | None = None, **_: object) -> Tensor:
     if streams.members is not None:  # vmap draws one at a time; batching_rules.py draws all at once
         raise NotImplementedError("randperm draws random numbers in a way that has no stream per member")
     return streams.permutation([count]).to(dtype or torch.int64)
 
 
-def _normal(streams: Streams, mean: float | Tensor, std: float | Tensor, **_: Any) -> Tensor:
+def _normal(streams: Streams, mean: float | Tensor, std: float | Tensor, **_: object) -> Tensor:
     """Draw in the shape of the mean and the deviation, of which at least one is a tensor."""
     tensors = [value for value in (mean, std) if isinstance(value, Tensor)]
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
@@ -105,7 +106,7 @@ def _exact(like: Tensor) -> torch.dtype:
     return torch.float32 if like.is_floating_point() and like.dtype != torch.float64 else torch.float64
 
 
-def _multinomial(streams: Streams, weights: Tensor, count: int, replacement: bool = False, **_: Any) -> Tensor:
+def _multinomial(streams: Streams, weights: Tensor, count: int, replacement: bool = False, **_: object) -> Tensor:
     """Draw indices `(…, count)` by weights `(…, category)`, as torch does on a GPU."""
     shape = list(weights.shape)
     if streams.members is not None:  # vmap has merged the members with the rows
@@ -152,41 +153,35 @@ def _into(rule: Callable[..., Tensor]) -> Rule:
 def _like(rule: Callable[..., Tensor]) -> Rule:
     """Turn a rule that takes a shape and a dtype into the rule of the operation that takes both from a tensor."""
 
-    def same(streams: Streams, self: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    def same(streams: Streams, self: Tensor, *, dtype: torch.dtype | None = None, **_: object) -> Tensor:
         return rule(streams, self.shape, dtype=dtype or self.dtype)
 
     return same
 
 
+def _for_each(operation: Any, names: Sequence[str], rule: Rule) -> dict[Callable[..., Any], Rule]:
+    """Return one rule for several overloads of an operation."""
+    return {getattr(operation, name): rule for name in names}
+
+
+_EITHER = ("default", "generator")  # overloads without a generator and with one
+
 DRAW_RULES: Mapping[Callable[..., Any], Rule] = {
     aten.bernoulli.default: lambda streams, p, **_: streams.below(p.shape, p).to(p.dtype),
-    aten.bernoulli.p: lambda streams, like, p, **_: streams.below(like.shape, p).to(like.dtype),
-    aten.bernoulli.Tensor: lambda streams, like, p, **_: streams.below(like.shape, p).to(like.dtype),
-    aten.bernoulli_.float: _into(_bernoulli),
-    aten.bernoulli_.Tensor: _into(_bernoulli),
+    **_for_each(aten.bernoulli, ("p", "Tensor"), lambda s, like, p, **_: s.below(like.shape, p).to(like.dtype)),
+    **_for_each(aten.bernoulli_, ("float", "Tensor"), _into(_bernoulli)),
     aten.native_dropout.default: _native_dropout,
-    aten.rand.default: _rand,
-    aten.rand.generator: _rand,
-    aten.rand_like.default: _like(_rand),
-    aten.rand_like.generator: _like(_rand),
-    aten.randn.default: _randn,
-    aten.randn.generator: _randn,
-    aten.randn_like.default: _like(_randn),
-    aten.randn_like.generator: _like(_randn),
+    **_for_each(aten.rand, _EITHER, _rand),
+    **_for_each(aten.rand_like, _EITHER, _like(_rand)),
+    **_for_each(aten.randn, _EITHER, _randn),
+    **_for_each(aten.randn_like, _EITHER, _like(_randn)),
     aten.normal.float_float: lambda streams, mean, std, size, **o: mean + std * _randn(streams, size, **o),
     aten.normal.Tensor_float: lambda streams, mean, std=1.0, **_: _normal(streams, mean, std),
-    aten.normal.float_Tensor: _normal,
-    aten.normal.Tensor_Tensor: _normal,
-    aten.randint.default: lambda streams, high, size, **o: _randint(streams, 0, high, size, **o),
-    aten.randint.generator: lambda streams, high, size, **o: _randint(streams, 0, high, size, **o),
-    aten.randint.low: _randint,
-    aten.randint.low_generator: _randint,
-    aten.randint_like.default: _randint_like,
-    aten.randint_like.generator: _randint_like,
-    aten.randint_like.low_dtype: _randint_like,
-    aten.randint_like.low_generator_dtype: _randint_like,
-    aten.randperm.default: _randperm,
-    aten.randperm.generator: _randperm,
+    **_for_each(aten.normal, ("float_Tensor", "Tensor_Tensor"), _normal),
+    **_for_each(aten.randint, _EITHER, lambda streams, high, size, **o: _randint(streams, 0, high, size, **o)),
+    **_for_each(aten.randint, ("low", "low_generator"), _randint),
+    **_for_each(aten.randint_like, (*_EITHER, "low_dtype", "low_generator_dtype"), _randint_like),
+    **_for_each(aten.randperm, _EITHER, _randperm),
     aten.multinomial.default: _multinomial,
     aten.rrelu_with_noise.default: _rrelu,
     aten.rrelu_with_noise_.default: _rrelu_in_place,
@@ -198,9 +193,7 @@ DRAW_RULES: Mapping[Callable[..., Any], Rule] = {
     aten.cauchy_.default: _into(_cauchy),
     aten.log_normal_.default: _into(_log_normal),
     aten.geometric_.default: _into(_geometric),
-    aten.random_.default: _into(_random),
-    aten.random_.to: _into(_random),
-    getattr(aten.random_, "from"): _into(_random),
+    **_for_each(aten.random_, ("default", "to", "from"), _into(_random)),
 }
 
 # Tagged as random by torch, but it never is: with dropout, torch takes another kernel on the CPU.
@@ -213,7 +206,7 @@ def is_random(operation: object) -> bool:
     return torch.Tag.nondeterministic_seeded in tags and operation not in _NOT_RANDOM
 
 
-def has_own_generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def has_own_generator(args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     """Return True if an operation draws from a generator that the model has passed."""
     return any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
 
@@ -226,7 +219,7 @@ class DrawFromStreams(TorchDispatchMode):
         self._streams = streams
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if not is_random(func) or is_on_meta(args, kwargs):
@@ -250,7 +243,7 @@ def device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
     return first.device if first is not None else torch.device(kwargs.get("device") or "cpu")
 
 
-def draw_by_torch(streams: Streams, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def draw_by_torch(streams: Streams, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run a random operation that has no rule with torch's generator, seeded from the member's stream."""
     device, seed = device_of(args, kwargs), int(streams.words64([1])) % 2**63
     if any(argument.name == "generator" for argument in func._schema.arguments):

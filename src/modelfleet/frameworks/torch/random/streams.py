@@ -94,11 +94,7 @@ class Streams:
     def words32(self, shape: Sequence[int]) -> Tensor:
         """Return 32-bit words as int32. Two numbers of a draw are the two words of one counter."""
         number, size, positions = self._next(shape)
-        if positions is None:
-            pair = self._first_words(number, (size + 1) // 2)
-            return torch.stack(pair, -1).flatten(-2)[..., :size].reshape(list(shape))
-        left, right = self._words_of(number, (positions >> 1).to(torch.int32))
-        return torch.where((positions & 1).bool(), right, left).view(list(shape))
+        return _in_turn(self._pairs(number, size, positions, torch.float32), shape, size, positions)
 
     def words64(self, shape: Sequence[int]) -> Tensor:
         """Return 64-bit words as int64. Every number has a counter of its own."""
@@ -135,12 +131,8 @@ class Streams:
         number, size, positions = self._next(shape)
         first, second = (_unit(words, exact) for words in self._pairs(number, size, positions, exact))
         radius, angle = torch.sqrt(-2.0 * torch.log1p(-first)), second * (2.0 * math.pi)
-        even, odd = radius * torch.cos(angle), radius * torch.sin(angle)
-        if positions is None:
-            found = torch.stack((even, odd), -1).flatten(-2)[..., :size].reshape(list(shape))
-        else:
-            found = torch.where((positions & 1).bool(), odd, even).view(list(shape))
-        return found.to(dtype)
+        pair = radius * torch.cos(angle), radius * torch.sin(angle)
+        return _in_turn(pair, shape, size, positions).to(dtype)
 
     def permutation(self, shape: Sequence[int]) -> Tensor:
         """Return the numbers from 0 on in a random order, along the last axis."""
@@ -149,12 +141,12 @@ class Streams:
 
     @property
     def members(self) -> int | None:
-        """Number of stacked members; None for a single member."""
+        """Return the number of stacked members; None for a single member."""
         return len(self._seed) if self._stacked else None
 
     @property
     def may_use_torch(self) -> bool:
-        """True if torch may run an operation that has no rule: for a single member, on its whole batch."""
+        """Return True if torch may run an operation that has no rule: for a single member, on its whole batch."""
         return type(self) is Streams and not self._stacked and self._rows is None
 
     def _pairs(
@@ -185,6 +177,13 @@ class Streams:
 
     def _first_words(self, number: int, blocks: int) -> tuple[Tensor, Tensor]:
         return self._words_of(number, torch.arange(blocks, dtype=torch.int32, device=self._seed.device))
+
+
+def _in_turn(pair: tuple[Tensor, Tensor], shape: Sequence[int], size: int, positions: Tensor | None) -> Tensor:
+    """Return the numbers of a draw that were computed in pairs: those at even positions, and those at odd ones."""
+    if positions is None:
+        return torch.stack(pair, -1).flatten(-2)[..., :size].reshape(list(shape))
+    return torch.where((positions & 1).bool(), pair[1], pair[0]).view(list(shape))
 
 
 def _unit(words: Tensor, dtype: torch.dtype) -> Tensor:

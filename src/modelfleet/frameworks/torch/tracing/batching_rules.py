@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from modelfleet.frameworks.torch.tracing.recurrent import RECURRENT_RULES
 
+Operation = Callable[..., Any]
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -31,8 +32,8 @@ class BatchingRules(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
-        types: Any,
+        func: Operation,
+        types: object,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
@@ -167,16 +168,8 @@ def _gumbel_softmax(
     return choice - soft.detach() + soft
 
 
-_NORMS = {  # and whether autocast on a GPU gives float32
-    F.layer_norm: True,
-    torch.layer_norm: True,
-    F.group_norm: True,
-    torch.group_norm: True,
-    F.batch_norm: False,
-    torch.batch_norm: False,
-    F.instance_norm: False,
-    torch.instance_norm: False,
-}
+# And whether autocast on a GPU gives float32.
+_NORMS = {"layer_norm": True, "group_norm": True, "batch_norm": False, "instance_norm": False}
 _LOSSES = (
     F.cross_entropy,
     F.nll_loss,
@@ -192,47 +185,27 @@ _LOSSES = (
     F.margin_ranking_loss,
 )
 
-CREATORS = frozenset(
-    {
-        torch.empty,
-        torch.zeros,
-        torch.ones,
-        torch.full,
-        torch.empty_like,
-        torch.zeros_like,
-        torch.ones_like,
-        torch.full_like,
-        Tensor.new,
-        Tensor.new_empty,
-        Tensor.new_zeros,
-        Tensor.new_ones,
-        Tensor.new_full,
-    }
+_CONTENTS = ("empty", "zeros", "ones", "full")
+CREATORS: frozenset[Operation] = frozenset(
+    {Tensor.new}
+    | {getattr(torch, name) for name in _CONTENTS}
+    | {getattr(torch, f"{name}_like") for name in _CONTENTS}
+    | {getattr(Tensor, f"new_{name}") for name in _CONTENTS}
 )
-RANDOM_FILLS = frozenset(
-    {
-        Tensor.bernoulli_,
-        Tensor.cauchy_,
-        Tensor.exponential_,
-        Tensor.geometric_,
-        Tensor.log_normal_,
-        Tensor.normal_,
-        Tensor.random_,
-        Tensor.uniform_,
-    }
-)
-PROPERTIES: frozenset[Callable[..., Any]] = frozenset(
-    {
-        Tensor.size,
-        Tensor.dim,
-        Tensor.numel,
-        *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device")),
-    }
+_DISTRIBUTIONS = ("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "random", "uniform")
+RANDOM_FILLS: frozenset[Operation] = frozenset(getattr(Tensor, f"{name}_") for name in _DISTRIBUTIONS)
+PROPERTIES: frozenset[Operation] = frozenset(
+    {Tensor.size, Tensor.dim, Tensor.numel}
+    | {getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device")}
 )
 
-RULES: Mapping[Callable[..., Any], Callable[..., Any]] = {
+RULES: Mapping[Operation, Operation] = {
     **{loss: _in_float32(loss) for loss in _LOSSES},
-    **{norm: _normalization(norm, float32_on_gpu) for norm, float32_on_gpu in _NORMS.items()},
+    **{
+        getattr(library, name): _normalization(getattr(library, name), float32_on_gpu)
+        for name, float32_on_gpu in _NORMS.items()
+        for library in (F, torch)
+    },
     torch.randperm: _randperm,
     F.rrelu: _rrelu,
     F.gumbel_softmax: _gumbel_softmax,

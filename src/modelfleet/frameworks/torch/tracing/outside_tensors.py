@@ -63,14 +63,10 @@ def forbid_outside_writes(module: fx.GraphModule, arguments: Sequence[int]) -> N
             raise CannotFuseError("its forward writes to a tensor that all members share", shared=True)
     for owner in owners:
         if owner.op == "placeholder" and arguments[inputs[owner]] > 1:
-            _copy_first(module.graph, owner)
-
-
-def _copy_first(graph: fx.Graph, placeholder: fx.Node) -> None:
-    with graph.inserting_after(_inputs(graph)[-1]):
-        copy = graph.call_function(aten.clone.default, (placeholder,))
-    copy.meta = dict(placeholder.meta)
-    placeholder.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+            with module.graph.inserting_after(_inputs(module.graph)[-1]):
+                copy = module.graph.call_function(aten.clone.default, (owner,))
+            copy.meta = dict(owner.meta)
+            owner.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
 
 
 def _inputs(graph: fx.Graph) -> list[fx.Node]:

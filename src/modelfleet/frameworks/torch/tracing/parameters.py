@@ -22,7 +22,7 @@ _READS_VALUES = (Tensor.tolist, Tensor.numpy, Tensor.item, Tensor.__array__)
 
 
 class NeedsGradientError(CannotFuseError):
-    """A forward or an objective computes gradients itself, but runs where none are recorded."""
+    """Raised if a forward or an objective computes gradients itself, but runs where none are recorded."""
 
 
 class _Step(Protocol):

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 States = tuple[Tensor, ...]
 """States of a layer: hidden and cell for an LSTM, hidden alone for the others."""
 Layer = Callable[[Tensor, States, Sequence[Tensor]], tuple[Tensor, ...]]
-"""A layer in one direction: inputs `(time, row, feature)`, first states and weights to outputs and last states."""
+"""Layer in one direction: inputs `(time, row, feature)`, first states and weights to outputs and last states."""
 
 
 class _LSTMScan(torch.autograd.Function):

@@ -22,6 +22,7 @@ from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.torch.tracing.outside_tensors import forbid_outside_writes, lift_outside_tensors
 from modelfleet.frameworks.torch.tracing.reasons import add_line, explain
 from modelfleet.frameworks.torch.tracing.simplify import simplify
+from modelfleet.frameworks.torch.tracing.writes import schema_of
 from modelfleet.trees import leaves, map_tree, rebuild
 from modelfleet.types import Tree
 
@@ -53,7 +54,7 @@ class TensorSpec:
 
 
 class Program:
-    """A step of a lane that runs on a flat list of tensors.
+    """Step of a lane that runs on a flat list of tensors.
 
     Attributes:
         run: The function to call: the traced graph at first, the compiled form as soon as there is one.
@@ -75,12 +76,12 @@ class Program:
 
     @property
     def width(self) -> int:
-        """Number of members that the step was traced with."""
+        """Return the number of members that the step was traced with."""
         return self.inputs[0].shape[0]
 
     @cached_property
     def working_bytes(self) -> int | None:
-        """Peak memory of the intermediate results, without the inputs; None if the step was not traced."""
+        """Return the peak memory of the intermediate results, without the inputs; None for an untraced step."""
         return None if self.graph is None else _peak_bytes(self.graph.graph)
 
     def __call__(self, inputs: Sequence[Tensor]) -> Tree:
@@ -91,7 +92,7 @@ class Program:
 
 
 class _FlatStep:
-    """A step as a function from a flat list of tensors to a flat list of tensors."""
+    """Step as a function from a flat list of tensors to a flat list of tensors."""
 
     def __init__(self, step: Step, args: tuple[Tree, ...], stacked: Sequence[bool]) -> None:
         self._step = step
@@ -203,5 +204,5 @@ def _bytes(value: object) -> int:
 
 
 def _is_view(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node)
     return schema is not None and any(argument.alias_info is not None for argument in schema.arguments)

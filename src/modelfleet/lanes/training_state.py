@@ -1,0 +1,81 @@
+"""Training state of members apart from any lane: what a saved fleet keeps, and a later lane takes over."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from modelfleet.frameworks.stacked import CARRIED, fitting
+from modelfleet.lanes.lane import COUNTS, Lane
+from modelfleet.trees import map_tree
+from modelfleet.types import State, Tensor
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Optimizer state, steps and epochs of some members.
+
+    A fleet that was loaded has one for each member, until the member is in a lane that trains.
+    """
+
+    state: State
+    """The parts `CARRIED`, with tensors `(member, …)` as the adapter's `files` write and read them."""
+    steps: np.ndarray
+    """Steps taken, `(member,)`."""
+    epochs: np.ndarray
+    """Epochs finished, `(member,)`; shuffles depend on them."""
+
+    def row(self, row: int) -> "TrainingState":
+        """Return the state of one of the members."""
+        own = slice(row, row + 1)
+        return TrainingState(map_tree(lambda tensor: tensor[own], self.state), self.steps[own], self.epochs[own])
+
+    @property
+    def form(self) -> tuple[tuple[str, str, tuple[int, ...], str], ...]:
+        """Return what two states must have in common to be joined."""
+        return tuple(
+            (part, name, tuple(tensor.shape[1:]), str(tensor.dtype))
+            for part, own in sorted(self.state.items())
+            for name, tensor in sorted(own.items())
+        )
+
+
+def read(lane: Lane, names: Sequence[str]) -> TrainingState:
+    """Return a copy of the training state of some members of a lane."""
+    found = lane.read(names, (*CARRIED, COUNTS))
+    state = {
+        part: {name: tensor for name, tensor in found.get(part, {}).items() if chosen is None or name in chosen}
+        for part, chosen in CARRIED.items()
+    }
+    return TrainingState(state, **found[COUNTS])
+
+
+def write(lane: Lane, states: Mapping[str, TrainingState]) -> None:
+    """Give members of a lane the training state of one member each, as far as it fits.
+
+    A member whose optimizer has other state now starts from the beginning.
+    """
+    arrays = lane.members[0].framework.arrays
+    by_form: dict[object, list[str]] = {}
+    for name, one in states.items():
+        by_form.setdefault(one.form, []).append(name)
+    for names in by_form.values():
+        joined = join([states[name] for name in names], arrays.concatenate)
+        own = lane.read(names, CARRIED)
+        theirs, ours = joined.state.get("optimizer", {}).keys(), own.get("optimizer", {}).keys()
+        if theirs and not (theirs <= ours or ours <= theirs):
+            continue
+        fits = map_tree(arrays.host, fitting(joined.state, own, parts=CARRIED))
+        lane.write(names, {**fits, COUNTS: {"steps": joined.steps, "epochs": joined.epochs}})
+
+
+def join(states: Sequence[TrainingState], concatenate: Callable[[list[Tensor]], Tensor]) -> TrainingState:
+    """Return states of one form as one, in their order."""
+    if len(states) == 1:
+        return states[0]
+    state = {
+        part: {name: concatenate([one.state[part][name] for one in states]) for name in own}
+        for part, own in states[0].state.items()
+    }
+    steps, epochs = (np.concatenate([getattr(one, name) for one in states]) for name in ("steps", "epochs"))
+    return TrainingState(state, steps, epochs)
