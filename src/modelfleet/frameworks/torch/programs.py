@@ -51,10 +51,7 @@ class Runner:
     seconds: float = 0.0
 
     def record(self, seconds: float) -> None:
-        """Record a call to predict. Compile once the calls have taken so long that it pays for as many again.
-
-        How many calls are to come is not known, as it is for train steps.
-        """
+        """Record a call to predict. Compile once the calls have taken so long that it pays for as many again."""
         self.calls += 1
         self.seconds += seconds
         if self.program.compiled:
@@ -131,8 +128,7 @@ class Programs(Generic[OwnSteps]):
             shared_data: True if the data have no member axis.
             pace: The number of steps left of this kind, and the seconds per step.
         """
-        program = self._run_compiled("train", lead, rest, shared_data, pace)[0]
-        return program.unused
+        return self._run_compiled("train", lead, rest, shared_data, pace)[0].unused
 
     def row_gradients(self, lead: Args, rest: Args, *, shared_data: bool, pace: Pace) -> tuple[Tensor, Tensor]:
         """Compute the first half of a train step on some rows of a batch. Its results are summed over all rows."""
@@ -151,7 +147,8 @@ class Programs(Generic[OwnSteps]):
 
     def gradients(self, lead: Args, rest: Args, *, shared_data: bool) -> dict[str, Tree]:
         """Return what `apply` needs of a batch."""
-        return self._run("gradients", (*lead, *rest), shared_data)
+        args = (*lead, *rest)
+        return self.program("gradients", args, shared_data).program(leaves(args))
 
     def apply(self, kind: str, lead: Args, rest: Args) -> None:
         """Run the second part of a train step in place: "apply", or "row_apply" for rows on several devices."""
@@ -162,7 +159,7 @@ class Programs(Generic[OwnSteps]):
 
     def evaluate(self, args: Args, *, shared_data: bool) -> dict[str, Tensor]:
         """Return the sums `(member, …)` of the loss and the metrics over a batch."""
-        return self._run("evaluate", args, shared_data)
+        return self.program("evaluate", args, shared_data).program(leaves(args))
 
     def predict(self, args: Args, *, shared_data: bool) -> Tree:
         """Return the outputs `(member, row, …)` on a batch of inputs, as NumPy arrays."""
@@ -171,9 +168,6 @@ class Programs(Generic[OwnSteps]):
         outputs = map_tree(on_host, runner.program(leaves(args)))
         runner.record(time.perf_counter() - begun)
         return outputs
-
-    def _run(self, kind: str, args: Args, shared_data: bool) -> Tree:
-        return self.program(kind, args, shared_data).program(leaves(args))
 
     def _flat(self, lead: Args) -> list[Tensor]:
         # A lane's state has the same tensors at every step. Each thread flattens it once.
