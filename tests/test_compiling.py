@@ -228,6 +228,29 @@ def test_compiled_steps_give_the_numbers_of_traced_ones_and_are_made_once(
     assert programs(fleet).traces == traces
 
 
+@pytest.mark.slow
+def test_compiled_predictions_are_those_of_traced_ones_for_any_number_of_members(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = least(4)
+    fleet.predict(X)
+    assert fleet._lanes is not None
+    (lane,) = fleet._lanes
+    some = [{name: X[:4] + float(name) for name in names} for names in ("0123", "13")]
+    traced = [lane.predict_rows(rows) for rows in some]
+    monkeypatch.setenv("MODELFLEET_COMPILE", "now")
+    before = compiled_so_far()
+    lane.predict_rows(some[0])
+    made = compiled_so_far()
+    assert made > before
+    for rows, expected in zip(some, traced, strict=True):
+        for name, outputs in lane.predict_rows(rows).items():
+            np.testing.assert_allclose(outputs, expected[name], rtol=1e-5, atol=1e-6)
+    assert compiled_so_far() == made  # the program of four members serves two
+    assert programs(fleet).compiled
+    assert programs(fleet).compiled_time_ratio < 1  # of train steps, which are not compiled by this
+
+
 def test_a_fit_that_ends_first_takes_its_compiler_with_it(eager: Processes) -> None:
     fleet = fleet_of(2)
     fit(fleet, (X, Y), epochs=4, batch_size=8)

@@ -12,7 +12,9 @@ from torch import nn
 
 import modelfleet as mf
 from modelfleet.errors import InputError
+from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.predict_rows import bucket
+from modelfleet.frameworks.torch.compiling.compiler import Compiler
 from modelfleet.lanes import Lane
 
 NAMES = ["a", "b", "c", "d"]
@@ -101,6 +103,44 @@ def test_no_size_within_a_bucket_is_traced_again() -> None:
     assert found.engine.programs.traces == traced
     found.predict_rows(rows({"a": 9, "b": 5, "c": 7}))
     assert found.engine.programs.traces == traced + 1
+
+
+def test_each_call_to_predict_asks_if_compiling_pays_for_as_many_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, float]] = []
+    monkeypatch.setattr(Compiler, "consider", lambda self, calls, seconds: asked.append((calls, seconds)))
+    found = lane(net)
+    asked.clear()
+    for _ in range(3):
+        found.predict_rows(rows({"a": 2, "b": 1}))
+    assert [calls for calls, _ in asked] == [1, 2, 3]
+    assert all(seconds > 0 for _, seconds in asked)
+
+
+def test_members_without_rows_of_their_own_stay_as_they_are() -> None:
+    class Counting(nn.Module):
+        """A model that counts its calls in evaluation mode, too: its members predict one after the other."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+            self.calls: torch.Tensor
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return self.layer(x)
+
+    fleet = mf.Fleet({name: Counting() for name in NAMES})
+    fleet.compile("sgd", "mse", lr=0.1)
+    fleet.fit((np.zeros((4, 4), np.float32), np.zeros((4, 2), np.float32)), strategy="fused", progress=False)
+    assert fleet._lanes is not None
+    (found,) = fleet._lanes
+    before = found.read(NAMES, ("buffers",))["buffers"]["calls"]
+    x = torch.randn(4, 2, 4)
+    found.engine.predict(Batch(x, False, np.array([2, 0, 2, 0])))
+    found.engine.predict(Batch(x[:2], False, np.array([2, 0])), [3, 1])
+    after = found.read(NAMES, ("buffers",))["buffers"]["calls"]
+    assert (after - before).tolist() == [1, 0, 1, 1]
 
 
 def test_jax_members_predict_as_alone_and_no_size_within_a_bucket_is_traced_again() -> None:

@@ -1,6 +1,6 @@
 """The functional engine on the smallest member there is: a line through points, trained by hand-written SGD."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -14,6 +14,8 @@ from modelfleet.frameworks import jax as adapter
 from modelfleet.frameworks.errors import GRADIENT, LOSS, CannotFuseError
 from modelfleet.frameworks.functional import Definition, FunctionalEngine, State
 from modelfleet.frameworks.jax.backend import JaxBackend
+from modelfleet.frameworks.jax.task import Task
+from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.frameworks.stacked import WEIGHTS
 from modelfleet.members import Member
 from modelfleet.trees import map_tree
@@ -105,10 +107,14 @@ def members(width: int) -> list[Member]:
     return [Member(str(number), Line(0.5 * number), number + 1, adapter) for number in range(width)]
 
 
+def context(own: list[Member], programs: Any = None) -> LaneContext[Task, Any]:
+    return LaneContext(own, Task(), {}, None, fused=len(own) > 1, programs=programs)
+
+
 def engine(width: int = 3, own: list[Member] | None = None, **options: Any) -> FunctionalEngine:
     backend = JaxBackend(jax.devices("cpu")[0])
     own = members(width) if own is None else own
-    made = FunctionalEngine(own, LineDefinition(**options), backend, fused=len(own) > 1)
+    made = FunctionalEngine(context(own), LineDefinition(**options), backend)
     made.check(batch(len(own)), "0")
     return made
 
@@ -123,9 +129,16 @@ def batch(width: int, counts: list[int] | None = None, rows: int = ROWS) -> Batc
     return Batch(data(width, rows), False, np.array(counts or [rows] * width))
 
 
-def train(made: FunctionalEngine, values: Any, active: list[bool] | None = None, **options: Any) -> None:
+def train(
+    made: FunctionalEngine,
+    values: Any,
+    active: list[bool] | None = None,
+    *,
+    steps: int | None = None,
+    shared: bool = False,
+) -> None:
     on = made.tensor(np.array([True] * len(made.trouble()) if active is None else active))
-    made.train({}, on, values, None, shared=options.pop("shared", False), pace=(1, None), **options)
+    made.train({}, on, Batch(values, shared, np.full(len(made.trouble()), ROWS), steps), (1, None))
 
 
 def slopes(made: FunctionalEngine) -> np.ndarray:
@@ -223,8 +236,7 @@ def test_members_that_are_not_active_stay_as_they_are(trained: np.ndarray) -> No
 def test_some_members_step_on_fewer_rows() -> None:
     made, other = engine(), engine()
     x, y = data(3)
-    cut = made.cut((x, y), np.array([0, 2]), 4, shared=False)
-    made.train_some(np.array([0, 2]), {}, cut, shared=False)
+    made.train_some({}, made.first_rows(batch(3), np.array([0, 2]), 4))
     train(other, (x[:, :4], y[:, :4]), [True, False, True])
     np.testing.assert_allclose(slopes(made), slopes(other), rtol=1e-6)
     assert made.steps_taken().tolist() == [1, 0, 1]
@@ -232,27 +244,24 @@ def test_some_members_step_on_fewer_rows() -> None:
 
 def test_padding_is_weighted_out() -> None:
     made, other = engine(), engine()
-    x, y = data(3)
     padded = batch(3, [6, 4, 6])
-    assert made.maskable(padded)
+    assert made.can_mask_padding(padded)
     weights = made.row_weights(padded.counts, padded.size)
-    made.train({}, made.tensor(np.ones(3, bool)), (x, y), weights, shared=False, pace=(1, None))
-    other.train_some(np.array([1]), {}, (x[1:2, :4], y[1:2, :4]), shared=False)
+    made.train({}, made.tensor(np.ones(3, bool)), replace(padded, weights=weights), (1, None))
+    other.train_some({}, other.first_rows(padded, np.array([1]), 4))
     np.testing.assert_allclose(slopes(made)[1], slopes(other)[1], rtol=1e-6)
 
 
 def test_a_model_that_feels_padding_is_found_out() -> None:
-    assert not engine(centered=True).maskable(batch(3, [6, 4, 6]))
-    assert not engine(maskable=False).maskable(batch(3, [6, 4, 6]))
+    assert not engine(centered=True).can_mask_padding(batch(3, [6, 4, 6]))
+    assert not engine(maskable=False).can_mask_padding(batch(3, [6, 4, 6]))
 
 
 def test_evaluation_adds_up_batches() -> None:
     made = engine()
     x, y = data(3)
-    totals = made.evaluate(None, None, (x, y), None, np.array([6, 0, 6]), 6, shared=False)
-    totals = made.evaluate(
-        totals, np.array([1]), (x[1:2, :4], y[1:2, :4]), None, np.array([0, 4, 0]), 6, shared=False
-    )
+    totals = made.evaluate(None, batch(3, [6, 0, 6]))
+    totals = made.evaluate(totals, made.first_rows(batch(3), np.array([1]), 4))
     values = made.values(totals)
     expected = [
         np.mean((slope * x[row, :rows] - y[row, :rows]) ** 2)
@@ -266,12 +275,11 @@ def test_predictions_come_as_rows_of_numpy() -> None:
     made = engine()
     x, _ = data(3)
     assert made.inputs((x, x)) is x
-    outputs = made.predict(x, shared=False)
-    rows = made.rows(outputs, 2, 4)
-    np.testing.assert_array_equal(rows["line"], x[2, :4])
-    whole = made.concatenate([rows, rows])
-    assert whole["line"].shape == (8,)
-    assert isinstance(whole["line"], np.ndarray)
+    outputs = made.predict(Batch(x, False, np.full(3, ROWS)))
+    assert isinstance(outputs["line"], np.ndarray)
+    np.testing.assert_array_equal(outputs["line"][2], x[2])
+    some = made.predict(Batch(x[0], True, np.full(2, ROWS)), [2, 0])
+    np.testing.assert_array_equal(some["line"], np.stack([x[0], 0 * x[0]]))
 
 
 def test_narrowed_members_go_on_and_come_back(trained: np.ndarray) -> None:
@@ -341,9 +349,9 @@ def test_what_cannot_be_traced_is_not_fused_and_alone_runs_its_python(trained: n
     made = engine(branches=True)
     on = made.tensor(np.ones(3, bool))
     with pytest.raises(CannotFuseError, match="branches on an array's values"):
-        made.ready("train", {}, on, data(3), shared=False)
+        made.ready("train", {}, on, batch(3))
     alone = engine(own=members(1), branches=True)
-    alone.ready("train", {}, alone.tensor(np.ones(1, bool)), data(1), shared=False)
+    alone.ready("train", {}, alone.tensor(np.ones(1, bool)), batch(1))
     assert alone.program == "Python"
     assert alone.untraced is not None
     x, y = data(3, steps=5)
@@ -356,7 +364,7 @@ def test_programs_are_handed_to_the_next_engine() -> None:
     made = engine()
     train(made, data(3))
     backend = made.backend
-    other = FunctionalEngine(members(3), LineDefinition(), backend, fused=True, programs=made.programs)
+    other = FunctionalEngine(context(members(3), made.programs), LineDefinition(), backend)
     other.check(batch(3), "0")
     train(other, data(3))
     np.testing.assert_array_equal(slopes(other), slopes(made))
@@ -407,20 +415,18 @@ def seen(made: FunctionalEngine) -> list[int]:
 
 def test_what_evaluating_changes_is_kept_for_the_members_that_had_rows() -> None:
     made = engine(counts=True)
-    counts = np.array([ROWS, 0, ROWS])
-    made.evaluate(None, None, data(3), None, counts, ROWS, shared=False)
+    made.evaluate(None, batch(3, [ROWS, 0, ROWS]))
     assert seen(made) == [1, 0, 1]
-    cut = made.cut(data(3), np.array([1]), 2, shared=False)
-    made.evaluate(None, np.array([1]), cut, None, counts, ROWS, shared=False)
+    made.evaluate(None, made.first_rows(batch(3), np.array([1]), 2))
     assert seen(made) == [1, 1, 1]
 
 
 def test_what_predicting_changes_is_kept_for_the_members_that_had_rows() -> None:
     made = engine(counts=True)
     x, _ = data(3)
-    expected = made.predict(x, shared=False)["line"]
+    expected = made.predict(Batch(x, False, np.full(3, ROWS)))["line"]
     assert seen(made) == [1, 1, 1]
-    found = made.predict(x, shared=False, counts=np.array([ROWS, 0, 2]))["line"]
+    found = made.predict(Batch(x, False, np.array([ROWS, 0, 2])))["line"]
     assert seen(made) == [2, 1, 2]
     np.testing.assert_array_equal(found[0], expected[0])
     np.testing.assert_array_equal(found[2, :2], expected[2, :2])
@@ -430,7 +436,7 @@ def test_what_evaluating_and_predicting_changed_is_known_until_all_models_have_i
     own = members(3)
     made = engine(own=own, counts=True)
     assert not made.changed
-    made.predict(data(3)[0], shared=False)
+    made.predict(Batch(data(3)[0], False, np.full(3, ROWS)))
     assert made.changed
     made.scatter([1], own[1:2])
     assert made.changed

@@ -1,47 +1,12 @@
-"""Batches, the protocol that every feed follows, and the array operations that a feed needs of a framework."""
+"""The protocol that every feed follows, and the array operations that a feed needs of a framework."""
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 
-from modelfleet.trees import leaves
-from modelfleet.types import Json, NativeDevice, Tensor, Tree
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """Holds the rows of one step for every member of a lane, or of several steps of one size."""
-
-    data: Tree
-    """Tree of tensors. Each leaf is `(member, row, …)`, or `(row, …)` if shared. A step axis comes before these
-    if the batch holds several steps."""
-    shared: bool
-    """True if every member sees these very rows. The leaves then have no member axis."""
-    counts: np.ndarray
-    """`(member,)`: the number of real rows of each member, which come before its padding. With 0 the member sits
-    the step out."""
-    steps: int | None = None
-    """Number of steps if the leaves have a step axis, else None."""
-    others: "tuple[Batch, ...]" = ()
-    """Batches of the same step for other members, whose rows have other shapes."""
-
-    @property
-    def by_shape(self) -> "tuple[Batch, ...]":
-        """This batch and the others of its step: one for every shape of rows."""
-        return (self, *self.others)
-
-    @cached_property
-    def size(self) -> int:
-        """Number of rows of every leaf, padding included."""
-        return int(leaves(self.data)[0].shape[(not self.shared) + (self.steps is not None)])
-
-    @cached_property
-    def full(self) -> bool:
-        """True if no row of any member is padding."""
-        return bool((self.counts == self.size).all())
+from modelfleet.frameworks.batch import Batch
+from modelfleet.types import Json, NativeDevice, Tensor
 
 
 class Feed(Protocol):

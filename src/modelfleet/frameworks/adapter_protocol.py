@@ -13,18 +13,10 @@ import numpy as np
 
 from modelfleet.devices import Device, Memory
 from modelfleet.frameworks.engine import Engine
+from modelfleet.frameworks.lane_context import LaneContext, Task
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
 from modelfleet.types import Json, Kind, Model, NativeDevice, Precision, Signature, Tensor, Tree
-
-
-class Task(Protocol):
-    """Everything that the members of a lane have in common beside their structure. Equal tasks can be fused."""
-
-    @property
-    def summary(self) -> str:
-        """Return the task as one line for checkpoints. A run can continue only with an equal summary."""
-        ...
 
 
 class Prepared(Protocol):
@@ -107,7 +99,7 @@ class Adapter(Protocol):
 
     * `threads() -> int` and `use_threads(count)`, if steps on the CPU use the number of threads that is set for
       the calling thread. Logical CPU devices then have their own threads.
-    * `Group`, like `frameworks.torch.ProcessGroup`, if the engines implement `spread`.
+    * `Group`, like `frameworks.torch.ProcessGroup`, if the engines implement `split_rows_over`.
     * `frozen(model)`, if models contain more than replicas need. Its result is sent to the replicas and given to
       `Replica` instead of the model.
     * `own_training`, a module like `frameworks.keras.own_training`, if models hold their optimizers themselves.
@@ -132,27 +124,8 @@ class Adapter(Protocol):
         """Return a module with the functions of `frameworks.torch.files`."""
         ...
 
-    def make_engine(
-        self,
-        members: Sequence[Member],
-        task: Any,
-        columns: Mapping[str, np.ndarray],
-        device: NativeDevice,
-        *,
-        fused: bool,
-        programs: Any = None,
-    ) -> Engine:
-        """Return the engine of a lane.
-
-        Args:
-            members: The lane's members, of one structure and task.
-            task: The `Task` that the members have in common.
-            columns: Hyperparameters `(member,)` that are not part of the state.
-            device: The device, as `native` returned it.
-            fused: True if a step is to be one program for all members.
-            programs: The `.programs` of another engine of the same structure and task, so that nothing is traced
-                again.
-        """
+    def make_engine(self, context: LaneContext[Any, Any]) -> Engine:
+        """Return the engine of a lane."""
         ...
 
     @property

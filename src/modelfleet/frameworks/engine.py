@@ -7,30 +7,31 @@ An engine holds the stacked state of a lane's members on a device and runs the l
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from modelfleet.errors import StrategyError
+from modelfleet.frameworks.batch import Batch
+from modelfleet.frameworks.lane_context import Task
 from modelfleet.frameworks.stacked import WEIGHTS, Given, Positions
 from modelfleet.members import Member
 from modelfleet.types import Kind, NativeDevice, State, Tensor, Tree
-
-if TYPE_CHECKING:
-    from modelfleet.feeds import Batch
 
 Hyper = Mapping[str, Tensor]
 """Hyperparameters `(slot,)` by name, on the device."""
 Pace = tuple[int, float | None]
 """Number of steps that are left, and the seconds per step so far."""
+NOTHING_LEFT: Pace = (0, None)
+Group: TypeAlias = Any
+"""Processes that compute the rows of a batch together: an instance of the adapter's `Group`."""
 
 
 class Engine(ABC):
     """Stacked state of a lane's members, and the programs that step it.
 
     Slots are the rows of the stacked state. "Tensors" are the framework's own. A feed makes batches with the
-    adapter's `arrays`: trees whose leaves are `(slot, row, …)`, or `(row, …)` if `shared`. With `steps`, the
-    leaves have one more axis in front: `(step, …)`.
+    adapter's `arrays`.
     """
 
     device: NativeDevice
@@ -42,15 +43,15 @@ class Engine(ABC):
     """True if the targets of (x, y) can be compared with the model's output on x."""
     steps_per_call: int
     """Best number of steps for one call of `train`; 1 if more steps gain nothing."""
-    held: Collection[str] = WEIGHTS
+    parts_in_models: Collection[str] = WEIGHTS
     """Parts of the state that the members' models contain themselves: `gather` and `scatter` move these."""
     changed: bool = False
     """True if evaluating or predicting has changed the state since the last `scatter` of all members."""
 
     @property
     @abstractmethod
-    def task(self) -> Any:
-        """Return the adapter's `Task` of the members."""
+    def task(self) -> Task:
+        """Return the task of the members."""
 
     @property
     @abstractmethod
@@ -59,8 +60,8 @@ class Engine(ABC):
 
     @property
     @abstractmethod
-    def prospect(self) -> float:
-        """Return the part of a step's present time that it will take once compiled; 1 if that is done."""
+    def compiled_time_ratio(self) -> float:
+        """Return how long a step will take once it is compiled, relative to now; 1 if that is done."""
 
     @property
     @abstractmethod
@@ -94,41 +95,27 @@ class Engine(ABC):
     # --- steps. `train` is `apply` of `gradients`, traced and compiled as one.
 
     @abstractmethod
-    def train(
-        self,
-        hyper: Hyper,
-        active: Tensor,
-        data: Tree,
-        weights: Tensor | None,
-        *,
-        shared: bool,
-        pace: Pace,
-        steps: int | None = None,
-    ) -> None:
-        """Take one step of the active members, or several.
+    def train(self, hyper: Hyper, active: Tensor, batch: Batch, pace: Pace = NOTHING_LEFT) -> None:
+        """Take the steps of a batch for the active members.
 
         A member whose loss or gradient is not finite keeps its last good state, and `trouble` has the reason.
 
         Args:
             hyper: Hyperparameters `(slot,)`.
             active: `(slot,)` bool: the members that take a step.
-            data: A batch.
-            weights: None, or a result of `row_weights`.
-            shared: True if the leaves of the data have no slot axis.
+            batch: Rows for all slots.
             pace: The number of steps that are left, and the seconds per step so far.
-            steps: The number of steps if data and weights have a step axis.
         """
 
     @abstractmethod
-    def gradients(self, data: Tree, weights: Tensor | None = None, *, shared: bool) -> Tree:
+    def train_some(self, hyper: Hyper, batch: Batch, pace: Pace = NOTHING_LEFT) -> None:
+        """Take one step of the members in the slots that a batch is for: a result of `first_rows`."""
+
+    @abstractmethod
+    def gradients(self, batch: Batch) -> Tree:
         """Return what `apply` needs to finish a step of every member on a batch.
 
         The state stays as it is. Call `ready` for "train" with a batch like this one first.
-
-        Args:
-            data: A batch, as for `train`.
-            weights: None, or a result of `row_weights`.
-            shared: True if the leaves of the data have no slot axis.
 
         Raises:
             StrategyError: The member's train step can't be taken in parts.
@@ -141,29 +128,25 @@ class Engine(ABC):
         A member whose loss or gradient is not finite keeps its state, and `trouble` has the reason.
         """
 
-    @abstractmethod
-    def train_some(self, slots: np.ndarray, hyper: Hyper, data: Tree, *, shared: bool, pace: Pace) -> None:
-        """Take one step of the members in some slots, on data `cut` for them."""
-
-    def spread(self, group: Any) -> None:
+    def split_rows_over(self, group: Group | None) -> None:
         """Compute only this rank's rows of every train batch from now on, and sum over the ranks of a group.
 
         Every rank is a process with the same lane. `ready` and the first step raise `StrategyError` for members
         whose rows depend on each other.
 
         Args:
-            group: An instance of the adapter's `Group`. None to compute whole batches again.
+            group: The group, or None to compute whole batches again.
         """
         if group is not None:
-            raise StrategyError(f"a {type(self).__name__} can't spread the rows of a batch over devices.")
+            raise StrategyError(f"a {type(self).__name__} can't split the rows of a batch over devices.")
 
-    def indivisible(self, data: Tree, *, shared: bool) -> str | None:
-        """Return why the rows of such batches can't be spread over devices, and what to do; None if they can."""
-        return "its framework can't spread the rows of a batch over devices"
+    def why_rows_stay_together(self, batch: Batch) -> str | None:
+        """Return why the rows of such batches can't be split over devices, and what to do; None if they can."""
+        return "its framework can't split the rows of a batch over devices"
 
     @abstractmethod
-    def ready(self, kind: Kind, hyper: Hyper, active: Tensor, data: Tree, *, shared: bool) -> None:
-        """Prepare the program for batches like this one. For "predict", `data` are the inputs.
+    def ready(self, kind: Kind, hyper: Hyper, active: Tensor, batch: Batch) -> None:
+        """Prepare the program for batches like this one. For "predict", the batch holds inputs.
 
         Raises:
             CannotFuseError: The lane is fused, and one program can't step its members.
@@ -174,27 +157,12 @@ class Engine(ABC):
         """Return the loss and the metrics `(slot,)` since the last call, and start a new epoch."""
 
     @abstractmethod
-    def evaluate(
-        self,
-        totals: Tree | None,
-        slots: np.ndarray | None,
-        data: Tree,
-        weights: Tensor | None,
-        counts: np.ndarray,
-        size: int,
-        *,
-        shared: bool,
-    ) -> Tree:
+    def evaluate(self, totals: Tree | None, batch: Batch) -> Tree:
         """Return the totals of the loss and the metrics with a batch added.
 
         Args:
             totals: The result of the call before, or None.
-            slots: None for all members, or the slots that `data` was `cut` for.
-            data: A batch.
-            weights: None, or a result of `row_weights`.
-            counts: The number of real rows of each member. A member with 0 adds nothing.
-            size: The number of rows of the batch, padding included.
-            shared: True if the leaves of the data have no slot axis.
+            batch: Rows for all slots, or for some. A member without real rows adds nothing.
         """
 
     @abstractmethod
@@ -202,53 +170,30 @@ class Engine(ABC):
         """Return the loss and the metrics `(slot,)` from the totals of `evaluate`."""
 
     @abstractmethod
-    def predict(self, data: Tree, *, shared: bool, counts: np.ndarray | None = None) -> Tree:
-        """Return the outputs `(slot, row, …)` on a batch of inputs.
+    def predict(self, batch: Batch, positions: Positions | None = None) -> Tree:
+        """Return the outputs of some members, or of all, as NumPy arrays `(member, row, …)`.
 
         A model may change as it predicts, for example a counter. Only the real rows change it. A member without
         real rows stays as it is.
 
         Args:
-            data: A batch of inputs.
-            shared: True if the leaves of the data have no slot axis.
-            counts: The number of real rows of each member, as in a `Batch`. None if all rows are real.
-        """
-
-    def forward(self, data: Tree, *, shared: bool, counts: np.ndarray | None = None) -> Tree:
-        """Return the outputs `(slot, row, …)` on a batch of inputs like `predict`, but on the device."""
-        return self.predict(data, shared=shared, counts=counts)
-
-    @abstractmethod
-    def predict_some(self, positions: Positions, data: Tree, counts: np.ndarray) -> Tree:
-        """Return the outputs of some members, each on its own rows, as NumPy arrays `(member, row, …)`.
-
-        Args:
-            positions: The members' positions in the lane. A member may be repeated with a count of 0, so that the
-                call has a number of members that was traced before.
-            data: Inputs `(member, row, …)`, in the order of `positions`.
-            counts: The number of real rows of each member. The others are padding.
+            batch: Inputs, for each member its own or the same for all.
+            positions: The positions in the lane of the batch's members. A member may be repeated with a count of
+                0, so that the call has a number of members that was traced before. None for all slots.
         """
 
     @abstractmethod
     def inputs(self, data: Tree) -> Tree:
-        """Return the inputs of a batch: the x of (x, y), or the batch itself."""
-
-    @abstractmethod
-    def rows(self, outputs: Tree, slot: int, count: int) -> Tree:
-        """Return one member's real rows of a batch of outputs, on the host."""
-
-    @abstractmethod
-    def concatenate(self, parts: Sequence[Tree]) -> Tree:
-        """Return batches of rows as one NumPy array, or as one tree of NumPy arrays."""
+        """Return the inputs of a batch's data: the x of (x, y), or the data themselves."""
 
     # --- padding
 
     @abstractmethod
-    def maskable(self, batch: "Batch") -> bool:
+    def can_mask_padding(self, batch: Batch) -> bool:
         """Return True if row weights can remove the influence of a batch's padding."""
 
     @abstractmethod
-    def rows_apart(self, inputs: Tree) -> bool:
+    def rows_are_independent(self, inputs: Tree) -> bool:
         """Return True if the output for a row depends on that row alone, for this many inputs `(row, …)`."""
 
     @abstractmethod
@@ -256,8 +201,8 @@ class Engine(ABC):
         """Return `(slot, row)`: 1 for a real row, 0 for padding."""
 
     @abstractmethod
-    def cut(self, data: Tree, slots: np.ndarray, count: int, *, shared: bool) -> Tree:
-        """Return the first `count` rows of the members in some slots."""
+    def first_rows(self, batch: Batch, slots: np.ndarray, count: int) -> Batch:
+        """Return a batch of the first `count` rows of the members in some slots."""
 
     # --- state
 
@@ -337,12 +282,12 @@ class Engine(ABC):
     def still_shared(self, members: Sequence[Member]) -> bool:
         """Return True if the tensors that all members shared are still the same in all of them."""
 
-    def objects(self) -> Iterable[tuple[str, Any]]:
+    def objects(self) -> Iterable[tuple[str, object]]:
         """Return the objects, by name, whose mode a step changes for a while. Other models may hold them."""
         return ()
 
     @abstractmethod
-    def stream(self) -> AbstractContextManager[Any]:
+    def stream(self) -> AbstractContextManager[object]:
         """Return a context for steps in the lane's own thread: on accelerators, the lane's own stream."""
 
     @abstractmethod
@@ -352,7 +297,7 @@ class Engine(ABC):
     # --- checks and costs
 
     @abstractmethod
-    def check(self, batch: "Batch", name: str) -> None:
+    def check(self, batch: Batch, name: str) -> None:
         """Try one member on two rows before the training, and allocate its metrics.
 
         Raises:
@@ -360,7 +305,7 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def output_shape(self, batch: "Batch", name: str) -> tuple[int, ...] | None:
+    def output_shape(self, batch: Batch, name: str) -> tuple[int, ...] | None:
         """Return the shape `(row, …)` of a member's output for two rows; None if it is not a single tensor."""
 
     @abstractmethod
@@ -372,5 +317,5 @@ class Engine(ABC):
         """Return a function that raises for a batch with targets out of range; None if nothing can be checked."""
 
     @abstractmethod
-    def working_bytes(self, batch: "Batch") -> int | None:
+    def working_bytes(self, batch: Batch) -> int | None:
         """Return the memory that a train step on such a batch needs beside the state; None if not known."""

@@ -1,4 +1,4 @@
-"""Prediction for some members of a lane, each on its own rows, with as many members per call as possible.
+"""Prediction for some members of a lane, each on its own rows or all on the same, in as few calls as possible.
 
 The numbers of members and of rows are padded to powers of two. So under load, when every call has other
 members and other numbers of rows, only a few sizes are ever traced.
@@ -9,6 +9,7 @@ from types import ModuleType
 
 import numpy as np
 
+from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.engine import Engine
 from modelfleet.trees import leaves, map_tree, map_trees, structure
 from modelfleet.types import NativeDevice, Tree
@@ -21,7 +22,8 @@ def predict_rows(engine: Engine, arrays: ModuleType, positions: Sequence[int], r
         engine: The engine of the members' lane.
         arrays: The module `arrays` of the members' adapter.
         positions: The members' positions in the lane.
-        rows: For each member, a tree of NumPy arrays `(row, …)` with one row or more.
+        rows: For each member, a tree of NumPy arrays `(row, …)` with one row or more. If all members have one and
+            the same tree, its rows are put on the device once.
 
     Returns:
         For each member a tree of NumPy arrays as its model gives it, `(row, …)` where the output has a row for
@@ -35,7 +37,7 @@ def predict_rows(engine: Engine, arrays: ModuleType, positions: Sequence[int], r
     for numbers in forms.values():
         counts = np.array([len(leaves(rows[number])[0]) for number in numbers])
         size = bucket(int(counts.max()))
-        if (counts == size).all() or _rows_apart(engine, arrays, [rows[number] for number in numbers], size):
+        if (counts == size).all() or _independent(engine, arrays, [rows[number] for number in numbers], size):
             groups = [(numbers, size)]
         else:  # rows that influence each other must not be padded
             sizes = np.unique(counts).tolist()
@@ -57,8 +59,10 @@ def _predict(
     """Return the outputs of members on rows of one form, padded to `size`."""
     more = bucket(len(rows)) - len(rows)
     counts = np.array([*(len(leaves(tree)[0]) for tree in rows), *[0] * more])
-    data = _stacked(arrays, [*rows, *[rows[0]] * more], size, engine.device)
-    outputs = engine.predict_some([*positions, *[positions[0]] * more], data, counts)
+    shared = len(rows) > 1 and all(tree is rows[0] for tree in rows)
+    data = _stacked(arrays, rows[:1] if shared else [*rows, *[rows[0]] * more], size, engine.device)
+    batch = Batch(_first(data) if shared else data, shared, counts)
+    outputs = engine.predict(batch, [*positions, *[positions[0]] * more])
 
     def own(leaf: np.ndarray, number: int) -> np.ndarray:
         by_row = leaf.ndim > 1 and leaf.shape[1] == size
@@ -67,10 +71,13 @@ def _predict(
     return [map_tree(lambda leaf, number=number: own(leaf, number), outputs) for number in range(len(rows))]
 
 
-def _rows_apart(engine: Engine, arrays: ModuleType, rows: Sequence[Tree], size: int) -> bool:
+def _independent(engine: Engine, arrays: ModuleType, rows: Sequence[Tree], size: int) -> bool:
     longest = max(rows, key=lambda tree: len(leaves(tree)[0]))
-    padded = _stacked(arrays, [longest], size, engine.device)
-    return engine.rows_apart(map_tree(lambda leaf: leaf[0], padded))
+    return engine.rows_are_independent(_first(_stacked(arrays, [longest], size, engine.device)))
+
+
+def _first(data: Tree) -> Tree:
+    return map_tree(lambda leaf: leaf[0], data)
 
 
 def _stacked(arrays: ModuleType, rows: Sequence[Tree], size: int, device: NativeDevice) -> Tree:

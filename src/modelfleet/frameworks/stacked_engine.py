@@ -38,7 +38,7 @@ class StackedEngine(Engine):
 
     def adopt(self, positions: Positions, other: Engine, sources: Positions) -> None:
         """Copy optimizer state and step counts of some members from another engine, where the shapes fit."""
-        parts = {part: names for part, names in CARRIED.items() if part not in self.held}
+        parts = {part: names for part, names in CARRIED.items() if part not in self.parts_in_models}
         self.write(positions, fitting(other.read(sources, parts), self.state, parts=parts))
 
     def give_slots(self, positions: Positions) -> None:

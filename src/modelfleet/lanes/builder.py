@@ -7,6 +7,7 @@ import numpy as np
 
 from modelfleet.devices import Device, parse_devices
 from modelfleet.frameworks.errors import CannotFuseError
+from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.lanes.groups import Groups
 from modelfleet.lanes.lane import Lane
 from modelfleet.lanes.spec import LaneSpec
@@ -48,9 +49,8 @@ class LaneBuilder:
         # Tasks compare by identity, and a signature may be costly to hash: so a list, not a dict.
         known = own[0].signature, own[0].task, spec.fused, native
         programs = next((programs for key, programs in self._programs if key == known), None)
-        engine = framework.make_engine(
-            members, own[0].task, hyperparameters, native, fused=spec.fused, programs=programs
-        )
+        context = LaneContext(members, own[0].task, hyperparameters, native, spec.fused, programs)
+        engine = framework.make_engine(context)
         if programs is None and engine.programs is not None:
             self._programs.append((known, engine.programs))
         lane = Lane(members, engine, own[0].signature, hyperparameters, [task.schedule for task in own], spec)

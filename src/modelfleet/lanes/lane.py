@@ -3,6 +3,7 @@
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 
@@ -144,26 +145,18 @@ class Lane:
     ) -> dict[int, Exception]:
         """Train on rows of one shape, and return the exceptions that members raised, by slot."""
         causes: dict[int, Exception] = {}
-        for slots, data, weights in pieces(self.engine, batch, live):
+        for piece in pieces(self.engine, batch, live):
             try:
-                if slots is None:
-                    self.engine.train(
-                        hyper,
-                        self._mask(live),
-                        data,
-                        weights,
-                        shared=batch.shared,
-                        pace=(steps_left, self._times.recent),
-                        steps=batch.steps,
-                    )
+                if piece.slots is None:
+                    self.engine.train(hyper, self._mask(live), piece, (steps_left, self._times.recent))
                 else:
-                    self.engine.train_some(slots, hyper, data, shared=batch.shared, pace=(steps_left, None))
+                    self.engine.train_some(hyper, piece, (steps_left, None))
             except StepError as error:
                 causes.update(error.causes)
             except Exception as error:
                 if self.engine.out_of_memory(error) or isinstance(error, StrategyError | GroupError):
                     raise
-                slots = np.flatnonzero(live) if slots is None else slots
+                slots = np.flatnonzero(live) if piece.slots is None else piece.slots
                 causes.update(self._train_singly(batch, slots, hyper, error))
         return causes
 
@@ -179,10 +172,10 @@ class Lane:
         causes: dict[int, Exception] = {}
         for slot in slots.tolist():
             try:
-                for step in range(batch.steps or 1):
-                    data = batch.data if batch.steps is None else map_tree(lambda t, s=step: t[s], batch.data)
-                    own = self.engine.cut(data, np.array([slot]), int(batch.counts[slot]), shared=batch.shared)
-                    self.engine.train_some(np.array([slot]), hyper, own, shared=batch.shared, pace=(0, None))
+                for number in range(batch.steps or 1):
+                    step = batch if batch.steps is None else batch.step(number)
+                    own = self.engine.first_rows(step, np.array([slot]), int(batch.counts[slot]))
+                    self.engine.train_some(hyper, own)
             except Exception as raised:
                 if self.engine.out_of_memory(raised):
                     raise
@@ -191,9 +184,9 @@ class Lane:
 
     def ready(self, batch: Batch, kind: Kind) -> None:
         """Prepare the program for batches like this one, or raise `CannotFuseError` if it can't be fused."""
-        data = self.engine.inputs(batch.data) if kind == "predict" else batch.data
-        hyper = self._hyper_tensors(self.columns)
-        self.engine.ready(kind, hyper, self._mask(self._on), data, shared=batch.shared)
+        if kind == "predict":
+            batch = replace(batch, data=self.engine.inputs(batch.data))
+        self.engine.ready(kind, self._hyper_tensors(self.columns), self._mask(self._on), batch)
 
     def epoch_values(self) -> dict[str, np.ndarray]:
         """Return the loss and the metrics `(slot,)` of the epoch so far, and start the next epoch."""
@@ -209,11 +202,9 @@ class Lane:
         totals = None
         for whole in feed.epoch(0):
             for batch in whole.by_shape:
-                for slots, data, weights in pieces(self.engine, batch, batch.counts > 0):
-                    with self._explained(data):
-                        totals = self.engine.evaluate(
-                            totals, slots, data, weights, batch.counts, batch.size, shared=batch.shared
-                        )
+                for piece in pieces(self.engine, batch, batch.counts > 0):
+                    with self._explained(piece.data):
+                        totals = self.engine.evaluate(totals, piece)
             yield
         return {} if totals is None else self.engine.values(totals)
 
@@ -222,16 +213,15 @@ class Lane:
         parts: list[list[Tree]] = [[] for _ in self.members]
         for whole in feed.epoch(0):
             for batch in whole.by_shape:
-                for inputs, counts, size in prediction_pieces(self.engine, batch):
-                    with self._explained(inputs):
-                        outputs = self.engine.predict(inputs, shared=batch.shared, counts=counts)
-                    for slot, count in enumerate(counts.tolist()):
+                for piece in prediction_pieces(self.engine, batch):
+                    with self._explained(piece.data):
+                        outputs = self.engine.predict(piece)
+                    for slot, count in enumerate(piece.counts.tolist()):
                         if count:
-                            name = self.name_in(slot)
-                            parts[slot].append(member_rows(self.engine, outputs, slot, name, count, size))
+                            parts[slot].append(member_rows(outputs, slot, self.name_in(slot), count, piece.size))
             yield
         self.refuse_failures(feed)
-        return [join_batches(self.engine, name, own) for name, own in zip(self.names, parts, strict=True)]
+        return [join_batches(name, own) for name, own in zip(self.names, parts, strict=True)]
 
     def predict_rows(self, rows: Mapping[str, Tree]) -> dict[str, Tree]:
         """Return the outputs of some members, each on rows of its own, in one call where that is possible.

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from modelfleet.errors import InputError
-from modelfleet.frameworks.engine import Engine
+from modelfleet.joining import joined
 from modelfleet.trees import map_tree, paths
 from modelfleet.types import Tree
 from modelfleet.words import without_period
@@ -14,13 +14,12 @@ _ROW_BY_ROW = (
 )
 
 
-def member_rows(engine: Engine, outputs: Tree, slot: int, name: str, count: int, size: int) -> Tree:
-    """Return a member's real rows of the outputs of a batch, on the host.
+def member_rows(outputs: Tree, index: int, name: str, count: int, size: int) -> Tree:
+    """Return a member's real rows of the outputs of a batch.
 
     Args:
-        engine: The engine that made the outputs.
-        outputs: The outputs of all slots.
-        slot: The member's slot.
+        outputs: NumPy arrays `(member, row, …)`.
+        index: The index of the member.
         name: The member's name.
         count: The number of real rows, which come before the padding.
         size: The number of rows in the batch, with padding.
@@ -28,22 +27,21 @@ def member_rows(engine: Engine, outputs: Tree, slot: int, name: str, count: int,
     Raises:
         InputError: Some output does not have one row for each input.
     """
-    try:
-        rows = engine.rows(outputs, slot, size + 1)  # one more than there should be, to notice extra rows
-    except IndexError as error:
-        raise InputError(
-            f"member {name!r}: a part of the output is a single number for a batch of {size} rows. {_ROW_BY_ROW}"
-        ) from error
-    for path, leaf in paths(rows):
-        if len(leaf) not in (size, count):
+    for path, leaf in paths(outputs):
+        if leaf.ndim < 2:
             raise InputError(
-                f"member {name!r}: {_output(path)} has the shape {leaf.shape} for a batch of {size} rows. "
+                f"member {name!r}: a part of the output is a single number for a batch of {size} rows. "
                 f"{_ROW_BY_ROW}"
             )
-    return map_tree(lambda leaf: leaf[:count], rows)
+        if leaf.shape[1] not in (size, count):
+            raise InputError(
+                f"member {name!r}: {_output(path)} has the shape {leaf.shape[1:]} for a batch of {size} rows. "
+                f"{_ROW_BY_ROW}"
+            )
+    return map_tree(lambda leaf: leaf[index, :count], outputs)
 
 
-def join_batches(engine: Engine, name: str, parts: Sequence[Tree]) -> Tree:
+def join_batches(name: str, parts: Sequence[Tree]) -> Tree:
     """Return a member's outputs for all batches as one tree of arrays.
 
     Raises:
@@ -59,7 +57,7 @@ def join_batches(engine: Engine, name: str, parts: Sequence[Tree]) -> Tree:
                     f"which can't be one array. Pad the inputs to one length, or predict one length at a time."
                 )
     try:
-        return engine.concatenate(parts)
+        return joined(parts)
     except (ValueError, TypeError) as error:
         raise InputError(
             f"member {name!r}: its outputs for {len(parts)} batches can't be joined: {without_period(error)}. "

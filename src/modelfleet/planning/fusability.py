@@ -82,8 +82,7 @@ def refuse_data_parallel(members: Sequence[Member], devices: Sequence[Device]) -
 def refuse_indivisible(opened: Sequence[OpenLane]) -> None:
     """Raise StrategyError for a lane whose members need all rows of a batch at once."""
     for one in opened:
-        batch = one.feed.first()
-        reason = one.lane.engine.indivisible(batch.data, shared=batch.shared)
+        reason = one.lane.engine.why_rows_stay_together(one.feed.first())
         if reason is not None:
             name = one.lane.names[0]
             raise StrategyError(f'strategy="data_parallel" is not possible for member {name!r}: {reason}.')

@@ -174,7 +174,7 @@ class Planner:
         self, opener: LaneOpener, opened: OpenLane, lanes: list[LaneSpec], budget: Budget
     ) -> list[LaneSpec]:
         """Return the lanes, narrower ones, or every member apart, by the time of a step of all members."""
-        spec, prospect = opened.spec, opened.lane.engine.prospect
+        spec, ratio = opened.spec, opened.lane.engine.compiled_time_ratio
 
         def measure(part: LaneSpec) -> float | None:
             return self.measurements.step_seconds(opener, part, opener.part_of_feed(part, opened), budget)
@@ -183,13 +183,13 @@ class Planner:
         if wide is None:
             return lanes
         budget.predict(wide * len(lanes) * total_steps(opened, opener.job))
-        candidates: list[tuple[float, list[LaneSpec]]] = [(wide * prospect * len(lanes), lanes)]
+        candidates: list[tuple[float, list[LaneSpec]]] = [(wide * ratio * len(lanes), lanes)]
         quarter = lanes[0].width // 4
         if quarter >= 2:
             narrow = [replace(spec, members=names) for names in memory.waves(quarter, spec.members)]
             seconds = measure(narrow[0])
             if seconds is not None:
-                total = seconds * prospect * len(narrow)
+                total = seconds * ratio * len(narrow)
                 faster = (
                     f"lanes of {quarter} are faster than one of {spec.width} ({milliseconds(total)} a step of all)"
                 )

@@ -70,7 +70,7 @@ class LaneOpener:
             opened = OpenLane(lane, self.feeding.feed(lane))
             self._check(opened)
             if self._ranks is not None:
-                lane.engine.spread(self._ranks)
+                lane.engine.split_rows_over(self._ranks)
             lane.ready(opened.feed.first(), self.kind)
             self._open[spec.key] = opened
         opened.lane.spec = spec

@@ -9,8 +9,7 @@ of one member skip the checks in `OF_SEVERAL`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from modelfleet.frameworks.predict_rows import predict_rows
 from modelfleet.frameworks.stacked import WEIGHTS, by_path
 from modelfleet.members import Member
 from modelfleet.trees import map_tree
-from modelfleet.types import Model, Tree
+from modelfleet.types import Model, Tensor, Tree
 
 Check = Callable[["Case"], None]
 WIDTH = 3
@@ -61,32 +60,32 @@ def _begun(case: Case) -> tuple[Engine, Sequence[Member]]:
 
 
 def _begin(case: Case, engine: Engine, members: Sequence[Member]) -> None:
-    data = case.batch(range(case.width))
-    engine.check(Batch(data, False, np.full(case.width, _rows(data))), members[0].name)
-    slots = range(case.width)
-    engine.ready("train", _hyper(case, engine, slots), _on(engine, case.width), data, shared=False)
+    slots, batch = range(case.width), _batch(case, range(case.width))
+    engine.check(batch, members[0].name)
+    engine.ready("train", _hyper(case, engine, slots), _on(engine, case.width), batch)
     engine.clear_trouble()
 
 
 def _train(case: Case, engine: Engine, slots: Sequence[int], active: Sequence[bool] | None = None) -> None:
     on = engine.tensor(np.array([True] * len(slots) if active is None else active))
-    engine.train(_hyper(case, engine, slots), on, case.batch(slots), None, shared=False, pace=(1, None))
+    engine.train(_hyper(case, engine, slots), on, _batch(case, slots), (1, None))
+
+
+def _batch(case: Case, slots: Sequence[int]) -> Batch:
+    data = case.batch(slots)
+    return Batch(data, False, np.full(len(slots), data[0].shape[1]))
 
 
 def _only_some(case: Case) -> list[bool]:
     return [slot in case.some() for slot in range(case.width)]
 
 
-def _hyper(case: Case, engine: Engine, slots: Sequence[int]) -> dict[str, Any]:
+def _hyper(case: Case, engine: Engine, slots: Sequence[int]) -> dict[str, Tensor]:
     return {name: engine.tensor(column[list(slots)]) for name, column in case.hyper.items()}
 
 
-def _on(engine: Engine, width: int) -> Any:
+def _on(engine: Engine, width: int) -> Tensor:
     return engine.tensor(np.ones(width, dtype=bool))
-
-
-def _rows(data: Any) -> int:
-    return int(data[0].shape[1])
 
 
 def _written(case: Case, engine: Engine, members: Sequence[Member]) -> list[dict[str, np.ndarray]]:
@@ -130,12 +129,12 @@ def idle_members_stay_as_they_are(case: Case) -> None:
 
 
 def some_slots_step_as_all_do(case: Case) -> None:
-    """`train_some` on cut data is `train` of the same members."""
+    """`train_some` on a part of a batch is `train` of the same members."""
     (one, first), (other, second) = _begun(case), _begun(case)
     _train(case, one, range(case.width), _only_some(case))
-    slots, data = np.array(case.some()), case.batch(range(case.width))
-    data = other.cut(data, slots, _rows(data), shared=False)
-    other.train_some(slots, _hyper(case, other, range(case.width)), data, shared=False, pace=(1, None))
+    batch = _batch(case, range(case.width))
+    some = other.first_rows(batch, np.array(case.some()), batch.size)
+    other.train_some(_hyper(case, other, range(case.width)), some, (1, None))
     for found, expected in zip(_written(case, other, second), _written(case, one, first), strict=True):
         _same(found, expected)
 
@@ -146,9 +145,9 @@ def several_steps_are_so_many_single_ones(case: Case) -> None:
     slots = range(case.width)
     for _ in range(3):
         _train(case, one, slots)
-    data = tuple(_stacked([leaf] * 3) for leaf in case.batch(slots))
-    hyper, on = _hyper(case, other, slots), _on(other, case.width)
-    other.train(hyper, on, data, None, shared=False, pace=(1, None), steps=3)
+    batch, hyper = _batch(case, slots), _hyper(case, other, slots)
+    batch = replace(batch, data=map_tree(lambda leaf: _repeated(leaf, 3), batch.data), steps=3)
+    other.train(hyper, _on(other, case.width), batch, (1, None))
     assert other.steps_taken().tolist() == [3] * case.width
     for found, expected in zip(_written(case, other, second), _written(case, one, first), strict=True):
         _same(found, expected)
@@ -161,7 +160,7 @@ def a_step_in_parts_is_a_step(case: Case) -> None:
     hyper, on = _hyper(case, other, slots), other.tensor(np.array(active))
     try:
         for _ in range(2):
-            other.apply(hyper, on, other.gradients(case.batch(slots), shared=False))
+            other.apply(hyper, on, other.gradients(_batch(case, slots)))
     except StrategyError:
         return
     for _ in range(2):
@@ -290,11 +289,12 @@ def trouble_is_noted_and_forgiven(case: Case) -> None:
     """A member whose loss is NaN keeps its state until its trouble is cleared."""
     engine, members = _begun(case)
     before = dict(case.weights(members[0].model))
-    slots, data = range(case.width), case.batch(range(case.width))
+    slots, batch = range(case.width), _batch(case, range(case.width))
+    data = batch.data
     sick = data[0].copy() if isinstance(data[0], np.ndarray) else data[0].clone()
     sick[0] = float("nan")
     hyper, on = _hyper(case, engine, slots), _on(engine, case.width)
-    engine.train(hyper, on, (sick, *data[1:]), None, shared=False, pace=(1, None))
+    engine.train(hyper, on, replace(batch, data=(sick, *data[1:])), (1, None))
     assert engine.trouble()[0] != 0
     assert not engine.trouble()[1:].any()
     _train(case, engine, slots)
@@ -310,12 +310,11 @@ def epochs_begin_at_nothing(case: Case) -> None:
     """`epoch_values` are of the steps since the last call, whatever was evaluated between."""
     engine, _ = _begun(case)
     kept = engine.read(range(case.width), WEIGHTS)
-    slots, data = range(case.width), case.batch(range(case.width))
-    counts = np.full(case.width, _rows(data))
+    slots, batch = range(case.width), _batch(case, range(case.width))
     found = []
     for _ in range(2):
         _train(case, engine, slots)
-        engine.values(engine.evaluate(None, None, data, None, counts, _rows(data), shared=False))
+        engine.values(engine.evaluate(None, batch))
         found.append(engine.epoch_values())
         engine.write(range(case.width), kept)
     for name, values in found[0].items():
@@ -326,14 +325,11 @@ def epochs_begin_at_nothing(case: Case) -> None:
 def evaluating_some_slots_is_evaluating_all(case: Case) -> None:
     """`evaluate` of slots one after the other adds up to that of all."""
     engine, _ = _begun(case)
-    data = case.batch(range(case.width))
-    rows = _rows(data)
-    counts = np.full(case.width, rows)
-    expected = engine.values(engine.evaluate(None, None, data, None, counts, rows, shared=False))
+    batch = _batch(case, range(case.width))
+    expected = engine.values(engine.evaluate(None, batch))
     totals = None
     for slots in (np.array([2]), np.array([0, 1])) if case.width > 1 else (np.array([0]),):
-        cut = engine.cut(data, slots, rows, shared=False)
-        totals = engine.evaluate(totals, slots, cut, None, counts, rows, shared=False)
+        totals = engine.evaluate(totals, engine.first_rows(batch, slots, batch.size))
     for name, values in engine.values(totals).items():
         np.testing.assert_allclose(values, expected[name], 1e-5, err_msg=name)
 
@@ -341,19 +337,29 @@ def evaluating_some_slots_is_evaluating_all(case: Case) -> None:
 def some_members_predict_as_all_do(case: Case) -> None:
     """Members that predict on rows of their own, in any order, have the outputs that all have together."""
     engine, members = _begun(case)
-    data = case.batch(range(case.width))
-    inputs = engine.inputs(data)
-    engine.ready("predict", {}, _on(engine, case.width), inputs, shared=False)
-    outputs, size = engine.predict(inputs, shared=False), _rows(data)
+    batch = _batch(case, range(case.width))
+    batch = replace(batch, data=engine.inputs(batch.data))
+    engine.ready("predict", {}, _on(engine, case.width), batch)
+    outputs, arrays = engine.predict(batch), members[0].framework.arrays
     positions = list(range(case.width))[::-1]
-    counts = [size - number % 2 * 2 for number in range(case.width)]
-    given = [_host(inputs[position])[:count] for position, count in zip(positions, counts, strict=True)]
-    found = predict_rows(engine, members[0].framework.arrays, positions, given)
-    for position, count, own in zip(positions, counts, found, strict=True):
-        np.testing.assert_allclose(own, engine.rows(outputs, position, count), 1e-5, 1e-6)
+    counts = [batch.size - number % 2 * 2 for number in range(case.width)]
+    given = [_host(batch.data[position])[:count] for position, count in zip(positions, counts, strict=True)]
+    for position, own, rows in zip(positions, predict_rows(engine, arrays, positions, given), given, strict=True):
+        np.testing.assert_allclose(own, outputs[position, : len(rows)], 1e-5, 1e-6)
 
 
-def _host(tensor: Any) -> np.ndarray:
+def members_predict_on_shared_rows(case: Case) -> None:
+    """Members that predict on the same rows, all or some, have the outputs that they have on rows of their own."""
+    engine, members = _begun(case)
+    rows = _host(engine.inputs(case.batch([0]))[0])
+    positions, arrays = list(range(case.width))[::-1], members[0].framework.arrays
+    shared = predict_rows(engine, arrays, positions, [rows] * case.width)
+    own = predict_rows(engine, arrays, positions, [rows.copy() for _ in positions])
+    for found, expected in zip(shared, own, strict=True):
+        np.testing.assert_allclose(found, expected, 1e-5, 1e-6)
+
+
+def _host(tensor: Tensor) -> np.ndarray:
     """Return the numbers of a tensor of any framework, bfloat16 in float32."""
     if hasattr(tensor, "detach"):
         tensor = tensor.detach().cpu()
@@ -361,11 +367,9 @@ def _host(tensor: Any) -> np.ndarray:
     return np.asarray(tensor)
 
 
-def _stacked(leaves: Sequence[Any]) -> Any:
-    """Return arrays of NumPy or tensors of torch with an axis of steps in front."""
-    if isinstance(leaves[0], np.ndarray):
-        return np.stack(leaves)
-    return leaves[0].expand(len(leaves), *leaves[0].shape)
+def _repeated(leaf: Tensor, steps: int) -> Tensor:
+    """Return an array of NumPy or a tensor of torch with an axis of steps in front."""
+    return np.stack([leaf] * steps) if isinstance(leaf, np.ndarray) else leaf.expand(steps, *leaf.shape)
 
 
 OF_SEVERAL: Sequence[Check] = (
@@ -389,6 +393,7 @@ CHECKS: Sequence[Check] = (
     epochs_begin_at_nothing,
     evaluating_some_slots_is_evaluating_all,
     some_members_predict_as_all_do,
+    members_predict_on_shared_rows,
     *OF_SEVERAL,
 )
 """All checks. Each has the name of what must hold."""

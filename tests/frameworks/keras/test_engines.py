@@ -9,6 +9,7 @@ import pytest
 
 from modelfleet.frameworks import keras as adapter
 from modelfleet.frameworks.engine import Engine
+from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.members import Member
 from modelfleet.testing import engines
 
@@ -57,7 +58,8 @@ def case(*, plain: bool) -> engines.Case:
         task = adapter.prepare(None, members, "train").tasks[0]
         (device,) = adapter.choose(None)[:1]
         programs = known.get("programs")
-        made = adapter.make_engine(members, task, {}, adapter.native(device), fused=not plain, programs=programs)
+        context = LaneContext(members, task, {}, adapter.native(device), not plain, programs)
+        made = adapter.make_engine(context)
         known.update(programs=made.programs, task=task)  # traced once, as lanes hand them on
         return made
 

@@ -10,6 +10,7 @@ from tests.frameworks.keras import models
 
 from modelfleet.feeds import Batch
 from modelfleet.frameworks import keras as adapter
+from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.frameworks.stacked import by_path
 from modelfleet.members import Member
 
@@ -26,7 +27,7 @@ def lane(count: int = 2, *, programs: Any = None) -> tuple[Any, list[Member]]:
         model.compile(keras.optimizers.Adam(0.01 * (index + 1)), loss, metrics=["accuracy"])
         own.append(Member(str(index), model, index, adapter))
     task = adapter.prepare(None, own, "train").tasks[0]
-    return adapter.make_engine(own, task, {}, jax.devices()[0], fused=count > 1, programs=programs), own
+    return adapter.make_engine(LaneContext(own, task, {}, jax.devices()[0], count > 1, programs)), own
 
 
 @cache
@@ -40,10 +41,10 @@ def steps(engine: Any, data: Any, *, count: int = 3, together: bool = True) -> N
     active = engine.tensor(np.ones(width, dtype=bool))
     if together:
         stacked = tuple(np.stack([leaf] * count) for leaf in data)
-        engine.train({}, active, stacked, None, shared=True, pace=(0, None), steps=count)
+        engine.train({}, active, Batch(stacked, True, np.full(width, len(data[0])), count))
         return
     for _ in range(count):
-        engine.train({}, active, data, None, shared=True, pace=(0, None))
+        engine.train({}, active, Batch(data, True, np.full(width, len(data[0]))))
 
 
 def state(engine: Any) -> dict[str, np.ndarray]:
@@ -52,8 +53,9 @@ def state(engine: Any) -> dict[str, np.ndarray]:
 
 def ready(engine: Any, data: Any) -> None:
     width = len(engine.trouble())
-    engine.check(Batch(data, True, np.full(width, len(data[0]))), "0")
-    engine.ready("train", {}, engine.tensor(np.ones(width, dtype=bool)), data, shared=True)
+    batch = Batch(data, True, np.full(width, len(data[0])))
+    engine.check(batch, "0")
+    engine.ready("train", {}, engine.tensor(np.ones(width, dtype=bool)), batch)
 
 
 def test_several_steps_a_call_are_as_many_calls() -> None:

@@ -10,6 +10,7 @@ import modelfleet as mf
 from modelfleet.feeds import Batch
 from modelfleet.frameworks import keras as adapter
 from modelfleet.frameworks.keras import copy_model
+from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.members import Member
 
 layers = keras.layers
@@ -71,9 +72,9 @@ def test_embeddings_bear_padding() -> None:
 
         data = tuple(map(torch.from_numpy, data))
     batch = Batch(data, False, np.array([8, 5]))
-    engine = adapter.make_engine(own, task, {}, device, fused=True)
+    engine = adapter.make_engine(LaneContext(own, task, {}, device, fused=True))
     engine.check(batch, "a")
-    assert engine.maskable(batch)
+    assert engine.can_mask_padding(batch)
 
 
 def test_outputs_of_unlike_row_counts_are_those_alone() -> None:

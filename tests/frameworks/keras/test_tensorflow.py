@@ -21,7 +21,9 @@ if keras.backend.backend() != "tensorflow":
 
 import tensorflow as tf
 
+from modelfleet.frameworks.keras.task import task_of
 from modelfleet.frameworks.keras.tensorflow import Engine
+from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.frameworks.tensorflow import programs
 
 layers = keras.layers
@@ -89,7 +91,8 @@ def rows(count: int, steps: int = STEPS, size: int = ROWS) -> tuple[np.ndarray, 
 
 
 def engine(own: Sequence[keras.Model], programs: Any = None) -> Engine:
-    return Engine(members(own), None, {}, "CPU:0", fused=len(own) > 1, programs=programs)
+    task = task_of(own[0])
+    return Engine(LaneContext(members(own), task, {}, "CPU:0", fused=len(own) > 1, programs=programs))
 
 
 def members(own: Sequence[keras.Model]) -> list[Member]:
@@ -100,18 +103,19 @@ def members(own: Sequence[keras.Model]) -> list[Member]:
 def opened(given: Sequence[keras.Model], x: np.ndarray, y: np.ndarray) -> tuple[Engine, Any]:
     """An engine that is ready to train, and who is active."""
     own = engine(given)
-    own.check(Batch((x[0], y[0]), False, np.full(len(given), x.shape[2])), "m0")
+    batch = Batch((x[0], y[0]), False, np.full(len(given), x.shape[2]))
+    own.check(batch, "m0")
     active = own.tensor(np.ones(len(given), dtype=bool))
-    own.ready("train", {}, active, (x[0], y[0]), shared=False)
+    own.ready("train", {}, active, batch)
     return own, active
 
 
 def train(own: Engine, active: Any, x: np.ndarray, y: np.ndarray, *, several: bool, pace: Any = (1, None)) -> None:
     if several:
-        own.train({}, active, (x, y), None, shared=False, pace=pace, steps=len(x))
+        own.train({}, active, Batch((x, y), False, np.full(x.shape[1], x.shape[2]), len(x)), pace)
         return
     for step in range(len(x)):
-        own.train({}, active, (x[step], y[step]), None, shared=False, pace=pace)
+        own.train({}, active, Batch((x[step], y[step]), False, np.full(x.shape[1], x.shape[2])), pace)
 
 
 def graphs(own: Engine) -> list[programs.Graph]:

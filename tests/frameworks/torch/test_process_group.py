@@ -249,7 +249,7 @@ def spread(group: ProcessGroup) -> Iterator[None]:
 
     def make(*args: Any, **options: Any) -> Any:
         engine = plain(*args, **options)
-        engine.spread(group)
+        engine.split_rows_over(group)
         return engine
 
     plain: Any = adapter.make_engine

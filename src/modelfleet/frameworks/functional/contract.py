@@ -32,7 +32,7 @@ class Definition(Protocol):
     class for the methods that have a default.
     """
 
-    task: Any
+    task: Any  # the adapter's own `Task`
     maskable: bool
     """True if a row of weight 0 has no influence on the loss and the metrics of `train` and `evaluate`. The engine
     tries out if it has an influence within the model, as with BatchNorm."""

@@ -1,30 +1,27 @@
 """Engine of a lane whose steps are pure functions."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from modelfleet.errors import InputError
+from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.batch_errors import batch_error
-from modelfleet.frameworks.engine import Hyper, Pace
-from modelfleet.frameworks.functional.padding_trial import ignores_padding, rows_apart
+from modelfleet.frameworks.engine import NOTHING_LEFT, Hyper, Pace
+from modelfleet.frameworks.functional.padding_trial import ignores_padding, rows_are_independent
 from modelfleet.frameworks.functional.state import READABLE, FunctionalState
+from modelfleet.frameworks.lane_context import Task
 from modelfleet.frameworks.stacked import Positions
-from modelfleet.joining import joined
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import Kind, Tensor, Tree
-
-if TYPE_CHECKING:
-    from modelfleet.feeds import Batch
 
 
 class FunctionalEngine(FunctionalState):
     """An engine that runs a `Definition` on a `Backend`."""
 
     @property
-    def task(self) -> Any:
+    def task(self) -> Task:
         """Return the task of the members."""
         return self._definition.task
 
@@ -47,7 +44,7 @@ class FunctionalEngine(FunctionalState):
         return self.programs.untraced
 
     @property
-    def prospect(self) -> float:
+    def compiled_time_ratio(self) -> float:
         """Return 1: the programs that are measured are compiled already."""
         return 1.0
 
@@ -61,53 +58,42 @@ class FunctionalEngine(FunctionalState):
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
-    def train(
-        self,
-        hyper: Hyper,
-        active: Tensor,
-        data: Tree,
-        weights: Tensor | None,
-        *,
-        shared: bool,
-        pace: Pace | None = None,
-        steps: int | None = None,
-    ) -> None:
-        """Take one step of the active members, or `steps` steps on data and weights with a step axis."""
+    def train(self, hyper: Hyper, active: Tensor, batch: Batch, pace: Pace = NOTHING_LEFT) -> None:
+        """Take the steps of a batch for the active members."""
+        data, weights, steps = batch.data, batch.weights, batch.steps
         if steps is None:
-            self.state = self.programs.run("train", shared, self.state, hyper, active, data, weights)
+            self.state = self.programs.run("train", batch.shared, self.state, hyper, active, data, weights)
             return
         # A program for each power of two serves any number of steps: the loop ends after `steps`.
         room = 1 << (steps - 1).bit_length()
         if room > steps:
             data, weights = self.backend.lengthened((data, weights), room)
-        self.state = self.programs.run("several", shared, self.state, hyper, active, data, weights, steps)
+        self.state = self.programs.run("several", batch.shared, self.state, hyper, active, data, weights, steps)
 
-    def gradients(self, data: Tree, weights: Tensor | None = None, *, shared: bool) -> Tree:
+    def train_some(self, hyper: Hyper, batch: Batch, pace: Pace = NOTHING_LEFT) -> None:
+        """Take one step of the members that a batch is for.
+
+        The members take turns. So programs are traced for each number of rows, but not for each number of members.
+        """
+        for rows, data in self._by_slot(batch):
+            self.state = self.programs.run("one", True, self.state, rows, hyper, self._one, data)
+
+    def gradients(self, batch: Batch) -> Tree:
         """Return what `apply` needs to finish a step of every member on a batch."""
-        return self.programs.run("gradients", shared, self.state, data, weights)
+        return self.programs.run("gradients", batch.shared, self.state, batch.data, batch.weights)
 
     def apply(self, hyper: Hyper, active: Tensor, gradients: Tree) -> None:
         """Update the active members by what `gradients` returned."""
         self.state = self.programs.run("apply", True, self.state, hyper, active, gradients)
 
-    def train_some(
-        self, slots: np.ndarray, hyper: Hyper, data: Tree, *, shared: bool, pace: Pace | None = None
-    ) -> None:
-        """Take one step of the members in some slots, on data cut for them.
-
-        The members take turns. So programs are traced for each number of rows, but not for each number of members.
-        """
-        for index, slot in enumerate(slots):
-            own = data if shared else map_tree(lambda leaf, index=index: leaf[index], data)
-            self.state = self.programs.run("one", True, self.state, self.indices([slot]), hyper, self._one, own)
-
-    def ready(self, kind: Kind, hyper: Hyper, active: Tensor, data: Tree, *, shared: bool) -> None:
+    def ready(self, kind: Kind, hyper: Hyper, active: Tensor, batch: Batch) -> None:
         """Prepare the program for batches like this one."""
+        data, shared, state = batch.data, batch.shared, self._readable(self.state)
         if kind == "predict":
-            self.programs.ready(kind, shared, self._readable(self.state), self._all_slots(), data)
+            self.programs.ready(kind, shared, state, self._all_slots(), data)
             return
         if not self.state["metrics"]:
-            self._allocate_metrics(data, shared)
+            self._allocate_metrics(batch)
         if kind == "train":
             if not self.state["params"]:
                 raise InputError(
@@ -115,8 +101,7 @@ class FunctionalEngine(FunctionalState):
                 )
             self.programs.ready(kind, shared, self.state, hyper, active, data, None)
         else:
-            state, totals = self._readable(self.state), self.state["metrics"]
-            self.programs.ready(kind, shared, state, totals, self._all_slots(), data, None)
+            self.programs.ready(kind, shared, state, self.state["metrics"], self._all_slots(), data, None)
 
     def epoch_values(self) -> dict[str, np.ndarray]:
         """Return the loss and the metrics `(slot,)` since the last call, and start a new epoch."""
@@ -124,31 +109,26 @@ class FunctionalEngine(FunctionalState):
         self.state = {**self.state, "metrics": self._fresh_metrics()}
         return values
 
-    def evaluate(
-        self,
-        totals: Tree | None,
-        slots: np.ndarray | None,
-        data: Tree,
-        weights: Tensor | None,
-        counts: np.ndarray,
-        size: int,
-        *,
-        shared: bool,
-    ) -> Tree:
+    def evaluate(self, totals: Tree | None, batch: Batch) -> Tree:
         """Return the totals of the loss and the metrics with a batch added."""
         totals = self._fresh_metrics() if totals is None else totals
-        if slots is None:
-            present = self.tensor(np.asarray(counts) > 0)
-            state = self._readable(self.state)
-            totals, changed = self.programs.run("evaluate", shared, state, totals, present, data, weights)
+        if batch.slots is None:
+            state, present = self._readable(self.state), self.tensor(batch.counts > 0)
+            args = (state, totals, present, batch.data, batch.weights)
+            totals, changed = self.programs.run("evaluate", batch.shared, *args)
             self._keep_changes(changed)
             return totals
-        for index, slot in enumerate(slots):
-            own = data if shared else map_tree(lambda leaf, index=index: leaf[index], data)
-            rows, state = self.indices([slot]), self._readable(self.state)
-            totals, changed = self.programs.run("evaluate_one", True, state, totals, rows, self._one, own)
+        for rows, data in self._by_slot(batch):
+            state = self._readable(self.state)
+            totals, changed = self.programs.run("evaluate_one", True, state, totals, rows, self._one, data)
             self._keep_changes(changed)
         return totals
+
+    def _by_slot(self, batch: Batch) -> Iterator[tuple[Tensor, Tree]]:
+        """Yield the slot of each member that a batch is for, as an index, and the member's rows."""
+        assert batch.slots is not None
+        for index, slot in enumerate(batch.slots.tolist()):
+            yield self.indices([slot]), batch.member(index)
 
     def values(self, totals: Tree | None) -> dict[str, np.ndarray]:
         """Return the loss and the metrics `(slot,)` from the totals of `evaluate`."""
@@ -157,107 +137,79 @@ class FunctionalEngine(FunctionalState):
         found = self.backend.host(self.programs.run("results", True, totals))
         return {name: np.asarray(found[name], dtype=np.float64) for name in self.programs.names}
 
-    def predict(self, data: Tree, *, shared: bool, counts: np.ndarray | None = None) -> Tree:
-        """Return the outputs `(slot, row, …)` on a batch of inputs, on the host."""
-        return self.backend.host(self.forward(data, shared=shared, counts=counts))
-
-    def forward(self, data: Tree, *, shared: bool, counts: np.ndarray | None = None) -> Tree:
-        """Return the outputs `(slot, row, …)` on a batch of inputs, on the device."""
-        size = leaves(data)[0].shape[0 if shared else 1]
-        counts = np.full(self._width, size) if counts is None else np.asarray(counts)
+    def predict(self, batch: Batch, positions: Positions | None = None) -> Tree:
+        """Return the outputs of some members, or of all, as NumPy arrays `(member, row, …)`."""
+        counts, own = batch.counts, np.flatnonzero(batch.counts)
+        state = self._readable(self.state) if positions is None else self.read(positions, READABLE)
         present = self.tensor(counts > 0)
-        outputs, changed = self.programs.run("predict", shared, self._readable(self.state), present, data)
-        if leaves(changed) and ((counts != size) & (counts > 0)).any():
-            return self._predict_alone(outputs, self.slots, data, counts, shared=shared)
-        self._keep_changes(changed)
-        return outputs
-
-    def predict_some(self, positions: Positions, data: Tree, counts: np.ndarray) -> Tree:
-        """Return the outputs of some members, each on its own rows, as NumPy arrays `(member, row, …)`."""
-        positions, size = np.asarray(positions), leaves(data)[0].shape[1]
-        state, present = self.read(positions, READABLE), self.tensor(counts > 0)
-        outputs, changed = self.programs.run("predict", False, state, present, data)
-        own = np.flatnonzero(counts)
-        if leaves(changed) and (counts[own] != size).any():
-            return self._predict_alone(outputs, positions, data, counts, shared=False)
+        outputs, changed = self.programs.run("predict", batch.shared, state, present, batch.data)
         if leaves(changed):
+            positions = self.slots if positions is None else np.asarray(positions)
+            if (counts[own] != batch.size).any():
+                return self._predict_alone(outputs, batch, positions)
             self.write(positions[own], self.programs.take(changed, self.indices(own)))
             self.changed = True
         return self.backend.host(outputs)
 
-    def _predict_alone(
-        self, outputs: Tree, positions: np.ndarray, data: Tree, counts: np.ndarray, *, shared: bool
-    ) -> Tree:
+    def _predict_alone(self, outputs: Tree, batch: Batch, positions: np.ndarray) -> Tree:
         """Return outputs in which every member has predicted its real rows alone.
 
         A model that changes as it predicts must not see padding.
         """
         found = map_tree(np.array, self.backend.host(outputs))
-        for index in np.flatnonzero(counts).tolist():
-            count = counts[index]
-            own = data if shared else map_tree(lambda leaf, index=index: leaf[index], data)
-            own = map_tree(lambda leaf, count=count: leaf[:count][None], own)
-            alone = self.predict_some(positions[[index]], own, counts[[index]])
+        for index in np.flatnonzero(batch.counts).tolist():
+            count = int(batch.counts[index])
+            rows = map_tree(lambda leaf, count=count: leaf[:count], batch.member(index))
+            alone = self.predict(Batch(rows, True, np.array([count])), positions[[index]])
             for whole, part in zip(leaves(found), leaves(alone), strict=True):
                 whole[index, :count] = part[0]
         return found
 
     def inputs(self, data: Tree) -> Tree:
-        """Return the inputs of a batch: the x of (x, y), or the batch itself."""
+        """Return the inputs of a batch's data: the x of (x, y), or the data themselves."""
         return self._definition.inputs(data)
-
-    def rows(self, outputs: Tree, slot: int, count: int) -> Tree:
-        """Return one member's real rows of a batch of outputs."""
-        return map_tree(lambda leaf: leaf[slot, :count], outputs)
-
-    def concatenate(self, parts: Sequence[Tree]) -> Tree:
-        """Return batches of rows as one array, or as one tree of arrays."""
-        return joined(parts)
 
     # --- padding -------------------------------------------------------------------------------------------------
 
-    def maskable(self, batch: "Batch") -> bool:
+    def can_mask_padding(self, batch: Batch) -> bool:
         """Return True if row weights can remove the influence of padding, by a trial on one member.
 
         BatchNorm, for example, depends on every row of a batch. So the trial compares a member's step on a padded
         batch with a step on its real rows alone, running statistics and metrics included.
         """
-        if not self.programs.definition.maskable:
+        definition, known = self.programs.definition, self.programs.ignores_padding
+        if not definition.maskable:
             return False
-        real = int(batch.counts[batch.counts > 0].min())
+        index, real = batch.fewest_rows()
         key = (real, batch.size)
-        known = self.programs.ignores_padding
         if key not in known:
-            data = batch.data
-            if not batch.shared:
-                slot = int(np.flatnonzero(batch.counts == real)[0])
-                data = map_tree(lambda leaf: leaf[slot], data)
             one = map_tree(lambda t: t[0], self.state)
-            definition = self.programs.definition
-            known[key] = ignores_padding(definition, self.backend, one, data, real, batch.size)
+            known[key] = ignores_padding(definition, self.backend, one, batch.member(index), real, batch.size)
         return known[key]
 
-    def rows_apart(self, inputs: Tree) -> bool:
+    def rows_are_independent(self, inputs: Tree) -> bool:
         """Return True if the output for a row depends on that row alone, by a trial on one member."""
-        known, size = self.programs.rows_apart, len(leaves(inputs)[0])
+        known, size = self.programs.independent_rows, len(leaves(inputs)[0])
         if size not in known:
             one = map_tree(lambda t: t[0], self._readable(self.state))
-            known[size] = rows_apart(self.programs.definition, self.backend, one, inputs)
+            known[size] = rows_are_independent(self.programs.definition, self.backend, one, inputs)
         return known[size]
 
     def row_weights(self, counts: np.ndarray, size: int) -> Tensor:
         """Return `(slot, row)`: 1 for a real row, 0 for padding."""
         return self.tensor((np.arange(size) < np.asarray(counts)[:, None]).astype(np.float32))
 
-    def cut(self, data: Tree, slots: np.ndarray, count: int, *, shared: bool) -> Tree:
-        """Return the first `count` rows of the members in some slots."""
-        if shared:
-            return map_tree(lambda leaf: leaf[:count], data)
-        return map_tree(lambda leaf: leaf[:, :count], self.backend.take(data, self.indices(slots)))
+    def first_rows(self, batch: Batch, slots: np.ndarray, count: int) -> Batch:
+        """Return a batch of the first `count` rows of the members in some slots."""
+        counts = np.full(len(slots), count)
+        if batch.shared:
+            return Batch(map_tree(lambda leaf: leaf[:count], batch.data), True, counts, slots=slots)
+        own = self.backend.take(batch.data, self.indices(slots))
+        return Batch(map_tree(lambda leaf: leaf[:, :count], own), False, counts, slots=slots)
 
     # --- device --------------------------------------------------------------------------------------------------
 
-    def stream(self) -> AbstractContextManager[Any]:
+    def stream(self) -> AbstractContextManager[object]:
         """Return an empty context: the framework itself runs calls in their order."""
         return nullcontext()
 
@@ -267,14 +219,14 @@ class FunctionalEngine(FunctionalState):
 
     # --- checks and costs ----------------------------------------------------------------------------------------
 
-    def check(self, batch: "Batch", name: str) -> None:
+    def check(self, batch: Batch, name: str) -> None:
         """Try one member on two rows before the training, and allocate its metrics."""
         if self._tried != (form := _form(batch)):
             with self._trying(batch, batch.data, name):
-                self._allocate_metrics(batch.data, batch.shared)
+                self._allocate_metrics(batch)
             self._tried = form
 
-    def output_shape(self, batch: "Batch", name: str) -> tuple[int, ...] | None:
+    def output_shape(self, batch: Batch, name: str) -> tuple[int, ...] | None:
         """Return the shape `(row, …)` of a member's output for two rows; None if it is not a single tensor."""
         known, form = self.programs.output_shapes, _form(batch)
         if form not in known:
@@ -293,12 +245,12 @@ class FunctionalEngine(FunctionalState):
         """Return a function that raises for a batch with targets out of range; None if nothing can be checked."""
         return None if output_shape is None else self._definition.label_check(output_shape)
 
-    def working_bytes(self, batch: "Batch") -> int | None:
+    def working_bytes(self, batch: Batch) -> int | None:
         """Return the memory that a train step on such a batch needs beside the state; None if not known."""
         return self.programs.working_bytes(batch.shared, self.state, {}, self._all_slots(), batch.data, None)
 
     @contextmanager
-    def _trying(self, batch: "Batch", data: Tree, name: str) -> Iterator[Tree]:
+    def _trying(self, batch: Batch, data: Tree, name: str) -> Iterator[Tree]:
         """Give two rows of one member's data for a trial, and explain what the trial raises."""
         few = _two_rows(data, batch.shared)
         try:
@@ -309,15 +261,15 @@ class FunctionalEngine(FunctionalState):
 
     # --- helpers -------------------------------------------------------------------------------------------------
 
-    def _allocate_metrics(self, data: Tree, shared: bool) -> None:
+    def _allocate_metrics(self, batch: Batch) -> None:
         """Find out which metrics there are, by a trial on one member."""
         one = map_tree(lambda t: t[0], self.state)
-        self.programs.definition.try_out(one, _two_rows(data, shared))
+        self.programs.definition.try_out(one, _two_rows(batch.data, batch.shared))
         if not self.state["metrics"]:
             self.state = {**self.state, "metrics": self._fresh_metrics()}
 
 
-def _form(batch: "Batch") -> tuple[str, bool]:
+def _form(batch: Batch) -> tuple[str, bool]:
     """Return the tree, the shapes and the dtypes of a batch."""
     return str(map_tree(lambda leaf: (tuple(leaf.shape), str(leaf.dtype)), batch.data)), batch.shared
 

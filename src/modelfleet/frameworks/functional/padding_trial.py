@@ -39,7 +39,7 @@ def ignores_padding(
     return True
 
 
-def rows_apart(definition: Definition, backend: Backend, one: State, inputs: Tree) -> bool:
+def rows_are_independent(definition: Definition, backend: Backend, one: State, inputs: Tree) -> bool:
     """Return True if a member's output for a row of inputs `(row, …)` depends on that row alone."""
     rows = len(leaves(inputs)[0])
     few = map_tree(lambda leaf: leaf[: (rows + 1) // 2], inputs)

@@ -31,7 +31,7 @@ class Programs:
         self.untraced: str | None = None
         self.names: list[str] = []  # the loss and the metrics, in their order
         self.ignores_padding: dict[tuple[int, int], bool] = {}
-        self.rows_apart: dict[int, bool] = {}
+        self.independent_rows: dict[int, bool] = {}
         self.output_shapes: dict[Hashable, tuple[int, ...] | None] = {}
         self._known: dict[tuple[StepName, bool], tuple[Function, Function]] = {}
         self._plain: set[tuple[StepName, bool]] = set()  # steps that can't be traced

@@ -7,6 +7,7 @@ import numpy as np
 
 from modelfleet.frameworks.functional.contract import Backend, Definition, State
 from modelfleet.frameworks.functional.programs import Programs
+from modelfleet.frameworks.lane_context import LaneContext, OwnTask
 from modelfleet.frameworks.stacked import Positions, StackedState, stack
 from modelfleet.frameworks.stacked_engine import StackedEngine
 from modelfleet.members import Member
@@ -21,26 +22,17 @@ class FunctionalState(StackedEngine):
     """Part of a functional engine that keeps its state.
 
     Args:
-        members: The lane's members.
+        context: The lane's members, and the programs of another engine of the same structure and task.
         definition: The steps of these members.
         backend: The framework on the lane's device.
-        fused: True if a step is to be one program for all members.
-        programs: The programs of another engine of the same structure and task.
     """
 
-    def __init__(
-        self,
-        members: Sequence[Member],
-        definition: Definition,
-        backend: Backend,
-        *,
-        fused: bool,
-        programs: Programs | None = None,
-    ) -> None:
-        assert fused or len(members) == 1
+    def __init__(self, context: LaneContext[OwnTask, Programs], definition: Definition, backend: Backend) -> None:
+        members = context.members
+        assert context.fused or len(members) == 1
         self.backend = backend
         self.device = backend.device
-        self.programs = programs or Programs(definition, backend, fused=fused)
+        self.programs = context.programs or Programs(definition, backend, fused=context.fused)
         self.steps_per_call = STEPS_PER_CALL
         self._definition = definition
         self._first = members[0]
@@ -92,11 +84,11 @@ class FunctionalState(StackedEngine):
     def gather(self, positions: Positions, members: Sequence[Member]) -> None:
         """Copy the state that the models of some members hold into the state here."""
         found = stack([self._definition.state(member) for member in members], np.stack)
-        self.write(positions, {part: found[part] for part in self.held if part in found})
+        self.write(positions, {part: found[part] for part in self.parts_in_models if part in found})
 
     def scatter(self, positions: Positions, members: Sequence[Member]) -> None:
         """Copy the state of some members into their models."""
-        arrays = self.backend.exactly(self.stacked.read(positions, self.held, copy=False))
+        arrays = self.backend.exactly(self.stacked.read(positions, self.parts_in_models, copy=False))
         for row, member in enumerate(members):
             self._definition.write_back(member, map_tree(lambda array, row=row: array[row], arrays))
         self.changed = self.changed and len(members) < self.stacked.members

@@ -1,14 +1,15 @@
 """Engine of a lane of JAX members."""
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
 
 import jax
 import numpy as np
 
 from modelfleet.errors import StrategyError
-from modelfleet.frameworks.engine import Hyper, Pace
+from modelfleet.frameworks.batch import Batch
+from modelfleet.frameworks.engine import NOTHING_LEFT, Hyper, Pace
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.functional import FunctionalEngine, Programs
 from modelfleet.frameworks.jax.backend import JaxBackend
@@ -16,15 +17,12 @@ from modelfleet.frameworks.jax.definition import JaxDefinition
 from modelfleet.frameworks.jax.models import Module, Pair
 from modelfleet.frameworks.jax.structure import difference, is_module, signature, statics
 from modelfleet.frameworks.jax.task import Task
+from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.frameworks.python_snapshot import PythonSnapshot
 from modelfleet.frameworks.stacked import Positions
 from modelfleet.members import Member
 from modelfleet.trees import map_tree
 from modelfleet.types import Kind, Model, Tensor, Tree
-
-if TYPE_CHECKING:
-    from modelfleet.feeds import Batch
-
 
 _MAX_PROGRAMS = 64
 _MAX_COMPARED = 256  # members of a lane whose modules are compared before each epoch
@@ -42,32 +40,28 @@ class JaxEngine(FunctionalEngine):
     generators, are not traced: each runs its Python code alone.
     """
 
-    def __init__(
-        self,
-        members: Sequence[Member],
-        task: Task,
-        device: jax.Device,
-        *,
-        fused: bool,
-    ) -> None:
-        self._members = list(members)
-        self._reads = _reads(members[0].model, task)
-        self._signature = signature(members[0].model)
-        definition = JaxDefinition(members[0].model, task)
-        found = _found(self._signature, definition, device, fused)
-        super().__init__(members, definition, found.backend, fused=fused, programs=found)
+    def __init__(self, context: LaneContext[Task, Programs]) -> None:
+        """Make the engine. Its programs are found by the structure of the members."""
+        self._members = list(context.members)
+        self._task = context.task
+        model = self._members[0].model
+        self._reads = _reads(model, context.task)
+        self._signature = signature(model)
+        definition = JaxDefinition(model, context.task)
+        found = _found(self._signature, definition, context.device, context.fused)
+        super().__init__(replace(context, programs=found), definition, found.backend)
         self._begun = False  # True if a step was taken since the members were last compared
         self._ready: set[Kind] = set()  # kinds of steps that are known to be traceable
         self._unlike: str | None = None  # the difference between members of the lane, if there is one by now
 
-    def ready(self, kind: Kind, hyper: Hyper, active: Tensor, data: Tree, *, shared: bool) -> None:
+    def ready(self, kind: Kind, hyper: Hyper, active: Tensor, batch: Batch) -> None:
         """Prepare the program for batches like this one, or run Python if a call does more than compute."""
         self._look()
         if self._unlike is not None:
             raise CannotFuseError(self._unlike)
-        reads = _reads(self._members[0].model, self.task)
+        reads = _reads(self._members[0].model, self._task)
         with reads.restoring():
-            super().ready(kind, hyper, active, data, shared=shared)
+            super().ready(kind, hyper, active, batch)
             changed = reads.changed(draws=True)
         form = self._shared_definition.form
         if changed is not None and form.changes is None:
@@ -77,81 +71,43 @@ class JaxEngine(FunctionalEngine):
         self._own_if_untraced()
         self._ready.add(kind)
 
-    def train(
-        self,
-        hyper: Hyper,
-        active: Tensor,
-        data: Tree,
-        weights: Tensor | None,
-        *,
-        shared: bool,
-        pace: Pace | None = None,
-        steps: int | None = None,
-    ) -> None:
-        """Take one step of the active members, or `steps` steps on data and weights with a step axis."""
-        one = data if steps is None else map_tree(lambda leaf: leaf[0], data)
-        self._begin("train", hyper, one, shared=shared)
-        if self._unlike is not None:
-            raise CannotFuseError(self._unlike)
-        super().train(hyper, active, data, weights, shared=shared, pace=pace, steps=steps)
+    def train(self, hyper: Hyper, active: Tensor, batch: Batch, pace: Pace = NOTHING_LEFT) -> None:
+        """Take the steps of a batch for the active members."""
+        self._begin_as_one("train", hyper, batch)
+        super().train(hyper, active, batch, pace)
 
-    def gradients(self, data: Tree, weights: Tensor | None = None, *, shared: bool) -> Tree:
+    def gradients(self, batch: Batch) -> Tree:
         """Return what `apply` needs to finish a step of every member on a batch."""
-        self._begin("train", {}, data, shared=shared)
-        if self._unlike is not None:
-            raise CannotFuseError(self._unlike)
-        return super().gradients(data, weights, shared=shared)
+        self._begin_as_one("train", {}, batch)
+        return super().gradients(batch)
 
-    def train_some(
-        self, slots: np.ndarray, hyper: Hyper, data: Tree, *, shared: bool, pace: Pace | None = None
-    ) -> None:
-        """Take one step of the members in some slots. A member that now differs has its own program."""
-        self._begin("train", hyper, data if shared else _first(data), shared=True)
+    def train_some(self, hyper: Hyper, batch: Batch, pace: Pace = NOTHING_LEFT) -> None:
+        """Take one step of the members that a batch is for. A member that now differs has its own program."""
+        self._begin("train", hyper, batch)
         if self._unlike is None:
-            super().train_some(slots, hyper, data, shared=shared, pace=pace)
+            super().train_some(hyper, batch, pace)
             return
-        for index, slot in enumerate(slots):
-            own = data if shared else map_tree(lambda leaf, index=index: leaf[index : index + 1], data)
+        assert batch.slots is not None
+        for index, slot in enumerate(batch.slots.tolist()):
             with self._serving(slot):
-                super().train_some(np.array([slot]), hyper, own, shared=shared, pace=pace)
+                super().train_some(hyper, _for_one(batch, index, slot), pace)
 
-    def evaluate(
-        self,
-        totals: Tree | None,
-        slots: np.ndarray | None,
-        data: Tree,
-        weights: Tensor | None,
-        counts: np.ndarray,
-        size: int,
-        *,
-        shared: bool,
-    ) -> Tree:
+    def evaluate(self, totals: Tree | None, batch: Batch) -> Tree:
         """Return the totals of the loss and the metrics with a batch added."""
         self._begun &= totals is not None
-        few = data if slots is None or shared else _first(data)
-        self._begin("evaluate", {}, few, shared=shared or slots is not None)
+        self._begin("evaluate", {}, batch)
         if self._unlike is None:
-            return super().evaluate(totals, slots, data, weights, counts, size, shared=shared)
-        for index, slot in enumerate((np.flatnonzero(counts) if slots is None else slots).tolist()):
-            rows = np.array([slot if slots is None else index])
-            own = self.cut(data, rows, int(counts[slot]), shared=shared)
+            return super().evaluate(totals, batch)
+        for index in np.flatnonzero(batch.counts).tolist():
+            slot = index if batch.slots is None else int(batch.slots[index])
             with self._serving(slot):
-                totals = super().evaluate(totals, np.array([slot]), own, None, counts, size, shared=shared)
+                totals = super().evaluate(totals, _for_one(batch, index, slot))
         return totals
 
-    def forward(self, data: Tree, *, shared: bool, counts: np.ndarray | None = None) -> Tree:
-        """Return the outputs `(slot, row, …)` on a batch of inputs, on the device."""
-        self._begin("predict", {}, data, shared=shared)
-        if self._unlike is not None:  # since the verb began
-            raise CannotFuseError(self._unlike)
-        return super().forward(data, shared=shared, counts=counts)
-
-    def predict_some(self, positions: Positions, data: Tree, counts: np.ndarray) -> Tree:
-        """Return the outputs of some members, each on its own rows, as NumPy arrays `(member, row, …)`."""
-        self._begin("predict", {}, _first(data), shared=True)
-        if self._unlike is not None:
-            raise CannotFuseError(self._unlike)
-        return super().predict_some(positions, data, counts)
+    def predict(self, batch: Batch, positions: Positions | None = None) -> Tree:
+        """Return the outputs of some members, or of all, as NumPy arrays `(member, row, …)`."""
+        self._begin_as_one("predict", {}, batch, some=positions is not None)
+        return super().predict(batch, positions)
 
     @contextmanager
     def _serving(self, slot: int) -> Iterator[None]:
@@ -161,7 +117,7 @@ class JaxEngine(FunctionalEngine):
         if structure == self._signature:
             yield
             return
-        definition = JaxDefinition(member.model, self.task)
+        definition = JaxDefinition(member.model, self._task)
         self.programs = _found(structure, definition, self.device, fused=False)
         self._shared_definition.go_on(self._own_form)
         try:
@@ -171,19 +127,31 @@ class JaxEngine(FunctionalEngine):
         finally:
             self.programs = usual
 
-    def _begin(self, kind: Kind, hyper: Hyper, data: Tree, *, shared: bool) -> None:
-        """Find the programs for the current Python values, and find out if they can be traced."""
+    def _begin(self, kind: Kind, hyper: Hyper, batch: Batch, *, some: bool = False) -> None:
+        """Find the programs for the current Python values, and find out if they can be traced.
+
+        `some` is True if a batch without slots is not for all members.
+        """
         if not self._begun or (self.untraced is None and self._reads.changed(thoroughly=False) is not None):
             self._look()
         self._begun = True
         if kind in self._ready or self.untraced is not None or self._unlike is not None:
             return
+        example = batch if batch.steps is None else batch.step(0)
+        if some or batch.slots is not None:
+            example = replace(example, data=example.member(0), shared=True)
         try:
-            self.ready(kind, hyper, self._all_slots(), data, shared=shared)
+            self.ready(kind, hyper, self._all_slots(), example)
         except CannotFuseError as error:
             if self._shared_definition.form.changes is not None:
                 raise self._too_late(self._members[0], str(error)) from error
             raise
+
+    def _begin_as_one(self, kind: Kind, hyper: Hyper, batch: Batch, *, some: bool = False) -> None:
+        """Begin a step of all members at once, or raise `CannotFuseError` if they have become unlike."""
+        self._begin(kind, hyper, batch, some=some)
+        if self._unlike is not None:
+            raise CannotFuseError(self._unlike)
 
     @staticmethod
     def _too_late(member: Member, reason: str) -> StrategyError:
@@ -197,25 +165,25 @@ class JaxEngine(FunctionalEngine):
         self._begun = False
         return super().epoch_values()
 
-    def maskable(self, batch: "Batch") -> bool:
+    def can_mask_padding(self, batch: Batch) -> bool:
         """Return True if row weights can remove the influence of padding."""
         if not self._begun or self._reads.changed(thoroughly=False) is not None:
             self._look()
         with self._trial():
-            return self.untraced is None and super().maskable(batch)
+            return self.untraced is None and super().can_mask_padding(batch)
 
-    def rows_apart(self, inputs: Tree) -> bool:
+    def rows_are_independent(self, inputs: Tree) -> bool:
         """Return True if the output for a row depends on that row alone."""
         with self._trial():
-            return self.untraced is None and super().rows_apart(inputs)
+            return self.untraced is None and super().rows_are_independent(inputs)
 
-    def working_bytes(self, batch: "Batch") -> int | None:
+    def working_bytes(self, batch: Batch) -> int | None:
         """Return the memory that a train step on such a batch needs beside the state; None if not known."""
         with self._trial():
             return super().working_bytes(batch)
 
     @contextmanager
-    def _trying(self, batch: "Batch", data: Tree, name: str) -> Iterator[Tree]:
+    def _trying(self, batch: Batch, data: Tree, name: str) -> Iterator[Tree]:
         with self._trial(), super()._trying(batch, data, name) as few:
             yield few
 
@@ -225,7 +193,7 @@ class JaxEngine(FunctionalEngine):
         form = self._shared_definition.form
         kept, form.keep = form.keep, False
         try:
-            with _reads(self._members[0].model, self.task).restoring():
+            with _reads(self._members[0].model, self._task).restoring():
                 yield
         finally:
             form.keep = kept
@@ -252,8 +220,8 @@ class JaxEngine(FunctionalEngine):
                 self._unlike = f"{member.name!r} has become unlike {self._members[0].name!r}: {what}"
         self._ready.clear()
         before = self._shared_definition
-        self._reads, self._signature = _reads(models[0], self.task), signatures[0]
-        self._definition = JaxDefinition(models[0], self.task)
+        self._reads, self._signature = _reads(models[0], self._task), signatures[0]
+        self._definition = JaxDefinition(models[0], self._task)
         self._definition.go_on(before)
         self.programs = _found(self._signature, self._definition, self.device, self.fused)
         self._shared_definition.go_on(before)
@@ -278,15 +246,17 @@ def _changes(form: Module | Pair) -> str:
     return f"a call changes what Python holds ({form.changes})"
 
 
-def _first(data: Tree) -> Tree:
-    """Return the rows of the first of several members."""
-    return map_tree(lambda leaf: leaf[0], data)
+def _for_one(batch: Batch, index: int, slot: int) -> Batch:
+    """Return the real rows of one member of a batch, as a batch for its slot."""
+    count = int(batch.counts[index])
+    rows = map_tree(lambda leaf: leaf[:count], batch.member(index))
+    return Batch(rows, True, batch.counts[[index]], slots=np.array([slot]))
 
 
 def _reads(model: Model, task: Task) -> PythonSnapshot:
     """Return the Python values that the code of a model and of its task may read."""
     optimizer = task.optimizer
-    roots: dict[str, Any] = {
+    roots: dict[str, object] = {
         "the objective": task.objective,
         "the loss": None if task.loss is None else task.loss.rows,
         "the metrics": task.metrics,
@@ -310,14 +280,6 @@ def _found(structure: Hashable, definition: JaxDefinition, device: jax.Device, f
     return known
 
 
-def make_engine(
-    members: Sequence[Member],
-    task: Task,
-    columns: Mapping[str, np.ndarray],
-    device: jax.Device,
-    *,
-    fused: bool,
-    programs: Programs | None = None,
-) -> JaxEngine:
-    """Return the engine of a lane. Programs are found by the structure of the members."""
-    return JaxEngine(members, task, device, fused=fused)
+def make_engine(context: LaneContext[Task, Programs]) -> JaxEngine:
+    """Return the engine of a lane."""
+    return JaxEngine(context)

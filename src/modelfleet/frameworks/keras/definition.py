@@ -1,13 +1,13 @@
 """Steps of a Keras member as pure functions, for the engines of lanes on JAX and on TensorFlow."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
 from keras import ops
 
 from modelfleet.frameworks import batches
+from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.engine import Hyper
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.functional import Backend, Definition, FunctionalEngine, Programs, State
@@ -15,12 +15,9 @@ from modelfleet.frameworks.keras.losses import label_check
 from modelfleet.frameworks.keras.plain import become_plain
 from modelfleet.frameworks.keras.steps import Steps
 from modelfleet.frameworks.keras.task import Task, task_of
+from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.members import Member
 from modelfleet.types import Arrays, Kind, Tensor, Tree
-
-if TYPE_CHECKING:
-    from modelfleet.feeds import Batch
-
 
 Loss = Callable[[dict[str, Tensor]], tuple[Tensor, Tree]]
 
@@ -28,7 +25,7 @@ Loss = Callable[[dict[str, Tensor]], tuple[Tensor, Tree]]
 class KerasDefinition(Definition):
     """Steps of the members of one lane (see `functional.Definition`); a backend adds `differentiate`."""
 
-    def __init__(self, model: keras.Model, task: Task | None) -> None:
+    def __init__(self, model: keras.Model, task: Task) -> None:
         self.steps = Steps(model)
         self.task = task
 
@@ -121,37 +118,31 @@ class KerasDefinition(Definition):
 class KerasEngine(FunctionalEngine):
     """A functional engine whose members' models hold the state of their optimizers, too."""
 
-    held = ("params", "buffers", "optimizer")
+    parts_in_models = ("params", "buffers", "optimizer")
 
     def __init__(
-        self,
-        members: Sequence[Member],
-        definition: KerasDefinition,
-        backend: Backend,
-        *,
-        fused: bool,
-        programs: Programs | None = None,
+        self, context: LaneContext[Task, Programs], definition: KerasDefinition, backend: Backend
     ) -> None:
-        if programs is not None:
-            known = programs.definition
+        if context.programs is not None:
+            known = context.programs.definition
             assert isinstance(known, KerasDefinition)
             if known.steps.stale:
-                programs.renew(definition)
+                context.programs.renew(definition)
             else:
                 definition = known
-        self._members = list(members)
+        self._members = list(context.members)
         self._keras = definition
-        super().__init__(members, definition, backend, fused=fused, programs=programs)
+        super().__init__(context, definition, backend)
 
-    def check(self, batch: "Batch", name: str) -> None:
+    def check(self, batch: Batch, name: str) -> None:
         """Try one member on two rows. A single member whose steps are not pure functions then runs plainly."""
         super().check(batch, name)
         if self._width == 1:
             self._run_plainly()
 
-    def ready(self, kind: Kind, hyper: Hyper, active: Tensor, data: Tree, *, shared: bool) -> None:
+    def ready(self, kind: Kind, hyper: Hyper, active: Tensor, batch: Batch) -> None:
         """Prepare the program for batches like this one, if Keras would compute the same."""
-        super().ready(kind, hyper, active, data, shared=shared)
+        super().ready(kind, hyper, active, batch)
         if self._width == 1:
             self._run_plainly()
         elif self._keras.steps.apart is not None:

@@ -1,7 +1,5 @@
 """Lanes of Keras models on JAX."""
 
-from collections.abc import Mapping, Sequence
-
 import jax
 import keras
 import numpy as np
@@ -13,7 +11,7 @@ from modelfleet.frameworks.jax.replica import lent
 from modelfleet.frameworks.keras.definition import KerasDefinition, KerasEngine, Loss
 from modelfleet.frameworks.keras.steps import outputs
 from modelfleet.frameworks.keras.task import Task
-from modelfleet.members import Member
+from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.types import Model, Tensor, Tree
 
 
@@ -35,18 +33,10 @@ class JaxDefinition(KerasDefinition):
 class Engine(KerasEngine):
     """Engine of a lane (see `frameworks.engine.Engine`)."""
 
-    def __init__(
-        self,
-        members: Sequence[Member],
-        task: Task,
-        columns: Mapping[str, np.ndarray],
-        device: jax.Device,
-        *,
-        fused: bool,
-        programs: Programs | None = None,
-    ) -> None:
-        definition = JaxDefinition(members[0].model, task)
-        super().__init__(members, definition, JaxBackend(device), fused=fused, programs=programs)
+    def __init__(self, context: LaneContext[Task, Programs]) -> None:
+        """Make the engine, or use the programs of another one."""
+        definition = JaxDefinition(context.members[0].model, context.task)
+        super().__init__(context, definition, JaxBackend(context.device))
 
 
 def replica(model: Model, device: jax.Device) -> Replica:

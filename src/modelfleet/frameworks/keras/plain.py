@@ -8,7 +8,7 @@ member keeps its last good state.
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
@@ -16,8 +16,9 @@ from keras import ops, tree
 
 from modelfleet.errors import InputError, StrategyError
 from modelfleet.frameworks import batches
+from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.batch_errors import batch_error
-from modelfleet.frameworks.engine import Engine, Hyper, Pace
+from modelfleet.frameworks.engine import NOTHING_LEFT, Engine, Hyper, Pace
 from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS
 from modelfleet.frameworks.keras.optimizers import built, left_unbuilt
 from modelfleet.frameworks.keras.own_functions import FunctionName, as_tuple, call_own_function, evaluation_offset
@@ -29,17 +30,15 @@ from modelfleet.frameworks.keras.own_variables import (
     variables_by_part,
 )
 from modelfleet.frameworks.keras.task import Task, task_of
+from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.frameworks.stacked import Given, Positions
-from modelfleet.joining import joined
 from modelfleet.members import Member
 from modelfleet.trees import map_tree
-from modelfleet.types import Kind, Model, NativeDevice, State, Tensor, Tree
-
-if TYPE_CHECKING:
-    from modelfleet.feeds import Batch
-
+from modelfleet.types import Kind, Model, State, Tensor, Tree
 
 BACKEND = keras.backend.backend()
+Logs = dict[str, Tensor]
+"""The loss and the metrics by name, as Keras's own functions return them."""
 
 
 class PlainEngine(Engine):
@@ -48,24 +47,22 @@ class PlainEngine(Engine):
     programs = None
     steps_per_call = 1
     fused = False
-    prospect = 1.0
+    compiled_time_ratio = 1.0
     untraced: str | None = None
     compiling = False
     positions = slots = np.zeros(1, dtype=np.int64)
 
-    def __init__(
-        self, members: Sequence[Member], task: Task, device: NativeDevice, reason: str | None = None
-    ) -> None:
-        (member,) = members
-        self.device = device
+    def __init__(self, context: LaneContext[Task, Any], reason: str | None = None) -> None:
+        """Make the engine. `reason` says why its steps are not traced."""
+        (self._member,) = context.members
+        self.device = context.device
         self.untraced = reason
-        self._task = task
-        self._member = member
-        self.model: Model = member.model
+        self._task = context.task
+        self.model: Model = self._member.model
         self._step = 0
         self._trouble = FINE
         self._batch = 0  # the number of the next batch to evaluate or predict
-        self._logs: dict[str, Any] = {}
+        self._logs: Logs = {}
         self._train_metrics: list[tuple[keras.Variable, Tensor]] = []  # values to restore after an evaluation
 
     @property
@@ -99,40 +96,29 @@ class PlainEngine(Engine):
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
-    def train(
-        self,
-        hyper: Hyper,
-        active: Tensor,
-        data: Tree,
-        weights: Tensor | None,
-        *,
-        shared: bool,
-        pace: Pace | None = None,
-        steps: int | None = None,
-    ) -> None:
-        """Take one step, or several on data with a step axis."""
-        for step in range(steps or 0):
-            one = map_tree(lambda t, step=step: t[step], data)
-            self.train(hyper, active, one, None, shared=shared)
-        if steps is None and bool(np.all(ops.convert_to_numpy(active))) and self._trouble == FINE:
-            self._take_step(data if shared else map_tree(lambda leaf: leaf[0], data))
+    def train(self, hyper: Hyper, active: Tensor, batch: Batch, pace: Pace = NOTHING_LEFT) -> None:
+        """Take the steps of a batch, if the member is active."""
+        for number in range(batch.steps or 1):
+            if bool(np.all(ops.convert_to_numpy(active))) and self._trouble == FINE:
+                self._take_step((batch if batch.steps is None else batch.step(number)).member(0))
 
-    def gradients(self, data: Tree, weights: Tensor | None = None, *, shared: bool) -> Tree:
+    def train_some(self, hyper: Hyper, batch: Batch, pace: Pace = NOTHING_LEFT) -> None:
+        """Take one step on a batch from `first_rows`."""
+        self.train(hyper, np.ones(1, dtype=bool), batch)
+
+    def gradients(self, batch: Batch) -> Tree:
         """Raise StrategyError: the model's own train step has no parts."""
-        raise StrategyError(
-            f"member {self._member.name!r} trains by its model's own train_step, which can't be taken in parts. "
-            f"Leave train_step as Keras has it, and compile without run_eagerly."
-        )
+        raise self._no_parts()
 
     def apply(self, hyper: Hyper, active: Tensor, gradients: Tree) -> None:
         """Raise StrategyError: the model's own train step has no parts."""
-        self.gradients(None, shared=False)
+        raise self._no_parts()
 
-    def train_some(
-        self, slots: np.ndarray, hyper: Hyper, data: Tree, *, shared: bool, pace: Pace | None = None
-    ) -> None:
-        """Take one step on data from `cut`."""
-        self.train(hyper, np.ones(1, dtype=bool), data, None, shared=shared)
+    def _no_parts(self) -> StrategyError:
+        return StrategyError(
+            f"member {self._member.name!r} trains by its model's own train_step, which can't be taken in parts. "
+            f"Leave train_step as Keras has it, and compile without run_eagerly."
+        )
 
     def _take_step(self, batch: Tree) -> None:
         if self.model.optimizer is not None:
@@ -149,7 +135,7 @@ class PlainEngine(Engine):
         else:
             assign_values(self.model, before)
 
-    def ready(self, kind: Kind, hyper: Hyper, active: Tensor, data: Tree, *, shared: bool) -> None:
+    def ready(self, kind: Kind, hyper: Hyper, active: Tensor, batch: Batch) -> None:
         """Raise InputError for a model that is to be trained and has no trainable variable."""
         self._batch = 0
         own_step = type(self.model).train_step is not keras.Model.train_step
@@ -166,19 +152,9 @@ class PlainEngine(Engine):
         self._logs = {}
         return found
 
-    def evaluate(
-        self,
-        totals: Tree | None,
-        slots: np.ndarray | None,
-        data: Tree,
-        weights: Tensor | None,
-        counts: np.ndarray,
-        size: int,
-        *,
-        shared: bool,
-    ) -> Any:
+    def evaluate(self, totals: Logs | None, batch: Batch) -> Logs | None:
         """Add a batch to the model's own metrics, and return its logs as the totals."""
-        if not np.asarray(counts)[0]:
+        if not batch.counts[0]:
             return totals
         if totals is None:
             self._train_metrics = [
@@ -186,11 +162,10 @@ class PlainEngine(Engine):
             ]
             self.model.reset_metrics()
             self._batch = 0
-        batch = data if shared else map_tree(lambda leaf: leaf[0], data)
         with self._drawing_to_evaluate():
-            return self._called("test", batch)
+            return self._called("test", batch.member(0))
 
-    def values(self, totals: Tree | None) -> dict[str, np.ndarray]:
+    def values(self, totals: Logs | None) -> dict[str, np.ndarray]:
         """Return the loss and the metrics `(slot,)` from the totals of `evaluate`."""
         found = self._results(totals or {})
         for variable, value in self._train_metrics:
@@ -198,38 +173,24 @@ class PlainEngine(Engine):
         self._train_metrics = []
         return found
 
-    def predict(self, data: Tree, *, shared: bool, counts: np.ndarray | None = None) -> Tree:
-        """Return the outputs `(slot, row, …)` on a batch of inputs, on the host."""
-        x = data if shared else map_tree(lambda leaf: leaf[0], data)
-        if counts is not None:
-            x = map_tree(lambda leaf: leaf[: int(counts[0])], x)
+    def predict(self, batch: Batch, positions: Positions | None = None) -> Tree:
+        """Return the outputs on the member's real rows, as NumPy arrays `(1, row, …)`."""
+        x = map_tree(lambda leaf: leaf[: int(batch.counts[0])], batch.member(0))
         with self._drawing_to_evaluate():
             found = self._called("predict", (x,))
         return map_tree(lambda leaf: np.asarray(ops.convert_to_numpy(leaf))[None], found)
 
-    def predict_some(self, positions: Positions, data: Tree, counts: np.ndarray) -> Tree:
-        """Return the outputs on the member's rows, as NumPy arrays `(1, row, …)`."""
-        return self.predict(data, shared=False, counts=counts)
-
     def inputs(self, data: Tree) -> Tree:
-        """Return the x of (x,), (x, y) and (x, y, sample_weight), or the batch itself."""
+        """Return the x of (x,), (x, y) and (x, y, sample_weight), or the data themselves."""
         return batches.weighted_inputs(data)
-
-    def rows(self, outputs: Tree, slot: int, count: int) -> Tree:
-        """Return the member's real rows of a batch of outputs."""
-        return map_tree(lambda leaf: leaf[slot, :count], outputs)
-
-    def concatenate(self, parts: Sequence[Tree]) -> Tree:
-        """Return batches of rows as one array, or as one tree of arrays."""
-        return joined(parts)
 
     # --- padding -------------------------------------------------------------------------------------------------
 
-    def maskable(self, batch: "Batch") -> bool:
+    def can_mask_padding(self, batch: Batch) -> bool:
         """Return False: padding is cut off, as a user's own step may ignore row weights."""
         return False
 
-    def rows_apart(self, inputs: Tree) -> bool:
+    def rows_are_independent(self, inputs: Tree) -> bool:
         """Return False: this is not known, and one member needs no padding."""
         return False
 
@@ -237,9 +198,10 @@ class PlainEngine(Engine):
         """Return `(slot, row)`: 1 for a real row, 0 for padding."""
         return (np.arange(size) < np.asarray(counts)[:, None]).astype(np.float32)
 
-    def cut(self, data: Tree, slots: np.ndarray, count: int, *, shared: bool) -> Tree:
-        """Return the first `count` rows."""
-        return map_tree(lambda leaf: leaf[:count] if shared else leaf[:, :count], data)
+    def first_rows(self, batch: Batch, slots: np.ndarray, count: int) -> Batch:
+        """Return a batch of the member's first `count` rows."""
+        rows = map_tree(lambda leaf: leaf[:count], batch.member(0))
+        return Batch(rows, True, np.array([count]), slots=slots)
 
     # --- state ---------------------------------------------------------------------------------------------------
 
@@ -299,7 +261,7 @@ class PlainEngine(Engine):
         self._step = _number(member["step"]) if "step" in member else self._step
         self._trouble = _number(member["trouble"]) if "trouble" in member else self._trouble
 
-    def stream(self) -> AbstractContextManager[Any]:
+    def stream(self) -> AbstractContextManager[object]:
         """Return an empty context."""
         return nullcontext()
 
@@ -311,16 +273,16 @@ class PlainEngine(Engine):
 
     # --- checks and costs ----------------------------------------------------------------------------------------
 
-    def check(self, batch: "Batch", name: str) -> None:
+    def check(self, batch: Batch, name: str) -> None:
         """Create the variables of the metrics, if the model can be traced for this."""
-        data = batch.data if batch.shared else map_tree(lambda leaf: leaf[0], batch.data)
+        data = batch.member(0)
         with (
             left_unbuilt(self.model),
             suppress(Exception),
         ):  # an eager model may read values; its first step raises if something is wrong
             self.model._symbolic_build(data_batch=as_tuple(data))
 
-    def output_shape(self, batch: "Batch", name: str) -> tuple[int, ...] | None:
+    def output_shape(self, batch: Batch, name: str) -> tuple[int, ...] | None:
         """Return None: the outputs of the model's own functions are known only once it is called."""
         return None
 
@@ -331,13 +293,13 @@ class PlainEngine(Engine):
         """Return None: the outputs are not known."""
         return None
 
-    def working_bytes(self, batch: "Batch") -> int | None:
+    def working_bytes(self, batch: Batch) -> int | None:
         """Return None: it is not known."""
         return None
 
     # --- helpers -------------------------------------------------------------------------------------------------
 
-    def _called(self, name: FunctionName, batch: Tree) -> Any:
+    def _called(self, name: FunctionName, batch: Tree) -> Tree:
         """Call the model's own train, test or predict function on one batch, and explain its errors."""
         try:
             return call_own_function(self.model, name, batch, self.device)
@@ -347,7 +309,7 @@ class PlainEngine(Engine):
             kind = type(self.model).__name__
             raise batch_error(self._member.name, kind, _shapes(batch), error, memory=False) from error
 
-    def _results(self, logs: dict[str, Any]) -> dict[str, np.ndarray]:
+    def _results(self, logs: Logs) -> dict[str, np.ndarray]:
         """Return the values of Keras's logs: the metrics, or what the model's own step has returned."""
         found = self.model._get_metrics_result_or_logs(logs) if logs else self.model.get_metrics_result()
         numbers = {name: np.asarray(ops.convert_to_numpy(value)) for name, value in dict(found).items()}
@@ -359,7 +321,7 @@ class PlainEngine(Engine):
                 )
         return {name: value.astype(np.float64).reshape(1) for name, value in numbers.items()}
 
-    def _drawing(self, seed: int) -> AbstractContextManager[Any]:
+    def _drawing(self, seed: int) -> AbstractContextManager[object]:
         """On torch, draw from the member's own stream. On other backends draws depend on the model's seeds."""
         if BACKEND != "torch":
             return nullcontext()
@@ -367,7 +329,7 @@ class PlainEngine(Engine):
 
         return drawing(seed, self._step)
 
-    def _drawing_to_evaluate(self) -> AbstractContextManager[Any]:
+    def _drawing_to_evaluate(self) -> AbstractContextManager[object]:
         self._batch += 1
         return self._drawing((self._member.seed + evaluation_offset(self._batch)) % 2**63)
 
@@ -389,7 +351,8 @@ def _shapes(batch: Tree) -> str:
 def become_plain(engine: Engine, members: Sequence[Member], reason: str) -> None:
     """Turn the engine of one member into a plain engine, in place."""
     steps = engine.steps_taken()
-    plain = PlainEngine(members, engine.task, engine.device, reason)
+    assert isinstance(engine.task, Task)
+    plain = PlainEngine(LaneContext(members, engine.task, {}, engine.device, fused=False), reason)
     plain._step = int(steps[0])
     engine.__class__ = PlainEngine
     engine.__dict__.clear()

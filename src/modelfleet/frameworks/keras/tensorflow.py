@@ -1,24 +1,23 @@
 """Lanes of Keras models on TensorFlow."""
 
-from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from modelfleet.frameworks.engine import Hyper, Pace
+from modelfleet.frameworks.batch import Batch
+from modelfleet.frameworks.engine import NOTHING_LEFT, Hyper, Pace
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.functional import Programs, Replica, State
 from modelfleet.frameworks.keras.definition import KerasDefinition, KerasEngine, Loss
 from modelfleet.frameworks.keras.replica import is_double
 from modelfleet.frameworks.keras.steps import outputs
 from modelfleet.frameworks.keras.task import Task
+from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.frameworks.tensorflow import arrays
 from modelfleet.frameworks.tensorflow.backend import TensorFlowBackend
 from modelfleet.frameworks.tensorflow.replica import dense
-from modelfleet.members import Member
 from modelfleet.types import Kind, Model, Tensor, Tree
 
 
@@ -58,22 +57,16 @@ class TensorFlowDefinition(KerasDefinition):
 class Engine(KerasEngine):
     """Engine of a lane (see `frameworks.engine.Engine`)."""
 
-    def __init__(
-        self,
-        members: Sequence[Member],
-        task: Task | None,
-        columns: Mapping[str, np.ndarray],
-        device: str,
-        *,
-        fused: bool,
-        programs: Programs | None = None,
-    ) -> None:
-        definition = TensorFlowDefinition(members[0].model, task)
+    def __init__(self, context: LaneContext[Task, Programs]) -> None:
+        """Make the engine, or use the programs of another one."""
+        definition = TensorFlowDefinition(context.members[0].model, context.task)
         # The backend of the other engine, if there is one: it knows how its programs run.
-        self._tensorflow: Any = programs.backend if programs else TensorFlowBackend(device)
-        super().__init__(members, definition, self._tensorflow, fused=fused, programs=programs)
+        known = context.programs.backend if context.programs else TensorFlowBackend(context.device)
+        assert isinstance(known, TensorFlowBackend)
+        self._tensorflow = known
+        super().__init__(context, definition, known)
 
-    def ready(self, kind: Kind, hyper: Hyper, active: Tensor, data: Tree, *, shared: bool) -> None:
+    def ready(self, kind: Kind, hyper: Hyper, active: Tensor, batch: Batch) -> None:
         """Prepare the program for batches like this one. Loops over time are not fused, as this would be slow."""
         if kind == "train" and self._width > 1:
             for layer in self._keras.steps.model._flatten_layers():
@@ -82,7 +75,7 @@ class Engine(KerasEngine):
                         f"TensorFlow runs the loop over time steps of {layer.name!r} faster for one member after "
                         f"the other; unroll=True can be fused"
                     )
-        super().ready(kind, hyper, active, data, shared=shared)
+        super().ready(kind, hyper, active, batch)
 
     @property
     def program(self) -> str:
@@ -98,20 +91,10 @@ class Engine(KerasEngine):
     def stop(self) -> None:
         """Do nothing: XLA can't be interrupted. Its work takes seconds, and serves the next fit."""
 
-    def train(
-        self,
-        hyper: Hyper,
-        active: Tensor,
-        data: Tree,
-        weights: Tensor | None,
-        *,
-        shared: bool,
-        pace: Pace | None = None,
-        steps: int | None = None,
-    ) -> None:
-        """Take one step of the active members, or `steps` steps on data and weights with a step axis."""
-        self._tensorflow.calls_left = pace[0] / (steps or 1) if pace else 0
-        super().train(hyper, active, data, weights, shared=shared, pace=pace, steps=steps)
+    def train(self, hyper: Hyper, active: Tensor, batch: Batch, pace: Pace = NOTHING_LEFT) -> None:
+        """Take the steps of a batch for the active members."""
+        self._tensorflow.calls_left = pace[0] / (batch.steps or 1)
+        super().train(hyper, active, batch, pace)
 
 
 def replica(model: Model, device: str) -> Replica:

@@ -7,17 +7,25 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.errors import InputError, StrategyError
-from modelfleet.frameworks.engine import Engine
+from modelfleet.frameworks.batch import Batch
+from modelfleet.frameworks.engine import Engine, Hyper
 from modelfleet.frameworks.errors import CannotFuseError
+from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.frameworks.stacked import CARRIED, WEIGHTS, Positions, StackedState, fitting
 from modelfleet.frameworks.torch import state as states
-from modelfleet.frameworks.torch.base import Batch, TorchEngine, on_host
+from modelfleet.frameworks.torch.base import ModuleEngine, TorchEngine, on_host
 from modelfleet.frameworks.torch.compiling.compiler import compile_mode
+from modelfleet.frameworks.torch.counting import CoefficientsAhead
+from modelfleet.frameworks.torch.fused_parallel import RowDivision
+from modelfleet.frameworks.torch.lane_steps import ALONE, How, Tensors
 from modelfleet.frameworks.torch.model_locks import borrowed, held
-from modelfleet.frameworks.torch.program_engine import ProgramEngine, batch_form, batch_layout
+from modelfleet.frameworks.torch.process_group import ProcessGroup
+from modelfleet.frameworks.torch.program_engine import ProgramEngine, RowTrials, batch_layout
 from modelfleet.frameworks.torch.programs import Programs, readable
 from modelfleet.frameworks.torch.python_state.checks import DivergenceCheck
 from modelfleet.frameworks.torch.row_independence import ignores_padding, rows_are_independent
+from modelfleet.frameworks.torch.stepping import Stepper
+from modelfleet.frameworks.torch.steps import Steps
 from modelfleet.frameworks.torch.structure import shared_parameters
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.frameworks.torch.updating import INITIAL_SCALE
@@ -26,39 +34,56 @@ from modelfleet.trees import leaves, map_tree, map_trees
 from modelfleet.types import Kind, State, Tree
 
 
-class FusedEngine(ProgramEngine):
+class FusedEngine(ProgramEngine[Steps], ModuleEngine):
     """Engine of a lane of torch members that are stepped by one program (see `frameworks.engine.Engine`)."""
 
-    def __init__(
-        self,
-        members: Sequence[Member],
-        task: Task,
-        columns: Mapping[str, np.ndarray],
-        device: torch.device,
-        *,
-        fused: bool,
-        programs: Programs | None = None,
-    ) -> None:
+    def __init__(self, context: LaneContext[Task, Programs[Steps]]) -> None:
+        """Stack the members' state, or use the programs of another engine."""
+        members, columns, device = context.members, context.columns, context.device
         models = [member.model for member in members]
+        programs = context.programs
         if programs is None:
-            programs = Programs(models[0], task, fused=fused)
+            steps = Steps(models[0], context.task, states.transposed(models[0]))
+            programs = Programs(steps, fused=context.fused)
         programs.serve(models[0])
-        named = [(member.name, member.model) for member in members]
-        divergence = DivergenceCheck(named) if len(named) > 1 else None
-        super().__init__(members[0].name, programs, device, divergence=divergence)
-        shared = shared_parameters(models) if len(models) > 1 else set()
+        self._first = members[0].name
+        self.layout = programs.steps.layout
+        common = shared_parameters(models) if len(models) > 1 else set()
         first = {**dict(models[0].named_parameters()), **dict(models[0].named_buffers())}
-        self.shared = {
-            name: states.placed(first[name], device, transpose=name in self.layout) for name in sorted(shared)
+        shared = {
+            name: states.placed(first[name], device, transpose=name in self.layout) for name in sorted(common)
         }
+        named = [(member.name, member.model) for member in members]
+        self._division = RowDivision(self._first, programs, device)
+        stepper = Stepper(
+            self._first,
+            programs,
+            shared,
+            CoefficientsAhead(context.task),
+            division=self._division,
+            divergence=DivergenceCheck(named) if len(named) > 1 else None,
+        )
+        trials = RowTrials(
+            lambda one, data, real: ignores_padding(programs.steps, one, shared, data, real),
+            lambda one, inputs: rows_are_independent(programs.steps, one, shared, inputs),
+        )
+        super().__init__(programs, stepper, trials, device)
         self.stacked = StackedState(self._initial_state(members, columns), len(members), states.Rows(device))
         self._columns = dict(columns)
         # By position: the model, and the parameters that were stacked.
         self._sources = [(model, self._trained(model)) for model in models]
         self._frozen_optimizer: dict[int, dict[str, Tensor]] = {}  # by position: state of parameters frozen now
 
+    @property
+    def task(self) -> Task:
+        """Return the members' task."""
+        return self.programs.steps.task
+
     def _initial_state(self, members: Sequence[Member], columns: Mapping[str, np.ndarray]) -> State:
-        """Return the state of members at the start: the weights of their models, and everything else initial."""
+        """Allocate the stacked tensors: the weights of the members' models, and everything else initial.
+
+        All tensors that a step changes are made here, so this is the place to lay them out in memory.
+        """
         state = self._weights_of(members)
         hyper = {name: self.tensor(column) for name, column in columns.items()}
         made = {name: self.task.optimizer.initial(p, hyper) for name, p in state["params"].items()}
@@ -79,7 +104,7 @@ class FusedEngine(ProgramEngine):
 
     # --- programs ------------------------------------------------------------------------------------------------
 
-    def ready(self, kind: Kind, hyper: Mapping[str, Tensor], active: Tensor, data: Tree, *, shared: bool) -> None:
+    def ready(self, kind: Kind, hyper: Hyper, active: Tensor, batch: Batch) -> None:
         """Trace a step for batches like this one, if that has not been done.
 
         Raises:
@@ -87,7 +112,8 @@ class FusedEngine(ProgramEngine):
             InputError: There is nothing to train.
             StrategyError: The rows of the batch can't be divided over the ranks of the group.
         """
-        self._check_members()
+        self.stepper.check_members()
+        lead, rest = (self.state, self.shared), (batch.data,)
         if kind == "train":
             compile_mode()  # raises for a misspelt mode before the first step
             if not self.state["params"]:
@@ -95,127 +121,101 @@ class FusedEngine(ProgramEngine):
                     f"member {self._first!r} has no parameter that takes a gradient. "
                     f"Set requires_grad=True on what is to be trained."
                 )
-            if self._group is not None:
-                self._check_divisible(data, shared=shared)
-                # A rank without rows traces one row, so that all ranks find the same.
-                part = self._division.own_rows(self._group, data, None, shared=shared)
-                part = part or self._division.cut(data, None, (0, 1), shared=shared)
-                self.programs.program("row_gradients", (self.state, self.shared, *part), shared)
+            if self._division.group is not None:
+                self._division.ready(lead, batch)
                 return
-            rest: tuple[Tree, ...] = (self._coefficients_for(self.state, hyper), active, data, None)
-            self.programs.program("train", (self.state, self.shared, *rest), shared)
+            rest = (self.stepper.coefficients.one(self.state, hyper), active, batch.data, None)
+            self.programs.program("train", (*lead, *rest), batch.shared)
             return
-        rest = (data,)
         if kind == "evaluate":
-            size = leaves(data)[0].shape[0 if shared else 1]
-            rest = data, self.row_weights(np.full(len(active), size), size)
-        self.programs.program(kind, (readable(self.state), self.shared, *rest), shared)
+            rest = batch.data, self.row_weights(np.full(len(active), batch.size), batch.size)
+        self.programs.program(kind, (readable(self.state), self.shared, *rest), batch.shared)
 
-    def _run(self, kind: Kind, state: State, data: Tree, *weights: Tensor, shared: bool) -> Tree:
+    def _run(self, kind: Kind, state: State, batch: Batch, *weights: Tensor) -> Tree:
         """Evaluate or predict: all members at once, or one after the other if a batch can't be fused."""
+        args = (readable(state), self.shared, batch.data, *weights)
         try:
-            self._refuse_unfusable(kind, data, shared=shared)
-            with self._refusing_state():
-                return getattr(self.programs, kind)((state, self.shared, data, *weights), shared_data=shared)
+            self.stepper.refuse_unfusable(kind, batch)
+            with self.stepper.refusing_state():
+                return getattr(self.programs, kind)(args, shared_data=batch.shared)
         except CannotFuseError as error:
-            self._unfusable[kind, batch_form(data, shared)] = error
+            self.stepper.remember_unfusable(kind, batch, error)
+        found = self._run_singly(kind, state, batch, *weights)
+        return map_tree(on_host, found) if kind == "predict" else found
+
+    def _run_singly(self, kind: Kind, state: State, batch: Batch, *weights: Tensor) -> Tree:
+        """Evaluate or predict one member after the other. The model may change buffers of those with rows."""
         steps, found = self.programs.steps, []
-        for slot in range(len(state["member"]["seed"])):
+        for slot, count in enumerate(batch.counts.tolist()):
             rows = torch.tensor([slot], device=self.device)
             one = states.select(state, rows)
-            own = data if shared else map_tree(lambda leaf, slot=slot: leaf[slot : slot + 1], data)
+            own = (
+                batch.data if batch.shared else map_tree(lambda leaf, slot=slot: leaf[slot : slot + 1], batch.data)
+            )
             with borrowed(steps, train=False):
                 rest = [weight[slot : slot + 1] for weight in weights]
-                found.append(getattr(steps, kind)(one, self.shared, own, *rest, shared_data=shared, fused=False))
-            states.put(state["buffers"], rows, one["buffers"])
+                found.append(getattr(steps, kind)(one, self.shared, own, *rest, How(batch.shared, fused=False)))
+            if count:
+                states.put(state["buffers"], rows, one["buffers"])
         return map_trees(torch.cat, found)
 
     def epoch_values(self) -> dict[str, np.ndarray]:
         """Return the loss and the metrics `(slot,)` since the last call. The next epoch starts at zero."""
-        self._checked = False
+        self.stepper.checked = False
         sums = self._to_host(self.state["sums"])
         for total in self.state["sums"].values():
             total.zero_()
         return self.task.values(sums)
 
-    def evaluate(
-        self,
-        totals: dict[str, Tensor] | None,
-        slots: np.ndarray | None,
-        data: Tree,
-        weights: Tensor | None,
-        counts: np.ndarray,
-        size: int,
-        *,
-        shared: bool,
-    ) -> dict[str, Tensor]:
+    def evaluate(self, totals: Tensors | None, batch: Batch) -> Tensors:
         """Return the sums `(slot,)` of the loss and the metrics so far, with a batch added."""
-        sums = self._sums(slots, data, weights, counts, size, shared=shared)
+        sums = self._sums(batch)
         return sums if totals is None else {name: totals[name] + value for name, value in sums.items()}
 
-    def values(self, totals: dict[str, Tensor]) -> dict[str, np.ndarray]:
+    def values(self, totals: Tensors) -> dict[str, np.ndarray]:
         """Return the loss and the metrics `(slot,)` of what `evaluate` added up."""
         return self.task.values(self._to_host(totals))
 
-    def _sums(
-        self,
-        slots: np.ndarray | None,
-        data: Tree,
-        weights: Tensor | None,
-        counts: np.ndarray,
-        size: int,
-        *,
-        shared: bool,
-    ) -> dict[str, Tensor]:
+    def _sums(self, batch: Batch) -> Tensors:
         """Return the sums of one batch, zero for members without rows in it."""
-        if slots is None:
-            if weights is None:
-                weights = self.row_weights(np.where(counts > 0, size, 0), size)
-            sums = self._run("evaluate", self.state, data, weights, shared=shared)
-            has_rows = self.tensor(counts > 0)
+        counts, size, weights = batch.counts, batch.size, batch.weights
+        if weights is None:
+            weights = self.row_weights(np.where(counts > 0, size, 0), size)
+        if batch.slots is None:
+            sums, has_rows = self._run("evaluate", self.state, batch, weights), self.tensor(counts > 0)
             return {name: torch.where(has_rows, value, 0.0).double() for name, value in sums.items()}
-        rows = self.tensor(slots)
-        part = states.select(self.state, rows)
-        weights = torch.ones(len(slots), int(counts[slots[0]]), device=self.device)
-        sums = self._run("evaluate", part, data, weights, shared=shared)
-        empty = torch.zeros(len(counts), dtype=torch.float64, device=self.device)
+        rows = self.tensor(batch.slots)
+        sums = self._run("evaluate", states.select(self.state, rows), batch, weights)
+        empty = torch.zeros(self.stacked.width, dtype=torch.float64, device=self.device)
         return {name: empty.index_copy(0, rows, value.double()) for name, value in sums.items()}
 
-    def predict(self, data: Tree, *, shared: bool, counts: np.ndarray | None = None) -> Tree:
-        """Return the outputs `(slot, row, …)` on a batch of inputs."""
-        return self._run("predict", self.state, data, shared=shared)
-
-    def predict_some(self, positions: Positions, data: Tree, counts: np.ndarray) -> Tree:
-        """Return the outputs of some members, each on rows of its own, as NumPy arrays `(member, row, …)`."""
+    def predict(self, batch: Batch, positions: Positions | None = None) -> Tree:
+        """Return the outputs of some members, or of all, as NumPy arrays `(member, row, …)`."""
+        if positions is None:
+            return self._run("predict", self.state, batch)
         state = self.read(positions, (*WEIGHTS, "member"))
-        outputs = self._run("predict", state, data, shared=False)
+        outputs = self._run("predict", state, batch)
         if self.programs.steps.counting is not None:
-            own = np.flatnonzero(counts)
+            own = np.flatnonzero(batch.counts)
             buffers = states.select({"buffers": state["buffers"]}, self.tensor(own))
             self.write(np.asarray(positions)[own], buffers)
-        return map_tree(on_host, outputs)
+        return outputs
 
     # --- rows and checks -----------------------------------------------------------------------------------------
 
-    def maskable(self, batch: Batch) -> bool:
-        """Return True if padded rows can be weighted out without changing the result.
+    def split_rows_over(self, group: ProcessGroup | None) -> None:
+        """Compute only this rank's rows of every train batch from now on, together with the group's other ranks.
 
-        BatchNorm, for example, depends on every row of a batch. So for one member, a step on a padded batch is
-        compared with a step on the real rows alone.
+        Each rank is given the whole batch and takes the same steps. Evaluating and predicting stay whole on every
+        rank. A loss that is not computed row by row (a function, an objective, the output's own `.loss`) must be
+        the mean over the rows it sees. `ready` and the first step raise `StrategyError` for a model that can't be
+        divided by rows. None for whole batches again.
         """
-        if not self.task.maskable:
-            return False
-        real = int(batch.counts[batch.counts > 0].min())
-        key = (real, batch.size)
-        if key not in self._ignores_padding:
-            data = batch.data
-            if not batch.shared:
-                data = map_tree(lambda leaf: leaf[int(np.flatnonzero(batch.counts == real)[0])], data)
-            self._ignores_padding[key] = ignores_padding(self.programs.steps, self.state, self.shared, data, real)
-        return self._ignores_padding[key]
+        self._division.group = group
 
-    def _rows_are_independent(self, inputs: Tree) -> bool:
-        return rows_are_independent(self.programs.steps, self.state, self.shared, inputs)
+    def why_rows_stay_together(self, batch: Batch) -> str | None:
+        """Return why the rows of such batches can't be computed on several devices, and what to do; or None."""
+        return self._division.reason_against((self.state, self.shared), batch)
 
     def check(self, batch: Batch, name: str) -> None:
         """Try one member on a batch before anything is trained, and allocate the sums of its metrics.
@@ -225,12 +225,11 @@ class FusedEngine(ProgramEngine):
         """
 
         def sums() -> list[str]:
-            with self._trying(batch, batch.data, name) as (one, few):
+            with self._trying(batch, name) as (one, few):
                 weights = torch.ones(1, len(leaves(few)[0]), device=self.device)
-                steps = self.programs.steps
-                return list(steps.evaluate(one, self.shared, few, weights, shared_data=True, fused=False))
+                return list(self.programs.steps.evaluate(one, self.shared, few, weights, ALONE))
 
-        names = self.programs.found(("sums", *batch_layout(batch.data, batch.shared)), sums)
+        names = self.programs.found(("sums", *batch_layout(batch)), sums)
         width, dtype = len(self.state["member"]["seed"]), states.exact(self.device)
         zeros = {name: torch.zeros(width, dtype=dtype, device=self.device) for name in names}
         self.state = {**self.state, "sums": zeros}  # a new dict: programs list the tensors of each only once

@@ -5,62 +5,99 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
+from modelfleet.errors import StrategyError
+from modelfleet.frameworks import batches
+from modelfleet.frameworks.batch import Batch
+from modelfleet.frameworks.engine import Pace
+from modelfleet.frameworks.torch import row_sums
+from modelfleet.frameworks.torch.counting import Coefficients
+from modelfleet.frameworks.torch.lane_steps import Tensors
 from modelfleet.frameworks.torch.process_group import ProcessGroup
+from modelfleet.frameworks.torch.programs import Programs
 from modelfleet.frameworks.torch.random.streams import DrawShapes
 from modelfleet.frameworks.torch.row_independence import divide_by_rows
 from modelfleet.frameworks.torch.steps import Steps
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import State, Tree
 
-OwnRows = tuple[Tree, Tensor | None, dict[str, Tensor]]
+Lead = tuple[State, Tensors]
+"""The stacked state, and the tensors that all members share."""
+OwnRows = tuple[Tree, Tensor | None, Tensors]
 """Some rows of a batch, their weights, and their place in the batch, as `Steps.row_gradients` takes them."""
 
 
 class RowDivision:
-    """Division of batches into the rows of each rank."""
+    """Train steps of which each rank of the `group` computes its own rows."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, first: str, programs: Programs[Steps], device: torch.device) -> None:
+        """Prepare for batches of a lane. `first` is the name of its first member."""
+        self.group: ProcessGroup | None = None
+        self._first = first
+        self._programs = programs
         self._device = device
         self._draws: dict[Hashable, DrawShapes] = {}  # by the form of a batch: what its rows draw
-        self._places: dict[tuple[int, int, int], dict[str, Tensor]] = {}  # by start, end and rows of a batch
+        self._places: dict[tuple[int, int, int], Tensors] = {}  # by start, end and rows of a batch
 
-    def reason_against(
-        self, steps: Steps, state: State, shared: dict[str, Tensor], rows: Tree, inputs: Tree
-    ) -> str | None:
-        """Return why batches like this one can't be divided, and what to do; or None, and set `steps.draws`.
-
-        Args:
-            steps: The steps of the lane. Its first member is tried.
-            state: The stacked state.
-            shared: The tensors that all members share.
-            rows: A batch, `(row, …)`.
-            inputs: The part of the batch that goes into the model.
-        """
+    def reason_against(self, lead: Lead, batch: Batch) -> str | None:
+        """Return why batches like this one can't be divided, and what to do; or None, and set `steps.draws`."""
+        rows, steps = batch.member(0), self._programs.steps
         # A single row does not show what each row draws, so its form is its own.
         form = len(leaves(rows)[0]) == 1, *(leaf.shape[1:] for leaf in leaves(rows))
         if form not in self._draws:
-            found = divide_by_rows(steps, state, shared, rows, inputs)
+            found = divide_by_rows(steps, *lead, rows, batches.weighted_inputs(rows))
             if isinstance(found, str):
                 return found
             self._draws[form] = found
         steps.draws = self._draws[form]
         return None
 
-    def own_rows(self, group: ProcessGroup, data: Tree, weights: Tensor | None, *, shared: bool) -> OwnRows | None:
-        """Return this rank's rows of a batch, or None if it has no rows."""
-        start, end = group.rows(leaves(data)[0].shape[0 if shared else 1])
-        return None if start == end else self.cut(data, weights, (start, end), shared=shared)
+    def ready(self, lead: Lead, batch: Batch) -> None:
+        """Trace what this rank computes of a batch. A rank without rows traces one, so that all find the same.
 
-    def cut(self, data: Tree, weights: Tensor | None, rows: tuple[int, int], *, shared: bool) -> OwnRows:
+        Raises:
+            StrategyError: The rows of such batches can't be divided.
+        """
+        self._refuse_indivisible(lead, batch)
+        part = self._own_rows(batch) or self._rows_between(0, 1, batch)
+        self._programs.program("row_gradients", (*lead, *part), batch.shared)
+
+    def step(self, lead: Lead, coefficients: Coefficients, active: Tensor, batch: Batch, pace: Pace) -> None:
+        """Take one train step of which this rank computes its own rows.
+
+        Raises:
+            StrategyError: The rows of the batch can't be divided.
+        """
+        assert self.group is not None
+        self._refuse_indivisible(lead, batch)
+        part = self._own_rows(batch)
+        if part is None:
+            numbers, columns = row_sums.zeros(lead[0])
+        else:
+            numbers, columns = self._programs.row_gradients(lead, part, shared_data=batch.shared, pace=pace)
+        self.group.sum([numbers, columns])
+        self._programs.apply("row_apply", lead, (coefficients, active, numbers, columns))
+
+    def _refuse_indivisible(self, lead: Lead, batch: Batch) -> None:
+        reason = self.reason_against(lead, batch)
+        if reason is not None:
+            raise StrategyError(f"member {self._first!r} can't be spread over several devices: {reason}.")
+
+    def _own_rows(self, batch: Batch) -> OwnRows | None:
+        """Return this rank's rows of a batch, or None if it has no rows."""
+        assert self.group is not None
+        start, end = self.group.rows(batch.size)
+        return None if start == end else self._rows_between(start, end, batch)
+
+    def _rows_between(self, start: int, end: int, batch: Batch) -> OwnRows:
         """Return the rows of a batch from a start to an end."""
-        axis, (start, end) = 0 if shared else 1, rows
-        count = leaves(data)[0].shape[axis]
-        if (start, end, count) not in self._places:
-            self._places[start, end, count] = {
+        place = start, end, batch.size
+        if place not in self._places:
+            self._places[place] = {
                 "start": torch.tensor(start, device=self._device),
-                "count": torch.tensor(count, device=self._device),
-                "share": torch.tensor((end - start) / count, dtype=torch.float32, device=self._device),
+                "count": torch.tensor(batch.size, device=self._device),
+                "share": torch.tensor((end - start) / batch.size, dtype=torch.float32, device=self._device),
             }
-        own = map_tree(lambda leaf: leaf.narrow(axis, start, end - start).contiguous(), data)
-        weights = None if weights is None else weights[:, start:end].contiguous()
-        return own, weights, self._places[start, end, count]
+        axis = 0 if batch.shared else 1
+        own = map_tree(lambda leaf: leaf.narrow(axis, start, end - start).contiguous(), batch.data)
+        weights = None if batch.weights is None else batch.weights[:, start:end].contiguous()
+        return own, weights, self._places[place]

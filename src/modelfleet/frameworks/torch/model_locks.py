@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from modelfleet.frameworks.torch.lane_steps import LaneSteps
 from modelfleet.frameworks.torch.modes import in_mode
-from modelfleet.frameworks.torch.steps import Steps
 
 _LOCKS: WeakKeyDictionary[nn.Module, AbstractContextManager[object]] = WeakKeyDictionary()
 _ADDING = threading.Lock()
@@ -25,7 +25,7 @@ def held(model: nn.Module) -> AbstractContextManager[object]:
 
 
 @contextmanager
-def borrowed(steps: Steps, *, train: bool) -> Iterator[None]:
+def borrowed(steps: LaneSteps, *, train: bool) -> Iterator[None]:
     """Lock a model, in training or evaluation mode, to run its Python with some member's weights."""
     with held(steps.model), in_mode(steps.model, train=train, given=steps.modes):
         yield

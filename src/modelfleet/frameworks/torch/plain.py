@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from modelfleet.errors import InputError, StrategyError
 from modelfleet.frameworks import batches
-from modelfleet.frameworks.engine import Engine
+from modelfleet.frameworks.batch import Batch
+from modelfleet.frameworks.engine import NOTHING_LEFT, Engine, Hyper, Pace
 from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS, SCALE
+from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.frameworks.stacked import Given, Positions
 from modelfleet.frameworks.torch import plain_optimizer, plain_parallel
 from modelfleet.frameworks.torch import state as states
-from modelfleet.frameworks.torch.base import Batch, TorchEngine, on_host
+from modelfleet.frameworks.torch.base import ModuleEngine, TorchEngine, on_host
 from modelfleet.frameworks.torch.plain_contexts import PlainContexts
 from modelfleet.frameworks.torch.plain_member import PlainMember, copy_weights, exact
 from modelfleet.frameworks.torch.plain_trials import PlainTrials
@@ -33,25 +35,24 @@ from modelfleet.trees import map_tree
 from modelfleet.types import Kind, State, Tree
 
 
-class PlainEngine(TorchEngine):
+class PlainEngine(ModuleEngine):
     """Engine of a lane of one torch member (see `frameworks.engine.Engine`)."""
 
     programs = None
     undoes_steps = True
     steps_per_call = 8  # steps a call: the overhead of a call costs as much as a small model's forward
     fused = False
-    prospect = 1.0
+    compiled_time_ratio = 1.0
     compiling = False
     untraced = None
     program = "plain torch"
     positions = slots = np.zeros(1, dtype=np.int64)
 
-    def __init__(
-        self, members: Sequence[Member], task: Task, columns: Mapping[str, np.ndarray], device: torch.device
-    ) -> None:
-        (member,) = members
-        self.device = device
-        self._member = PlainMember(member, task, columns, device)
+    def __init__(self, context: LaneContext[Task, object]) -> None:
+        """Make the engine of the lane's one member."""
+        (member,) = context.members
+        self.device = context.device
+        self._member = PlainMember(member, context.task, context.columns, context.device)
         self._contexts = PlainContexts(self._member)
         self._trials = PlainTrials(self._member, self._contexts)
         self._group: ProcessGroup | None = None
@@ -86,46 +87,29 @@ class PlainEngine(TorchEngine):
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
-    def train(
-        self,
-        hyper: Mapping[str, Tensor],
-        active: Tensor,
-        data: Tree,
-        weights: Tensor | None,
-        *,
-        shared: bool,
-        pace: tuple[int, float | None],
-        steps: int | None = None,
-    ) -> None:
-        """Take one step, or several on data with a step axis."""
+    def train(self, hyper: Hyper, active: Tensor, batch: Batch, pace: Pace = NOTHING_LEFT) -> None:
+        """Take the steps of a batch, if the member is active."""
         self._member.use(hyper)
-        weights = None if weights is None else weights[0]
-        for step in range(steps or 1):
+        weights = None if batch.weights is None else batch.weights[0]
+        for step in range(batch.steps or 1):
             if self._takes_part(active):
-                self._take_step(_own_copy(data, shared, None if steps is None else step), weights)
+                self._take_step(_own_copy(batch, None if batch.steps is None else step), weights)
 
-    def train_some(
-        self,
-        slots: np.ndarray,
-        hyper: Mapping[str, Tensor],
-        data: Tree,
-        *,
-        shared: bool,
-        pace: tuple[int, float | None],
-    ) -> None:
-        """Take one step on data that `cut` returned."""
+    def train_some(self, hyper: Hyper, batch: Batch, pace: Pace = NOTHING_LEFT) -> None:
+        """Take one step on a batch that `first_rows` returned."""
         if self._member.trouble == FINE:
             self._member.use(hyper)
-            self._take_step(_own_copy(data, shared), None)
+            self._take_step(_own_copy(batch), None)
 
-    def gradients(self, data: Tree, weights: Tensor | None = None, *, shared: bool) -> dict[str, Tree]:
+    def gradients(self, batch: Batch) -> dict[str, Tree]:
         """Return what `apply` needs of a batch. The model's buffers stay as they are."""
         member = self._member
         saved = member.save_buffers()
         member.optimizer.zero_grad(set_to_none=True)
         scale = self._loss_scale()
         try:
-            loss, sums = self._backward(_own_copy(data, shared), None if weights is None else weights[0], scale)
+            weights = None if batch.weights is None else batch.weights[0]
+            loss, sums = self._backward(_own_copy(batch), weights, scale)
             gradients = {name: p.grad.unsqueeze(0) for name, p in member.params.items() if p.grad is not None}
             buffers = {name: tensor.clone().unsqueeze(0) for name, tensor in self.model.named_buffers()}
         finally:
@@ -133,7 +117,7 @@ class PlainEngine(TorchEngine):
         gradients = member.stored({"gradients": gradients})["gradients"]
         return {"gradients": gradients, "loss": loss, "sums": sums, "buffers": buffers, "scale": scale}
 
-    def apply(self, hyper: Mapping[str, Tensor], active: Tensor, gradients: dict[str, Tree]) -> None:
+    def apply(self, hyper: Hyper, active: Tensor, gradients: dict[str, Tree]) -> None:
         """Update the member by what `gradients` returned."""
         member = self._member
         member.use(hyper)
@@ -220,13 +204,13 @@ class PlainEngine(TorchEngine):
 
     # --- rows ----------------------------------------------------------------------------------------------------
 
-    def spread(self, group: ProcessGroup | None) -> None:
+    def split_rows_over(self, group: ProcessGroup | None) -> None:
         """Compute only this rank's rows of every train batch from now on. None for whole batches again."""
         self._group = group
 
-    def indivisible(self, data: Tree, *, shared: bool) -> str | None:
+    def why_rows_stay_together(self, batch: Batch) -> str | None:
         """Return why the rows of batches like this one can't be computed on several devices, or None."""
-        rows = _one_member(data, shared)
+        rows = batch.member(0)
         found = self._trials.divide(rows, batches.weighted_inputs(rows))
         return found if isinstance(found, str) else None
 
@@ -237,11 +221,11 @@ class PlainEngine(TorchEngine):
             raise StrategyError(f"member {name!r} can't be spread over several devices: {found}.")
         return found
 
-    def maskable(self, batch: Batch) -> bool:
+    def can_mask_padding(self, batch: Batch) -> bool:
         """Return False: one member needs no padding."""
         return False
 
-    def rows_apart(self, inputs: Tree) -> bool:
+    def rows_are_independent(self, inputs: Tree) -> bool:
         """Return False: this is not known, and one member needs no padding."""
         return False
 
@@ -254,41 +238,27 @@ class PlainEngine(TorchEngine):
             return dict.fromkeys(("loss", *(metric.name for metric in self.task.metrics)), np.array([np.nan]))
         return self.values(sums)
 
-    def evaluate(
-        self,
-        totals: dict[str, Tensor | float] | None,
-        slots: np.ndarray | None,
-        data: Tree,
-        weights: Tensor | None,
-        counts: np.ndarray,
-        size: int,
-        *,
-        shared: bool,
-    ) -> dict[str, Tensor | float]:
+    def evaluate(self, totals: dict[str, Tensor | float] | None, batch: Batch) -> dict[str, Tensor | float]:
         """Return the sums of the loss and the metrics so far, with a batch added."""
         totals = {} if totals is None else totals
-        if not counts[0]:
+        if not batch.counts[0]:
             return totals
-        weights = None if weights is None or slots is not None else weights[0]
-        sums = self._contexts.evaluate(lambda: self.task.run(self.model, _own_copy(data, shared), weights)[1])
+        weights = None if batch.weights is None else batch.weights[0]
+        sums = self._contexts.evaluate(lambda: self.task.run(self.model, _own_copy(batch), weights)[1])
         return {name: totals.get(name, 0.0) + exact(total) for name, total in sums.items()}
 
     def values(self, totals: Mapping[str, Tensor | float]) -> dict[str, np.ndarray]:
         """Return the loss and the metrics `(slot,)` of what `evaluate` added up."""
         return self.task.values({name: np.array([float(total)]) for name, total in totals.items()})
 
-    def predict(self, data: Tree, *, shared: bool, counts: np.ndarray | None = None) -> Tree:
-        """Return the outputs on a batch of inputs, without the slot axis."""
-        return self._contexts.evaluate(lambda: logits(call(self.model, _own_copy(data, shared))))
+    def predict(self, batch: Batch, positions: Positions | None = None) -> Tree:
+        """Return the outputs on the member's real rows, as NumPy arrays `(1, row, …)`."""
+        count = int(batch.counts[0])
 
-    def predict_some(self, positions: Positions, data: Tree, counts: np.ndarray) -> Tree:
-        """Return the outputs on the member's rows, as NumPy arrays `(1, row, …)`."""
-        outputs = self.predict(map_tree(lambda leaf: leaf[:, : counts[0]], data), shared=False)
-        return map_tree(lambda tensor: on_host(tensor)[None], outputs)
+        def outputs() -> Tree:
+            return logits(call(self.model, map_tree(lambda leaf: leaf[:count], _own_copy(batch))))
 
-    def rows(self, outputs: Tree, slot: int, count: int) -> Tree:
-        """Return the real rows of a batch of outputs, on the host."""
-        return map_tree(lambda t: on_host(t[:count]), outputs)
+        return map_tree(lambda tensor: on_host(tensor)[None], self._contexts.evaluate(outputs))
 
     # --- state ---------------------------------------------------------------------------------------------------
 
@@ -353,7 +323,7 @@ class PlainEngine(TorchEngine):
 
     # --- checks --------------------------------------------------------------------------------------------------
 
-    def ready(self, kind: Kind, hyper: Mapping[str, Tensor], active: Tensor, data: Tree, *, shared: bool) -> None:
+    def ready(self, kind: Kind, hyper: Hyper, active: Tensor, batch: Batch) -> None:
         """Raise InputError if there is nothing to train, and StrategyError if the rows can't be divided."""
         if kind == "train" and not states.trained(self.model):
             raise InputError(
@@ -361,7 +331,7 @@ class PlainEngine(TorchEngine):
                 f"Set requires_grad=True on what is to be trained."
             )
         if kind == "train" and self._group is not None:
-            self._row_draws(_one_member(data, shared))
+            self._row_draws(batch.member(0))
 
     def check(self, batch: Batch, name: str) -> None:
         """Try a copy of the model on a batch before anything is trained.
@@ -369,13 +339,11 @@ class PlainEngine(TorchEngine):
         An objective is not called: it may count its calls, and the first step will show what is wrong with it.
         """
         if self.task.objective is None:
-            data = _one_member(batch.data, batch.shared)
-            self._trials.run(name, data, lambda model, few: self.task.run(model, few, None))
+            self._trials.run(name, batch.member(0), lambda model, few: self.task.run(model, few, None))
 
     def output_shape(self, batch: Batch, name: str) -> tuple[int, ...] | None:
         """Return the shape `(row, …)` of the output for a batch, or None if it is no single tensor."""
-        inputs = _one_member(self.inputs(batch.data), batch.shared)
-        output = self._trials.run(name, inputs, lambda model, few: logits(call(model, few)))
+        output = self._trials.run(name, self.inputs(batch.member(0)), lambda model, few: logits(call(model, few)))
         return tuple(output.shape) if isinstance(output, Tensor) else None
 
     def working_bytes(self, batch: Batch) -> int | None:
@@ -383,12 +351,9 @@ class PlainEngine(TorchEngine):
         return None
 
 
-def _one_member(data: Tree, shared: bool) -> Tree:
-    return data if shared else map_tree(lambda leaf: leaf[0], data)
-
-
-def _own_copy(data: Tree, shared: bool, step: int | None = None) -> Tree:
-    """Return a copy of the member's batch: a forward may write into its input."""
+def _own_copy(batch: Batch, step: int | None = None) -> Tree:
+    """Return a copy of the member's rows: a forward may write into its input."""
+    shared = batch.shared
     if step is None:
-        return map_tree(lambda leaf: leaf.clone() if shared else leaf[0].clone(), data)
-    return map_tree(lambda leaf: (leaf[step] if shared else leaf[step, 0]).clone(), data)
+        return map_tree(lambda leaf: leaf.clone() if shared else leaf[0].clone(), batch.data)
+    return map_tree(lambda leaf: (leaf[step] if shared else leaf[step, 0]).clone(), batch.data)

@@ -6,7 +6,7 @@ epoch's sums are summed over all ranks, and every rank takes the same step with 
 step all ranks hold the same state: that of one device with the whole batch, except for rounding.
 
     group = ProcessGroup.join("file:///tmp/somewhere/new", rank=0, size=2, timeout=60.0)
-    engine.spread(group)
+    engine.split_rows_over(group)
 """
 
 from collections.abc import Sequence

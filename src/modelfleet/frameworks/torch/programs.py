@@ -1,24 +1,26 @@
 """Programs of a lane: its steps, traced once for each shape of batch and width, and compiled if it pays."""
 
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from modelfleet.frameworks.engine import Pace
 from modelfleet.frameworks.errors import CannotFuseError
-from modelfleet.frameworks.torch import state as states
+from modelfleet.frameworks.torch.base import on_host
 from modelfleet.frameworks.torch.compiling.compiler import SAVED_FRACTION, Compiler, compile_mode
+from modelfleet.frameworks.torch.lane_steps import How, LaneSteps
 from modelfleet.frameworks.torch.model_locks import borrowed, held
 from modelfleet.frameworks.torch.modes import in_mode
 from modelfleet.frameworks.torch.python_state.checks import StatefulError, refuse_unstackable
 from modelfleet.frameworks.torch.python_state.snapshot import PythonSnapshot
 from modelfleet.frameworks.torch.python_state.undo import restoring_python, restoring_tensors, undoing_side_effects
-from modelfleet.frameworks.torch.steps import Steps
-from modelfleet.frameworks.torch.task import Task
 from modelfleet.frameworks.torch.tracing.parameters import NeedsGradientError
 from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, Program, trace, untraced
 from modelfleet.trees import leaves, map_tree, structure
@@ -32,20 +34,48 @@ TRAINING = ("train", "gradients", "apply", "row_gradients", "row_apply")
 APPLYING = ("apply", "row_apply")
 MAX_KEPT = 16  # Python states of the model whose programs are kept
 Result = TypeVar("Result")
-ByWidth = dict[int, tuple[Program, Compiler]]
+OwnSteps = TypeVar("OwnSteps", bound=LaneSteps)
 # torch's messages for `view(-1)` of a transposed weight:
 _NO_VIEW = ("view size is not compatible", "Cannot view a tensor")
 
 
-class Programs:
+@dataclass(eq=False)
+class Runner:
+    """A program of one width, and what is known about compiling it."""
+
+    program: Program
+    compiler: Compiler
+    others: "ByWidth"
+    """The runners of the same step by width, this one included."""
+    calls: int = 0
+    seconds: float = 0.0
+
+    def record(self, seconds: float) -> None:
+        """Record a call to predict. Compile once the calls have taken so long that it pays for as many again."""
+        self.calls += 1
+        self.seconds += seconds
+        if self.program.compiled:
+            return
+        self.compiler.consider(self.calls, self.seconds / self.calls)
+        if self.program.any_width:
+            for width, other in list(self.others.items()):
+                if width > 1 and other is not self:
+                    other.compiler.stop()
+                    self.others[width] = self
+
+
+ByWidth = dict[int, Runner]
+
+
+class Programs(Generic[OwnSteps]):
     """Train, evaluate and predict for the lanes of one group.
 
-    The Python of `model` is traced for all members. Its own weights are never touched. With `fused=False` a lane
-    holds one member, and a step that can't be traced runs as plain Python.
+    The Python of the steps' model is traced for all members. Its own weights are never touched. With `fused=False`
+    a lane holds one member, and a step that can't be traced runs as plain Python.
     """
 
-    def __init__(self, model: nn.Module, task: Task, *, fused: bool) -> None:
-        self.steps = Steps(model, task, states.transposed(model))
+    def __init__(self, steps: OwnSteps, *, fused: bool) -> None:
+        self.steps = steps
         self.fused = fused
         self.traces = 0  # how often a step was traced; tests check that a second epoch traces nothing
         self.untraced: str | None = None  # why a lane of one member runs its Python at every step, if it does
@@ -58,24 +88,19 @@ class Programs:
         self._flattened = threading.local()
 
     @property
-    def task(self) -> Task:
-        """Return the members' task."""
-        return self.steps.task
-
-    @property
     def compiling(self) -> bool:
         """Return True if a program is being compiled beside the training."""
-        return any(compiler.busy for _, compiler in self._all())
+        return any(runner.compiler.busy for runner in self._all())
 
     @property
     def compiled(self) -> bool:
         """Return True if any program runs compiled."""
-        return any(program.compiled for program, _ in self._all())
+        return any(runner.program.compiled for runner in self._all())
 
     @property
     def description(self) -> str:
         """Return in a word how the train steps run."""
-        programs = [program for program, _ in self._all(*TRAINING)]
+        programs = [runner.program for runner in self._all(*TRAINING)]
         if not programs:
             return "not traced yet"
         if any(program.compiled for program in programs):
@@ -83,19 +108,18 @@ class Programs:
         return "plain Python" if any(program.graph is None for program in programs) else "traced"
 
     @property
-    def prospect(self) -> float:
-        """Return the fraction of a step's time that is left after compiling, 1 if nothing will be compiled."""
-        return 1.0 if self.compiled or not self.fused or compile_mode() == "never" else 1.0 - SAVED_FRACTION
+    def compiled_time_ratio(self) -> float:
+        """Return how long a train step will take once it is compiled, relative to now."""
+        done = any(runner.program.compiled for runner in self._all(*TRAINING))
+        return 1.0 if done or not self.fused or compile_mode() == "never" else 1.0 - SAVED_FRACTION
 
     @property
     def working_bytes(self) -> int | None:
         """Return the most memory that a train step takes beside the state, of those traced so far."""
-        known = [program.working_bytes for program, _ in self._all(*TRAINING)]
+        known = [runner.program.working_bytes for runner in self._all(*TRAINING)]
         return max((size for size in known if size is not None), default=None)
 
-    def train(
-        self, lead: Args, rest: Args, *, shared_data: bool, pace: tuple[int, float | None]
-    ) -> frozenset[str]:
+    def train(self, lead: Args, rest: Args, *, shared_data: bool, pace: Pace) -> frozenset[str]:
         """Take one step of every active member, in place, and return the parameters that took no part in it.
 
         Args:
@@ -104,44 +128,46 @@ class Programs:
             shared_data: True if the data have no member axis.
             pace: The number of steps left of this kind, and the seconds per step.
         """
-        program, compiler = self.program("train", (*lead, *rest), shared_data)
-        compiler.consider(*pace)
-        with torch.no_grad():  # tensors outside of the step may take gradients
-            program.run(*self._flat(lead), *leaves(rest), *program.outside)
-        return program.unused
+        return self._run_compiled("train", lead, rest, shared_data, pace)[0].unused
 
-    def row_gradients(
-        self, lead: Args, rest: Args, *, shared_data: bool, pace: tuple[int, float | None]
-    ) -> tuple[Tensor, Tensor]:
+    def row_gradients(self, lead: Args, rest: Args, *, shared_data: bool, pace: Pace) -> tuple[Tensor, Tensor]:
         """Compute the first half of a train step on some rows of a batch. Its results are summed over all rows."""
-        program, compiler = self.program("row_gradients", (*lead, *rest), shared_data)
-        compiler.consider(*pace)
-        with torch.no_grad():
-            flat, columns = program.run(*self._flat(lead), *leaves(rest), *program.outside)
+        flat, columns = self._run_compiled("row_gradients", lead, rest, shared_data, pace)[1]
         return flat, columns
+
+    def _run_compiled(
+        self, kind: str, lead: Args, rest: Args, shared_data: bool, pace: Pace
+    ) -> tuple[Program, Sequence[Tensor]]:
+        """Run a program, compiled if that pays, and return it with its flat results."""
+        runner = self.program(kind, (*lead, *rest), shared_data)
+        runner.compiler.consider(*pace)
+        program = runner.program
+        with torch.no_grad():  # tensors outside of the step may take gradients
+            return program, program.run(*self._flat(lead), *leaves(rest), *program.outside)
 
     def gradients(self, lead: Args, rest: Args, *, shared_data: bool) -> dict[str, Tree]:
         """Return what `apply` needs of a batch."""
         args = (*lead, *rest)
-        with torch.no_grad():
-            return self.program("gradients", args, shared_data)[0](leaves(args))
+        return self.program("gradients", args, shared_data).program(leaves(args))
 
     def apply(self, kind: str, lead: Args, rest: Args) -> None:
         """Run the second part of a train step in place: "apply", or "row_apply" for rows on several devices."""
         # Never compiled: the devices of a group would compile it at different steps, and round differently.
-        program, _ = self.program(kind, (*lead, *rest), False)
+        program = self.program(kind, (*lead, *rest), False).program
         with torch.no_grad():  # tensors outside of the step may take gradients
             program.run(*self._flat(lead), *leaves(rest), *program.outside)
 
     def evaluate(self, args: Args, *, shared_data: bool) -> dict[str, Tensor]:
-        """Return the sums `(member,)` of the loss and the metrics over a batch."""
-        args = (readable(args[0]), *args[1:])
-        return self.program("evaluate", args, shared_data)[0](leaves(args))
+        """Return the sums `(member, …)` of the loss and the metrics over a batch."""
+        return self.program("evaluate", args, shared_data).program(leaves(args))
 
     def predict(self, args: Args, *, shared_data: bool) -> Tree:
-        """Return the outputs `(member, row, …)` on a batch of inputs."""
-        args = (readable(args[0]), *args[1:])
-        return self.program("predict", args, shared_data)[0](leaves(args))
+        """Return the outputs `(member, row, …)` on a batch of inputs, as NumPy arrays."""
+        runner = self.program("predict", args, shared_data)
+        begun = time.perf_counter()
+        outputs = map_tree(on_host, runner.program(leaves(args)))
+        runner.record(time.perf_counter() - begun)
+        return outputs
 
     def _flat(self, lead: Args) -> list[Tensor]:
         # A lane's state has the same tensors at every step. Each thread flattens it once.
@@ -150,7 +176,7 @@ class Programs:
             known = self._flattened.last = lead, leaves(lead)
         return known[1]
 
-    def _all(self, *kinds: str) -> Iterator[tuple[Program, Compiler]]:
+    def _all(self, *kinds: str) -> Iterator[Runner]:
         for _, family in list(self._kept.values()):
             for (kind, *_), programs in list(family.items()):
                 if not kinds or kind in kinds:
@@ -158,8 +184,8 @@ class Programs:
 
     def stop(self) -> None:
         """Stop every compiler that is still at work."""
-        for _, compiler in self._all():
-            compiler.stop()
+        for runner in self._all():
+            runner.compiler.stop()
 
     def look_again(self) -> None:
         """Before the next step, compare everything that the traced Python can read, large arrays too."""
@@ -171,7 +197,7 @@ class Programs:
             self._thoroughly = False
             return
         with TRACE_LOCK, held(self.steps.model):
-            snapshot = PythonSnapshot(self._roots())
+            snapshot = PythonSnapshot(self.steps.roots())
             if self.fused:
                 snapshot.refuse()
                 refuse_unstackable(self.steps.model)
@@ -179,26 +205,18 @@ class Programs:
             self._kept[snapshot.key] = kept  # the last one used is dropped last
             while len(self._kept) > MAX_KEPT:
                 _, forgotten = self._kept.pop(next(iter(self._kept)))
-                for _, compiler in (pair for programs in forgotten.values() for pair in programs.values()):
-                    compiler.stop()
+                for runner in (runner for programs in forgotten.values() for runner in programs.values()):
+                    runner.compiler.stop()
             self._programs, self._found = kept[1], {}
             # Only now, so that a refused model is refused again.
             self._snapshot, self._thoroughly = snapshot, False
-
-    def _roots(self) -> list[tuple[str, object]]:
-        """Return everything that runs while a step is traced, by the names that messages use."""
-        task = self.task
-        roots: list[tuple[str, object]] = [("self", self.steps.model), ("the objective", task.objective)]
-        if task.loss is not None:
-            roots.append(("the loss", task.loss.plain))
-        return roots + [(f"the metric {metric.name}", metric.sums) for metric in task.metrics]
 
     @contextmanager
     def trial(self, *, train: bool) -> Iterator[None]:
         """Context in which the model's Python can be tried without side effects."""
         with (
             held(self.steps.model),
-            undoing_side_effects(*self._roots()),
+            undoing_side_effects(*self.steps.roots()),
             in_mode(self.steps.model, train=train, given=self.steps.modes),
         ):
             yield
@@ -216,7 +234,7 @@ class Programs:
         if model is not self.steps.model:
             self.steps.model, self._snapshot = model, None
 
-    def program(self, kind: str, args: Args, shared_data: bool) -> tuple[Program, Compiler]:
+    def program(self, kind: str, args: Args, shared_data: bool) -> Runner:
         """Return the program for arguments of these shapes. It is traced if there is none yet."""
         self._look()
         # The weights and the numbers per member are left out. They follow from the structure and the width.
@@ -229,13 +247,10 @@ class Programs:
         if width not in programs:
             with TRACE_LOCK, held(self.steps.model):
                 if width not in programs:
-                    self._refuse_other_parameters(kind, args)
-                    programs[width] = self._for_any(programs, width) or self._make(kind, args, shared_data)
+                    self.steps.refuse_other_parameters(args[0], args[1])
+                    known = _for_any(programs, width)
+                    programs[width] = known or Runner(*self._make(kind, args, shared_data), programs)
         return programs[width]
-
-    def _for_any(self, programs: ByWidth, width: int) -> tuple[Program, Compiler] | None:
-        """Return a program that was compiled for any width, if there is one."""
-        return next((pair for pair in programs.values() if pair[0].any_width and width > 1), None)
 
     def _make(self, kind: str, args: Args, shared_data: bool) -> tuple[Program, Compiler]:
         step: Callable[..., Tree] = getattr(self.steps, kind)
@@ -252,7 +267,7 @@ class Programs:
         def run(*args: Tree) -> Tree:
             with borrowed(self.steps, train=kind in TRAINING):
                 modes = {name: module.training for name, module in self.steps.model.named_modules()}
-                result = step(*args, shared_data=shared_data, fused=self.fused)
+                result = step(*args, how=How(shared_data, self.fused))
                 for name, module in self.steps.model.named_modules() if self.fused else ():
                     if module.training != modes.get(name):
                         raise CannotFuseError(
@@ -304,19 +319,19 @@ class Programs:
             try:
                 if kind in TRAINING:
                     batch, weights = args[4:] if kind == "train" else args[2:4]
-                    self.steps.find_unused(args[0], args[1], batch, weights, shared_data=shared_data)
+                    self.steps.find_unused(args[0], args[1], batch, weights, How(shared_data, fused=False))
                     return
                 one = [map_tree(torch.clone, arg) for arg in rows_of(args, stacked, 1)]
-                step = partial(getattr(self.steps, kind), shared_data=shared_data, fused=False)
+                step = partial(getattr(self.steps, kind), how=How(shared_data, fused=False))
                 first = step(*map_tree(torch.clone, one))
                 changed = snapshot.changed()
                 if not changed:
                     return
-                known = PythonSnapshot(self._roots()).key
+                known = PythonSnapshot(self.steps.roots()).key
                 again = step(*one)
             except Exception:
                 return
-            if known != PythonSnapshot(self._roots()).key or not _equal(first, again):
+            if known != PythonSnapshot(self.steps.roots()).key or not _equal(first, again):
                 raise StatefulError(f"running it changes {changed[0]}")
 
     def _is_cache(self, kind: str, snapshot: PythonSnapshot) -> bool:
@@ -328,18 +343,10 @@ class Programs:
             return False
         model = self.steps.model
         model.train(True)
-        after = PythonSnapshot(self._roots()).key
+        after = PythonSnapshot(self.steps.roots()).key
         snapshot.restore()
         model.train(True)
-        return after == PythonSnapshot(self._roots()).key
-
-    def _refuse_other_parameters(self, kind: str, args: Args) -> None:
-        """Raise `CannotFuseError` if a parameter was frozen or unfrozen since the state was stacked."""
-        state, shared = args[:2]
-        for name, parameter in self.steps.model.named_parameters():
-            if name not in shared and parameter.requires_grad != (name in state["params"]):
-                done = "unfrozen" if parameter.requires_grad else "frozen"
-                raise StatefulError(f"its parameter {name} was {done} meanwhile")
+        return after == PythonSnapshot(self.steps.roots()).key
 
     def _traced(self, run: Callable[..., Tree], args: Args, stacked: Sequence[bool]) -> Program:
         """Trace a step, and again with other settings if the model turns out to need them."""
@@ -352,6 +359,11 @@ class Programs:
                 raise
             self.steps.contiguous = True
         return self._traced(run, args, stacked)
+
+
+def _for_any(programs: ByWidth, width: int) -> Runner | None:
+    """Return a program that was compiled for any width, if there is one."""
+    return next((runner for runner in programs.values() if runner.program.any_width and width > 1), None)
 
 
 def rows_of(args: Args, stacked: Sequence[bool], width: int) -> Iterator[Tree]:

@@ -5,32 +5,28 @@ axis. `fused=False` runs a lane of one member as any torch loop would, for model
 member the same numbers.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch._functorch.eager_transforms import enable_inplace_requires_grad
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.torch import row_sums
 from modelfleet.frameworks.torch.counting import Coefficients
 from modelfleet.frameworks.torch.functional import call_with
+from modelfleet.frameworks.torch.lane_steps import How, Tensors, drawing
 from modelfleet.frameworks.torch.mapping import Axes, mapped, mapped_gradients
 from modelfleet.frameworks.torch.modes import training_modes
+from modelfleet.frameworks.torch.python_state.checks import StatefulError
 from modelfleet.frameworks.torch.python_state.undo import undoing_side_effects
-from modelfleet.frameworks.torch.random.eager import EagerDraws
-from modelfleet.frameworks.torch.random.operations import DrawFromStreams
 from modelfleet.frameworks.torch.random.streams import BatchRows, DrawShapes, Streams
 from modelfleet.frameworks.torch.task import PRECISIONS, Task, call, logits
-from modelfleet.frameworks.torch.tracing.batching_rules import BatchingRules
 from modelfleet.frameworks.torch.tracing.parameters import NeedsGradientError, ParameterMode
 from modelfleet.frameworks.torch.updating import per_member, update
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import State, Tree
 
-Tensors = dict[str, Tensor]
 Run = Callable[..., Tree]
 """A function of a model or of tensors. It returns a tree of tensors."""
 
@@ -53,16 +49,34 @@ class Steps:
         self.counting: str | None = None  # a buffer that evaluating changes
         self.draws: DrawShapes = ()  # what a step draws, for `row_gradients` of batches like the next one
 
-    def find_unused(
-        self, state: State, shared: Tensors, data: Tree, weights: Tensor | None, *, shared_data: bool
-    ) -> None:
+    @property
+    def maskable(self) -> bool:
+        """Return True if the loss and every metric can leave out padded rows by weights."""
+        return self.task.maskable
+
+    def roots(self) -> list[tuple[str, object]]:
+        """Return everything whose Python runs while a step is traced, by the names that messages use."""
+        task = self.task
+        roots: list[tuple[str, object]] = [("self", self.model), ("the objective", task.objective)]
+        if task.loss is not None:
+            roots.append(("the loss", task.loss.plain))
+        return roots + [(f"the metric {metric.name}", metric.sums) for metric in task.metrics]
+
+    def refuse_other_parameters(self, state: State, shared: Tensors) -> None:
+        """Raise `CannotFuseError` if a parameter was frozen or unfrozen since the state was stacked."""
+        for name, parameter in self.model.named_parameters():
+            if name not in shared and parameter.requires_grad != (name in state["params"]):
+                done = "unfrozen" if parameter.requires_grad else "frozen"
+                raise StatefulError(f"its parameter {name} was {done} meanwhile")
+
+    def find_unused(self, state: State, shared: Tensors, data: Tree, weights: Tensor | None, how: How) -> None:
         """Find the parameters that take no part in the loss, by one backward pass of the first member alone."""
-        if not shared_data:
+        if not how.shared_data:
             data = map_tree(lambda t: t[0], data)
         weights = None if weights is None else weights[0]
         data, shared = map_tree(torch.clone, data), map_tree(torch.clone, shared)  # the forward may write to them
         one = {part: map_tree(lambda t: t[0].clone(), tensors) for part, tensors in state.items()}
-        with self._streams(state["member"], fused=False), torch.enable_grad():
+        with drawing(state["member"], fused=False), torch.enable_grad():
             params = {name: p.requires_grad_() for name, p in one["params"].items()}
             own = {**params, **one["frozen"], **shared}
             loss, _ = self._call(own, one["buffers"], self.task.run, data, weights)
@@ -77,26 +91,17 @@ class Steps:
         active: Tensor,
         data: Tree,
         weights: Tensor | None,
-        *,
-        shared_data: bool,
-        fused: bool,
+        how: How,
     ) -> Tensor:
         """Take one step of every active member, in place, and return the losses `(member,)`.
 
         `coefficients` are the optimizer's numbers for this step, `(member,)` each, by the parameters they are for.
         """
-        found = self.gradients(state, shared, data, weights, shared_data=shared_data, fused=fused)
-        return self.apply(state, shared, coefficients, active, found, shared_data=shared_data, fused=fused)
+        found = self.gradients(state, shared, data, weights, how)
+        return self.apply(state, shared, coefficients, active, found, how)
 
     def gradients(
-        self,
-        state: State,
-        shared: Tensors,
-        data: Tree,
-        weights: Tensor | None,
-        *,
-        shared_data: bool,
-        fused: bool,
+        self, state: State, shared: Tensors, data: Tree, weights: Tensor | None, how: How
     ) -> dict[str, Tree]:
         """Return what `apply` needs of a batch, `(member, …)` each.
 
@@ -106,22 +111,16 @@ class Steps:
         member, task = state["member"], self.task
         scale = member.get("scale")
 
-        def loss_of(
-            params: Tensors,
-            frozen: Tensors,
-            buffers: Tensors,
-            data: Tree,
-            weights: Tensor | None,
-            scale: Tensor | None,
-        ) -> tuple[Tensor, Tree]:
+        def loss_of(params: Tensors, frozen: Tensors, buffers: Tensors, *batch: Tree) -> tuple[Tensor, Tree]:
+            data, weights, scale = batch
             buffers = {name: buffer.clone() for name, buffer in buffers.items()}
             loss, sums = self._call({**params, **frozen, **shared}, buffers, task.run, data, weights)
             return loss if scale is None else loss * scale, (loss.detach(), sums, buffers)
 
-        axis = None if shared_data else 0
-        with self._streams(member, fused):
+        with drawing(member, fused=how.fused):
             args = (state["params"], state["frozen"], state["buffers"], data, weights, scale)
-            gradients, (loss, sums, buffers) = mapped_gradients(loss_of, args, (0, 0, 0, axis, 0, 0), fused=fused)
+            axes = (0, 0, 0, how.axis, 0, 0)
+            gradients, (loss, sums, buffers) = mapped_gradients(loss_of, args, axes, fused=how.fused)
         # As in torch, weight decay and momentum do not touch a parameter without a gradient.
         gradients = {name: g for name, g in gradients.items() if name not in self.unused}
         if scale is not None:
@@ -135,9 +134,7 @@ class Steps:
         coefficients: Coefficients,
         active: Tensor,
         found: dict[str, Tree],
-        *,
-        shared_data: bool,
-        fused: bool,
+        how: How,
     ) -> Tensor:
         """Update every active member in place by what `gradients` returned, and return the losses `(member,)`."""
         gradients, loss, sums = found["gradients"], found["loss"], found["sums"]
@@ -151,9 +148,7 @@ class Steps:
         data: Tree,
         weights: Tensor | None,
         place: Tensors,
-        *,
-        shared_data: bool,
-        fused: bool,
+        how: How,
     ) -> tuple[Tensor, Tensor]:
         """Compute the first half of a train step on some rows of a batch. Its results are summed over all rows.
 
@@ -164,8 +159,7 @@ class Steps:
             weights: Their weights.
             place: Where they are in the batch: the `start` of the rows, the `count` of rows in the batch, and the
                 `share` of the batch that the rows are.
-            shared_data: True if the data have no member axis.
-            fused: True to map over the members.
+            how: How the step maps over the members.
 
         Returns:
             The gradients `(member, number)` of the loss's total, and the columns, as in `row_sums`.
@@ -176,26 +170,20 @@ class Steps:
             # float16's scale is meant for the gradients of the whole batch's mean.
             return scale * place["share"] / torch.where(count > 0, count, 1)
 
-        def total_of(
-            params: Tensors,
-            frozen: Tensors,
-            buffers: Tensors,
-            data: Tree,
-            weights: Tensor | None,
-            scale: Tensor | None,
-        ) -> tuple[Tensor, Tree]:
+        def total_of(params: Tensors, frozen: Tensors, buffers: Tensors, *batch: Tree) -> tuple[Tensor, Tree]:
+            data, weights, scale = batch
             buffers = {name: buffer.clone() for name, buffer in buffers.items()}
             own = {**params, **frozen, **shared}
             total, count, sums = self._call(own, buffers, self.task.share, data, weights, place["share"])
             found = total.detach(), count.detach(), sums
             return total if scale is None else total * unit(scale, found[1]), found
 
-        axis = None if shared_data else 0
-        rows = leaves(data)[0].shape[0 if shared_data else 1]
+        rows = leaves(data)[0].shape[0 if how.shared_data else 1]
         part = BatchRows(place["start"], place["count"], rows, self.draws)
-        with self._streams(member, fused, part=part):
+        with drawing(member, fused=how.fused, part=part):
             args = (params, state["frozen"], state["buffers"], data, weights, scale)
-            found, (total, count, sums) = mapped_gradients(total_of, args, (0, 0, 0, axis, 0, 0), fused=fused)
+            axes = (0, 0, 0, how.axis, 0, 0)
+            found, (total, count, sums) = mapped_gradients(total_of, args, axes, fused=how.fused)
         found = {name: g for name, g in found.items() if name not in self.unused}
         if scale is not None:
             found = {name: (g / per_member(unit(scale, count), g)).to(g.dtype) for name, g in found.items()}
@@ -209,9 +197,7 @@ class Steps:
         active: Tensor,
         numbers: Tensor,
         columns: Tensor,
-        *,
-        shared_data: bool,
-        fused: bool,
+        how: How,
     ) -> Tensor:
         """Take the second half of a train step, in place, and return the losses `(member,)`.
 
@@ -221,35 +207,28 @@ class Steps:
         update(self.task, state, coefficients, active, gradients, loss, sums, used=used)
         return loss
 
-    def evaluate(
-        self,
-        state: State,
-        shared: Tensors,
-        data: Tree,
-        weights: Tensor,
-        *,
-        shared_data: bool,
-        fused: bool,
-    ) -> Tensors:
+    def evaluate(self, state: State, shared: Tensors, data: Tree, weights: Tensor | None, how: How) -> Tensors:
         """Return the sums `(member,)` of the loss and the metrics over a batch."""
         args = (state["params"], state["frozen"], state["buffers"], data, weights)
 
-        def sums_of(params: Tensors, frozen: Tensors, buffers: Tensors, data: Tree, weights: Tensor) -> Tensors:
+        def sums_of(
+            params: Tensors, frozen: Tensors, buffers: Tensors, data: Tree, weights: Tensor | None
+        ) -> Tensors:
             mask = weights if self.task.maskable else None
             own = {**params, **frozen, **shared}
-            return self._observed(own, buffers, state, fused, self.task.run, data, mask)[1]
+            return self._observed(own, buffers, state, how.fused, self.task.run, data, mask)[1]
 
-        return self._read(sums_of, state, args, (0, 0, 0, None if shared_data else 0, 0), fused)
+        return self._read(sums_of, state, args, (0, 0, 0, how.axis, 0), how.fused)
 
-    def predict(self, state: State, shared: Tensors, data: Tree, *, shared_data: bool, fused: bool) -> Tree:
+    def predict(self, state: State, shared: Tensors, data: Tree, how: How) -> Tree:
         """Return the outputs `(member, row, …)` on a batch of inputs."""
         args = (state["params"], state["frozen"], state["buffers"], data)
 
         def output_of(params: Tensors, frozen: Tensors, buffers: Tensors, data: Tree) -> Tree:
             own = {**params, **frozen, **shared}
-            return self._observed(own, buffers, state, fused, lambda m, x: logits(call(m, x)), data)
+            return self._observed(own, buffers, state, how.fused, lambda m, x: logits(call(m, x)), data)
 
-        return self._read(output_of, state, args, (0, 0, 0, None if shared_data else 0), fused)
+        return self._read(output_of, state, args, (0, 0, 0, how.axis), how.fused)
 
     def _observed(self, own: Tensors, buffers: Tensors, state: State, fused: bool, run: Run, *args: Tree) -> Tree:
         """Run a function in evaluation mode.
@@ -279,7 +258,7 @@ class Steps:
             return self._mapped(function, state, args, axes, fused)
 
     def _mapped(self, function: Run, state: State, args: tuple[Tree, ...], axes: Axes, fused: bool) -> Tree:
-        with torch.no_grad(), self._streams(state["member"], fused):
+        with torch.no_grad(), drawing(state["member"], fused=fused):
             if not self.differentiates:
                 return mapped(function, args, axes, fused=fused)
 
@@ -296,7 +275,7 @@ class Steps:
         buffers = {name: buffer.clone() for name, buffer in one["buffers"].items()}
         data, shared = map_tree(torch.clone, data), map_tree(torch.clone, shared)  # the forward may write to them
         tried = undoing_side_effects(("self", self.model), ("the objective", self.task.objective))
-        with tried, torch.no_grad(), self._streams(state["member"], fused=False, streams=streams):
+        with tried, torch.no_grad(), drawing(state["member"], fused=False, streams=streams):
             result = self._call({**one["params"], **one["frozen"], **shared}, buffers, run, data)
         return result, buffers
 
@@ -316,7 +295,7 @@ class Steps:
         one = {part: map_tree(lambda t: t[0], state[part]) for part in ("params", "frozen", "buffers")}
         buffers = {name: buffer.clone() for name, buffer in one["buffers"].items()}
         params = {name: p.detach().requires_grad_() for name, p in one["params"].items()}
-        with torch.enable_grad(), self._streams(state["member"], fused=False, streams=streams):
+        with torch.enable_grad(), drawing(state["member"], fused=False, streams=streams):
             own = {**params, **one["frozen"], **shared}
             result = self._call(own, buffers, lambda model, *args: run(self, model, *args), *args)
             found = torch.autograd.grad(leaves(result)[0], list(params.values()), allow_unused=True)
@@ -347,25 +326,3 @@ class Steps:
             return torch.ops.aten.alias.default(tensor)
         found = tensor.transpose(-1, -2)
         return found.contiguous() if self.contiguous or not torch.compiler.is_compiling() else found
-
-    @contextmanager
-    def _streams(
-        self,
-        member: Tensors,
-        fused: bool,
-        *,
-        part: BatchRows | None = None,
-        streams: Streams | None = None,
-    ) -> Iterator[None]:
-        # Attention's CPU kernels have no batching rule. Its plain form has one, and recurrent layers have ours.
-        # The same forms are used unfused, so that a member's numbers and draws do not depend on the strategy.
-        seed, step = member["seed"], member["step"]
-        if streams is None and part is None and not fused and not torch.compiler.is_compiling():
-            # A trial draws as plain execution does.
-            with sdpa_kernel(SDPBackend.MATH), BatchingRules(), EagerDraws(int(seed[0]), int(step[0])):
-                yield
-            return
-        if streams is None:
-            streams = Streams(seed, step, part) if fused else Streams(seed[0], step[0], part)
-        with sdpa_kernel(SDPBackend.MATH), BatchingRules(), DrawFromStreams(streams):
-            yield

@@ -1,71 +1,71 @@
 """Engine of a lane of Keras models on torch."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from modelfleet.errors import InputError
 from modelfleet.frameworks import batches
+from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.engine import Hyper
 from modelfleet.frameworks.errors import CannotFuseError
-from modelfleet.frameworks.keras.custom_objects import own_python
 from modelfleet.frameworks.keras.losses import label_check
 from modelfleet.frameworks.keras.own_functions import evaluation_offset
 from modelfleet.frameworks.keras.plain import become_plain
 from modelfleet.frameworks.keras.task import Task, task_of
 from modelfleet.frameworks.keras.torch.steps import TorchSteps
+from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.frameworks.stacked import Positions, StackedState, stack
-from modelfleet.frameworks.torch import programs
 from modelfleet.frameworks.torch import state as states
-from modelfleet.frameworks.torch.base import on_host
 from modelfleet.frameworks.torch.counting import Coefficients
-from modelfleet.frameworks.torch.program_engine import ProgramEngine
+from modelfleet.frameworks.torch.lane_steps import ALONE, Tensors
+from modelfleet.frameworks.torch.program_engine import ProgramEngine, RowTrials
+from modelfleet.frameworks.torch.programs import Programs
+from modelfleet.frameworks.torch.stepping import Stepper
 from modelfleet.members import Member
-from modelfleet.trees import leaves, map_tree
-from modelfleet.types import Kind, Model, State, Tree
-
-if TYPE_CHECKING:
-    from modelfleet.feeds import Batch
+from modelfleet.trees import map_tree
+from modelfleet.types import Kind, State, Tree
 
 
-class KerasTorchEngine(ProgramEngine):
+class KerasTorchEngine(ProgramEngine[TorchSteps]):
     """A fused torch engine that steps Keras models (see `frameworks.engine.Engine`)."""
 
-    held = ("params", "buffers", "optimizer")
+    parts_in_models = ("params", "buffers", "optimizer")
 
-    def __init__(
-        self,
-        members: Sequence[Member],
-        task: Task,
-        columns: Mapping[str, np.ndarray],
-        device: torch.device,
-        *,
-        fused: bool,
-        programs: Any = None,
-    ) -> None:
-        if programs is None:
-            programs = _programs(members[0].model, task, fused=fused)
-        elif programs.steps.own.stale:  # in place: other engines use these programs, too
-            vars(programs).update(vars(_programs(members[0].model, task, fused=fused)))
+    def __init__(self, context: LaneContext[Task, Programs[TorchSteps]]) -> None:
+        """Stack the members' state, or use the programs of another engine."""
+        members, programs = context.members, context.programs
+        if programs is None or programs.steps.own.stale:
+            made = Programs(TorchSteps(members[0].model, context.task), fused=context.fused)
+            if programs is None:
+                programs = made
+            else:  # in place: other engines use these programs, too
+                vars(programs).update(vars(made))
+        steps = programs.steps
         self._members = list(members)
+        self._first = members[0].name
         self._batch = 0  # the number of the next batch to evaluate or predict
-        # Nothing is `shared`: every Keras model has its own variables.
-        super().__init__(members[0].name, programs, device)
-        self.stacked = StackedState(self._from_models(members), len(members), states.Rows(device))
+        # Nothing is shared: every Keras model has its own variables.
+        stepper = Stepper(self._first, programs, {}, _NoCoefficients())
+        trials = RowTrials(steps.ignores_padding, steps.rows_are_independent)
+        super().__init__(programs, stepper, trials, context.device)
+        self.stacked = StackedState(self._from_models(members), len(members), states.Rows(context.device))
+
+    @property
+    def task(self) -> Task:
+        """Return the members' task."""
+        return self._steps.task
 
     @property
     def _steps(self) -> TorchSteps:
-        found = self.programs.steps
-        assert isinstance(found, TorchSteps)
-        return found
+        return self.programs.steps
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
-    def ready(self, kind: Kind, hyper: Hyper, active: Tensor, data: Tree, *, shared: bool) -> None:
+    def ready(self, kind: Kind, hyper: Hyper, active: Tensor, batch: Batch) -> None:
         """Trace a step for batches like this one, if that has not been done."""
         if kind == "train" and not self.state["params"]:
             raise InputError(
@@ -76,12 +76,12 @@ class KerasTorchEngine(ProgramEngine):
         if kind != "predict":
             self._try_results()
         args = {
-            "train": (self.state, self.shared, {}, active, data, None),
-            "evaluate": (self._reading(self.state, self.state["metrics"]), self.shared, data, None),
-            "predict": (self._reading(self.state), self.shared, data),
+            "train": (self.state, self.shared, {}, active, batch.data, None),
+            "evaluate": (self._reading(self.state, self.state["metrics"]), self.shared, batch.data, None),
+            "predict": (self._reading(self.state), self.shared, batch.data),
         }
         try:
-            self.programs.program(kind, args[kind], shared)
+            self.programs.program(kind, args[kind], batch.shared)
         except CannotFuseError as error:
             error.shared = False  # in a step, Keras writes only to its own tensors
             raise
@@ -95,7 +95,7 @@ class KerasTorchEngine(ProgramEngine):
         if reason is not None and len(self._members) == 1:
             become_plain(self, self._members, reason)
 
-    def objects(self) -> Iterable[tuple[str, Any]]:
+    def objects(self) -> Iterable[tuple[str, nn.Module]]:
         """Return the layers of the model that is traced for all members; none if no Python runs."""
         return () if self.untraced is None else super().objects()
 
@@ -106,69 +106,36 @@ class KerasTorchEngine(ProgramEngine):
             self.state["metrics"][name].copy_(fresh.detach())
         return found
 
-    def evaluate(
-        self,
-        totals: dict[str, Tensor] | None,
-        slots: np.ndarray | None,
-        data: Tree,
-        weights: Tensor | None,
-        counts: np.ndarray,
-        size: int,
-        *,
-        shared: bool,
-    ) -> dict[str, Tensor]:
+    def evaluate(self, totals: Tensors | None, batch: Batch) -> Tensors:
         """Return the metrics `(slot, …)` so far with a batch added."""
         if totals is None:
-            totals = self._fresh_metrics(len(counts))
+            totals = self._fresh_metrics(self.stacked.width)
             self._batch = 0
         self._batch += 1
-        there = self.tensor(np.flatnonzero(counts > 0) if slots is None else slots)
-        if slots is None:
-            added = self._added(self.state, totals, data, weights, shared=shared)
-            if len(there) == len(counts):
+        there = self.tensor(np.flatnonzero(batch.counts > 0) if batch.slots is None else batch.slots)
+        if batch.slots is None:
+            added = self._added(self.state, totals, batch)
+            if len(there) == self.stacked.width:
                 return added
             added = map_tree(lambda t: t.index_select(0, there), added)
         else:
             some = map_tree(lambda t: t.index_select(0, there), totals)
-            added = self._added(states.select(self.state, there), some, data, None, shared=shared)
+            added = self._added(states.select(self.state, there), some, batch)
         return {name: total.index_copy(0, there, added[name]) for name, total in totals.items()}
 
-    def values(self, totals: dict[str, Tensor]) -> dict[str, np.ndarray]:
+    def values(self, totals: Tensors) -> dict[str, np.ndarray]:
         """Return the loss and the metrics `(slot,)` from the sums of `evaluate`, by the names of Keras's logs."""
         return self._to_host(self._steps.results(totals, fused=self.fused))
 
-    def predict(self, data: Tree, *, shared: bool, counts: np.ndarray | None = None) -> Tree:
-        """Return the outputs `(slot, row, …)` on a batch of inputs."""
+    def predict(self, batch: Batch, positions: Positions | None = None) -> Tree:
+        """Return the outputs of some members, or of all, as NumPy arrays `(member, row, …)`."""
         self._batch += 1
-        args = (self._reading(self.state), self.shared, data)
-        return self.programs.program("predict", args, shared)[0](leaves(args))
+        state = self.state if positions is None else self.read(positions, ("params", "buffers", "member"))
+        return self.programs.predict((self._reading(state), self.shared, batch.data), shared_data=batch.shared)
 
-    def predict_some(self, positions: Positions, data: Tree, counts: np.ndarray) -> Tree:
-        """Return the outputs of some members, each on its own rows, as NumPy arrays `(member, row, …)`."""
-        self._batch += 1
-        args = (self._reading(self.read(positions, ("params", "buffers", "member"))), self.shared, data)
-        return map_tree(on_host, self.programs.program("predict", args, False)[0](leaves(args)))
-
-    @staticmethod
-    def inputs(data: Tree) -> Tree:
-        """Return the x of (x,), (x, y) and (x, y, sample_weight), or the batch itself."""
+    def inputs(self, data: Tree) -> Tree:
+        """Return the x of (x,), (x, y) and (x, y, sample_weight), or the data themselves."""
         return batches.weighted_inputs(data)
-
-    def maskable(self, batch: "Batch") -> bool:
-        """Return True if row weights can remove the influence of padding, by a trial on one member."""
-        if not self._steps.own.maskable:
-            return False
-        real = int(batch.counts[batch.counts > 0].min())
-        key = (real, batch.size)
-        if key not in self._ignores_padding:
-            slot = int(np.flatnonzero(batch.counts == real)[0])
-            data = batch.data if batch.shared else map_tree(lambda leaf: leaf[slot], batch.data)
-            one = states.select(self.state, self.tensor(np.array([slot])))
-            self._ignores_padding[key] = self._steps.ignores_padding(one, data, real)
-        return self._ignores_padding[key]
-
-    def _rows_are_independent(self, inputs: Tree) -> bool:
-        return self._steps.rows_apart(states.select(self.state, self.tensor(np.array([0]))), inputs)
 
     # --- state ---------------------------------------------------------------------------------------------------
 
@@ -180,13 +147,13 @@ class KerasTorchEngine(ProgramEngine):
         """Return the weights and the optimizer's variables that the models of some members hold."""
         found = [self._steps.own.state(member.model) for member in members]
         return stack(
-            [{part: own[part] for part in self.held} for own in found],
+            [{part: own[part] for part in self.parts_in_models} for own in found],
             lambda tensors: states.stack(tensors, self.device),
         )
 
     def scatter(self, positions: Positions, members: Sequence[Member]) -> None:
         """Copy the state of some members into their models and optimizers."""
-        state = self.stacked.read(positions, self.held, copy=False)
+        state = self.stacked.read(positions, self.parts_in_models, copy=False)
         for row, member in enumerate(members):
             self._steps.own.write_back(member.model, map_tree(lambda tensor, row=row: tensor[row], state))
 
@@ -196,26 +163,21 @@ class KerasTorchEngine(ProgramEngine):
 
     # --- checks --------------------------------------------------------------------------------------------------
 
-    def check(self, batch: "Batch", name: str) -> None:
+    def check(self, batch: Batch, name: str) -> None:
         """Try one member on two rows before the training, and allocate its metrics.
 
         Raises:
             InputError: The batch does not fit. The message has the shapes and the model's own error.
         """
-        with self._trying(batch, batch.data, name) as (one, few):
+        with self._trying(batch, name) as (one, few):
             self._steps.own.build(few)
             one["metrics"] = self._fresh_metrics(1)
-            self._steps.evaluate(one, self.shared, few, None, shared_data=True, fused=False)
+            self._steps.evaluate(one, self.shared, few, None, ALONE)
             with suppress(Exception):  # a forward pass for training may assign values that the other does not
-                self._steps.find_unused(one, self.shared, few, None, shared_data=True)
+                self._steps.find_unused(one, self.shared, few, None, ALONE)
         width = len(self.state["member"]["seed"])
         self.state = {**self.state, "metrics": self._fresh_metrics(width)}
         self._run_plainly()
-
-    @property
-    def checks_targets(self) -> bool:  # pyrefly: ignore
-        """Return True: a Keras model is called on x, whatever its loss is."""
-        return True
 
     def check_targets(self, output_shape: tuple[int, ...] | None, target: Tree, name: str | None) -> None:
         """Check all labels of a data set, if the loss takes labels."""
@@ -242,23 +204,16 @@ class KerasTorchEngine(ProgramEngine):
                 raise CannotFuseError(f"a metric can't be computed for all members at once: {error}") from error
             raise
 
-    def _added(
-        self, state: State, totals: dict[str, Tensor], data: Tree, weights: Tensor | None, *, shared: bool
-    ) -> dict[str, Tensor]:
-        args = (self._reading(state, totals), self.shared, data, weights)
-        return self.programs.program("evaluate", args, shared)[0](leaves(args))
+    def _added(self, state: State, totals: Tensors, batch: Batch) -> Tensors:
+        args = (self._reading(state, totals), self.shared, batch.data, batch.weights)
+        return self.programs.evaluate(args, shared_data=batch.shared)
 
-    def _fresh_metrics(self, width: int) -> dict[str, Tensor]:
+    def _fresh_metrics(self, width: int) -> Tensors:
         fresh = self._steps.own.fresh_metrics()
         return {name: states.stack([value] * width, self.device) for name, value in fresh.items()}
 
-    def _next_coefficients(self, hyper: Mapping[str, Tensor], active: Tensor) -> Coefficients:
-        return {}  # a Keras optimizer keeps its numbers in variables
-
-    def _coefficients_for(self, state: State, hyper: Mapping[str, Tensor]) -> Coefficients:
-        return {}
-
     def _from_models(self, members: Sequence[Member]) -> State:
+        """Allocate the stacked tensors: what the members' models hold, and everything else initial."""
         state = self._held_by(members)
         width = len(members)
         state["metrics"] = self._fresh_metrics(width)
@@ -269,7 +224,7 @@ class KerasTorchEngine(ProgramEngine):
         }
         return state
 
-    def _reading(self, state: State, metrics: dict[str, Tensor] | None = None) -> State:
+    def _reading(self, state: State, metrics: Tensors | None = None) -> State:
         """Return the parts of a state that a forward pass reads, and the metrics to add to, if given.
 
         Every batch of an evaluation draws its own random numbers, which differ from those of the steps.
@@ -280,20 +235,17 @@ class KerasTorchEngine(ProgramEngine):
         return found if metrics is None else {**found, "metrics": metrics}
 
 
-class _Programs(programs.Programs):
-    """Programs of a lane of Keras models."""
+class _NoCoefficients:
+    """No numbers (see `stepping.CoefficientSource`): a Keras optimizer keeps its numbers in variables."""
 
-    def _roots(self) -> list[tuple[str, Any]]:
-        return own_python(self.steps.model)
+    def next(self, state: State, hyper: Hyper, active: Tensor) -> Coefficients:
+        return {}
 
-    def _refuse_other_parameters(self, kind: str, args: tuple[Any, ...]) -> None:
-        """Do nothing: a layer frozen in the middle of a fit counts from the next compile on, as in Keras."""
+    def one(self, state: State, hyper: Hyper) -> Coefficients:
+        return {}
 
-    def serve(self, model: Model) -> None:
-        """Do nothing: the steps keep the model that they were made of, until it is stale."""
+    def stepped(self, unused: frozenset[str] | None) -> None:
+        pass
 
-
-def _programs(model: Model, task: Any, *, fused: bool) -> programs.Programs:
-    made = _Programs(model, task, fused=fused)
-    made.steps = TorchSteps(model, task)
-    return made
+    def forget(self) -> None:
+        pass

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import keras
 import torch
@@ -10,12 +9,16 @@ from torch import Tensor
 
 from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS
 from modelfleet.frameworks.functional import padding_trial
+from modelfleet.frameworks.keras.custom_objects import own_python
 from modelfleet.frameworks.keras.steps import Steps
+from modelfleet.frameworks.keras.task import Task
 from modelfleet.frameworks.keras.torch.contexts import STREAM_DRAWS, unfiltered_errors
-from modelfleet.frameworks.torch import arrays, steps
+from modelfleet.frameworks.torch import arrays
 from modelfleet.frameworks.torch.base import on_host
 from modelfleet.frameworks.torch.counting import Coefficients
+from modelfleet.frameworks.torch.lane_steps import How, Tensors, drawing
 from modelfleet.frameworks.torch.mapping import mapped
+from modelfleet.frameworks.torch.modes import training_modes
 from modelfleet.frameworks.torch.updating import keep_new
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import Model, State, Tree
@@ -23,18 +26,35 @@ from modelfleet.types import Model, State, Tree
 PARTS = ("params", "buffers", "optimizer", "metrics")
 
 
-class TorchSteps(steps.Steps):
-    """Steps of a lane, made of a Keras model's pure functions (see `frameworks.torch.steps.Steps`)."""
+class TorchSteps:
+    """Steps of a lane, made of a Keras model's pure functions (see `frameworks.torch.lane_steps.LaneSteps`)."""
 
-    def __init__(self, model: Model, task: Any) -> None:
-        super().__init__(model, task, layout=frozenset())
+    layout: frozenset[str] = frozenset()
+    contiguous = False
+    differentiates = False
+
+    def __init__(self, model: Model, task: Task) -> None:
+        self.model = model
+        self.modes = training_modes(model)
+        self.task = task
         self.own = Steps(model)
+        self.unused: frozenset[str] = frozenset()
 
-    def find_unused(
-        self, state: State, shared: dict[str, Tensor], data: Tree, weights: Tensor | None, *, shared_data: bool
-    ) -> None:
+    @property
+    def maskable(self) -> bool:
+        """Return True if the loss and every metric can leave out padded rows by weights."""
+        return self.own.maskable
+
+    def roots(self) -> list[tuple[str, object]]:
+        """Return everything whose Python runs while a step is traced, by the names that messages use."""
+        return own_python(self.model)
+
+    def refuse_other_parameters(self, state: State, shared: Tensors) -> None:
+        """Do nothing: a layer frozen in the middle of a fit counts from the next compile on, as in Keras."""
+
+    def find_unused(self, state: State, shared: Tensors, data: Tree, weights: Tensor | None, how: How) -> None:
         """Find the variables that do not influence the loss, by one backward pass of the first member."""
-        data = data if shared_data else map_tree(lambda t: t[0], data)
+        data = data if how.shared_data else map_tree(lambda t: t[0], data)
         weights = None if weights is None else weights[0]
         one = {part: map_tree(lambda t: t[0].clone(), state[part]) for part in PARTS}
         with self._keras(state, fused=False):
@@ -44,59 +64,46 @@ class TorchSteps(steps.Steps):
     def train(
         self,
         state: State,
-        shared: dict[str, Tensor],
+        shared: Tensors,
         coefficients: Coefficients,
         active: Tensor,
         data: Tree,
         weights: Tensor | None,
-        *,
-        shared_data: bool,
-        fused: bool,
+        how: How,
     ) -> Tensor:
         """Take one step of every active member, in place. Return the losses `(member,)`."""
         own = {part: state[part] for part in PARTS}
 
         def step(own: State, data: Tree, weights: Tensor | None) -> Tree:
-            return self._applied(own, self._gradients(own, data, weights, fused=fused))
+            return self._applied(own, self._gradients(own, data, weights, fused=how.fused))
 
-        with self._keras(state, fused):
-            found = mapped(step, (own, data, weights), _axes(shared_data), fused=fused)
+        with self._keras(state, how.fused):
+            found = mapped(step, (own, data, weights), _axes(how), fused=how.fused)
         return self._keep(state, active, *found)
 
-    def gradients(
-        self,
-        state: State,
-        shared: dict[str, Tensor],
-        data: Tree,
-        weights: Tensor | None,
-        *,
-        shared_data: bool,
-        fused: bool,
-    ) -> Tree:
+    def gradients(self, state: State, shared: Tensors, data: Tree, weights: Tensor | None, how: How) -> Tree:
         """Return every member's gradients, and its loss, buffers and metrics."""
 
         def found(own: State, data: Tree, weights: Tensor | None) -> Tree:
-            return self._gradients(own, data, weights, fused=fused)
+            return self._gradients(own, data, weights, fused=how.fused)
 
         own = {part: state[part] for part in PARTS}
-        with self._keras(state, fused):
-            return mapped(found, (own, data, weights), _axes(shared_data), fused=fused)
+        with self._keras(state, how.fused):
+            return mapped(found, (own, data, weights), _axes(how), fused=how.fused)
 
     def apply(
         self,
         state: State,
-        shared: dict[str, Tensor],
+        shared: Tensors,
         coefficients: Coefficients,
         active: Tensor,
         found: Tree,
-        *,
-        shared_data: bool,
-        fused: bool,
+        how: How,
     ) -> Tensor:
         """Update every active member in place by what `gradients` returned. Return the losses `(member,)`."""
         own = {part: state[part] for part in PARTS}
-        with self._keras(state, fused):
-            new = mapped(self._applied, (own, found), (0, 0), fused=fused)
+        with self._keras(state, how.fused):
+            new = mapped(self._applied, (own, found), (0, 0), fused=how.fused)
         return self._keep(state, active, *new)
 
     def _applied(self, own: State, found: Tree) -> tuple[State, Tensor, Tensor]:
@@ -126,36 +133,25 @@ class TorchSteps(steps.Steps):
         keep_new(live, member["trouble"], torch.where(good_loss, torch.where(finite, FINE, GRADIENT), LOSS))
         return loss
 
-    def evaluate(
-        self,
-        state: State,
-        shared: dict[str, Tensor],
-        data: Tree,
-        weights: Tensor | None,
-        *,
-        shared_data: bool,
-        fused: bool,
-    ) -> dict[str, Tensor]:
+    def evaluate(self, state: State, shared: Tensors, data: Tree, weights: Tensor | None, how: How) -> Tensors:
         """Return the metrics `(member, …)` of a state with a batch added."""
 
         def add(own: State, data: Tree, weights: Tensor | None) -> Tree:
             return self.own.evaluate(own["params"], own["buffers"], own["metrics"], data, weights)[0]
 
         own = {part: state[part] for part in ("params", "buffers", "metrics")}
-        with torch.no_grad(), self._keras(state, fused):
-            return mapped(add, (own, data, weights), _axes(shared_data), fused=fused)
+        with torch.no_grad(), self._keras(state, how.fused):
+            return mapped(add, (own, data, weights), _axes(how), fused=how.fused)
 
-    def predict(
-        self, state: State, shared: dict[str, Tensor], data: Tree, *, shared_data: bool, fused: bool
-    ) -> Tree:
+    def predict(self, state: State, shared: Tensors, data: Tree, how: How) -> Tree:
         """Return the outputs `(member, row, …)` on a batch of inputs."""
 
         def output_of(own: State, data: Tree) -> Tree:
             return self.own.predict(own["params"], own["buffers"], data)[0]
 
         own = {part: state[part] for part in ("params", "buffers")}
-        with torch.no_grad(), self._keras(state, fused):
-            return mapped(output_of, (own, data), _axes(shared_data)[:2], fused=fused)
+        with torch.no_grad(), self._keras(state, how.fused):
+            return mapped(output_of, (own, data), _axes(how)[:2], fused=how.fused)
 
     def results(self, metrics: dict[str, Tensor], *, fused: bool) -> dict[str, Tensor]:
         """Return the loss and the metrics `(member,)` from their sums."""
@@ -209,7 +205,7 @@ class TorchSteps(steps.Steps):
             return False
         return True
 
-    def rows_apart(self, one: State, inputs: Tree) -> bool:
+    def rows_are_independent(self, one: State, inputs: Tree) -> bool:
         """Return True if a member's output for a row depends on that row alone, by trials like those above."""
         rows = len(leaves(inputs)[0])
         few = map_tree(lambda t: t[: (rows + 1) // 2], inputs)
@@ -230,13 +226,13 @@ class TorchSteps(steps.Steps):
     @contextmanager
     def _keras(self, state: State, fused: bool) -> Iterator[None]:
         device = state["member"]["seed"].device
-        with keras.device(str(device)), STREAM_DRAWS, unfiltered_errors(), self._streams(state["member"], fused):
+        with keras.device(str(device)), STREAM_DRAWS, unfiltered_errors(), drawing(state["member"], fused=fused):
             yield
 
 
-def _axes(shared_data: bool) -> tuple[int | None, ...]:
+def _axes(how: How) -> tuple[int | None, ...]:
     """Return the member axes of (state, data, weights)."""
-    return 0, None if shared_data else 0, 0
+    return 0, how.axis, 0
 
 
 def _like(per_member: Tensor, tensor: Tensor) -> Tensor:

@@ -1,0 +1,41 @@
+"""What an engine is made of."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from modelfleet.members import Member
+from modelfleet.types import NativeDevice
+
+
+class Task(Protocol):
+    """Everything that the members of a lane have in common beside their structure. Equal tasks can be fused."""
+
+    @property
+    def summary(self) -> str:
+        """Return the task as one line for checkpoints. A run can continue only with an equal summary."""
+        ...
+
+
+OwnTask = TypeVar("OwnTask", bound=Task, covariant=True)
+OwnPrograms = TypeVar("OwnPrograms", covariant=True)
+
+
+@dataclass(frozen=True, eq=False)
+class LaneContext(Generic[OwnTask, OwnPrograms]):
+    """A lane's members, and how its engine is to run them."""
+
+    members: Sequence[Member]
+    """The lane's members, of one structure and task."""
+    task: OwnTask
+    """The adapter's `Task` that the members have in common."""
+    columns: Mapping[str, np.ndarray]
+    """Hyperparameters `(member,)` that are not part of the state."""
+    device: NativeDevice
+    """The device, as the adapter's `native` returned it."""
+    fused: bool
+    """True if a step is to be one program for all members."""
+    programs: OwnPrograms | None = None
+    """The `.programs` of another engine of the same structure and task, so that nothing is traced again."""

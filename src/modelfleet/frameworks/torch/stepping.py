@@ -1,0 +1,167 @@
+"""Train steps of a lane on its stacked state, by programs."""
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Generic, Protocol
+
+import torch
+from torch import Tensor
+
+from modelfleet.errors import StrategyError
+from modelfleet.frameworks.batch import Batch
+from modelfleet.frameworks.engine import Hyper, Pace
+from modelfleet.frameworks.errors import CannotFuseError
+from modelfleet.frameworks.torch import state as states
+from modelfleet.frameworks.torch.counting import Coefficients
+from modelfleet.frameworks.torch.fused_parallel import RowDivision
+from modelfleet.frameworks.torch.lane_steps import How, Tensors
+from modelfleet.frameworks.torch.model_locks import borrowed
+from modelfleet.frameworks.torch.programs import OwnSteps, Programs
+from modelfleet.frameworks.torch.python_state.checks import DivergenceCheck, StatefulError
+from modelfleet.trees import leaves
+from modelfleet.types import Kind, State, Tree
+
+
+class CoefficientSource(Protocol):
+    """The optimizer's numbers for the next steps, like `counting.CoefficientsAhead`."""
+
+    def next(self, state: State, hyper: Hyper, active: Tensor) -> Coefficients:
+        """Return the numbers of the next step of these members."""
+        ...
+
+    def one(self, state: State, hyper: Hyper) -> Coefficients:
+        """Return the numbers of one step of a state of some members."""
+        ...
+
+    def stepped(self, unused: frozenset[str] | None) -> None:
+        """Record a step, and the parameters that took no part in it; None if they are not known."""
+        ...
+
+    def forget(self) -> None:
+        """Read the state again before the next step, because it may have been changed."""
+        ...
+
+
+class Stepper(Generic[OwnSteps]):
+    """Takes the train steps of a lane.
+
+    Args:
+        first: The name of the first member, for messages.
+        programs: The programs of the members' structure and task.
+        shared: The tensors that all members share.
+        coefficients: The optimizer's numbers.
+        division: Divides the rows of a batch over the ranks of a group. None if that is not possible.
+        divergence: A check that the Python of all members still does the same. None if there is nothing to
+            compare.
+    """
+
+    def __init__(
+        self,
+        first: str,
+        programs: Programs[OwnSteps],
+        shared: Tensors,
+        coefficients: CoefficientSource,
+        *,
+        division: RowDivision | None = None,
+        divergence: DivergenceCheck | None = None,
+    ) -> None:
+        self.shared = shared
+        self.coefficients = coefficients
+        self.checked = False  # True once the members were checked in this epoch
+        self._first = first
+        self._programs = programs
+        self._division = division
+        self._divergence = divergence
+        self._unfusable: dict[Hashable, CannotFuseError] = {}  # by kind and form of a batch
+
+    def train(self, state: State, hyper: Hyper, active: Tensor, batch: Batch, pace: Pace) -> None:
+        """Take the steps of a batch for the active members, in place."""
+        for number in range(batch.steps or 1):
+            step = batch if batch.steps is None else batch.step(number)
+            self._step(state, self.coefficients.next(state, hyper, active), active, step, pace)
+
+    def train_some(self, state: State, hyper: Hyper, batch: Batch, pace: Pace) -> None:
+        """Take one step of the members in the slots that a batch is for."""
+        assert batch.slots is not None
+        rows = torch.from_numpy(batch.slots).to(state["member"]["seed"].device)
+        part = states.select(state, rows)
+        some = {name: column.index_select(0, rows) for name, column in hyper.items()}
+        active = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+        self.coefficients.forget()
+        self._step(part, self.coefficients.one(part, some), active, batch, pace)
+        states.put(state, rows, part)
+
+    def gradients(self, state: State, batch: Batch) -> dict[str, Tree]:
+        """Return what `apply` needs of a batch."""
+        with self.refusing_state():
+            lead, rest = (state, self.shared), (batch.data, batch.weights)
+            return self._programs.gradients(lead, rest, shared_data=batch.shared)
+
+    def apply(self, state: State, hyper: Hyper, active: Tensor, gradients: dict[str, Tree]) -> None:
+        """Update the active members by what `gradients` returned."""
+        rest = (self.coefficients.next(state, hyper, active), active, gradients)
+        with self.refusing_state():
+            self._programs.apply("apply", (state, self.shared), rest)
+        self.coefficients.stepped(None)
+
+    def _step(self, state: State, coefficients: Coefficients, active: Tensor, batch: Batch, pace: Pace) -> None:
+        """Take one train step of a state, alone or together with the other ranks.
+
+        Raises:
+            CannotFuseError: A batch of this form can't be fused, and it is for more than one member.
+        """
+        if not self.checked:
+            with self.refusing_state():
+                self.check_members()
+        lead, rest = (state, self.shared), (coefficients, active, batch.data, batch.weights)
+        if self._division is not None and self._division.group is not None:
+            self._division.step(lead, coefficients, active, batch, pace)
+            self.coefficients.stepped(None)
+            return
+        try:
+            self.refuse_unfusable("train", batch)
+            with self.refusing_state():
+                unused = self._programs.train(lead, rest, shared_data=batch.shared, pace=pace)
+            self.coefficients.stepped(unused if self._programs.fused else None)
+            return
+        except CannotFuseError as error:
+            self.remember_unfusable("train", batch, error)
+            if len(state["member"]["seed"]) > 1:
+                raise
+        steps = self._programs.steps
+        with borrowed(steps, train=True):
+            steps.train(*lead, *rest, How(batch.shared, fused=False))
+        self.coefficients.stepped(None)
+
+    def refuse_unfusable(self, kind: Kind, batch: Batch) -> None:
+        """Raise CannotFuseError again for batches of a form that could not be fused. They are not traced again."""
+        known = self._unfusable.get((kind, batch_form(batch))) if self._unfusable else None
+        if known is not None:
+            raise known
+
+    def remember_unfusable(self, kind: Kind, batch: Batch, error: CannotFuseError) -> None:
+        """Refuse batches like this one from now on."""
+        self._unfusable[kind, batch_form(batch)] = error
+
+    @contextmanager
+    def refusing_state(self) -> Iterator[None]:
+        """Raise StrategyError for Python state that shows only now: no member may run another's Python."""
+        try:
+            yield
+        except StatefulError as error:
+            raise StrategyError(
+                f"member {self._first!r} and those like it can't go on as one: {error}. "
+                f'Use strategy="interleaved", where each member runs its own model.'
+            ) from error
+
+    def check_members(self) -> None:
+        """Check that the members' Python still does what it did when the last epoch or verb began."""
+        self.checked = True
+        self._programs.look_again()
+        if self._divergence is not None:
+            self._divergence.check()
+
+
+def batch_form(batch: Batch) -> tuple[Hashable, ...]:
+    """Return the shapes and dtypes of a member's batch."""
+    return tuple((leaf.shape[0 if batch.shared else 1 :], leaf.dtype) for leaf in leaves(batch.data))
