@@ -12,18 +12,27 @@ import torch
 from torch import Tensor, fx
 
 from modelfleet.frameworks.torch.random.operations import is_random
-from modelfleet.frameworks.torch.tracing.writes import UNDECLARED_WRITERS, is_write, schema_of, written
+from modelfleet.frameworks.torch.tracing.writes import (
+    UNDECLARED_WRITERS,
+    is_write,
+    memory_owners,
+    schema_of,
+    written,
+)
 
 aten = torch.ops.aten
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 def simplify(module: fx.GraphModule) -> None:
     """Remove the operations of a traced graph that change nothing, in place."""
+    written_to = {owner for node in module.graph.nodes for one in written(node) for owner in memory_owners(one)}
     for node in list(module.graph.nodes):
-        # Without autograd, detach is one operation per use that has no effect.
-        if node.target in (aten.detach.default, aten.alias.default):
+        if _is_its_argument(node) and not (node.target is aten.mul.Scalar and node in written_to):
             _replace(node, node.args[0])
-        elif node.target is aten.view.default:
+        elif node.target is aten.transpose.int and _undoes_transpose(node):
+            _replace(node, node.args[0].args[0])
+        elif node.target in _VIEWS:
             # The strides of fake tensors are not always those of the real ones (softplus_backward's in torch
             # 2.13), and then torch may refuse a view. reshape is a view wherever one is possible, and it is
             # quicker to call.
@@ -61,6 +70,28 @@ def _first_written(node: fx.Node) -> Iterator[fx.Node]:
 def _owns_memory(node: fx.Node) -> bool:
     schema = schema_of(node)
     return schema is not None and all(result.alias_info is None for result in schema.returns)
+
+
+def _is_its_argument(node: fx.Node) -> bool:
+    """Return True if a node's result is a copy or a view of its first argument, with the same shape."""
+    if node.target in (aten.detach.default, aten.alias.default):  # without autograd they have no effect
+        return True
+    times_one = node.target is aten.mul.Scalar and type(node.args[1]) is int and node.args[1] == 1
+    if not times_one and node.target not in (aten.expand.default, *_VIEWS):
+        return False
+    argument = node.args[0]
+    before = argument.meta.get("val") if isinstance(argument, fx.Node) else None
+    after = node.meta["val"]
+    return isinstance(before, Tensor) and (before.shape, before.dtype) == (after.shape, after.dtype)
+
+
+def _undoes_transpose(node: fx.Node) -> bool:
+    """Return True for a transpose of a transpose of the same two axes."""
+    argument = node.args[0]
+    if not isinstance(argument, fx.Node) or argument.target is not aten.transpose.int:
+        return False
+    axes = node.meta["val"].dim()
+    return {axis % axes for axis in node.args[1:]} == {axis % axes for axis in argument.args[1:]}
 
 
 def _replace(node: fx.Node, other: Any) -> None:

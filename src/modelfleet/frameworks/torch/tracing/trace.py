@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from modelfleet.errors import FleetError
 from modelfleet.frameworks.errors import CannotFuseError
+from modelfleet.frameworks.torch.tracing.in_place import in_place
 from modelfleet.frameworks.torch.tracing.outside_tensors import forbid_outside_writes, lift_outside_tensors
 from modelfleet.frameworks.torch.tracing.reasons import add_line, explain
 from modelfleet.frameworks.torch.tracing.simplify import simplify
@@ -68,7 +69,7 @@ class Program:
         self.outside = tuple(outside)
         self.inputs = [TensorSpec.of(*pair) for pair in zip(step.inputs, step.stacked, strict=True)]
         self.inputs += [TensorSpec.of(tensor, False) for tensor in outside]
-        self.run: Callable[..., Any] = step if graph is None else graph.forward
+        self.run: Callable[..., Any] = step if graph is None else in_place(graph).forward
         self.compiled = False
         self.any_width = False
         self.unused: frozenset[str] = frozenset()

@@ -1,0 +1,156 @@
+"""Memory that traced graphs reuse when they run uncompiled: the numbers stay the same, bit for bit."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from modelfleet.frameworks.torch.tracing.in_place import IN_PLACE, in_place
+from modelfleet.frameworks.torch.tracing.simplify import simplify
+
+aten = torch.ops.aten
+Step = Callable[[Tensor, Tensor], object]
+
+
+def traced(step: Step, *inputs: Tensor) -> fx.GraphModule:
+    graph = make_fx(step, tracing_mode="fake")(*inputs)
+    simplify(graph)
+    return graph
+
+
+def run(graph: Callable[..., object], *inputs: Tensor) -> list[Tensor]:
+    own = [tensor.clone() for tensor in inputs]
+    results = graph(*own)
+    return [*(results if isinstance(results, list | tuple) else [results]), *own]
+
+
+def reuses(graph: fx.GraphModule) -> int:
+    return sum(node.target in IN_PLACE.values() for node in graph.graph.nodes)
+
+
+def chain(x: Tensor, y: Tensor) -> object:
+    return ((x * y + 1.0).sqrt() / 2.0).tanh()
+
+
+def returned(x: Tensor, y: Tensor) -> object:
+    product = x * y
+    return product, product + 1.0
+
+
+def read_again(x: Tensor, y: Tensor) -> object:
+    product = x * y
+    later = product + y
+    return later * product
+
+
+def seen_through_a_view(x: Tensor, y: Tensor) -> object:
+    product = x * y
+    turned = product.transpose(0, 1)
+    later = product + y
+    return later.transpose(0, 1) * turned
+
+
+def seen_through_a_reshape(x: Tensor, y: Tensor) -> object:
+    product = x * y
+    flat = product.reshape(-1)
+    later = product.exp()
+    return later.sum() + flat
+
+
+def mixed_with_its_own_transpose(x: Tensor, y: Tensor) -> object:
+    product = x * y
+    return product + product.transpose(0, 1)
+
+
+def squared(x: Tensor, y: Tensor) -> object:
+    total = x + y
+    return total * total
+
+
+def broadcast(x: Tensor, y: Tensor) -> object:
+    return (x.sum(0, keepdim=True) * 2.0) * y
+
+
+def promoted(x: Tensor, y: Tensor) -> object:
+    return (x.half() * 2.0) * y.double()
+
+
+def of_an_argument(x: Tensor, y: Tensor) -> object:
+    return x.sqrt() + y.abs()
+
+
+def masked(x: Tensor, y: Tensor) -> object:
+    x.copy_(torch.where(y > 0.5, x * 2.0, x))
+    y.copy_(torch.where(x > 0.5, y, x))  # keeps another tensor than it writes to
+    return x + y
+
+
+def masked_and_read_between(x: Tensor, y: Tensor) -> object:
+    chosen = torch.where(y > 0.5, y * 3.0, x)
+    before = x * 2.0
+    x.copy_(chosen)
+    return before
+
+
+def times_one_and_written(x: Tensor, y: Tensor) -> object:
+    copied = aten.mul.Scalar(x, 1)
+    copied.add_(y)
+    return copied, aten.mul.Scalar(y > 0.5, 1)
+
+
+STEPS = (
+    times_one_and_written,
+    chain,
+    returned,
+    read_again,
+    seen_through_a_view,
+    seen_through_a_reshape,
+    mixed_with_its_own_transpose,
+    squared,
+    broadcast,
+    promoted,
+    of_an_argument,
+    masked,
+    masked_and_read_between,
+)
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_a_graph_that_reuses_memory_gives_the_same_bits(step: Step) -> None:
+    torch.manual_seed(0)
+    inputs = torch.rand(4, 4), torch.rand(4, 4)
+    graph = traced(step, *inputs)
+    again = in_place(graph)
+    for _ in range(2):  # nothing of the first run is left in the second
+        for expected, found in zip(run(step, *inputs), run(again, *inputs), strict=True):
+            assert torch.equal(expected, found)
+    for expected, found in zip(run(step, *inputs), run(graph, *inputs), strict=True):
+        assert torch.equal(expected, found)  # the graph itself is for the compiler, and stays as it was
+
+
+def test_memory_is_reused_where_nothing_needs_it_afterwards() -> None:
+    inputs = torch.rand(4, 4), torch.rand(4, 4)
+    assert reuses(in_place(traced(chain, *inputs))) == 4
+    assert reuses(in_place(traced(squared, *inputs))) == 1
+    for step in (returned, read_again, seen_through_a_view, mixed_with_its_own_transpose):
+        graph = in_place(traced(step, *inputs))
+        first = next(node for node in graph.graph.nodes if node.op == "call_function")
+        assert not any(user.target in IN_PLACE.values() for user in first.users if user.args[0] is first), step
+
+
+def test_a_masked_update_is_written_at_once() -> None:
+    inputs = torch.rand(4, 4), torch.rand(4, 4)
+    targets = [node.target for node in in_place(traced(masked, *inputs)).graph.nodes]
+    assert targets.count(aten.where.self_out) == 1
+    assert targets.count(aten.copy_.default) == 1
+
+
+def test_operations_without_effect_are_removed() -> None:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        same = x.expand(4, 4).reshape(4, 4).transpose(0, 1).transpose(1, 0)
+        return aten.mul.Scalar(same, 1) @ y
+
+    graph = traced(step, torch.rand(4, 4), torch.rand(4, 4))
+    assert [node.target for node in graph.graph.nodes if node.op == "call_function"] == [aten.mm.default]
