@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import modelfleet as mf
 from modelfleet.frameworks.torch.tracing.in_place import IN_PLACE, in_place
 from modelfleet.frameworks.torch.tracing.simplify import simplify
 
@@ -154,3 +156,13 @@ def test_operations_without_effect_are_removed() -> None:
 
     graph = traced(step, torch.rand(4, 4), torch.rand(4, 4))
     assert [node.target for node in graph.graph.nodes if node.op == "call_function"] == [aten.mm.default]
+
+
+def test_traced_graphs_leave_nothing_in_torchs_cache_of_sources() -> None:
+    known = set(fx.graph_module._loader.eval_cache)
+    x = np.random.default_rng(0).standard_normal((8, 3))
+    fleet = mf.Fleet.build(lambda: nn.Linear(3, 1), 2)
+    fleet.compile("sgd", "mse", lr=0.1)
+    fleet.fit((x, x[:, :1]), batch_size=4, strategy="fused", progress=False)
+    fleet.predict(x)
+    assert set(fx.graph_module._loader.eval_cache) == known

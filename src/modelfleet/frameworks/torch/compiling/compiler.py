@@ -26,7 +26,7 @@ from modelfleet.frameworks.torch.compiling.any_width import FixedWidthError, mer
 from modelfleet.frameworks.torch.compiling.compile_queue import QUEUE, CompileProcess
 from modelfleet.frameworks.torch.compiling.graph_source import ANY_WIDTH, ONE_WIDTH, Form, GraphSource, describe
 from modelfleet.frameworks.torch.doctor_facts import cache_folder
-from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, Program, TensorSpec
+from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, Program, TensorSpec, forgetting_sources
 
 CompileMode = Literal["auto", "now", "never"]
 MODES: tuple[CompileMode, ...] = get_args(CompileMode)
@@ -218,7 +218,7 @@ def _compile(source: GraphSource) -> Callable[..., Any]:
     forward = source.function()
     general = source.form == ANY_WIDTH
     shapes = ShapeEnv()
-    with torch.no_grad():
+    with torch.no_grad(), forgetting_sources():
         fakes = FakeTensorMode(shape_env=shapes if general else None, allow_non_fake_inputs=True)
         width = _unknown_width(fakes, source.inputs[0].shape[0]) if general else None
         with fakes:

@@ -4,6 +4,7 @@ A traced graph contains no Python of the model, no `vmap` and no autograd, so ru
 It can be compiled as it is. If a step can't be traced, the reason is known before the first step runs.
 """
 
+import linecache
 import logging
 import threading
 import warnings
@@ -127,9 +128,20 @@ def trace(step: Step, args: tuple[Tree, ...], stacked: Sequence[bool]) -> Progra
         CannotFuseError: The step can't be traced. The message names the user's line if there is one.
     """
     flat = _FlatStep(step, args, stacked)
+    with forgetting_sources():
+        graph = _graph_of(flat)
+        outside = lift_outside_tensors(graph)
+        forbid_outside_writes(graph, flat.arguments)
+        simplify(graph)
+        program = Program(flat, graph, outside)
+    flat.release()
+    return program
+
+
+def _graph_of(flat: _FlatStep) -> fx.GraphModule:
     try:
         with _strict_tracing(), torch.no_grad():
-            graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*flat.inputs)
+            return make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*flat.inputs)
     except CannotFuseError as error:
         add_line(error)
         raise
@@ -137,12 +149,22 @@ def trace(step: Step, args: tuple[Tree, ...], stacked: Sequence[bool]) -> Progra
         raise
     except Exception as error:  # a model's forward may raise anything while it is traced
         raise explain(error) from error
-    outside = lift_outside_tensors(graph)
-    forbid_outside_writes(graph, flat.arguments)
-    simplify(graph)
-    program = Program(flat, graph, outside)
-    flat.release()
-    return program
+
+
+@contextmanager
+def forgetting_sources() -> Iterator[None]:
+    """Drop the sources of graphs that are made in this context.
+
+    torch.fx keeps them for tracebacks until the process ends: a hundred kilobytes for every fleet.
+    """
+    sources: dict[str, str] = torch.fx.graph_module._loader.eval_cache
+    known = set(sources)
+    try:
+        yield
+    finally:
+        for key in sources.keys() - known:
+            del sources[key]
+            linecache.cache.pop(key, None)
 
 
 def untraced(step: Step, args: tuple[Tree, ...], stacked: Sequence[bool]) -> Program:
