@@ -15,7 +15,7 @@ from modelfleet.errors import InputError, MissingExtraError
 from modelfleet.frameworks import adapter, computing
 from modelfleet.history import History
 from modelfleet.members import member_seed
-from modelfleet.streams import permutations
+from modelfleet.shuffles import permutations
 from modelfleet.testing import largest_difference
 
 if TYPE_CHECKING:

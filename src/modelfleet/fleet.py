@@ -13,7 +13,6 @@ from modelfleet.devices import parse_devices
 from modelfleet.each import Each, per_member
 from modelfleet.errors import InputError, StrategyError, unknown
 from modelfleet.fitting import Fit
-from modelfleet.foreign_words import explain_arguments
 from modelfleet.frameworks import global_generators
 from modelfleet.frameworks.recipe import compile_all
 from modelfleet.gate import Gate
@@ -37,7 +36,7 @@ from modelfleet.runs.validation_split import split_validation
 from modelfleet.saving import SavedFleet
 from modelfleet.sharing import Sharings, sharings
 from modelfleet.sharing.each_lane import for_each_lane
-from modelfleet.store.recipes import completes, import_path
+from modelfleet.store.recipe_json import completes, import_path
 from modelfleet.types import (
     Data,
     Kind,
@@ -50,6 +49,7 @@ from modelfleet.types import (
     Strategy,
     Tree,
 )
+from modelfleet.unknown_names import explain_arguments
 from modelfleet.workers import CannotSendError
 
 STRATEGIES: tuple[str, ...] = get_args(Strategy)

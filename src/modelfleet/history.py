@@ -10,9 +10,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Literal, Self
 
 from modelfleet.errors import FleetError, InputError, MissingExtraError, StoreError, unknown
+from modelfleet.formatting import count
 from modelfleet.frameworks.errors import REASONS
 from modelfleet.types import Json
-from modelfleet.words import count
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

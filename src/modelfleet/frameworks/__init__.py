@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from modelfleet.errors import InputError, MissingExtraError, refuse_masked
+from modelfleet.formatting import without_period
 from modelfleet.frameworks.adapter_protocol import Adapter
 from modelfleet.types import Model, Tensor
-from modelfleet.words import without_period
 
 
 @dataclass(frozen=True)

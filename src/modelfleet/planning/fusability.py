@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from modelfleet.devices import Device
 from modelfleet.errors import FleetWarning, StrategyError
+from modelfleet.formatting import without_period
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.lanes import LaneSpec
 from modelfleet.members import Member
 from modelfleet.runs.opening import LaneOpener, OpenLane
 from modelfleet.types import Strategy
-from modelfleet.words import without_period
 
 
 def split_unfusable(opener: LaneOpener, specs: Sequence[LaneSpec], strategy: Strategy) -> list[LaneSpec]:

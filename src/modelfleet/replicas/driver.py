@@ -7,6 +7,7 @@ from functools import partial
 from typing import Literal
 
 from modelfleet.errors import FleetError
+from modelfleet.formatting import count
 from modelfleet.joining import joined
 from modelfleet.replicas.answering import Reply
 from modelfleet.replicas.loaded_models import LoadedModels
@@ -15,7 +16,6 @@ from modelfleet.replicas.requests import Request, RowBatch
 from modelfleet.replicas.row_limit import MAX_BATCHES, BatchCount, RowLimit
 from modelfleet.replicas.rows import group_by_layout, rows_of_span, split_outputs
 from modelfleet.replicas.state import PoolState
-from modelfleet.words import count
 from modelfleet.workers import CannotSendError, NoRoomError, Place, WorkerDiedError
 from modelfleet.workers.supervisor import CHECK_INTERVAL, Loss, Policy, RestartBudget, Supervisor
 

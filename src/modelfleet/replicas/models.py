@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from modelfleet import frameworks, memory
+from modelfleet import frameworks, free_memory
 from modelfleet.devices import Device, parse_devices
 from modelfleet.errors import FleetError, InputError, StrategyError
+from modelfleet.formatting import size
 from modelfleet.frameworks import global_generators
 from modelfleet.frameworks.adapter_protocol import Adapter
-from modelfleet.frameworks.batches import inputs
+from modelfleet.frameworks.batch_parts import inputs
 from modelfleet.types import Model, Precision
-from modelfleet.words import size
 from modelfleet.workers import CannotSendError, Place, SharedValue
 from modelfleet.workers.inline import InlinePlace
 
@@ -166,7 +166,7 @@ def _check_memory(framework: Adapter, model: Model, place: Place) -> None:
     if place.on_cluster:
         return  # only the worker can know
     (device,) = parse_devices(place.device) or ()
-    available = memory.available(framework, framework.native(device), place.device)
+    available = free_memory.available(framework, framework.native(device), place.device)
     need = framework.weight_bytes(model)
     if available is not None and need > available:
         raise InputError(

@@ -12,7 +12,7 @@ from typing import Any
 import cloudpickle
 
 from modelfleet import frameworks
-from modelfleet.words import without_period
+from modelfleet.formatting import without_period
 from modelfleet.workers.channel import above_standard
 from modelfleet.workers.protocol import CannotSendError
 from modelfleet.workers.shared_memory import close_descriptors

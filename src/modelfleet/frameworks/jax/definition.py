@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from modelfleet.frameworks.batches import check_weights, has_target
+from modelfleet.frameworks.batch_parts import check_weights, has_target
 from modelfleet.frameworks.engine import Hyper
 from modelfleet.frameworks.functional import Definition, State
 from modelfleet.frameworks.jax.backend import shapes

@@ -18,8 +18,8 @@ import numpy as np
 
 from modelfleet.each import Each, per_member
 from modelfleet.errors import InputError, MissingExtraError, unknown
+from modelfleet.formatting import without_period
 from modelfleet.types import OptimizerLike, ScheduleLike, Tensor, Tree
-from modelfleet.words import without_period
 
 if TYPE_CHECKING:
     from optax import GradientTransformation, GradientTransformationExtraArgs, MultiSteps

@@ -1,6 +1,6 @@
 """Torch models in fleets. Exports the names of `adapter_protocol.Adapter`."""
 
-from modelfleet.frameworks.batches import inputs
+from modelfleet.frameworks.batch_parts import inputs
 from modelfleet.frameworks.torch import arrays, files
 from modelfleet.frameworks.torch.building import (
     check_model,

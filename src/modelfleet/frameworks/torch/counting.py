@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from modelfleet.frameworks.torch.coefficients import widest
-from modelfleet.frameworks.torch.optimizer_algorithms import STEP
+from modelfleet.frameworks.torch.optimizers import STEP
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.types import State
 

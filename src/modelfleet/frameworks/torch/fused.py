@@ -17,7 +17,6 @@ from modelfleet.frameworks.torch.base import ModuleEngine, TorchEngine, on_host
 from modelfleet.frameworks.torch.compiling.compiler import compile_mode
 from modelfleet.frameworks.torch.counting import CoefficientsAhead
 from modelfleet.frameworks.torch.fused_parallel import RowDivision
-from modelfleet.frameworks.torch.lane_steps import ALONE, How, Tensors
 from modelfleet.frameworks.torch.model_locks import borrowed, held
 from modelfleet.frameworks.torch.process_group import ProcessGroup
 from modelfleet.frameworks.torch.program_engine import ProgramEngine, RowTrials, batch_layout
@@ -26,6 +25,7 @@ from modelfleet.frameworks.torch.python_state.checks import DivergenceCheck
 from modelfleet.frameworks.torch.row_independence import ignores_padding, rows_are_independent
 from modelfleet.frameworks.torch.stepping import Stepper
 from modelfleet.frameworks.torch.steps import Steps
+from modelfleet.frameworks.torch.steps_protocol import ALONE, How, Tensors
 from modelfleet.frameworks.torch.structure import shared_parameters
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.frameworks.torch.updating import INITIAL_SCALE

@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from modelfleet.errors import StrategyError
-from modelfleet.frameworks import batches
+from modelfleet.frameworks import batch_parts
 from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.engine import Pace
 from modelfleet.frameworks.torch import row_sums
 from modelfleet.frameworks.torch.counting import Coefficients
-from modelfleet.frameworks.torch.lane_steps import Tensors
 from modelfleet.frameworks.torch.process_group import ProcessGroup
 from modelfleet.frameworks.torch.programs import Programs
 from modelfleet.frameworks.torch.random.streams import DrawShapes
 from modelfleet.frameworks.torch.row_independence import divide_by_rows
 from modelfleet.frameworks.torch.steps import Steps
+from modelfleet.frameworks.torch.steps_protocol import Tensors
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import State, Tree
 
@@ -44,7 +44,7 @@ class RowDivision:
         # A single row does not show what each row draws, so its form is its own.
         form = len(leaves(rows)[0]) == 1, *(leaf.shape[1:] for leaf in leaves(rows))
         if form not in self._draws:
-            found = divide_by_rows(steps, *lead, rows, batches.weighted_inputs(rows))
+            found = divide_by_rows(steps, *lead, rows, batch_parts.weighted_inputs(rows))
             if isinstance(found, str):
                 return found
             self._draws[form] = found

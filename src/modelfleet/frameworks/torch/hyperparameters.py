@@ -9,8 +9,8 @@ import numpy as np
 
 from modelfleet.each import Each, per_member
 from modelfleet.errors import InputError, unknown
-from modelfleet.frameworks.torch.optimizer_algorithms import ALGORITHMS
-from modelfleet.frameworks.torch.optimizers import Optimizer
+from modelfleet.frameworks.torch.optimizers import ALGORITHMS
+from modelfleet.frameworks.torch.stacked_optimizer import Optimizer
 from modelfleet.types import OptimizerLike
 
 # Options of torch's optimizers that choose an implementation, not a result. They are accepted and have no effect.

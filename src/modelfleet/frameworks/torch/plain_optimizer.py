@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.frameworks.torch.hyperparameters import flat_names
-from modelfleet.frameworks.torch.optimizer_algorithms import STEP
-from modelfleet.frameworks.torch.optimizers import Optimizer
+from modelfleet.frameworks.torch.optimizers import STEP
+from modelfleet.frameworks.torch.stacked_optimizer import Optimizer
 
 Slots = dict[str, dict[str, Tensor]]
 MAX_JOINED = 1 << 17  # numbers; joining more of them takes longer than it saves

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from modelfleet.errors import GroupError
-from modelfleet.words import without_period
+from modelfleet.formatting import without_period
 
 SECONDS_TO_REPORT = 2.0  # that the other ranks have, after a failure, to report that they are waiting, too
 

@@ -15,12 +15,12 @@ from modelfleet.frameworks.engine import Pace
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.torch.base import on_host
 from modelfleet.frameworks.torch.compiling.compiler import SAVED_FRACTION, Compiler, compile_mode
-from modelfleet.frameworks.torch.lane_steps import How, LaneSteps
 from modelfleet.frameworks.torch.model_locks import borrowed, held
 from modelfleet.frameworks.torch.modes import in_mode
 from modelfleet.frameworks.torch.python_state.checks import StatefulError, refuse_unstackable
 from modelfleet.frameworks.torch.python_state.snapshot import PythonSnapshot
 from modelfleet.frameworks.torch.python_state.undo import restoring_python, restoring_tensors, undoing_side_effects
+from modelfleet.frameworks.torch.steps_protocol import How, LaneSteps
 from modelfleet.frameworks.torch.tracing.parameters import NeedsGradientError
 from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, Program, trace, untraced
 from modelfleet.trees import leaves, map_tree, structure

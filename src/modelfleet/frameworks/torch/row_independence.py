@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from modelfleet.formatting import without_period
 from modelfleet.frameworks.torch import arrays
 from modelfleet.frameworks.torch.model_locks import borrowed
 from modelfleet.frameworks.torch.random.streams import BatchRows, DrawShapes, Streams
@@ -24,7 +25,6 @@ from modelfleet.frameworks.torch.steps import Steps
 from modelfleet.frameworks.torch.task import call, logits
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import Tree
-from modelfleet.words import without_period
 
 Run = Callable[..., Any]
 Shape = tuple[int, ...]

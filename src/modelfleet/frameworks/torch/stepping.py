@@ -14,10 +14,10 @@ from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.counting import Coefficients
 from modelfleet.frameworks.torch.fused_parallel import RowDivision
-from modelfleet.frameworks.torch.lane_steps import How, Tensors
 from modelfleet.frameworks.torch.model_locks import borrowed
 from modelfleet.frameworks.torch.programs import OwnSteps, Programs
 from modelfleet.frameworks.torch.python_state.checks import DivergenceCheck, StatefulError
+from modelfleet.frameworks.torch.steps_protocol import How, Tensors
 from modelfleet.trees import leaves
 from modelfleet.types import Kind, State, Tree
 

@@ -15,12 +15,12 @@ from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.torch import row_sums
 from modelfleet.frameworks.torch.counting import Coefficients
 from modelfleet.frameworks.torch.functional import call_with
-from modelfleet.frameworks.torch.lane_steps import How, Tensors, drawing
 from modelfleet.frameworks.torch.mapping import Axes, mapped, mapped_gradients
 from modelfleet.frameworks.torch.modes import training_modes
 from modelfleet.frameworks.torch.python_state.checks import StatefulError
 from modelfleet.frameworks.torch.python_state.undo import undoing_side_effects
 from modelfleet.frameworks.torch.random.streams import BatchRows, DrawShapes, Streams
+from modelfleet.frameworks.torch.steps_protocol import How, Tensors, drawing
 from modelfleet.frameworks.torch.task import PRECISIONS, Task, call, logits
 from modelfleet.frameworks.torch.tracing.parameters import NeedsGradientError, ParameterMode
 from modelfleet.frameworks.torch.updating import per_member, update

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from modelfleet.errors import InputError
 from modelfleet.fingerprints import fingerprint
-from modelfleet.frameworks.batches import loss_and_metrics, unpack
+from modelfleet.frameworks.batch_parts import loss_and_metrics, unpack
 from modelfleet.frameworks.losses import no_loss_by_row
 from modelfleet.frameworks.torch.losses import Loss, by_row, weighted
 from modelfleet.frameworks.torch.metrics import Metric
-from modelfleet.frameworks.torch.optimizers import Optimizer
+from modelfleet.frameworks.torch.stacked_optimizer import Optimizer
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import Precision, Tree
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS, SCALE, CannotFuseError
 from modelfleet.frameworks.torch.coefficients import computing
 from modelfleet.frameworks.torch.counting import Coefficients
-from modelfleet.frameworks.torch.optimizer_algorithms import STEP
+from modelfleet.frameworks.torch.optimizers import STEP
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.types import State
 

@@ -16,9 +16,9 @@ from modelfleet.frameworks.keras.torch.contexts import STREAM_DRAWS, unfiltered_
 from modelfleet.frameworks.torch import arrays
 from modelfleet.frameworks.torch.base import on_host
 from modelfleet.frameworks.torch.counting import Coefficients
-from modelfleet.frameworks.torch.lane_steps import How, Tensors, drawing
 from modelfleet.frameworks.torch.mapping import mapped
 from modelfleet.frameworks.torch.modes import training_modes
+from modelfleet.frameworks.torch.steps_protocol import How, Tensors, drawing
 from modelfleet.frameworks.torch.updating import keep_new
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import Model, State, Tree
