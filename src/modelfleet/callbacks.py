@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from modelfleet import frameworks
-from modelfleet.errors import InputError, nearest
+from modelfleet.errors import InputError
 from modelfleet.history import History, Mode, direction, plain
 from modelfleet.types import Json, Model
+from modelfleet.unknown_names import nearest
 
 Snapshot: TypeAlias = Any
 """A copy of a member's weights, as `run.snapshot` returns it."""

@@ -11,7 +11,7 @@ from modelfleet import checkpoints, frameworks, saving
 from modelfleet.callbacks import refuse_missing_validation, wrap_callbacks
 from modelfleet.devices import parse_devices
 from modelfleet.each import Each, per_member
-from modelfleet.errors import InputError, StrategyError, unknown
+from modelfleet.errors import InputError, StrategyError
 from modelfleet.fitting import Fit
 from modelfleet.frameworks import global_generators
 from modelfleet.frameworks.recipe import compile_all
@@ -49,7 +49,7 @@ from modelfleet.types import (
     Strategy,
     Tree,
 )
-from modelfleet.unknown_names import explain_arguments
+from modelfleet.unknown_names import explain_arguments, unknown
 from modelfleet.workers import CannotSendError
 
 STRATEGIES: tuple[str, ...] = get_args(Strategy)

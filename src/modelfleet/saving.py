@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from modelfleet import frameworks
-from modelfleet.errors import StoreError, unknown
+from modelfleet.errors import StoreError
 from modelfleet.formatting import without_period
 from modelfleet.frameworks.stacked import by_part, by_path
 from modelfleet.lanes import saved_state
@@ -24,6 +24,7 @@ from modelfleet.store.json_schema import check
 from modelfleet.store.manifest import plain
 from modelfleet.trees import leaves
 from modelfleet.types import Json, Model
+from modelfleet.unknown_names import unknown
 
 Origin: TypeAlias = dict[str, Any]
 """How a member was built: its "factory", as `module:name` or None, and the "arguments" of the factory."""

@@ -4,8 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
-from modelfleet.errors import InputError, unknown
+from modelfleet.errors import InputError
 from modelfleet.types import LossLike, Tensor
+from modelfleet.unknown_names import unknown
 
 IGNORED = -100  # class index that cross_entropy and nll leave out, as in torch
 

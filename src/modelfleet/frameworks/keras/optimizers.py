@@ -10,8 +10,9 @@ import numpy as np
 from keras import ops
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
-from modelfleet.errors import InputError, unknown
+from modelfleet.errors import InputError
 from modelfleet.types import OptimizerLike, Tensor
+from modelfleet.unknown_names import unknown
 
 OPTIMIZERS: Mapping[str, type[keras.Optimizer]] = {
     cls.__name__.lower(): cls

@@ -21,12 +21,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from modelfleet.errors import FleetError, unknown
+from modelfleet.errors import FleetError
 from modelfleet.frameworks.torch.compiling.any_width import FixedWidthError, merge_widths
 from modelfleet.frameworks.torch.compiling.compile_queue import QUEUE, CompileProcess
 from modelfleet.frameworks.torch.compiling.graph_source import ANY_WIDTH, ONE_WIDTH, Form, GraphSource, describe
 from modelfleet.frameworks.torch.doctor_facts import cache_folder
 from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, Program, TensorSpec
+from modelfleet.unknown_names import unknown
 
 CompileMode = Literal["auto", "now", "never"]
 MODES: tuple[CompileMode, ...] = get_args(CompileMode)
