@@ -13,7 +13,7 @@ from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.batch_errors import batch_error
 from modelfleet.frameworks.engine import Engine
 from modelfleet.frameworks.torch.devices import out_of_memory
-from modelfleet.frameworks.torch.losses import check_range, check_targets
+from modelfleet.frameworks.torch.target_checks import check_range, check_targets
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import State, Tree
