@@ -88,7 +88,9 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         hyper = {name: self.tensor(column) for name, column in columns.items()}
         made = {name: self.task.optimizer.initial(p, hyper) for name, p in state["params"].items()}
         state["optimizer"] = {
-            f"{slot}/{name}": tensors[slot] for slot in self.task.optimizer.slots for name, tensors in made.items()
+            f"{key}/{name}": tensors[key]
+            for key in self.task.optimizer.tensor_names
+            for name, tensors in made.items()
         }
         width = len(members)
         state["member"] = {
@@ -279,7 +281,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
             hyper = {key: self.tensor(column[[position]]) for key, column in self._columns.items()}
             for name in self._replaced(position):
                 initial = self.task.optimizer.initial(weights["params"][name][row : row + 1], hyper)
-                state = {"optimizer": {f"{slot}/{name}": tensor for slot, tensor in initial.items()}}
+                state = {"optimizer": {f"{key}/{name}": tensor for key, tensor in initial.items()}}
                 self.write([position], state)
             self._sources[position] = member.model, self._trained(member.model)
         own = {**dict(members[0].model.named_parameters()), **dict(members[0].model.named_buffers())}

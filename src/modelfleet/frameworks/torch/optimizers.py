@@ -6,15 +6,15 @@ single-tensor loops, so that rounding agrees. A scalar goes with the first facto
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from modelfleet.frameworks.torch.coefficients import Coefficients
+from modelfleet.frameworks.torch.coefficients import Coefficients, one_per_member, pairs
 
-STEP = "step"  # the slot `(member,)` that counts a parameter's own steps
+STEP = "step"  # the optimizer tensor `(member,)` that counts a parameter's own steps
 
 
 class Options(Protocol):
@@ -27,12 +27,12 @@ class Options(Protocol):
 
     @property
     def unused(self) -> frozenset[str]:
-        """Return the hyperparameters that are 0 for every member. Their terms and slots are left out."""
+        """Return the hyperparameters that are 0 for every member. Their terms and tensors are left out."""
         ...
 
 
 _Hyper = Mapping[str, Tensor]
-_Slots = Mapping[str, Tensor]
+_Tensors = Mapping[str, Tensor]
 _Updated = tuple[Tensor, dict[str, Tensor]]
 
 
@@ -46,11 +46,11 @@ def _sgd_coefficients(hyper: _Hyper, step: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _sgd(options: Options, param: Tensor, grad: Tensor, slots: _Slots, c: Coefficients) -> _Updated:
+def _sgd(options: Options, param: Tensor, grad: Tensor, tensors: _Tensors, c: Coefficients) -> _Updated:
     if "momentum" in options.unused:
         return c.plus_scaled(param, grad, "step_size"), {}
     weight = None if "dampening" in options.unused else "grad_weight"
-    buffer = c.decayed(slots["momentum_buffer"], "momentum", grad, weight)
+    buffer = c.decayed(tensors["momentum_buffer"], "momentum", grad, weight)
     direction = c.plus_scaled(grad, buffer, "momentum") if options.flags["nesterov"] else buffer
     return c.plus_scaled(param, direction, "step_size"), {"momentum_buffer": buffer}
 
@@ -71,12 +71,12 @@ def _adam_coefficients(hyper: _Hyper, step: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _adam(options: Options, param: Tensor, grad: Tensor, slots: _Slots, c: Coefficients) -> _Updated:
-    average = c.lerp(slots["exp_avg"], grad, "grad_weight")
-    square = c.square_average(slots["exp_avg_sq"], grad, "beta2", "square_weight")
+def _adam(options: Options, param: Tensor, grad: Tensor, tensors: _Tensors, c: Coefficients) -> _Updated:
+    average = c.lerp(tensors["exp_avg"], grad, "grad_weight")
+    square = c.square_average(tensors["exp_avg_sq"], grad, "beta2", "square_weight")
     after = {"exp_avg": average, "exp_avg_sq": square}
     if options.flags["amsgrad"]:
-        square = after["max_exp_avg_sq"] = torch.maximum(slots["max_exp_avg_sq"], square)
+        square = after["max_exp_avg_sq"] = torch.maximum(tensors["max_exp_avg_sq"], square)
     denominator = c.plus(c.over(square.sqrt(), "correction"), "eps")
     return c.plus_ratio(param, average, denominator, "step_size"), after
 
@@ -91,17 +91,17 @@ def _rmsprop_coefficients(hyper: _Hyper, step: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _rmsprop(options: Options, param: Tensor, grad: Tensor, slots: _Slots, c: Coefficients) -> _Updated:
-    square = c.square_average(slots["square_avg"], grad, "alpha", "weight")
+def _rmsprop(options: Options, param: Tensor, grad: Tensor, tensors: _Tensors, c: Coefficients) -> _Updated:
+    square = c.square_average(tensors["square_avg"], grad, "alpha", "weight")
     after = {"square_avg": square}
     if options.flags["centered"]:
-        average = after["grad_avg"] = c.lerp(slots["grad_avg"], grad, "weight")
+        average = after["grad_avg"] = c.lerp(tensors["grad_avg"], grad, "weight")
         square = torch.addcmul(square, average, average, value=-1)
     denominator = c.plus(square.sqrt(), "eps")
     plain = c.plus_ratio(param, grad, denominator, "step_size")
     if "momentum" in options.unused:
         return plain, after
-    buffer = torch.addcdiv(c.times(slots["momentum_buffer"], "momentum"), grad, denominator)
+    buffer = torch.addcdiv(c.times(tensors["momentum_buffer"], "momentum"), grad, denominator)
     after["momentum_buffer"] = buffer
     # A member without momentum rounds as torch does without it.
     return torch.where(c["momentum"] > 0, c.plus_scaled(param, buffer, "step_size"), plain), after
@@ -111,19 +111,26 @@ def _adagrad_coefficients(hyper: _Hyper, step: Tensor) -> dict[str, Tensor]:
     return {"step_size": -(hyper["lr"] / (1 + (step - 1) * hyper["lr_decay"])), "eps": hyper["eps"]}
 
 
-def _adagrad(options: Options, param: Tensor, grad: Tensor, slots: _Slots, c: Coefficients) -> _Updated:
-    total = torch.addcmul(slots["sum"], grad, grad)
+def _adagrad(options: Options, param: Tensor, grad: Tensor, tensors: _Tensors, c: Coefficients) -> _Updated:
+    total = torch.addcmul(tensors["sum"], grad, grad)
     return c.plus_ratio(param, grad, c.plus(total.sqrt(), "eps"), "step_size"), {"sum": total}
+
+
+def _initial_sum(param: Tensor, hyper: _Hyper) -> Tensor:
+    total = torch.zeros_like(param)
+    parts = pairs(total)
+    parts += one_per_member(hyper["initial_accumulator_value"], parts.dtype, parts.dim())
+    return total
 
 
 def _adadelta_coefficients(hyper: _Hyper, step: Tensor) -> dict[str, Tensor]:
     return {"step_size": -hyper["lr"], "rho": hyper["rho"], "weight": 1 - hyper["rho"], "eps": hyper["eps"]}
 
 
-def _adadelta(options: Options, param: Tensor, grad: Tensor, slots: _Slots, c: Coefficients) -> _Updated:
-    square = c.square_average(slots["square_avg"], grad, "rho", "weight")
-    delta = c.plus(slots["acc_delta"], "eps").sqrt() / c.plus(square, "eps").sqrt() * grad
-    accumulated = c.square_average(slots["acc_delta"], delta, "rho", "weight")
+def _adadelta(options: Options, param: Tensor, grad: Tensor, tensors: _Tensors, c: Coefficients) -> _Updated:
+    square = c.square_average(tensors["square_avg"], grad, "rho", "weight")
+    delta = c.plus(tensors["acc_delta"], "eps").sqrt() / c.plus(square, "eps").sqrt() * grad
+    accumulated = c.square_average(tensors["acc_delta"], delta, "rho", "weight")
     return c.plus_scaled(param, delta, "step_size"), {"square_avg": square, "acc_delta": accumulated}
 
 
@@ -139,16 +146,22 @@ def _nadam_coefficients(hyper: _Hyper, step: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _nadam(options: Options, param: Tensor, grad: Tensor, slots: _Slots, c: Coefficients) -> _Updated:
+def _nadam(options: Options, param: Tensor, grad: Tensor, tensors: _Tensors, c: Coefficients) -> _Updated:
     lr, mu, mu_next = (c.coefficients[name] for name in ("lr", "mu", "mu_next"))
-    product = slots["mu_product"] * mu.to(slots["mu_product"].dtype)
+    product = tensors["mu_product"] * mu.to(tensors["mu_product"].dtype)
     so_far = product.to(mu.dtype)
-    average = c.lerp(slots["exp_avg"], grad, "grad_weight")
-    square = c.square_average(slots["exp_avg_sq"], grad, "beta2", "square_weight")
+    average = c.lerp(tensors["exp_avg"], grad, "grad_weight")
+    square = c.square_average(tensors["exp_avg_sq"], grad, "beta2", "square_weight")
     denominator = c.plus(c.over(square, "correction").sqrt(), "eps")
     param = c.plus_ratio(param, grad, denominator, -lr * (1 - mu) / (1 - so_far))
     param = c.plus_ratio(param, average, denominator, -lr * mu_next / (1 - so_far * mu_next))
     return param, {"exp_avg": average, "exp_avg_sq": square, "mu_product": product}
+
+
+def _initial_product(param: Tensor, hyper: _Hyper) -> Tensor:
+    # One running product per member, rounded as torch rounds it.
+    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+    return torch.ones(len(param), dtype=dtype, device=param.device)
 
 
 def _radam_coefficients(hyper: _Hyper, step: Tensor) -> dict[str, Tensor]:
@@ -166,9 +179,9 @@ def _radam_coefficients(hyper: _Hyper, step: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _radam(options: Options, param: Tensor, grad: Tensor, slots: _Slots, c: Coefficients) -> _Updated:
-    average = c.lerp(slots["exp_avg"], grad, "grad_weight")
-    square = c.square_average(slots["exp_avg_sq"], grad, "beta2", "square_weight")
+def _radam(options: Options, param: Tensor, grad: Tensor, tensors: _Tensors, c: Coefficients) -> _Updated:
+    average = c.lerp(tensors["exp_avg"], grad, "grad_weight")
+    square = c.square_average(tensors["exp_avg_sq"], grad, "beta2", "square_weight")
     plain = c.times(c.over(average, "correction"), "lr")
     # torch divides a number by a tensor as `reciprocal() * number`.
     adaptive = c.times(c.plus(square.sqrt(), "eps").reciprocal(), "root_correction")
@@ -181,9 +194,9 @@ def _adamax_coefficients(hyper: _Hyper, step: Tensor) -> dict[str, Tensor]:
     return _moments(hyper) | {"step_size": -(hyper["lr"] / (1 - hyper["beta1"] ** step))}
 
 
-def _adamax(options: Options, param: Tensor, grad: Tensor, slots: _Slots, c: Coefficients) -> _Updated:
-    average = c.lerp(slots["exp_avg"], grad, "grad_weight")
-    largest = torch.maximum(c.times(slots["exp_inf"], "beta2"), c.plus(grad.abs(), "eps"))
+def _adamax(options: Options, param: Tensor, grad: Tensor, tensors: _Tensors, c: Coefficients) -> _Updated:
+    average = c.lerp(tensors["exp_avg"], grad, "grad_weight")
+    largest = torch.maximum(c.times(tensors["exp_inf"], "beta2"), c.plus(grad.abs(), "eps"))
     return c.plus_ratio(param, average, largest, "step_size"), {"exp_avg": average, "exp_inf": largest}
 
 
@@ -197,8 +210,8 @@ def _lion_coefficients(hyper: _Hyper, step: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _lion(options: Options, param: Tensor, grad: Tensor, slots: _Slots, c: Coefficients) -> _Updated:
-    average = slots["exp_avg"]
+def _lion(options: Options, param: Tensor, grad: Tensor, tensors: _Tensors, c: Coefficients) -> _Updated:
+    average = tensors["exp_avg"]
     direction = (c.times(average, "beta1") + c.times(grad, "grad_weight")).sign()
     average = c.times(average, "beta2") + c.times(grad, "average_weight")
     return c.plus_scaled(param, direction, "step_size"), {"exp_avg": average}
@@ -210,44 +223,50 @@ class Algorithm:
 
     torch_class: type[torch.optim.Optimizer] | None
     coefficients: Callable[[_Hyper, Tensor], dict[str, Tensor]]
-    update: Callable[[Options, Tensor, Tensor, _Slots, Coefficients], _Updated]
-    slots: Callable[[Options], tuple[str, ...]]
+    update: Callable[[Options, Tensor, Tensor, _Tensors, Coefficients], _Updated]
+    tensor_names: Callable[[Options], tuple[str, ...]]
     """Names of the state tensors that each parameter has, as in `torch.optim`'s state."""
     defaults: Mapping[str, Any]
     flags: Mapping[str, bool]
     counts: Callable[[Options], bool] = lambda options: True
     """Return True if the coefficients depend on how many steps a parameter has taken."""
+    decoupled: bool = False
+    """True if weight decay always shrinks the parameter instead of adding to the gradient."""
+    precise: frozenset[str] = frozenset()
+    """Coefficients that `update` uses in float64, whatever the parameter's dtype."""
+    initial: Mapping[str, Callable[[Tensor, _Hyper], Tensor]] = field(default_factory=dict)
+    """State tensors of a parameter that do not begin as zeros of its shape, by name."""
 
 
-def _slots(*always: str, **when: str) -> Callable[[Options], tuple[str, ...]]:
-    """Return a function that names an optimizer's slots: `always`, and `when` an option is used."""
+def _tensor_names(*always: str, **when: str) -> Callable[[Options], tuple[str, ...]]:
+    """Return a function that names an optimizer's tensors: `always`, and `when` an option is used."""
 
-    def slots(options: Options) -> tuple[str, ...]:
-        used = (slot for name, slot in when.items() if options.flags.get(name, name not in options.unused))
+    def tensor_names(options: Options) -> tuple[str, ...]:
+        used = (tensor for name, tensor in when.items() if options.flags.get(name, name not in options.unused))
         return (*always, *used)
 
-    return slots
+    return tensor_names
 
 
 def _never_counts(options: Options) -> bool:
     return False
 
 
-def _momentum_slots(options: Options) -> tuple[str, ...]:
+def _sgd_tensor_names(options: Options) -> tuple[str, ...]:
     # torch counts no steps for SGD, but has no buffer before a parameter's first step. Here that is a count of 0.
     return () if "momentum" in options.unused else (STEP, "momentum_buffer")
 
 
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0}
 _MAXIMIZE = {"maximize": False}
-_ADAM_SLOTS = _slots(STEP, "exp_avg", "exp_avg_sq", amsgrad="max_exp_avg_sq")
+_ADAM_TENSOR_NAMES = _tensor_names(STEP, "exp_avg", "exp_avg_sq", amsgrad="max_exp_avg_sq")
 
 ALGORITHMS: Mapping[str, Algorithm] = {
     "sgd": Algorithm(
         torch.optim.SGD,
         _sgd_coefficients,
         _sgd,
-        _momentum_slots,
+        _sgd_tensor_names,
         {"lr": 1e-3, "momentum": 0, "dampening": 0, "weight_decay": 0},
         {"nesterov": False} | _MAXIMIZE,
         lambda options: not {"momentum", "dampening"} & options.unused,
@@ -256,7 +275,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         torch.optim.Adam,
         _adam_coefficients,
         _adam,
-        _ADAM_SLOTS,
+        _ADAM_TENSOR_NAMES,
         _ADAM,
         {"amsgrad": False, "decoupled_weight_decay": False} | _MAXIMIZE,
     ),
@@ -264,15 +283,16 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         torch.optim.AdamW,
         _adam_coefficients,
         _adam,
-        _ADAM_SLOTS,
+        _ADAM_TENSOR_NAMES,
         _ADAM | {"weight_decay": 1e-2},
         {"amsgrad": False} | _MAXIMIZE,
+        decoupled=True,
     ),
     "rmsprop": Algorithm(
         torch.optim.RMSprop,
         _rmsprop_coefficients,
         _rmsprop,
-        _slots(STEP, "square_avg", momentum="momentum_buffer", centered="grad_avg"),
+        _tensor_names(STEP, "square_avg", momentum="momentum_buffer", centered="grad_avg"),
         {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0, "momentum": 0},
         {"centered": False} | _MAXIMIZE,
         _never_counts,
@@ -281,15 +301,16 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         torch.optim.Adagrad,
         _adagrad_coefficients,
         _adagrad,
-        _slots(STEP, "sum"),
+        _tensor_names(STEP, "sum"),
         {"lr": 1e-2, "lr_decay": 0, "weight_decay": 0, "initial_accumulator_value": 0, "eps": 1e-10},
         _MAXIMIZE,
+        initial={"sum": _initial_sum},
     ),
     "adadelta": Algorithm(
         torch.optim.Adadelta,
         _adadelta_coefficients,
         _adadelta,
-        _slots(STEP, "square_avg", "acc_delta"),
+        _tensor_names(STEP, "square_avg", "acc_delta"),
         {"lr": 1.0, "rho": 0.9, "eps": 1e-6, "weight_decay": 0},
         _MAXIMIZE,
         _never_counts,
@@ -298,15 +319,17 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         torch.optim.NAdam,
         _nadam_coefficients,
         _nadam,
-        _slots(STEP, "exp_avg", "exp_avg_sq", "mu_product"),
+        _tensor_names(STEP, "exp_avg", "exp_avg_sq", "mu_product"),
         _ADAM | {"lr": 2e-3, "momentum_decay": 4e-3},
         {"decoupled_weight_decay": False} | _MAXIMIZE,
+        precise=frozenset({"lr", "mu", "mu_next"}),
+        initial={"mu_product": _initial_product},
     ),
     "radam": Algorithm(
         torch.optim.RAdam,
         _radam_coefficients,
         _radam,
-        _slots(STEP, "exp_avg", "exp_avg_sq"),
+        _tensor_names(STEP, "exp_avg", "exp_avg_sq"),
         _ADAM,
         {"decoupled_weight_decay": False} | _MAXIMIZE,
     ),
@@ -314,7 +337,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         torch.optim.Adamax,
         _adamax_coefficients,
         _adamax,
-        _slots(STEP, "exp_avg", "exp_inf"),
+        _tensor_names(STEP, "exp_avg", "exp_inf"),
         _ADAM | {"lr": 2e-3},
         _MAXIMIZE,
     ),
@@ -322,9 +345,10 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         None,
         _lion_coefficients,
         _lion,
-        _slots("exp_avg"),
+        _tensor_names("exp_avg"),
         {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0},
         _MAXIMIZE,
         _never_counts,
+        decoupled=True,
     ),
 }

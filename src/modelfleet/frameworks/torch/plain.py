@@ -79,7 +79,7 @@ class PlainEngine(ModuleEngine):
         """Return the size of the weights and the optimizer's state on the device."""
         trained = sum(parameter.nbytes for parameter in states.trained(self.model).values())
         weights = sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers()))
-        return weights + trained * len(self.task.optimizer.slots)
+        return weights + trained * len(self.task.optimizer.tensor_names)
 
     def stop(self) -> None:
         """Drop the last step's gradients."""

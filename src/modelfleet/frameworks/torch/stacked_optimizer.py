@@ -1,7 +1,7 @@
 """Optimizers on stacked parameters `(member, …)`: every member has its own value of every hyperparameter.
 
-Complex parameters are updated as pairs of real numbers. Steps are counted per parameter, in the slot `step`, as
-torch counts them: a parameter that is frozen, or takes no part in a step, does not count that step.
+Complex parameters are updated as pairs of real numbers. Steps are counted per parameter, in the tensor `step`,
+as torch counts them: a parameter that is frozen, or takes no part in a step, does not count that step.
 """
 
 from collections.abc import Mapping
@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelfleet.frameworks.torch.coefficients import Coefficients, one_per_member, pairs
+from modelfleet.frameworks.torch.coefficients import Coefficients, pairs
 from modelfleet.frameworks.torch.optimizers import ALGORITHMS, STEP
 from modelfleet.frameworks.torch.state import exact
-
-PER_MEMBER = frozenset({STEP, "mu_product"})  # slots with one number per member, not one per weight
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class Optimizer:
     """Update rule for stacked parameters, with pure functions: `initial`, `coefficients` and `apply`.
 
     `flags` change the algorithm rather than a number (`nesterov`, `amsgrad`, …). `unused` names the
-    hyperparameters that are 0 for every member. Their terms and slots are left out.
+    hyperparameters that are 0 for every member. Their terms and tensors are left out.
     """
 
     name: str
@@ -36,9 +34,9 @@ class Optimizer:
         return ALGORITHMS[self.name].defaults
 
     @property
-    def slots(self) -> tuple[str, ...]:
+    def tensor_names(self) -> tuple[str, ...]:
         """Return the names of the state tensors that each parameter has, as in `torch.optim`'s state."""
-        return ALGORITHMS[self.name].slots(self)
+        return ALGORITHMS[self.name].tensor_names(self)
 
     @property
     def torch_class(self) -> type[torch.optim.Optimizer] | None:
@@ -48,7 +46,7 @@ class Optimizer:
     @property
     def decoupled(self) -> bool:
         """Return True if weight decay shrinks the parameter instead of adding to the gradient."""
-        return self.name in ("adamw", "lion") or self.flags.get("decoupled_weight_decay", False)
+        return ALGORITHMS[self.name].decoupled or self.flags.get("decoupled_weight_decay", False)
 
     @property
     def counts(self) -> bool:
@@ -58,20 +56,18 @@ class Optimizer:
     @property
     def precise(self) -> frozenset[str]:
         """Return the coefficients that `apply` uses in float64, whatever the parameter's dtype."""
-        return frozenset({"lr", "mu", "mu_next"}) if self.name == "nadam" else frozenset()
+        return ALGORITHMS[self.name].precise
 
     def initial(self, param: Tensor, hyper: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the slots of one parameter `(member, …)` before its first step."""
-        slots = {name: torch.zeros_like(param) for name in self.slots}
-        if "sum" in slots:
-            parts = pairs(slots["sum"])
-            parts += one_per_member(hyper["initial_accumulator_value"], parts.dtype, parts.dim())
-        if "mu_product" in slots:  # one running product per member, rounded as torch rounds it
-            dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-            slots["mu_product"] = torch.ones(len(param), dtype=dtype, device=param.device)
-        if STEP in slots:
-            slots[STEP] = torch.zeros(len(param), dtype=exact(param.device), device=param.device)
-        return slots
+        """Return the state tensors of one parameter `(member, …)` before its first step."""
+        special = ALGORITHMS[self.name].initial
+        tensors = {
+            name: special[name](param, hyper) if name in special else torch.zeros_like(param)
+            for name in self.tensor_names
+        }
+        if STEP in tensors:
+            tensors[STEP] = torch.zeros(len(param), dtype=exact(param.device), device=param.device)
+        return tensors
 
     def coefficients(self, hyper: Mapping[str, Tensor], step: Tensor) -> dict[str, Tensor]:
         """Return the coefficients of a step for `apply`, each `(member,)` in float64. `step` counts from 1.
@@ -88,13 +84,13 @@ class Optimizer:
         return values
 
     def apply(
-        self, param: Tensor, grad: Tensor, slots: Mapping[str, Tensor], coefficients: Mapping[str, Tensor]
+        self, param: Tensor, grad: Tensor, tensors: Mapping[str, Tensor], coefficients: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a parameter `(member, …)` and its slots after one step."""
+        """Return a parameter `(member, …)` and its state tensors after one step."""
         is_complex = param.is_complex()
         if is_complex:
             param, grad = pairs(param), pairs(grad)
-            slots = {name: pairs(slot) if slot.is_complex() else slot for name, slot in slots.items()}
+            tensors = {name: pairs(own) if own.is_complex() else own for name, own in tensors.items()}
         c = Coefficients(coefficients, param)
         if self.flags.get("maximize", False):
             grad = -grad
@@ -103,13 +99,13 @@ class Optimizer:
                 param = c.times(param, "shrink")
             else:
                 grad = c.plus_scaled(grad, param, "weight_decay")
-        param, after = ALGORITHMS[self.name].update(self, param, grad, slots, c)
-        if STEP in slots:
-            after[STEP] = slots[STEP] + 1
+        param, after = ALGORITHMS[self.name].update(self, param, grad, tensors, c)
+        if STEP in tensors:
+            after[STEP] = tensors[STEP] + 1
         if is_complex:
             param = torch.view_as_complex(param.contiguous())
             after = {
-                name: torch.view_as_complex(slot.contiguous()) if slot.dim() == grad.dim() else slot
-                for name, slot in after.items()
+                name: torch.view_as_complex(own.contiguous()) if own.dim() == grad.dim() else own
+                for name, own in after.items()
             }
         return param, after
