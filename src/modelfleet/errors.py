@@ -85,7 +85,7 @@ class RowsError(FleetError):
         self.kept = tuple(kept)
 
 
-class GroupError(FleetError):
+class RankLostError(FleetError):
     """Raised if a process has waited in vain for the others of its group. The message names them, and the step."""
 
 

@@ -173,7 +173,7 @@ class Fit:
         begun = time.monotonic()
         self._resume()
         self._announce()
-        has_shares = any(run.share != 1 for run in self.runs)  # shares count turns, so each must be one step
+        has_shares = any(run.turns != 1 for run in self.runs)  # shares count turns, so each must be one step
         for run in self.runs:
             run.may_halve = not self._options.in_step
             run.choose_turn_length(single=self._options.watched or self._options.in_step or has_shares)

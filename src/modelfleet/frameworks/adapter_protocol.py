@@ -99,7 +99,7 @@ class Adapter(Protocol):
 
     * `threads() -> int` and `use_threads(count)`, if steps on the CPU use the number of threads that is set for
       the calling thread. Logical CPU devices then have their own threads.
-    * `Group`, like `frameworks.torch.ProcessGroup`, if the engines implement `split_rows_over`.
+    * `ProcessGroup`, like that of `frameworks.torch.process_group`, if the engines implement `split_rows_over`.
     * `frozen(model)`, if models contain more than replicas need. Its result is sent to the replicas and given to
       `Replica` instead of the model.
     * `own_training`, a module like `frameworks.keras.own_training`, if models hold their optimizers themselves.

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from modelfleet.errors import FleetError, GroupError, InputError, StrategyError
+from modelfleet.errors import FleetError, InputError, RankLostError, StrategyError
 from modelfleet.feeds import Batch, Feed
 from modelfleet.formatting import without_period
 from modelfleet.frameworks.engine import Engine
@@ -154,7 +154,7 @@ class Lane:
             except StepError as error:
                 causes.update(error.causes)
             except Exception as error:
-                if self.engine.out_of_memory(error) or isinstance(error, StrategyError | GroupError):
+                if self.engine.out_of_memory(error) or isinstance(error, StrategyError | RankLostError):
                     raise
                 slots = np.flatnonzero(live) if piece.slots is None else piece.slots
                 causes.update(self._train_singly(batch, slots, hyper, error))

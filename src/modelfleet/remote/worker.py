@@ -71,7 +71,7 @@ def _join_ranks(order: LaneOrder):  # noqa: ANN202  a framework's own type
     address = meeting if isinstance(meeting, str) else meeting.address
     framework = frameworks.adapter(order.members[0][3])
     kind = order.devices[0].kind if order.devices else "cpu"
-    return framework.Group.join(address, rank, size, RENDEZVOUS_TIMEOUT, device=kind)
+    return framework.ProcessGroup.join(address, rank, size, RENDEZVOUS_TIMEOUT, device=kind)
 
 
 def _refuse_to_halve(run: LaneRun) -> None:

@@ -122,11 +122,11 @@ class Source:
                 f"Set the precision in the model itself."
             )
 
-    def share(self, place: Place) -> SharedValue:
+    def publish(self, place: Place) -> SharedValue:
         """Send the model, or the factory, to all workers of places like this one."""
         frozen = getattr(self.framework, "frozen", lambda model: model)
         try:
-            return place.share(frozen(self.value), "the factory" if self.is_factory else "the model")
+            return place.publish(frozen(self.value), "the factory" if self.is_factory else "the model")
         except CannotSendError as error:
             raise StrategyError(
                 f"{error} Or give a function without arguments that makes the model, which is called in every "

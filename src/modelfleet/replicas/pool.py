@@ -243,7 +243,7 @@ class Replicas:
 
     def _new_version(self, source: Source) -> ModelVersion:
         """Send a model to where the replicas find it."""
-        value = source.share(self._places[0])
+        value = source.publish(self._places[0])
         specs = {
             place.name: ReplicaSpec(
                 source.framework.NAME,

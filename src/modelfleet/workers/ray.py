@@ -178,7 +178,7 @@ class RayPlace:
         """End a worker: other programs may need the device."""
         worker.close()
 
-    def share(self, value: object, description: str) -> "ObjectStoreValue":
+    def publish(self, value: object, description: str) -> "ObjectStoreValue":
         """Put a value into the object store, from which every node fetches it once."""
         return ObjectStoreValue(ray.put(_pack(value, description)))
 

@@ -19,7 +19,7 @@ from modelfleet.frameworks.torch.doctor_facts import cache_folder
 from modelfleet.frameworks.torch.engine import make_engine
 from modelfleet.frameworks.torch.malloc import keeping_pages
 from modelfleet.frameworks.torch.openmp import sharing_cores
-from modelfleet.frameworks.torch.process_group import ProcessGroup as Group
+from modelfleet.frameworks.torch.process_group import ProcessGroup
 from modelfleet.frameworks.torch.recipe import compile, prepare
 from modelfleet.frameworks.torch.replica import Replica, weight_bytes
 from modelfleet.frameworks.torch.schedules import Schedules

@@ -277,9 +277,9 @@ class _Trial:
     ) -> bool:
         total, count, gradients = 0.0, 0.0, map_tree(torch.zeros_like, whole[1])
         for rows in (slice(cut), slice(cut, None)):
-            share = torch.tensor(len(range(self.rows)[rows]) / self.rows, dtype=self.dtype)
+            fraction = torch.tensor(len(range(self.rows)[rows]) / self.rows, dtype=self.dtype)
             streams = self.extreme_streams(self._batch_rows(rows, draws))
-            (part, counted), own, _ = self.step(_share, data, rows, streams, None, share)
+            (part, counted), own, _ = self.step(_partial_loss, data, rows, streams, None, fraction)
             total, count = total + part, count + counted
             gradients = {name: gradients[name] + own.get(name, 0.0) for name in gradients}
         mean = total / count, {name: gradient / count for name, gradient in gradients.items()}
@@ -313,10 +313,10 @@ def _loss(steps: Steps, model: nn.Module, batch: Tree, weights: Tensor | None = 
     return steps.task.run(model, batch, weights)
 
 
-def _share(
-    steps: Steps, model: nn.Module, batch: Tree, weights: Tensor | None, share: Tensor
+def _partial_loss(
+    steps: Steps, model: nn.Module, batch: Tree, weights: Tensor | None, fraction: Tensor
 ) -> tuple[Tensor, Tensor]:
-    total, count, _ = steps.task.share(model, batch, weights, share)
+    total, count, _ = steps.task.partial_loss(model, batch, weights, fraction)
     return total, count
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS, SCALE, CannotFuseError
 from modelfleet.frameworks.torch.coefficients import computing
-from modelfleet.frameworks.torch.counting import Coefficients
+from modelfleet.frameworks.torch.counting import CoefficientsByParameter
 from modelfleet.frameworks.torch.optimizers import STEP
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.types import State
@@ -21,7 +21,7 @@ SMALLEST_SCALE = 2.0**-24  # below it, a member's float16 gradients are given up
 def update(
     task: Task,
     state: State,
-    coefficients: Coefficients,
+    coefficients: CoefficientsByParameter,
     active: Tensor,
     gradients: dict[str, Tensor],
     loss: Tensor,

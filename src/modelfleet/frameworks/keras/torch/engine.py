@@ -20,7 +20,7 @@ from modelfleet.frameworks.keras.torch.steps import TorchSteps
 from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.frameworks.stacked import Positions, StackedState, stack
 from modelfleet.frameworks.torch import state as states
-from modelfleet.frameworks.torch.counting import Coefficients
+from modelfleet.frameworks.torch.counting import CoefficientsByParameter
 from modelfleet.frameworks.torch.program_engine import ProgramEngine, RowTrials
 from modelfleet.frameworks.torch.programs import Programs
 from modelfleet.frameworks.torch.stepping import Stepper
@@ -238,10 +238,10 @@ class KerasTorchEngine(ProgramEngine[TorchSteps]):
 class _NoCoefficients:
     """No numbers (see `stepping.CoefficientSource`): a Keras optimizer keeps its numbers in variables."""
 
-    def next(self, state: State, hyper: Hyper, active: Tensor) -> Coefficients:
+    def next(self, state: State, hyper: Hyper, active: Tensor) -> CoefficientsByParameter:
         return {}
 
-    def one(self, state: State, hyper: Hyper) -> Coefficients:
+    def one(self, state: State, hyper: Hyper) -> CoefficientsByParameter:
         return {}
 
     def stepped(self, unused: frozenset[str] | None) -> None:

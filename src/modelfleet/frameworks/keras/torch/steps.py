@@ -15,7 +15,7 @@ from modelfleet.frameworks.keras.task import Task
 from modelfleet.frameworks.keras.torch.contexts import STREAM_DRAWS, unfiltered_errors
 from modelfleet.frameworks.torch import arrays
 from modelfleet.frameworks.torch.base import on_host
-from modelfleet.frameworks.torch.counting import Coefficients
+from modelfleet.frameworks.torch.counting import CoefficientsByParameter
 from modelfleet.frameworks.torch.mapping import mapped
 from modelfleet.frameworks.torch.modes import training_modes
 from modelfleet.frameworks.torch.steps_protocol import How, Tensors, drawing
@@ -65,7 +65,7 @@ class TorchSteps:
         self,
         state: State,
         shared: Tensors,
-        coefficients: Coefficients,
+        coefficients: CoefficientsByParameter,
         active: Tensor,
         data: Tree,
         weights: Tensor | None,
@@ -95,7 +95,7 @@ class TorchSteps:
         self,
         state: State,
         shared: Tensors,
-        coefficients: Coefficients,
+        coefficients: CoefficientsByParameter,
         active: Tensor,
         found: Tree,
         how: How,
