@@ -14,6 +14,8 @@ from modelfleet.each import Each, per_member
 from modelfleet.errors import InputError, StrategyError
 from modelfleet.fitting import Fit
 from modelfleet.frameworks import global_generators
+from modelfleet.frameworks.contexts import computing
+from modelfleet.frameworks.model_building import build_model
 from modelfleet.frameworks.recipe import compile_all
 from modelfleet.gate import Gate
 from modelfleet.history import History
@@ -140,7 +142,7 @@ class Fleet:
         by_argument = {key: per_member(value, names, key) for key, value in kwargs.items()}
         arguments = [{key: values[row] for key, values in by_argument.items()} for row in range(len(names))]
         models = {
-            name: frameworks.build(factory, own, member_seed(seed, name), name)
+            name: build_model(factory, own, member_seed(seed, name), name)
             for name, own in zip(names, arguments, strict=True)
         }
         fleet = cls(models, seed=seed, devices=devices)
@@ -327,7 +329,7 @@ class Fleet:
             The plan. It can be printed, compared, and turned into a dict.
         """
         _check_strategy(strategy)
-        with self._gate.reading("plan"), global_generators.kept(), frameworks.computing():
+        with self._gate.reading("plan"), global_generators.kept(), computing():
             lanes, changed = self._lanes_to_read(), self._changed()
             if data is None:
                 compiled = all(recipe and not recipe.missing for recipe in self._recipes.values())
@@ -420,7 +422,7 @@ class Fleet:
         job.check()
         job = job.without_past()
         shown = reporter(progress)
-        with self._gate.changing("fit"), frameworks.computing(), noticing() as raise_if_interrupted:
+        with self._gate.changing("fit"), computing(), noticing() as raise_if_interrupted:
             generators = global_generators.state()  # before any loader draws from them
             members = list(self._members.values())
             try:
@@ -470,7 +472,7 @@ class Fleet:
             batch_size: As for `fit`.
         """
         found: dict[str, dict[str, float]] = {}
-        with self._gate.reading("evaluate"), frameworks.computing():
+        with self._gate.reading("evaluate"), computing():
             opened, in_step = self._open_to_read("evaluate", data, batch_size)
             results = for_each_lane(opened, Lane.evaluating, in_step=in_step)
             for one, values in zip(opened, results, strict=True):
@@ -489,7 +491,7 @@ class Fleet:
             batch_size: As for `fit`.
         """
         found: dict[str, Tree] = {}
-        with self._gate.reading("predict"), frameworks.computing():
+        with self._gate.reading("predict"), computing():
             opened, in_step = self._open_to_read("predict", data, batch_size)
             results = for_each_lane(opened, Lane.predicting, in_step=in_step)
             for one, outputs in zip(opened, results, strict=True):

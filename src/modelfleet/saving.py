@@ -14,6 +14,7 @@ import numpy as np
 from modelfleet import frameworks
 from modelfleet.errors import StoreError
 from modelfleet.formatting import without_period
+from modelfleet.frameworks.model_building import build_model
 from modelfleet.frameworks.stacked import by_part, by_path
 from modelfleet.lanes import saved_state
 from modelfleet.lanes.saved_state import TrainingState
@@ -268,7 +269,7 @@ def _build(
         )
     framework = frameworks.adapter(entry["framework"])
     make = _factory(folder, entry, factory, allow_import)
-    model = frameworks.build(make, entry["arguments"], entry["seed"], name)
+    model = build_model(make, entry["arguments"], entry["seed"], name)
     if not framework.is_model(model):
         raise StoreError(
             f"the factory made a {type(model).__name__} for member {name!r} of {folder}, which was of "

@@ -105,6 +105,10 @@ class Adapter(Protocol):
     * `own_training`, a module like `frameworks.keras.own_training`, if models hold their optimizers themselves.
     * `settings()` and `using(settings)`, if a program can change a model's numbers by global settings such as a
       default dtype. Workers then compute with the settings of the process that started them.
+    * `as_loader`, like `frameworks.keras.datasets.as_loader`, if there are loaders of the framework's own.
+    * `weighted`, like `frameworks.keras.class_weights.weighted`, if `fit` takes `class_weight`.
+    * `GOES_ON = True`, if with `steps_per_epoch` an epoch of arrays starts where the last one stopped.
+    * `arrays.STRINGS = True`, if models take arrays of strings.
     * `version_note() -> str`, if `modelfleet doctor` should show more than the framework's version.
     * `cache_folder() -> Path`, if compiled programs are kept there between runs. `modelfleet doctor` shows it.
     """

@@ -18,6 +18,7 @@ from modelfleet.formatting import size
 from modelfleet.frameworks import global_generators
 from modelfleet.frameworks.adapter_protocol import Adapter
 from modelfleet.frameworks.batch_parts import inputs
+from modelfleet.frameworks.contexts import current_settings, using_settings
 from modelfleet.types import Model, Precision
 from modelfleet.workers import CannotSendError, Place, SharedValue
 from modelfleet.workers.inline import InlinePlace
@@ -65,7 +66,7 @@ class Source:
         with global_generators.kept(), ExitStack() as seeded:
             random.seed(0)
             np.random.seed(0)
-            for framework in frameworks.loaded():
+            for framework in frameworks.imported_adapters():
                 seeded.enter_context(framework.seeding(0))
             model = self.value()
         found = _adapter(model)
@@ -85,11 +86,11 @@ class Source:
     def _made_within(self, seconds: float) -> "Source":
         """Return `made()`, in a thread, because nothing else can be waited for with a limit."""
         making: Future[Source] = Future()
-        before, settings = global_generators.state(), frameworks.settings(None)
+        before, settings = global_generators.state(), current_settings(None)
 
         def make() -> None:
             try:
-                with frameworks.using(settings):
+                with using_settings(settings):
                     made = self.made()
             except BaseException as error:  # raised in the caller, whatever it is
                 making.set_exception(error)
@@ -146,7 +147,7 @@ class UnknownFramework:
     @staticmethod
     def choose(wanted: tuple[Device, ...] | None) -> tuple[Device, ...]:
         """Return the devices of the first imported framework that has accelerators; without one, the CPU."""
-        loaded = frameworks.loaded()
+        loaded = frameworks.imported_adapters()
         for framework in sorted(loaded, key=lambda one: not one.accelerators()):
             return framework.choose(wanted)
         return (Device("cpu"),) if wanted is None else wanted

@@ -11,8 +11,8 @@ from modelfleet.frameworks.torch.building import (
     restore_randomness,
     seeding,
     stacked_weights,
-    undisturbed,
     weights_key,
+    without_callers_contexts,
 )
 from modelfleet.frameworks.torch.devices import accelerators, choose, memory, native, threads, use_threads
 from modelfleet.frameworks.torch.doctor_facts import cache_folder

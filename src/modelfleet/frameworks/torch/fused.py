@@ -17,7 +17,7 @@ from modelfleet.frameworks.torch.base import ModuleEngine, TorchEngine, on_host
 from modelfleet.frameworks.torch.compiling.compiler import compile_mode
 from modelfleet.frameworks.torch.counting import CoefficientsAhead
 from modelfleet.frameworks.torch.fused_parallel import RowDivision
-from modelfleet.frameworks.torch.model_locks import borrowed, held
+from modelfleet.frameworks.torch.model_locks import lock_of, locked_in_mode
 from modelfleet.frameworks.torch.process_group import ProcessGroup
 from modelfleet.frameworks.torch.program_engine import ProgramEngine, RowTrials, batch_layout
 from modelfleet.frameworks.torch.programs import Programs, readable
@@ -154,7 +154,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
             own = (
                 batch.data if batch.shared else map_tree(lambda leaf, slot=slot: leaf[slot : slot + 1], batch.data)
             )
-            with borrowed(steps, train=False):
+            with locked_in_mode(steps, train=False):
                 rest = [weight[slot : slot + 1] for weight in weights]
                 found.append(getattr(steps, kind)(one, self.shared, own, *rest, How(batch.shared, fused=False)))
             if count:
@@ -256,7 +256,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
     def scatter(self, positions: Positions, members: Sequence[Member]) -> None:
         """Copy the weights of some members into their models."""
         state = self.stacked.read(positions, WEIGHTS, copy=False)
-        with held(self.programs.steps.model):
+        with lock_of(self.programs.steps.model):
             states.write_back([member.model for member in members], state, self.layout)
 
     def gather(self, positions: Positions, members: Sequence[Member]) -> None:
@@ -274,7 +274,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
                     f"member {member.name!r}: {min(switched)!r} was frozen or unfrozen in the middle of a fit, "
                     f'and the member is fused with others. Use strategy="interleaved", or do it between two fits.'
                 )
-        with held(self.programs.steps.model):
+        with lock_of(self.programs.steps.model):
             weights = self._weights_of(members)
         self.write(positions, weights)
         for row, (position, member) in enumerate(zip(positions, members, strict=True)):

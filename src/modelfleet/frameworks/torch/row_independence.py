@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from modelfleet.formatting import without_period
 from modelfleet.frameworks.torch import arrays
-from modelfleet.frameworks.torch.model_locks import borrowed
+from modelfleet.frameworks.torch.model_locks import locked_in_mode
 from modelfleet.frameworks.torch.random.streams import BatchRows, DrawShapes, Streams
 from modelfleet.frameworks.torch.random.trial_streams import ConstantStreams, ExtremeStreams
 from modelfleet.frameworks.torch.state import State
@@ -54,7 +54,7 @@ def divide_by_rows(
     """
     data, inputs = (map_tree(_few_rows, tree) for tree in (data, inputs))
     draws: DrawShapes = ()
-    with borrowed(steps, train=True):
+    with locked_in_mode(steps, train=True):
         for attempts in _trials(steps, state, shared, len(leaves(data)[0])):
             try:
                 found = _first_that_runs(
@@ -127,7 +127,7 @@ def ignores_padding(steps: Steps, state: State, shared: dict[str, Tensor], data:
         alone = trial.step(_loss, batch, slice(real), trial.extreme_streams(), weights[:real])
         return _close(padded, alone, trial.tolerance)
 
-    with borrowed(steps, train=True):
+    with locked_in_mode(steps, train=True):
         try:
             return all(_first_that_runs(attempts, ignores) for attempts in _trials(steps, state, shared, size))
         except Exception:  # a model that needs whole batches does not ignore padding
@@ -137,7 +137,7 @@ def ignores_padding(steps: Steps, state: State, shared: dict[str, Tensor], data:
 def rows_are_independent(steps: Steps, state: State, shared: dict[str, Tensor], inputs: Tree) -> bool:
     """Return True if the first member's output for a row of `inputs` `(row, …)` depends on that row alone."""
     rows = len(leaves(inputs)[0])
-    with borrowed(steps, train=False):
+    with locked_in_mode(steps, train=False):
         try:
             return not any(
                 _first_that_runs(attempts, lambda trial: trial.mixes_rows(trial.cast(inputs)))

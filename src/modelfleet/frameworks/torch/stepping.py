@@ -14,7 +14,7 @@ from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.counting import CoefficientsByParameter
 from modelfleet.frameworks.torch.fused_parallel import RowDivision
-from modelfleet.frameworks.torch.model_locks import borrowed
+from modelfleet.frameworks.torch.model_locks import locked_in_mode
 from modelfleet.frameworks.torch.programs import OwnSteps, Programs
 from modelfleet.frameworks.torch.python_state.checks import DivergenceCheck, StatefulError
 from modelfleet.frameworks.torch.steps_protocol import How, Tensors
@@ -131,7 +131,7 @@ class Stepper(Generic[OwnSteps]):
             if len(state["member"]["seed"]) > 1:
                 raise
         steps = self._programs.steps
-        with borrowed(steps, train=True):
+        with locked_in_mode(steps, train=True):
             steps.train(*lead, *rest, How(batch.shared, fused=False))
         self.coefficients.stepped(None)
 
