@@ -83,7 +83,7 @@ class Fit:
         self.devices = list(devices)
         self.epoch_seconds: float | None = None
         """Time of an epoch of all lanes, after the first one."""
-        self._sharing, self._split_run = sharing, halve
+        self._sharing, self._halve_run = sharing, halve
         self._reporter = reporter
         self._run_of = {name: run for run in self.runs for name in run.names}
         self._stopping: dict[str, str] = {}
@@ -263,7 +263,7 @@ class Fit:
 
     def _halve(self, run: LaneRun) -> None:
         """Replace a lane that has run out of memory by two."""
-        halves = self._split_run(run)
+        halves = self._halve_run(run)
         run.lane.rest(run.training())
         self.runs += halves
         self._run_of.update({name: half for half in halves for name in half.names})

@@ -20,7 +20,7 @@ from modelfleet.frameworks.recipe import compile_all
 from modelfleet.gate import Gate
 from modelfleet.history import History
 from modelfleet.interrupts import noticing
-from modelfleet.lanes import DevicePool, Lane, LaneBuilder
+from modelfleet.lanes import DevicePool, Lane, LaneBuilder, LaneSpec
 from modelfleet.live_lanes import LiveLanes
 from modelfleet.members import Member, check_name, member_seed
 from modelfleet.planning.lane_facts import describe
@@ -31,7 +31,7 @@ from modelfleet.recipe import Recipe
 from modelfleet.remote.copies import copy_loaders
 from modelfleet.remote.messages import OrderWriter
 from modelfleet.runs.job import Job
-from modelfleet.runs.lane_run import LaneRun, make_runs
+from modelfleet.runs.lane_run import make_runs
 from modelfleet.runs.opening import OpenLane
 from modelfleet.runs.sample_weight import add_sample_weight
 from modelfleet.runs.validation_split import split_validation
@@ -93,8 +93,9 @@ class Fleet:
         self._exposed: set[str] = set()  # members whose models the user may hold, and change
         self._pool = DevicePool(parse_devices(devices))
         self._planner = Planner()
-        self._lane_set = LiveLanes(self._members, self._recipes, self._pool, LaneBuilder(), self._planner)
-        self._nested_set: LiveLanes | None = None  # the lanes of verbs that are called within others
+        self._live_lanes = LiveLanes(self._members, self._recipes, self._pool, LaneBuilder(), self._planner)
+        self._nested_lanes: LiveLanes | None = None  # the lanes of verbs that are called within others
+        self._nested_specs: list[LaneSpec] = []  # the lanes of the fit that they were made for
         self._gate = Gate()
         self._fit: Fit | None = None  # the one that is running
         self._epoch_seconds: float | None = None  # of the last fit
@@ -204,7 +205,7 @@ class Fleet:
             subset._recipe = self._recipe
             subset._recipes.update({name: self._recipes[name] for name in names})
             subset._origins = {name: self._origins[name] for name in names if name in self._origins}
-            subset._lane_set.take_state(self._lane_set, names)
+            subset._live_lanes.take_state(self._live_lanes, names)
             self._exposed.update(names)
             return subset
 
@@ -225,7 +226,7 @@ class Fleet:
         """
         with self._gate.changing("add"):
             self._exposed.add(self._enlist(name, model))
-            self._lane_set.regroup()
+            self._live_lanes.regroup()
 
     def drop(self, name: str) -> Model:
         """Remove a member, and return its model.
@@ -237,7 +238,7 @@ class Fleet:
             model = self._member(name).model
             if len(self) == 1:
                 raise InputError(f"{name!r} is the last member; a fleet needs at least one.")
-            self._lane_set.forget([name])
+            self._live_lanes.forget([name])
             del self._members[name], self._recipes[name]
             self._by_model.pop(id(model), None)
             self._exposed.discard(name)
@@ -255,7 +256,7 @@ class Fleet:
             member = self._member(name)
             clone = self._enlist(as_, member.framework.copy_model(member.model))
             self._recipes[clone] = self._recipes[name]
-            self._lane_set.copy_state(name, clone)
+            self._live_lanes.copy_state(name, clone)
             if name in self._origins:
                 self._origins[clone] = self._origins[name]
 
@@ -303,7 +304,7 @@ class Fleet:
             self._recipes.update(dict.fromkeys(chosen, recipe))
             if members is None:
                 self._recipe = recipe
-            self._lane_set.forget(anew)
+            self._live_lanes.forget(anew)
 
     def plan(
         self,
@@ -429,16 +430,16 @@ class Fleet:
                 shown.status("tracing and measuring")
                 remote = strategy in ("processes", "data_parallel") or self._pool.clustered
                 sent = copy_loaders(job, self._members) if remote else job
-                plan, opened, feeding = self._lane_set.open(
+                plan, opened, feeding = self._live_lanes.open(
                     job, "train", strategy, self._exposed, self._sharings, checkpoints.stored_plan_of(wrapped)
                 )
-                self._nested_set = None
+                self._nested_lanes = None
                 self._fit = fit = Fit(
                     self,
                     plan,
                     make_runs(opened, feeding),
                     self._sharings(generators)[plan.sharing](sent),
-                    self._halve,
+                    self._live_lanes.halve,
                     wrapped,
                     shown,
                     generators,
@@ -446,7 +447,7 @@ class Fleet:
                     devices=[str(device) for device in self._pool.of_all(members)],
                     hyperparameters={name: self._hyperparameters(name) for name in self.names},
                 )
-                record = self._planner.measurements.recorder(self._lane_set.groups, plan, opened)
+                record = self._planner.measurements.recorder(self._live_lanes.groups, plan, opened)
                 try:
                     raise_if_interrupted()
                     history = fit.run()
@@ -454,8 +455,8 @@ class Fleet:
                     record(fit.epoch_seconds)
                     return history
                 finally:
-                    self._fit = self._nested_set = None
-                    self._lane_set.write_back()
+                    self._fit = self._nested_lanes = None
+                    self._live_lanes.write_back()
                     self._by_model = {id(member.model): name for name, member in self._members.items()}
             except CannotSendError as error:
                 instead = "" if self._pool.places else ' Or use "interleaved" or "threads".'
@@ -515,7 +516,7 @@ class Fleet:
         with self._gate.reading("save"):
             if self._fit is not None:
                 self._fit.sync_all("save")
-            trained = self._lane_set.training_states() if optimizer else None
+            trained = self._live_lanes.training_states() if optimizer else None
             fleet = SavedFleet(self._members, self.seed, self._origins, self._recipes, self._recipe, trained)
             saving.save(Path(folder), fleet)
 
@@ -523,7 +524,7 @@ class Fleet:
 
     @property
     def _lanes(self) -> list[Lane]:
-        return self._lane_set.lanes
+        return self._live_lanes.lanes
 
     def _open_to_read(self, kind: Kind, data: Data, batch_size: int | Each | None) -> tuple[list[OpenLane], bool]:
         """Return the lanes for a verb that reads, and whether they read one loader."""
@@ -535,12 +536,13 @@ class Fleet:
     def _lanes_to_read(self) -> LiveLanes:
         """Return the lanes for a verb that reads. Within another verb, they are not that verb's lanes."""
         if not self._gate.nested:
-            return self._lane_set
+            return self._live_lanes
         if self._fit is not None:
             self._fit.sync_all(self._gate.verb)
-        if self._nested_set is None:
-            self._nested_set = self._lane_set.aside([] if self._fit is None else self._fit.specs())
-        return self._nested_set
+        specs = [] if self._fit is None else self._fit.specs()
+        if self._nested_lanes is None or self._nested_specs != specs:  # a lane may have been halved
+            self._nested_lanes, self._nested_specs = self._live_lanes.aside(specs), specs
+        return self._nested_lanes
 
     def _changed(self) -> Collection[str]:
         """Return the members whose models may hold weights that the lanes of a verb that reads do not."""
@@ -553,10 +555,6 @@ class Fleet:
             if self._fit is not None:
                 for name in lane.names:
                     self._fit.take(name)
-
-    def _halve(self, run: LaneRun) -> list[LaneRun]:
-        self._nested_set = None
-        return self._lane_set.halve(run)
 
     def _sharings(self, generators: global_generators.State | None = None) -> Sharings:
         """Return the ways to share the devices."""

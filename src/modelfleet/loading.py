@@ -54,7 +54,7 @@ def load(
     fleet._recipes.update(found.recipes)
     fleet._recipe = found.recipe
     _compile(fleet, found, allow_import)
-    fleet._lane_set.give_saved(_fill_optimizers(fleet, found))
+    fleet._live_lanes.give_saved(_fill_optimizers(fleet, found))
     return fleet
 
 

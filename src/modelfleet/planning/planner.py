@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from modelfleet.errors import StrategyError
 from modelfleet.lanes import Groups, LaneSpec
+from modelfleet.lanes.shared_objects import find_shared_object
 from modelfleet.lanes.spec import join_reasons
 from modelfleet.planning import lane_width, placement
 from modelfleet.planning.fusability import refuse_indivisible, split_unfusable
@@ -23,7 +24,6 @@ from modelfleet.planning.printing import milliseconds
 from modelfleet.planning.trials import MIN_SECONDS
 from modelfleet.runs.opening import LaneOpener, OpenLane
 from modelfleet.sharing import Sharings
-from modelfleet.sharing.each_lane import find_shared_object
 from modelfleet.types import SharingName, Strategy
 from modelfleet.workers import CannotSendError
 from modelfleet.workers.pickling import pickle_value

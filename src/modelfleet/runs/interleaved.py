@@ -1,4 +1,7 @@
-"""Interleaved lanes: a turn of each after the other, in one thread."""
+"""Interleaved lanes: a turn of each after the other, in one thread.
+
+This sharing is not in `sharing/`, because workers run their lanes with it, too (`remote/worker.py`).
+"""
 
 from collections.abc import Iterator, Sequence
 
