@@ -14,7 +14,7 @@ from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.frameworks.stacked import CARRIED, WEIGHTS, Positions, StackedState, fitting
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.base import ModuleEngine, TorchEngine, on_host
-from modelfleet.frameworks.torch.compiling.compiler import compile_mode
+from modelfleet.frameworks.torch.compiling.decision import compile_mode
 from modelfleet.frameworks.torch.counting import CoefficientsAhead
 from modelfleet.frameworks.torch.fused_parallel import RowDivision
 from modelfleet.frameworks.torch.model_locks import lock_of, locked_in_mode

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from modelfleet.frameworks.engine import Pace
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.torch.base import on_host
-from modelfleet.frameworks.torch.compiling.compiler import SAVED_FRACTION, Compiler, compile_mode
+from modelfleet.frameworks.torch.compiling.compiler import Compiler
+from modelfleet.frameworks.torch.compiling.decision import SAVED_FRACTION, compile_mode
 from modelfleet.frameworks.torch.model_locks import lock_of, locked_in_mode
 from modelfleet.frameworks.torch.modes import in_mode
 from modelfleet.frameworks.torch.python_state.checks import StatefulError, refuse_unstackable
