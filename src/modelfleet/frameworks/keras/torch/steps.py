@@ -27,7 +27,7 @@ PARTS = ("params", "buffers", "optimizer", "metrics")
 
 
 class TorchSteps:
-    """Steps of a lane, made of a Keras model's pure functions (see `frameworks.torch.lane_steps.LaneSteps`)."""
+    """Steps of a lane, made of a Keras model's pure functions (see `torch.steps_protocol.LaneSteps`)."""
 
     layout: frozenset[str] = frozenset()
     contiguous = False
