@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config
 
 import modelfleet as mf
-from modelfleet.frameworks.torch.compiling import compile_queue, compiler
+from modelfleet.frameworks.torch.compiling import compile_queue, compiler, decision
 from modelfleet.frameworks.torch.compiling.compile_queue import CompileQueue, Outcome
 from modelfleet.frameworks.torch.programs import Programs
 
@@ -150,8 +150,8 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 def eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Processes:
     """Compiling pays at once, whatever the work that is left."""
     for constant in ("SECONDS_PER_NODE", "SECONDS_AT_LEAST", "SECONDS_TO_LOAD"):
-        monkeypatch.setattr(compiler, constant, 0.0)
-    monkeypatch.setattr(compiler, "SAVED_FRACTION", 1e9)
+        monkeypatch.setattr(decision, constant, 0.0)
+    monkeypatch.setattr(decision, "SAVED_FRACTION", 1e9)
     monkeypatch.setattr(compile_queue, "SETTLING_SECONDS", 0.0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return Processes(tmp_path, monkeypatch)
@@ -482,10 +482,10 @@ def test_a_sweep_of_many_lanes_compiles_one_after_the_other(
 OWNER = """
 import sys
 import modelfleet as mf
-from modelfleet.frameworks.torch.compiling import compile_queue, compiler
+from modelfleet.frameworks.torch.compiling import compile_queue, decision
 from tests import helpers
-compiler.SECONDS_PER_NODE = compiler.SECONDS_AT_LEAST = compiler.SECONDS_TO_LOAD = 0.0
-compiler.SAVED_FRACTION, compile_queue.SETTLING_SECONDS = 1e9, 0.0
+decision.SECONDS_PER_NODE = decision.SECONDS_AT_LEAST = decision.SECONDS_TO_LOAD = 0.0
+decision.SAVED_FRACTION, compile_queue.SETTLING_SECONDS = 1e9, 0.0
 start = compile_queue.subprocess.Popen
 def told(command, **options):
     process = start(command, **options)

@@ -28,13 +28,13 @@ ORDER = (
     "replicas",
     "workers",
     "callbacks feeds progress store",
-    "gate history memory",
+    "free_memory gate history",
     "plotting",
     "frameworks",
     "interrupts members",
     "joining recipe",
     "each devices",
-    "fingerprints foreign_words streams trees words",
+    "fingerprints formatting shuffles trees unknown_names",
     "errors types",
 )
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.split()}

@@ -47,7 +47,7 @@ def lane(make: Callable[[], nn.Module], names: list[str] = NAMES) -> Lane:
 
 def lane_of(fleet: mf.Fleet) -> Lane:
     fleet.predict(np.zeros((4, 4), np.float32), batch_size=4)
-    lanes = fleet._lane_set.lanes
+    lanes = fleet._live_lanes.lanes
     assert lanes is not None
     (found,) = lanes
     return found

@@ -217,7 +217,7 @@ def test_rows_on_several_devices_add_up_to_the_whole_batch() -> None:
     with torch.no_grad():
         whole, _ = task.run(model, batch, None)
         shares = [
-            task.share(model, (X[rows], Y[rows], W[rows]), None, torch.tensor(0.5))
+            task.partial_loss(model, (X[rows], Y[rows], W[rows]), None, torch.tensor(0.5))
             for rows in (slice(7), slice(7, None))
         ]
     total, count = sum(share[0] for share in shares), sum(share[1] for share in shares)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import modelfleet as mf
-from modelfleet.store import recipes
+from modelfleet.store import recipe_json
 
 X, Y = (torch.tensor(array) for array in toy(22))
 DATA = X.double(), Y
@@ -314,13 +314,13 @@ def test_functions_are_imported_only_when_that_is_allowed(tmp_path: Path) -> Non
 )
 def test_a_folder_cannot_have_anything_called(path: str) -> None:
     for made in ({"$import": path}, {"$partial": path, "with": {}}, {"$made": path, "with": {}}):
-        recipe = recipes.decode({"optimizer": made, "command": "true"}, allow_import=False)
+        recipe = recipe_json.decode({"optimizer": made, "command": "true"}, allow_import=False)
         assert recipe.optimizer is None
         assert path in recipe.missing["optimizer"].reason
 
 
 def test_only_settings_are_made_by_load() -> None:
-    recipe = recipes.decode({"schedule": {"$made": "torch.optim.sgd:SGD", "with": {}}}, allow_import=True)
+    recipe = recipe_json.decode({"schedule": {"$made": "torch.optim.sgd:SGD", "with": {}}}, allow_import=True)
     assert "can't be made from a folder" in recipe.missing["schedule"].reason
 
 

@@ -1,129 +1,92 @@
-"""A member's rows are shuffled by its own seed and the epochs it has trained, whatever lanes it has been in."""
-
-from collections.abc import Callable
-
+import numpy as np
 import pytest
-import torch
-from tests.fuzz.draws import order, seed_of
-from tests.helpers import Arrays, close, fit, mlp, toy, weights
-from torch import Tensor, nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-import modelfleet as mf
-from modelfleet.types import Strategy
+from modelfleet.shuffles import permutations, threefry
 
-FIRST, SECOND = toy(12, seed=1), toy(16, seed=2)
-RATE, SIZE = 0.5, 3
+SEEDS = st.integers(-(2**63), 2**63 - 1)
 
 
-def trained(model: nn.Module, name: str, data: Arrays, epochs: range) -> None:
-    """SGD on rows that are in the order of an epoch's number."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    x, y = (torch.from_numpy(array) for array in data)
-    for epoch in epochs:
-        for rows in torch.from_numpy(order(seed_of(name), epoch, len(x))).split(SIZE):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
-            optimizer.step()
+def one(seed: int, epoch: int, length: int) -> np.ndarray:
+    return permutations(np.array([seed]), epoch, np.array([length]))[0]
 
 
-def wide(fleet: mf.Fleet) -> None:
-    """A member of another structure comes, and the members are placed anew."""
-    fleet.add("z", mlp(20))
-    fleet.compile("sgd", "cross_entropy", lr=RATE, members=["z"])
+@settings(deadline=None)
+@given(st.lists(st.tuples(SEEDS, st.integers(1, 40)), min_size=1, max_size=8), st.integers(0, 2**32 - 1))
+def test_every_row_is_the_members_own_permutation(members: list[tuple[int, int]], epoch: int) -> None:
+    seeds, lengths = (np.array(column, dtype=np.int64) for column in zip(*members, strict=True))
+    orders = permutations(seeds, epoch, lengths)
+    assert orders.dtype == np.int64
+    assert orders.shape == (len(members), lengths.max())
+    for order, (seed, length) in zip(orders, members, strict=True):
+        assert sorted(order[:length]) == list(range(length))
+        np.testing.assert_array_equal(order[:length], one(seed, epoch, length))
+        np.testing.assert_array_equal(order, np.resize(order[:length], len(order)))
 
 
-def alike(fleet: mf.Fleet) -> None:
-    fleet.add("z", mlp())
-    fleet.compile("sgd", "cross_entropy", lr=RATE, members=["z"])
+def test_no_rows_are_no_order() -> None:
+    assert permutations(np.array([1, 2]), 0, np.array([0, 0])).shape == (2, 0)
 
 
-def again(fleet: mf.Fleet) -> None:
-    """One member begins anew, the others do not."""
-    fleet.compile("adam", "mse", lr=0.1, members=["c"])
-    fleet.compile("sgd", "cross_entropy", lr=RATE, members=["c"])
+@pytest.mark.parametrize("bit", [0, 1, 31, 32, 33, 62])
+def test_every_bit_of_the_seed_counts(bit: int) -> None:
+    assert (one(5, 0, 50) != one(5 ^ (1 << bit), 0, 50)).any()
 
 
-def in_between(fleet: mf.Fleet) -> None:
-    """Verbs that read have lanes of their own."""
-    fleet.plan(SECOND, batch_size=5)
-    fleet.predict(SECOND[0])
-    fleet[fleet.names[0]][0].weight.requires_grad_(False).requires_grad_(True)
+def test_epochs_differ_and_repeat() -> None:
+    orders = [tuple(one(7, epoch, 50)) for epoch in range(100)]
+    assert len(set(orders)) == 100
+    assert orders == [tuple(one(7, epoch, 50)) for epoch in range(100)]
 
 
-CHANGES: dict[str, Callable[[mf.Fleet], object]] = {
-    "nothing": lambda fleet: None,
-    "a member of another structure joins": wide,
-    "a member joins": alike,
-    "a member leaves": lambda fleet: fleet.drop("c"),
-    "a clone": lambda fleet: fleet.clone("c", as_="z"),
-    "one is compiled anew": again,
-    "reading": in_between,
-}
+def test_every_member_may_have_its_own_epoch() -> None:
+    orders = permutations(np.array([7, 7, 8]), np.array([0, 3, 3]), np.array([50, 50, 20]))
+    for order, (seed, epoch, length) in zip(orders, [(7, 0, 50), (7, 3, 50), (8, 3, 20)], strict=True):
+        np.testing.assert_array_equal(order[:length], one(seed, epoch, length))
 
 
-@pytest.mark.parametrize("strategy", ["auto", "interleaved"])
-@pytest.mark.parametrize("devices", ["cpu", "cpu:0,cpu:1"])
-@pytest.mark.parametrize("change", CHANGES)
-def test_shuffles_go_on_in_lanes_that_are_made_anew(change: str, devices: str, strategy: Strategy) -> None:
-    torch.manual_seed(0)
-    models: dict[str, nn.Module] = {"a": mlp(), "b": mlp(), "c": mlp(9)}
-    alone = {name: mlp(9 if name == "c" else 6) for name in models}
-    for name, model in alone.items():
-        model.load_state_dict(models[name].state_dict())
-    fleet = mf.Fleet(models, devices=devices)
-    fleet.compile("sgd", "cross_entropy", lr=RATE)
-    fit(fleet, FIRST, epochs=2, batch_size=SIZE, strategy=strategy)
-    CHANGES[change](fleet)
-    epochs = mf.each({name: 1 if name == "a" else 3 for name in fleet.names})  # so that lanes are placed otherwise
-    fit(fleet, SECOND, epochs=epochs, batch_size=SIZE, strategy=strategy)
-    for name, count in {"a": 1, "b": 3}.items():
-        trained(alone[name], name, FIRST, range(2))
-        trained(alone[name], name, SECOND, range(2, 2 + count))
-        assert close(weights(fleet[name]), weights(alone[name]))
+def test_a_seed_and_an_epoch_are_not_interchangeable() -> None:
+    assert (one(3, 4, 50) != one(4, 3, 50)).any()
 
 
-class Pooled(nn.Module):
-    """Takes rows of any length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(1, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x[..., None]).tanh().sum(1)
-
-
-def test_shuffles_go_on_where_members_get_rows_of_unlike_shapes() -> None:
-    torch.manual_seed(0)
-    models = {"a": Pooled(), "b": Pooled()}
-    alone = {"a": Pooled(), "b": Pooled()}
-    for name, model in alone.items():
-        model.load_state_dict(models[name].state_dict())
-    fleet = mf.Fleet(models)
-    fleet.compile("sgd", "cross_entropy", lr=RATE)
-    fit(fleet, FIRST, epochs=2, batch_size=SIZE)
-    own = {"a": SECOND, "b": (SECOND[0][:, :3].copy(), SECOND[1])}
-    fit(fleet, mf.each(own), batch_size=SIZE)
-    assert len(fleet.plan().lanes) == 1
-    fit(fleet, mf.each(own), batch_size=SIZE)  # cut a second time
-    for name, model in alone.items():
-        trained(model, name, FIRST, range(2))
-        trained(model, name, own[name], range(2, 4))
-        assert close(weights(fleet[name]), weights(model)), name
+@pytest.mark.parametrize("vary", ["seed", "epoch"])
+def test_every_row_is_equally_likely_at_every_place(vary: str) -> None:
+    """Neighbouring seeds and epochs are the hard case. Chi-square with 81 degrees of freedom, five sigmas."""
+    draws, length = 5_000, 10
+    if vary == "seed":
+        orders = permutations(np.arange(draws), 0, np.full(draws, length))
+    else:
+        orders = np.array([one(1, epoch, length) for epoch in range(draws)])
+    seen = np.zeros((length, length))
+    for place in range(length):
+        seen[place] = np.bincount(orders[:, place], minlength=length)
+    expected = draws / length
+    assert ((seen - expected) ** 2 / expected).sum() < 81 + 5 * np.sqrt(2 * 81)
 
 
-def test_shuffles_go_on_in_waves(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = mf.Fleet.build(mlp, ["a", "b", "c", "d"])
-    fleet.compile("sgd", "cross_entropy", lr=RATE)
-    alone = {name: mlp() for name in fleet.names}
-    for name, model in alone.items():
-        model.load_state_dict(fleet[name].state_dict())
-    fit(fleet, FIRST, epochs=2, batch_size=SIZE)
-    (whole,) = fleet.plan(SECOND, batch_size=SIZE).lanes
-    monkeypatch.setenv("MODELFLEET_MEMORY", str((whole.state_bytes + (whole.working_bytes or 0)) // 2))
-    fit(fleet, SECOND, epochs=2, batch_size=SIZE)
-    assert {lane.wave for lane in fleet.plan(SECOND, batch_size=SIZE).lanes} > {0}
-    for name, model in alone.items():
-        trained(model, name, FIRST, range(2))
-        trained(model, name, SECOND, range(2, 4))
-        assert close(weights(fleet[name]), weights(model)), name
+def test_neighbouring_places_are_independent() -> None:
+    orders = permutations(np.arange(20_000), 3, np.full(20_000, 5))
+    pairs = np.bincount(orders[:, 0] * 5 + orders[:, 1], minlength=25).reshape(5, 5)
+    assert (np.diag(pairs) == 0).all()
+    off = pairs[~np.eye(5, dtype=bool)]
+    assert ((off - 1000) ** 2 / 1000).sum() < 19 + 5 * np.sqrt(2 * 19)
+
+
+def test_members_do_not_resemble_each_other() -> None:
+    orders = permutations(np.arange(500), 0, np.full(500, 100)).astype(float)
+    correlation = np.corrcoef(orders)[~np.eye(500, dtype=bool)]
+    assert abs(correlation).max() < 0.55
+    assert correlation.std() == pytest.approx(0.1, rel=0.1)
+
+
+@pytest.mark.parametrize("seed", [0, 12345678901234567, -1])
+def test_the_order_is_that_of_the_documented_words(seed: int) -> None:
+    """The definition in docs/how-fusing-works.md again, a word at a time."""
+    epoch, length = 6, 30
+    low, high = seed % 2**32, (seed % 2**64 // 2**32 + 2**31) % 2**32
+    words = []
+    for row in range(length):
+        left, right = threefry(*(np.array([word], dtype=np.uint32) for word in (low, high, row, epoch)))
+        words.append(int(left[0]) * 2**32 + int(right[0]))
+    assert one(seed, epoch, length).tolist() == sorted(range(length), key=lambda row: words[row])

@@ -124,7 +124,7 @@ def test_memory_that_runs_out_between_two_shapes_of_a_step_leaves_no_step_counte
         monkeypatch.setattr(FusedEngine, method, small_device)
     history = fit(fleet, mf.each(batches))
     assert not history.failed
-    halves = [lane for lane, _ in fleet._lane_set._holders.values()]
+    halves = [lane for lane, _ in fleet._live_lanes._holders.values()]
     assert [lane.names for lane in halves] == [["a"], ["b"]]
     assert [lane.steps.tolist() for lane in halves] == [[3], [3]]
     for name, model in models(list(batches)).items():

@@ -5,10 +5,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from modelfleet import frameworks
-from modelfleet.errors import InputError, nearest
+from modelfleet.errors import InputError
+from modelfleet.frameworks.conversions import wrap_keras_callbacks
 from modelfleet.history import History, Mode, direction, plain
 from modelfleet.types import Json, Model
+from modelfleet.unknown_names import nearest
 
 Snapshot: TypeAlias = Any
 """A copy of a member's weights, as `run.snapshot` returns it."""
@@ -299,7 +300,7 @@ def wrap_callbacks(callbacks: Sequence[object]) -> list[Callback]:
     if not others:
         return own
     place = next(index for index, callback in enumerate(given) if callback is others[0])
-    return [*own[:place], frameworks.wrapped(others), *own[place:]]
+    return [*own[:place], wrap_keras_callbacks(others), *own[place:]]
 
 
 def refuse_missing_validation(callbacks: Sequence[Callback]) -> None:

@@ -16,8 +16,8 @@ from modelfleet.planning.plan import Plan
 from modelfleet.planning.stored import StoredPlan
 from modelfleet.runs.lane_run import LaneRun
 from modelfleet.store import Saved, is_unused, read_folder, read_manifest, tidy, write_folder
+from modelfleet.store.json_schema import check
 from modelfleet.store.reading import Files
-from modelfleet.store.schema import check
 from modelfleet.types import Json, SharingName, State, Tensor
 
 KIND = "checkpoint"

@@ -12,10 +12,11 @@ import numpy as np
 
 import modelfleet as mf
 from modelfleet.errors import InputError, MissingExtraError
-from modelfleet.frameworks import adapter, computing
+from modelfleet.frameworks import adapter
+from modelfleet.frameworks.contexts import computing
 from modelfleet.history import History
 from modelfleet.members import member_seed
-from modelfleet.streams import permutations
+from modelfleet.shuffles import permutations
 from modelfleet.testing import largest_difference
 
 if TYPE_CHECKING:

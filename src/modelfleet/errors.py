@@ -1,7 +1,6 @@
 """Errors that modelfleet raises: what came, what was expected, what to do now."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -86,7 +85,7 @@ class RowsError(FleetError):
         self.kept = tuple(kept)
 
 
-class GroupError(FleetError):
+class RankLostError(FleetError):
     """Raised if a process has waited in vain for the others of its group. The message names them, and the step."""
 
 
@@ -107,68 +106,3 @@ def refuse_masked(value: Any) -> None:
             f"{np.ma.count_masked(value)} of {np.size(value)} numbers of a masked array are masked, which no "
             f"model would notice. Fill them, as in x.filled(0.0), or leave out their rows."
         )
-
-
-def nearest(name: object, known: Iterable[str]) -> str | None:
-    """Return the known name that a misspelt one resembles most, or None if it resembles none."""
-    return next(iter(get_close_matches(str(name), list(known), n=1, cutoff=0.5)), None)
-
-
-def unknown(kind: str, name: object, known: Iterable[str]) -> InputError:
-    """Return the error for an unknown name, which suggests our word for another library's, or the nearest name."""
-    names = sorted(known)
-    near = _FOREIGN_NAMES.get(str(name).lower().replace("_", ""))
-    if near not in names and not (near is not None and kind.startswith("hyperparameter")):
-        near = nearest(name, names)
-    hint = f"Did you mean {near!r}? " if near else ""
-    return InputError(f"unknown {kind} {name!r}. {hint}Known: {', '.join(names)}.")
-
-
-# Other libraries' names of losses, metrics, hyperparameters and precisions, without underscores, and ours.
-_FOREIGN_NAMES = {
-    # losses
-    "binarycrossentropy": "bce",
-    "categoricalcrossentropy": "cross_entropy",
-    "crossentropy": "cross_entropy",
-    "crossentropyloss": "cross_entropy",
-    "kldivergence": "kl_div",
-    "kullbackleiblerdivergence": "kl_div",
-    "l2": "mse",
-    "logloss": "cross_entropy",
-    "meanabsoluteerror": "mae",
-    "meansquarederror": "mse",
-    "mseloss": "mse",
-    "poisson": "poisson_nll",
-    "sparsecategoricalcrossentropy": "cross_entropy",
-    # metrics
-    "acc": "accuracy",
-    "binaryaccuracy": "accuracy",
-    "categoricalaccuracy": "accuracy",
-    "r2score": "r2",
-    "sparsecategoricalaccuracy": "accuracy",
-    "sparsetopkcategoricalaccuracy": "top_5",
-    "topkcategoricalaccuracy": "top_5",
-    # hyperparameters, and arguments of `compile` that are taken for one
-    "clipnorm": "clip_norm",
-    "criterion": "loss",
-    "decay": "weight_decay",
-    "dtype": "precision",
-    "epsilon": "eps",
-    "globalclipnorm": "clip_norm",
-    "gradientclipval": "clip_norm",
-    "learningrate": "lr",
-    "lossfn": "loss",
-    "lrscheduler": "schedule",
-    "maxgradnorm": "clip_norm",
-    "scheduler": "schedule",
-    "wd": "weight_decay",
-    "weightedmetrics": "metrics",
-    # precisions
-    "bf16-mixed": "bf16",
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "fp32": "float32",
-    "half": "fp16",
-    "mixedbfloat16": "bf16",
-    "mixedfloat16": "fp16",
-}

@@ -83,7 +83,7 @@ class Fit:
         self.devices = list(devices)
         self.epoch_seconds: float | None = None
         """Time of an epoch of all lanes, after the first one."""
-        self._sharing, self._split_run = sharing, halve
+        self._sharing, self._halve_run = sharing, halve
         self._reporter = reporter
         self._run_of = {name: run for run in self.runs for name in run.names}
         self._stopping: dict[str, str] = {}
@@ -173,7 +173,7 @@ class Fit:
         begun = time.monotonic()
         self._resume()
         self._announce()
-        has_shares = any(run.share != 1 for run in self.runs)  # shares count turns, so each must be one step
+        has_shares = any(run.turns != 1 for run in self.runs)  # shares count turns, so each must be one step
         for run in self.runs:
             run.may_halve = not self._options.in_step
             run.choose_turn_length(single=self._options.watched or self._options.in_step or has_shares)
@@ -263,7 +263,7 @@ class Fit:
 
     def _halve(self, run: LaneRun) -> None:
         """Replace a lane that has run out of memory by two."""
-        halves = self._split_run(run)
+        halves = self._halve_run(run)
         run.lane.rest(run.training())
         self.runs += halves
         self._run_of.update({name: half for half in halves for name in half.names})

@@ -11,15 +11,16 @@ from modelfleet import checkpoints, frameworks, saving
 from modelfleet.callbacks import refuse_missing_validation, wrap_callbacks
 from modelfleet.devices import parse_devices
 from modelfleet.each import Each, per_member
-from modelfleet.errors import InputError, StrategyError, unknown
+from modelfleet.errors import InputError, StrategyError
 from modelfleet.fitting import Fit
-from modelfleet.foreign_words import explain_arguments
 from modelfleet.frameworks import global_generators
+from modelfleet.frameworks.contexts import computing
+from modelfleet.frameworks.model_building import build_model
 from modelfleet.frameworks.recipe import compile_all
 from modelfleet.gate import Gate
 from modelfleet.history import History
 from modelfleet.interrupts import noticing
-from modelfleet.lanes import DevicePool, Lane, LaneBuilder
+from modelfleet.lanes import DevicePool, Lane, LaneBuilder, LaneSpec
 from modelfleet.live_lanes import LiveLanes
 from modelfleet.members import Member, check_name, member_seed
 from modelfleet.planning.lane_facts import describe
@@ -30,14 +31,14 @@ from modelfleet.recipe import Recipe
 from modelfleet.remote.copies import copy_loaders
 from modelfleet.remote.messages import OrderWriter
 from modelfleet.runs.job import Job
-from modelfleet.runs.lane_run import LaneRun, make_runs
+from modelfleet.runs.lane_run import make_runs
 from modelfleet.runs.opening import OpenLane
 from modelfleet.runs.sample_weight import add_sample_weight
 from modelfleet.runs.validation_split import split_validation
 from modelfleet.saving import SavedFleet
 from modelfleet.sharing import Sharings, sharings
 from modelfleet.sharing.each_lane import for_each_lane
-from modelfleet.store.recipes import completes, import_path
+from modelfleet.store.recipe_json import completes, import_path
 from modelfleet.types import (
     Data,
     Kind,
@@ -50,6 +51,7 @@ from modelfleet.types import (
     Strategy,
     Tree,
 )
+from modelfleet.unknown_names import explain_arguments, unknown
 from modelfleet.workers import CannotSendError
 
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
@@ -91,8 +93,9 @@ class Fleet:
         self._exposed: set[str] = set()  # members whose models the user may hold, and change
         self._pool = DevicePool(parse_devices(devices))
         self._planner = Planner()
-        self._lane_set = LiveLanes(self._members, self._recipes, self._pool, LaneBuilder(), self._planner)
-        self._nested_set: LiveLanes | None = None  # the lanes of verbs that are called within others
+        self._live_lanes = LiveLanes(self._members, self._recipes, self._pool, LaneBuilder(), self._planner)
+        self._nested_lanes: LiveLanes | None = None  # the lanes of verbs that are called within others
+        self._nested_specs: list[LaneSpec] = []  # the lanes of the fit that they were made for
         self._gate = Gate()
         self._fit: Fit | None = None  # the one that is running
         self._epoch_seconds: float | None = None  # of the last fit
@@ -140,7 +143,7 @@ class Fleet:
         by_argument = {key: per_member(value, names, key) for key, value in kwargs.items()}
         arguments = [{key: values[row] for key, values in by_argument.items()} for row in range(len(names))]
         models = {
-            name: frameworks.build(factory, own, member_seed(seed, name), name)
+            name: build_model(factory, own, member_seed(seed, name), name)
             for name, own in zip(names, arguments, strict=True)
         }
         fleet = cls(models, seed=seed, devices=devices)
@@ -202,7 +205,7 @@ class Fleet:
             subset._recipe = self._recipe
             subset._recipes.update({name: self._recipes[name] for name in names})
             subset._origins = {name: self._origins[name] for name in names if name in self._origins}
-            subset._lane_set.take_state(self._lane_set, names)
+            subset._live_lanes.take_state(self._live_lanes, names)
             self._exposed.update(names)
             return subset
 
@@ -223,7 +226,7 @@ class Fleet:
         """
         with self._gate.changing("add"):
             self._exposed.add(self._enlist(name, model))
-            self._lane_set.regroup()
+            self._live_lanes.regroup()
 
     def drop(self, name: str) -> Model:
         """Remove a member, and return its model.
@@ -235,7 +238,7 @@ class Fleet:
             model = self._member(name).model
             if len(self) == 1:
                 raise InputError(f"{name!r} is the last member; a fleet needs at least one.")
-            self._lane_set.forget([name])
+            self._live_lanes.forget([name])
             del self._members[name], self._recipes[name]
             self._by_model.pop(id(model), None)
             self._exposed.discard(name)
@@ -253,7 +256,7 @@ class Fleet:
             member = self._member(name)
             clone = self._enlist(as_, member.framework.copy_model(member.model))
             self._recipes[clone] = self._recipes[name]
-            self._lane_set.copy_state(name, clone)
+            self._live_lanes.copy_state(name, clone)
             if name in self._origins:
                 self._origins[clone] = self._origins[name]
 
@@ -301,7 +304,7 @@ class Fleet:
             self._recipes.update(dict.fromkeys(chosen, recipe))
             if members is None:
                 self._recipe = recipe
-            self._lane_set.forget(anew)
+            self._live_lanes.forget(anew)
 
     def plan(
         self,
@@ -327,7 +330,7 @@ class Fleet:
             The plan. It can be printed, compared, and turned into a dict.
         """
         _check_strategy(strategy)
-        with self._gate.reading("plan"), global_generators.kept(), frameworks.computing():
+        with self._gate.reading("plan"), global_generators.kept(), computing():
             lanes, changed = self._lanes_to_read(), self._changed()
             if data is None:
                 compiled = all(recipe and not recipe.missing for recipe in self._recipes.values())
@@ -420,23 +423,23 @@ class Fleet:
         job.check()
         job = job.without_past()
         shown = reporter(progress)
-        with self._gate.changing("fit"), frameworks.computing(), noticing() as raise_if_interrupted:
+        with self._gate.changing("fit"), computing(), noticing() as raise_if_interrupted:
             generators = global_generators.state()  # before any loader draws from them
             members = list(self._members.values())
             try:
                 shown.status("tracing and measuring")
                 remote = strategy in ("processes", "data_parallel") or self._pool.clustered
                 sent = copy_loaders(job, self._members) if remote else job
-                plan, opened, feeding = self._lane_set.open(
+                plan, opened, feeding = self._live_lanes.open(
                     job, "train", strategy, self._exposed, self._sharings, checkpoints.stored_plan_of(wrapped)
                 )
-                self._nested_set = None
+                self._nested_lanes = None
                 self._fit = fit = Fit(
                     self,
                     plan,
                     make_runs(opened, feeding),
                     self._sharings(generators)[plan.sharing](sent),
-                    self._halve,
+                    self._live_lanes.halve,
                     wrapped,
                     shown,
                     generators,
@@ -444,7 +447,7 @@ class Fleet:
                     devices=[str(device) for device in self._pool.of_all(members)],
                     hyperparameters={name: self._hyperparameters(name) for name in self.names},
                 )
-                record = self._planner.measurements.recorder(self._lane_set.groups, plan, opened)
+                record = self._planner.measurements.recorder(self._live_lanes.groups, plan, opened)
                 try:
                     raise_if_interrupted()
                     history = fit.run()
@@ -452,8 +455,8 @@ class Fleet:
                     record(fit.epoch_seconds)
                     return history
                 finally:
-                    self._fit = self._nested_set = None
-                    self._lane_set.write_back()
+                    self._fit = self._nested_lanes = None
+                    self._live_lanes.write_back()
                     self._by_model = {id(member.model): name for name, member in self._members.items()}
             except CannotSendError as error:
                 instead = "" if self._pool.places else ' Or use "interleaved" or "threads".'
@@ -470,7 +473,7 @@ class Fleet:
             batch_size: As for `fit`.
         """
         found: dict[str, dict[str, float]] = {}
-        with self._gate.reading("evaluate"), frameworks.computing():
+        with self._gate.reading("evaluate"), computing():
             opened, in_step = self._open_to_read("evaluate", data, batch_size)
             results = for_each_lane(opened, Lane.evaluating, in_step=in_step)
             for one, values in zip(opened, results, strict=True):
@@ -489,7 +492,7 @@ class Fleet:
             batch_size: As for `fit`.
         """
         found: dict[str, Tree] = {}
-        with self._gate.reading("predict"), frameworks.computing():
+        with self._gate.reading("predict"), computing():
             opened, in_step = self._open_to_read("predict", data, batch_size)
             results = for_each_lane(opened, Lane.predicting, in_step=in_step)
             for one, outputs in zip(opened, results, strict=True):
@@ -513,7 +516,7 @@ class Fleet:
         with self._gate.reading("save"):
             if self._fit is not None:
                 self._fit.sync_all("save")
-            trained = self._lane_set.training_states() if optimizer else None
+            trained = self._live_lanes.training_states() if optimizer else None
             fleet = SavedFleet(self._members, self.seed, self._origins, self._recipes, self._recipe, trained)
             saving.save(Path(folder), fleet)
 
@@ -521,7 +524,7 @@ class Fleet:
 
     @property
     def _lanes(self) -> list[Lane]:
-        return self._lane_set.lanes
+        return self._live_lanes.lanes
 
     def _open_to_read(self, kind: Kind, data: Data, batch_size: int | Each | None) -> tuple[list[OpenLane], bool]:
         """Return the lanes for a verb that reads, and whether they read one loader."""
@@ -533,12 +536,13 @@ class Fleet:
     def _lanes_to_read(self) -> LiveLanes:
         """Return the lanes for a verb that reads. Within another verb, they are not that verb's lanes."""
         if not self._gate.nested:
-            return self._lane_set
+            return self._live_lanes
         if self._fit is not None:
             self._fit.sync_all(self._gate.verb)
-        if self._nested_set is None:
-            self._nested_set = self._lane_set.aside([] if self._fit is None else self._fit.specs())
-        return self._nested_set
+        specs = [] if self._fit is None else self._fit.specs()
+        if self._nested_lanes is None or self._nested_specs != specs:  # a lane may have been halved
+            self._nested_lanes, self._nested_specs = self._live_lanes.aside(specs), specs
+        return self._nested_lanes
 
     def _changed(self) -> Collection[str]:
         """Return the members whose models may hold weights that the lanes of a verb that reads do not."""
@@ -551,10 +555,6 @@ class Fleet:
             if self._fit is not None:
                 for name in lane.names:
                     self._fit.take(name)
-
-    def _halve(self, run: LaneRun) -> list[LaneRun]:
-        self._nested_set = None
-        return self._lane_set.halve(run)
 
     def _sharings(self, generators: global_generators.State | None = None) -> Sharings:
         """Return the ways to share the devices."""

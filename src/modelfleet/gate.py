@@ -4,8 +4,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from modelfleet import frameworks
 from modelfleet.errors import BusyError
+from modelfleet.frameworks.contexts import without_callers_contexts
 
 OWN_THREADS = "modelfleet-"  # prefix of the names of modelfleet's own threads
 
@@ -37,7 +37,7 @@ class Gate:
         """Run a verb that leaves the members as they are."""
         self._enter(verb)
         try:
-            with frameworks.undisturbed():
+            with without_callers_contexts():
                 yield
         finally:
             self._leave()

@@ -9,10 +9,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, Self
 
-from modelfleet.errors import FleetError, InputError, MissingExtraError, StoreError, unknown
+from modelfleet.errors import FleetError, InputError, MissingExtraError, StoreError
+from modelfleet.formatting import count
 from modelfleet.frameworks.errors import REASONS
 from modelfleet.types import Json
-from modelfleet.words import count
+from modelfleet.unknown_names import unknown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

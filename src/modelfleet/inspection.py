@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from modelfleet import checkpoints, saving
 from modelfleet.errors import StoreError
+from modelfleet.formatting import count, size, some
 from modelfleet.history import History
-from modelfleet.store import read_manifest, recipes
+from modelfleet.store import read_manifest, recipe_json
 from modelfleet.types import Json
-from modelfleet.words import count, size, some
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -73,7 +73,7 @@ def _fleet(folder: Path, manifest: Mapping[str, Json]) -> "RenderableType":
     for number, recipe in enumerate(manifest.get("recipes", [])):
         own = [member["name"] for member in members if member.get("recipe") == number]
         if own:
-            notes.append(f"compiled with {recipes.describe(recipe)}: {some(own)}")
+            notes.append(f"compiled with {recipe_json.describe(recipe)}: {some(own)}")
     own = [member["name"] for member in members if "config" in (member.get("compiled") or {})]
     if own:
         notes.append(f"compiled by their own compile: {some(own)}")

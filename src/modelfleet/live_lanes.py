@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from modelfleet.lanes import DevicePool, Groups, Lane, LaneBuilder, LaneSpec, training_state
-from modelfleet.lanes.training_state import TrainingState
+from modelfleet.lanes import DevicePool, Groups, Lane, LaneBuilder, LaneSpec, saved_state
+from modelfleet.lanes.saved_state import TrainingState
 from modelfleet.members import Member
 from modelfleet.planning.fusability import refuse_data_parallel, refuse_on_cluster, refuse_unfused
 from modelfleet.planning.placement import place_by_size
@@ -202,7 +202,7 @@ class LiveLanes:
         # Lanes that only predict may have another optimizer, or none.
         saved = {} if self.groups.kind == "predict" else self._saved
         for lane in lanes:
-            training_state.write(lane, {name: saved[name] for name in lane.names if name in saved})
+            saved_state.write(lane, {name: saved[name] for name in lane.names if name in saved})
         # Only now: after Ctrl-C on the way here the next verb starts from where the state is.
         self.lanes, self._asked, self._holders = lanes, asked, _own_members(lanes)
         self._saved = {} if saved else self._saved
@@ -243,7 +243,7 @@ class LiveLanes:
             # A member that is still as it was loaded has taken no step in its lane.
             stepped = [name for name in names if lane.steps[lane.positions[sources[name]]]]
             if stepped:
-                found.append((stepped, training_state.read(lane, [sources[name] for name in stepped])))
+                found.append((stepped, saved_state.read(lane, [sources[name] for name in stepped])))
         return [*found, *(([name], saved) for name, saved in self._saved.items())]
 
     def halve(self, run: LaneRun) -> list[LaneRun]:

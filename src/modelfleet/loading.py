@@ -8,14 +8,14 @@ from typing import Any
 from modelfleet import saving
 from modelfleet.errors import StoreError
 from modelfleet.fleet import Fleet
+from modelfleet.formatting import without_period
 from modelfleet.frameworks.recipe import compile_all
-from modelfleet.lanes.training_state import TrainingState
+from modelfleet.lanes.saved_state import TrainingState
 from modelfleet.members import Member
 from modelfleet.recipe import Missing, Recipe
 from modelfleet.saving import SavedFleet
-from modelfleet.store import recipes
+from modelfleet.store import recipe_json
 from modelfleet.types import Model
-from modelfleet.words import without_period
 
 
 def load(
@@ -54,7 +54,7 @@ def load(
     fleet._recipes.update(found.recipes)
     fleet._recipe = found.recipe
     _compile(fleet, found, allow_import)
-    fleet._lane_set.give_saved(_fill_optimizers(fleet, found))
+    fleet._live_lanes.give_saved(_fill_optimizers(fleet, found))
     return fleet
 
 
@@ -72,7 +72,7 @@ def _compile(fleet: Fleet, found: SavedFleet, allow_import: bool) -> None:
             else:
                 fleet._recipes[name] = Recipe(None, missing=_not_repeated(reason))
         elif fleet._recipes[name] is None:
-            fleet._recipes[name] = recipes.decode(compiled["lost"], allow_import=allow_import)
+            fleet._recipes[name] = recipe_json.decode(compiled["lost"], allow_import=allow_import)
     by_recipe: dict[int, list[Member]] = {}
     for name, member in members.items():
         by_recipe.setdefault(id(fleet._recipes[name]), []).append(member)
@@ -88,7 +88,7 @@ def _compile(fleet: Fleet, found: SavedFleet, allow_import: bool) -> None:
 
 
 def _not_repeated(reason: str) -> dict[str, Missing]:
-    return {"compile": Missing(f"can't be repeated: {reason}", recipes.left_out(reason))}
+    return {"compile": Missing(f"can't be repeated: {reason}", recipe_json.left_out(reason))}
 
 
 def _fill_optimizers(fleet: Fleet, found: SavedFleet) -> dict[str, TrainingState]:

@@ -10,7 +10,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from modelfleet.words import count
+from modelfleet.formatting import count
 
 _QUIET, _ACCENT, _BAD = "#4c6a8a", "#d9480f", "#b02a37"
 _LONGEST_LABEL = 24  # characters

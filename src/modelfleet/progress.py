@@ -10,8 +10,8 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from modelfleet.errors import InputError
+from modelfleet.formatting import count, duration
 from modelfleet.history import History, direction
-from modelfleet.words import count, duration
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -12,18 +12,20 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from modelfleet import frameworks
-from modelfleet.errors import StoreError, unknown
+from modelfleet.errors import StoreError
+from modelfleet.formatting import without_period
+from modelfleet.frameworks.model_building import build_model
 from modelfleet.frameworks.stacked import by_part, by_path
-from modelfleet.lanes import training_state
-from modelfleet.lanes.training_state import TrainingState
+from modelfleet.lanes import saved_state
+from modelfleet.lanes.saved_state import TrainingState
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
-from modelfleet.store import Saved, read_folder, recipes, write_folder
+from modelfleet.store import Saved, read_folder, recipe_json, write_folder
+from modelfleet.store.json_schema import check
 from modelfleet.store.manifest import plain
-from modelfleet.store.schema import check
 from modelfleet.trees import leaves
 from modelfleet.types import Json, Model
-from modelfleet.words import without_period
+from modelfleet.unknown_names import unknown
 
 Origin: TypeAlias = dict[str, Any]
 """How a member was built: its "factory", as `module:name` or None, and the "arguments" of the factory."""
@@ -96,7 +98,7 @@ def save(folder: Path, fleet: SavedFleet) -> None:
     for number, together in enumerate(_by_form(fleet)):
         file, names = f"optimizer-{number}", [name for own, _ in together for name in own]
         framework = members[names[0]].framework
-        state = training_state.join([one for _, one in together], framework.arrays.concatenate)
+        state = saved_state.join([one for _, one in together], framework.arrays.concatenate)
         files[file], writers[file] = by_path(state.state), framework.files
         for row, name in enumerate(names):
             counts = {"steps": int(state.steps[row]), "epochs": int(state.epochs[row])}
@@ -114,7 +116,7 @@ def save(folder: Path, fleet: SavedFleet) -> None:
         "seed": fleet.seed,
         "members": [listed[name] for name in members],
         "recipe": numbers.get(id(fleet.recipe)),
-        "recipes": [recipes.encode(recipe) for recipe in known.values()],
+        "recipes": [recipe_json.encode(recipe) for recipe in known.values()],
     }
     write_folder(folder, files, manifest, kind=KIND, writer=writers, by_row=True)
 
@@ -156,10 +158,10 @@ def _compiled(member: Member, recipe: Recipe | None) -> tuple[dict[str, Json], b
         if not lost:
             return {"config": plain(own.config_of(member.model))}, False
     except StoreError as error:
-        return {"lost": {"compile": recipes.left_out(without_period(error))}}, True
+        return {"lost": {"compile": recipe_json.left_out(without_period(error))}}, True
     given = [] if recipe is None else leaves([recipe.optimizer, recipe.loss, recipe.metrics])
     outdated = any(all(value is not one for one in given) for value in lost.values())
-    return {"lost": {name: recipes.left_out(value) for name, value in lost.items()}}, outdated
+    return {"lost": {name: recipe_json.left_out(value) for name, value in lost.items()}}, outdated
 
 
 def check_manifest(folder: Path, manifest: Mapping[str, Json]) -> None:
@@ -229,7 +231,7 @@ def read(
         for name in chosen:
             if name not in entries:
                 raise unknown("member", name, entries)
-        known = [recipes.decode(own, allow_import=allow_import) for own in saved.manifest.get("recipes", [])]
+        known = [recipe_json.decode(own, allow_import=allow_import) for own in saved.manifest.get("recipes", [])]
         found: dict[str, Member] = {}
         trained: list[Trained] = []
         for name in chosen:
@@ -267,7 +269,7 @@ def _build(
         )
     framework = frameworks.adapter(entry["framework"])
     make = _factory(folder, entry, factory, allow_import)
-    model = frameworks.build(make, entry["arguments"], entry["seed"], name)
+    model = build_model(make, entry["arguments"], entry["seed"], name)
     if not framework.is_model(model):
         raise StoreError(
             f"the factory made a {type(model).__name__} for member {name!r} of {folder}, which was of "
@@ -324,7 +326,7 @@ def _imported(folder: Path, entry: Mapping[str, Json], allow_import: bool) -> Ca
             f"mf.load(folder, allow_import=True)."
         )
     try:
-        return recipes.imported(path)
+        return recipe_json.imported(path)
     except (ImportError, AttributeError) as error:
         raise StoreError(
             f"the factory {path!r} of {folder} can't be imported: {without_period(error)}. Give load a factory."

@@ -13,7 +13,7 @@ def trained(epochs: int) -> Lane:
     """A lane of three members after a fit of Adam, with three steps in each epoch."""
     fleet = fleet_of(["a", "b", "c"], optimizer="adam", lr=0.01)
     fit(fleet, toy(24), batch_size=8, epochs=epochs, strategy="fused")
-    return fleet._lane_set.lanes[0]
+    return fleet._live_lanes.lanes[0]
 
 
 def test_steps_and_epochs_move_with_the_rest_of_a_state() -> None:

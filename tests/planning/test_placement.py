@@ -7,7 +7,7 @@ import modelfleet as mf
 from modelfleet import testing
 from modelfleet.devices import Device
 from modelfleet.lanes import LaneSpec
-from modelfleet.planning.memory import pieces
+from modelfleet.planning.lane_width import pieces
 from modelfleet.planning.placement import Load, place
 
 X, Y = toy(40)

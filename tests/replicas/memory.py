@@ -24,7 +24,7 @@ def asked_by_two(framework: Any, large: Any, x: np.ndarray) -> list[tuple[float,
     memory, how many times it holds them in memory of its own, and what it answered."""
     dismiss()  # new workers: one that has trained may hold the variables of that
     found = places.machine_places(TWO)
-    shared = found[0].share(getattr(framework, "frozen", lambda model: model)(large), "the model")
+    shared = found[0].publish(getattr(framework, "frozen", lambda model: model)(large), "the model")
     workers = [place.hire() for place in found]
     try:
         for worker, place in zip(workers, found, strict=True):

@@ -194,7 +194,7 @@ def load_trained(folder: Path, **options: Any) -> Any:
     fleet = mf.load(folder, mlp, **options)
     states = {
         name: (own.state, own.steps.tolist(), own.epochs.tolist())
-        for (name,), own in fleet._lane_set.training_states()
+        for (name,), own in fleet._live_lanes.training_states()
     }
     return all_weights(fleet), states, {name: fleet._hyperparameters(name) for name in fleet.names}
 

@@ -275,7 +275,7 @@ def test_a_forked_child_leaves_its_parents_workers_alone() -> None:
     idle, busy = kept(), ProcessPlace("cpu:0", "cpu:0").hire()
     busy.start(tasks.echo, np.ones(1000), "an order")
     busy.receive()
-    shared_value = PLACE.share(np.ones(1000), "ones")
+    shared_value = PLACE.publish(np.ones(1000), "ones")
     there = pid(busy)
     child = multiprocessing.get_context("fork").Process(target=_end_all, args=(busy, shared_value))
     child.start()
@@ -407,7 +407,7 @@ def test_an_outbox_gives_back_what_is_far_too_large() -> None:
 def test_more_than_is_free_is_refused_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "host_memory", lambda: Memory(10**9, 10**8))
     with pytest.raises(CannotSendError, match=r"160.*is not available; 100.* is free"):
-        PLACE.share(np.zeros(20_000_000), "zeros")
+        PLACE.publish(np.zeros(20_000_000), "zeros")
 
 
 def test_a_large_order_without_arrays_crosses() -> None:

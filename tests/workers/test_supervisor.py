@@ -7,14 +7,14 @@ from tests.workers import tasks
 
 from modelfleet.workers import WorkerDiedError
 from modelfleet.workers.inline import InlinePlace
-from modelfleet.workers.supervisor import Loss, Policy, RestartBudget, Supervisor
+from modelfleet.workers.supervisor import Policy, RestartBudget, Supervisor, WorkerEnd
 
 PLACE = InlinePlace("cpu", "cpu")
 DIED = WorkerDiedError("killed")
 
 
-def lost(error: Exception = DIED, *, started: bool = False, lifetime: float = 0.0) -> Loss:
-    return Loss(error, started, lifetime)
+def lost(error: Exception = DIED, *, started: bool = False, lifetime: float = 0.0) -> WorkerEnd:
+    return WorkerEnd(error, started, lifetime)
 
 
 def test_failed_starts_in_a_row_spend_the_budget() -> None:
@@ -80,9 +80,9 @@ def test_a_worker_that_does_not_start_in_time_is_lost() -> None:
     with pytest.raises(WorkerDiedError, match=r"did not begin within 0.3 s\. Wait longer\.") as caught:
         supervisor.wait_started(lambda: False)
     assert supervisor.may_be_stuck()
-    loss = supervisor.lose(caught.value)
+    end = supervisor.lose(caught.value)
     event.set()
-    assert (loss.started, supervisor.worker, supervisor.lost_last) == (False, None, True)
+    assert (end.started, supervisor.worker, supervisor.lost_last) == (False, None, True)
     supervisor.start(tasks.echo, 1, "an order")
     assert supervisor.wait_started(lambda: False)
     assert not supervisor.lost_last

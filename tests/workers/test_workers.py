@@ -121,7 +121,7 @@ def test_a_task_hears_that_it_is_to_stop(worker: Any) -> None:
 
 
 def test_a_shared_value_is_seen_by_all(places: list[Any], worker: Any) -> None:
-    shared = places[0].share(np.ones(1000), "ones")
+    shared = places[0].publish(np.ones(1000), "ones")
     second = places[1].hire()
     for each in (worker, second):
         each.start(tasks.total, shared, "an order")
@@ -185,7 +185,7 @@ def test_shared_memory_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(CannotSendError, match=r"16.* of shared memory is not available\. Give .*--memory"):
-        PROCESS.share(np.ones(2_000_000), "ones")
+        PROCESS.publish(np.ones(2_000_000), "ones")
 
 
 def test_after_a_message_that_was_refused_smaller_ones_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,7 @@ def test_after_a_message_that_was_refused_smaller_ones_go(monkeypatch: pytest.Mo
 
 def test_open_files_are_not_sent(tmp_path: Path) -> None:
     with (tmp_path / "text").open("w") as file, pytest.raises(CannotSendError, match="cannot pickle an open file"):
-        PROCESS.share([file, lambda: None], "a file")
+        PROCESS.publish([file, lambda: None], "a file")
 
 
 def test_idle_workers_are_hired_again() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from modelfleet.errors import InputError
 from modelfleet.feeds._base import ArrayOperations, Batch
 from modelfleet.feeds.checking import describe_difference, row_spec
-from modelfleet.streams import permutations
+from modelfleet.shuffles import permutations
 from modelfleet.trees import leaves, map_tree, rebuild
 from modelfleet.types import Json, NativeDevice, Tensor, Tree
 

@@ -10,8 +10,8 @@ import numpy as np
 from modelfleet.errors import InputError
 from modelfleet.feeds._base import ArrayOperations, Batch
 from modelfleet.feeds.checking import RowSpec, as_arrays, row_spec
-from modelfleet.feeds.grouping import group_steps
 from modelfleet.feeds.reading import RawBatch, SharedLoader, Source, read_ahead
+from modelfleet.feeds.step_stacking import group_steps
 from modelfleet.trees import leaves, map_tree, rebuild
 from modelfleet.types import Data, Json, NativeDevice, Tensor, Tree
 

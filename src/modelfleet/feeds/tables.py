@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from modelfleet.each import Each
-from modelfleet.errors import InputError, unknown
+from modelfleet.errors import InputError
+from modelfleet.unknown_names import unknown
 
 Columns = Hashable | Iterable[Hashable]
 

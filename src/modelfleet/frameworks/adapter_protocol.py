@@ -99,12 +99,16 @@ class Adapter(Protocol):
 
     * `threads() -> int` and `use_threads(count)`, if steps on the CPU use the number of threads that is set for
       the calling thread. Logical CPU devices then have their own threads.
-    * `Group`, like `frameworks.torch.ProcessGroup`, if the engines implement `split_rows_over`.
+    * `ProcessGroup`, like that of `frameworks.torch.process_group`, if the engines implement `split_rows_over`.
     * `frozen(model)`, if models contain more than replicas need. Its result is sent to the replicas and given to
       `Replica` instead of the model.
     * `own_training`, a module like `frameworks.keras.own_training`, if models hold their optimizers themselves.
     * `settings()` and `using(settings)`, if a program can change a model's numbers by global settings such as a
       default dtype. Workers then compute with the settings of the process that started them.
+    * `as_loader`, like `frameworks.keras.datasets.as_loader`, if there are loaders of the framework's own.
+    * `weighted`, like `frameworks.keras.class_weights.weighted`, if `fit` takes `class_weight`.
+    * `GOES_ON = True`, if with `steps_per_epoch` an epoch of arrays starts where the last one stopped.
+    * `arrays.STRINGS = True`, if models take arrays of strings.
     * `version_note() -> str`, if `modelfleet doctor` should show more than the framework's version.
     * `cache_folder() -> Path`, if compiled programs are kept there between runs. `modelfleet doctor` shows it.
     """

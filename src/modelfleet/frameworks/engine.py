@@ -23,8 +23,8 @@ Hyper = Mapping[str, Tensor]
 Pace = tuple[int, float | None]
 """Number of steps that are left, and the seconds per step so far."""
 NOTHING_LEFT: Pace = (0, None)
-Group: TypeAlias = Any
-"""Processes that compute the rows of a batch together: an instance of the adapter's `Group`."""
+ProcessGroup: TypeAlias = Any
+"""Processes that compute the rows of a batch together: an instance of the adapter's `ProcessGroup`."""
 
 
 class Engine(ABC):
@@ -128,7 +128,7 @@ class Engine(ABC):
         A member whose loss or gradient is not finite keeps its state, and `trouble` has the reason.
         """
 
-    def split_rows_over(self, group: Group | None) -> None:
+    def split_rows_over(self, group: ProcessGroup | None) -> None:
         """Compute only this rank's rows of every train batch from now on, and sum over the ranks of a group.
 
         Every rank is a process with the same lane. `ready` and the first step raise `StrategyError` for members

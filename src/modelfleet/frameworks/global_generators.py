@@ -23,7 +23,7 @@ def state() -> State:
         "numpy/numbers": np.array([inner["pos"], legacy["has_gauss"]], dtype=np.int64),
         "numpy/gauss": np.array([legacy["gauss"]]),
     }
-    for framework in frameworks.loaded():
+    for framework in frameworks.imported_adapters():
         own = framework.randomness()
         if own is not None:
             found[framework.NAME] = np.array(framework.arrays.host(own))
@@ -39,7 +39,7 @@ def restore(state: Mapping[str, np.ndarray]) -> None:
     if "numpy/key" in state:
         position, has_gauss = (int(number) for number in state["numpy/numbers"])
         np.random.set_state(("MT19937", state["numpy/key"], position, has_gauss, float(state["numpy/gauss"][0])))
-    for framework in frameworks.loaded():
+    for framework in frameworks.imported_adapters():
         if framework.NAME in state:
             framework.restore_randomness(framework.arrays.place(state[framework.NAME], None, copy=True))
 

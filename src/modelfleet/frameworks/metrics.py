@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
-from modelfleet.errors import InputError, unknown
+from modelfleet.errors import InputError
 from modelfleet.types import MetricLike
+from modelfleet.unknown_names import unknown
 
 Function = Callable[[Any, Any], Any]
 """User's metric: a function of output and target that returns one number for the batch."""

@@ -28,7 +28,7 @@ Positions = Sequence[int] | np.ndarray
 Given = Mapping[str, Mapping[str, Tensor | np.ndarray]]
 """A state to write: tensors, or NumPy arrays of them, by part and name."""
 
-_PATHS = {"optimizer": "slots"}  # parts that have another name in checkpoints
+_PATHS = {"optimizer": "slots"}  # parts that have another name in checkpoints, which older ones have, too
 
 
 class Tensors(Protocol):

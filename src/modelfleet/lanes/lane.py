@@ -7,21 +7,21 @@ from dataclasses import replace
 
 import numpy as np
 
-from modelfleet.errors import FleetError, GroupError, InputError, StrategyError
+from modelfleet.errors import FleetError, InputError, RankLostError, StrategyError
 from modelfleet.feeds import Batch, Feed
+from modelfleet.formatting import without_period
 from modelfleet.frameworks.engine import Engine
 from modelfleet.frameworks.errors import StepError
 from modelfleet.frameworks.predict_rows import predict_rows
 from modelfleet.frameworks.stacked import Given
+from modelfleet.lanes.masking import pieces, prediction_pieces
 from modelfleet.lanes.outputs import join_batches, member_rows
-from modelfleet.lanes.padding import pieces, prediction_pieces
 from modelfleet.lanes.spec import LaneSpec
 from modelfleet.lanes.step_times import StepTimes
 from modelfleet.lanes.work import Work
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import Json, Kind, ScheduleLike, Signature, State, Tensor, Tree
-from modelfleet.words import without_period
 
 Columns = Mapping[str, np.ndarray]
 """Hyperparameters by name, `(member,)` each."""
@@ -154,7 +154,7 @@ class Lane:
             except StepError as error:
                 causes.update(error.causes)
             except Exception as error:
-                if self.engine.out_of_memory(error) or isinstance(error, StrategyError | GroupError):
+                if self.engine.out_of_memory(error) or isinstance(error, StrategyError | RankLostError):
                     raise
                 slots = np.flatnonzero(live) if piece.slots is None else piece.slots
                 causes.update(self._train_singly(batch, slots, hyper, error))

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from modelfleet.errors import InputError
+from modelfleet.formatting import without_period
 from modelfleet.joining import joined
 from modelfleet.trees import map_tree, paths
 from modelfleet.types import Tree
-from modelfleet.words import without_period
 
 _ROW_BY_ROW = (
     "predict joins the outputs of batches row by row. Have the model return only what has one row for each input, "

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from modelfleet.devices import Device
 from modelfleet.errors import FleetWarning, StrategyError
+from modelfleet.formatting import without_period
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.lanes import LaneSpec
 from modelfleet.members import Member
 from modelfleet.runs.opening import LaneOpener, OpenLane
 from modelfleet.types import Strategy
-from modelfleet.words import without_period
 
 
 def split_unfusable(opener: LaneOpener, specs: Sequence[LaneSpec], strategy: Strategy) -> list[LaneSpec]:
@@ -72,7 +72,7 @@ def refuse_data_parallel(members: Sequence[Member], devices: Sequence[Device]) -
             f'{", ".join(map(str, devices))}. Name more, as in devices="cuda:0,cuda:1".'
         )
     for member in members:
-        if not hasattr(member.framework, "Group"):
+        if not hasattr(member.framework, "ProcessGroup"):
             raise StrategyError(
                 f'strategy="data_parallel" is for torch models, and member {member.name!r} is a '
                 f"{member.framework.NAME} model. Let whole members share the devices: leave the strategy out."

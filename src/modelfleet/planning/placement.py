@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from modelfleet.devices import Device
 from modelfleet.lanes import Groups, LaneSpec
-from modelfleet.planning.memory import pieces
+from modelfleet.planning.lane_width import pieces
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from dataclasses import replace
 
 from modelfleet.errors import StrategyError
 from modelfleet.lanes import Groups, LaneSpec
+from modelfleet.lanes.shared_objects import find_shared_object
 from modelfleet.lanes.spec import join_reasons
-from modelfleet.planning import memory, placement
+from modelfleet.planning import lane_width, placement
 from modelfleet.planning.fusability import refuse_indivisible, split_unfusable
 from modelfleet.planning.measurements import Budget, Measurements, steps_per_epoch, total_steps, work
 from modelfleet.planning.placement import Load
@@ -23,7 +24,6 @@ from modelfleet.planning.printing import milliseconds
 from modelfleet.planning.trials import MIN_SECONDS
 from modelfleet.runs.opening import LaneOpener, OpenLane
 from modelfleet.sharing import Sharings
-from modelfleet.sharing.each_lane import find_shared_object
 from modelfleet.types import SharingName, Strategy
 from modelfleet.workers import CannotSendError
 from modelfleet.workers.pickling import pickle_value
@@ -154,7 +154,7 @@ class Planner:
     def _divide(self, opener: LaneOpener, opened: OpenLane, budget: Budget) -> list[LaneSpec]:
         """Return a lane as it is, in waves if it is too wide, or its members apart, whichever is fastest."""
         spec = opened.spec
-        width = memory.widest(opened)
+        width = lane_width.widest(opened)
         remembered = self.measurements.known_width(opener.groups, opened)
         if remembered is not None:
             width = max(1, min(width, remembered))
@@ -166,7 +166,7 @@ class Planner:
             reason = join_reasons(spec.apart_because, f"{spec.width} at once do not fit into memory")
             lanes = [
                 replace(spec, members=names, apart_because=reason, wave=wave)
-                for wave, names in enumerate(memory.waves(width, spec.members))
+                for wave, names in enumerate(lane_width.waves(width, spec.members))
             ]
         return self._fastest_width(opener, opened, lanes, budget)
 
@@ -186,7 +186,7 @@ class Planner:
         candidates: list[tuple[float, list[LaneSpec]]] = [(wide * ratio * len(lanes), lanes)]
         quarter = lanes[0].width // 4
         if quarter >= 2:
-            narrow = [replace(spec, members=names) for names in memory.waves(quarter, spec.members)]
+            narrow = [replace(spec, members=names) for names in lane_width.waves(quarter, spec.members)]
             seconds = measure(narrow[0])
             if seconds is not None:
                 total = seconds * ratio * len(narrow)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING
 
+from modelfleet.formatting import count, duration, size, some
 from modelfleet.lanes import LaneSpec
-from modelfleet.words import count, duration, size, some
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -13,7 +13,7 @@ from modelfleet.remote.messages import OwnerReply, WorkerUpdate
 from modelfleet.runs.events import Reports, next_wave
 from modelfleet.runs.lane_run import EpochReport, LaneRun, RemoteState
 from modelfleet.trees import map_tree
-from modelfleet.workers.supervisor import Loss
+from modelfleet.workers.supervisor import WorkerEnd
 
 
 class RemoteLanes:
@@ -107,19 +107,19 @@ class RemoteLanes:
         for run in self.runs:
             _remote(run).budget.note_started()
 
-    def after_loss(self, loss: Loss) -> tuple[Reports, list["RemoteLanes"]]:
+    def after_worker_end(self, end: WorkerEnd) -> tuple[Reports, list["RemoteLanes"]]:
         """Return the reports of lanes that too many workers were lost on, and the lanes that another one
         continues.
 
         Lanes whose worker had started continue each on its own: one of them may be why the worker died.
         """
         for run in self.runs:
-            _remote(run).budget.charge(loss)
+            _remote(run).budget.charge(end)
             run.busy = False
         lost = [run for run in self.runs if _remote(run).budget.is_spent]
         left = [run for run in self.runs if run.working and run not in lost]
-        apart = [[run] for run in left] if loss.started else [left] * bool(left)
-        return fail_runs(lost, loss.reason), [RemoteLanes(own, self.home) for own in apart]
+        apart = [[run] for run in left] if end.started else [left] * bool(left)
+        return fail_runs(lost, end.reason), [RemoteLanes(own, self.home) for own in apart]
 
 
 def fail_runs(runs: Sequence[LaneRun], reason: str) -> Reports:

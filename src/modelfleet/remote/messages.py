@@ -7,9 +7,9 @@ step if steps are watched, and waits for an `OwnerReply` before it goes on.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from modelfleet import frameworks
 from modelfleet.devices import Device, parse_devices
 from modelfleet.each import Each
+from modelfleet.frameworks.contexts import current_settings
 from modelfleet.frameworks.global_generators import State as GeneratorState
 from modelfleet.lanes import LaneSpec
 from modelfleet.recipe import Recipe
@@ -121,5 +121,5 @@ class OrderWriter:
             progress=[run.progress() for run in runs],
             generators=runs[0].generators or self.generators,
             data=data,
-            settings=frameworks.settings(None),
+            settings=current_settings(None),
         )

@@ -8,6 +8,7 @@ import numpy as np
 from modelfleet import frameworks
 from modelfleet.errors import StrategyError
 from modelfleet.frameworks import global_generators
+from modelfleet.frameworks.contexts import computing, using_settings
 from modelfleet.lanes import DevicePool, Groups, LaneBuilder
 from modelfleet.members import Member
 from modelfleet.remote.messages import LaneOrder, LaneUpdate, OwnerReply, WorkerUpdate
@@ -27,7 +28,7 @@ _builders: dict[str, LaneBuilder] = {}
 def run_lanes(order: LaneOrder) -> Generator[WorkerUpdate, OwnerReply, None]:
     """Run the lanes of an order. Yield the updates, and receive the replies."""
     yield WorkerUpdate()
-    with frameworks.using(order.settings), frameworks.computing():
+    with using_settings(order.settings), computing():
         yield from _run_lanes(order)
 
 
@@ -71,7 +72,7 @@ def _join_ranks(order: LaneOrder):  # noqa: ANN202  a framework's own type
     address = meeting if isinstance(meeting, str) else meeting.address
     framework = frameworks.adapter(order.members[0][3])
     kind = order.devices[0].kind if order.devices else "cpu"
-    return framework.Group.join(address, rank, size, RENDEZVOUS_TIMEOUT, device=kind)
+    return framework.ProcessGroup.join(address, rank, size, RENDEZVOUS_TIMEOUT, device=kind)
 
 
 def _refuse_to_halve(run: LaneRun) -> None:

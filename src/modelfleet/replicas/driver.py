@@ -7,6 +7,7 @@ from functools import partial
 from typing import Literal
 
 from modelfleet.errors import FleetError
+from modelfleet.formatting import count
 from modelfleet.joining import joined
 from modelfleet.replicas.answering import Reply
 from modelfleet.replicas.loaded_models import LoadedModels
@@ -15,9 +16,8 @@ from modelfleet.replicas.requests import Request, RowBatch
 from modelfleet.replicas.row_limit import MAX_BATCHES, BatchCount, RowLimit
 from modelfleet.replicas.rows import group_by_layout, rows_of_span, split_outputs
 from modelfleet.replicas.state import PoolState
-from modelfleet.words import count
 from modelfleet.workers import CannotSendError, NoRoomError, Place, WorkerDiedError
-from modelfleet.workers.supervisor import CHECK_INTERVAL, Loss, Policy, RestartBudget, Supervisor
+from modelfleet.workers.supervisor import CHECK_INTERVAL, Policy, RestartBudget, Supervisor, WorkerEnd
 
 MAX_FAILED_STARTS = 3  # in a row, for a replica that has never answered
 MAX_FAILED_RESTARTS = 6  # in a row, for a replica that has answered before
@@ -91,14 +91,14 @@ class Driver(threading.Thread):
                 supervisor.finish()
                 return
             except Exception as error:  # the worker died, or loading the model raised
-                loss = supervisor.lose(error)
+                end = supervisor.lose(error)
                 with state.lock:
                     self.live, self.status = False, "starting"
                     self.models.reset(None)
                     state.replica_lost(self.name)
-                if loss.started or state.version is version:  # a model that was replaced meanwhile does not count
-                    self._budget.charge(loss)
-                if not loss.started and self._budget.is_spent:
+                if end.started or state.version is version:  # a model that was replaced meanwhile does not count
+                    self._budget.charge(end)
+                if not end.started and self._budget.is_spent:
                     state.give_up(self.name, error)
                     return
                 with state.lock:
@@ -151,7 +151,7 @@ class Driver(threading.Thread):
 
     def _report_lost(self, sent: list[RowBatch], ready: list[RowBatch], error: Exception) -> None:
         """Report batches that have no answer. Only those that the worker had begun are charged with its death."""
-        state, reason = self._state, Loss(error, started=True).reason
+        state, reason = self._state, WorkerEnd(error, started=True).reason
         begun, not_begun = self._supervisor.split_begun(sent)
         for batch in reversed(not_begun + ready):  # the last one first, as each is put before all others
             state.report(partial(state.queue.put_back, batch))

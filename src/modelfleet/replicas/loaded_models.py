@@ -5,7 +5,7 @@ from collections.abc import Callable
 from modelfleet.replicas.replica_task import Load, Switch
 from modelfleet.replicas.state import ModelVersion, PoolState
 from modelfleet.workers import CannotSendError
-from modelfleet.workers.supervisor import Loss
+from modelfleet.workers.supervisor import WorkerEnd
 
 Ask = Callable[[Load | Switch], Exception | None]
 """Asks the worker to load or switch models, and returns the error that it had."""
@@ -59,7 +59,7 @@ class LoadedModels:
         except CannotSendError as unsent:
             error = unsent
         except Exception as died:
-            coming.budget.charge(Loss(died, started=True))
+            coming.budget.charge(WorkerEnd(died, started=True))
             if coming.budget.is_spent:
                 coming.refused = died
             raise

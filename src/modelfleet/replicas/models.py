@@ -11,14 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from modelfleet import frameworks, memory
+from modelfleet import frameworks, free_memory
 from modelfleet.devices import Device, parse_devices
 from modelfleet.errors import FleetError, InputError, StrategyError
+from modelfleet.formatting import size
 from modelfleet.frameworks import global_generators
 from modelfleet.frameworks.adapter_protocol import Adapter
-from modelfleet.frameworks.batches import inputs
+from modelfleet.frameworks.batch_parts import inputs
+from modelfleet.frameworks.contexts import current_settings, using_settings
 from modelfleet.types import Model, Precision
-from modelfleet.words import size
 from modelfleet.workers import CannotSendError, Place, SharedValue
 from modelfleet.workers.inline import InlinePlace
 
@@ -65,7 +66,7 @@ class Source:
         with global_generators.kept(), ExitStack() as seeded:
             random.seed(0)
             np.random.seed(0)
-            for framework in frameworks.loaded():
+            for framework in frameworks.imported_adapters():
                 seeded.enter_context(framework.seeding(0))
             model = self.value()
         found = _adapter(model)
@@ -85,11 +86,11 @@ class Source:
     def _made_within(self, seconds: float) -> "Source":
         """Return `made()`, in a thread, because nothing else can be waited for with a limit."""
         making: Future[Source] = Future()
-        before, settings = global_generators.state(), frameworks.settings(None)
+        before, settings = global_generators.state(), current_settings(None)
 
         def make() -> None:
             try:
-                with frameworks.using(settings):
+                with using_settings(settings):
                     made = self.made()
             except BaseException as error:  # raised in the caller, whatever it is
                 making.set_exception(error)
@@ -122,11 +123,11 @@ class Source:
                 f"Set the precision in the model itself."
             )
 
-    def share(self, place: Place) -> SharedValue:
+    def publish(self, place: Place) -> SharedValue:
         """Send the model, or the factory, to all workers of places like this one."""
         frozen = getattr(self.framework, "frozen", lambda model: model)
         try:
-            return place.share(frozen(self.value), "the factory" if self.is_factory else "the model")
+            return place.publish(frozen(self.value), "the factory" if self.is_factory else "the model")
         except CannotSendError as error:
             raise StrategyError(
                 f"{error} Or give a function without arguments that makes the model, which is called in every "
@@ -146,7 +147,7 @@ class UnknownFramework:
     @staticmethod
     def choose(wanted: tuple[Device, ...] | None) -> tuple[Device, ...]:
         """Return the devices of the first imported framework that has accelerators; without one, the CPU."""
-        loaded = frameworks.loaded()
+        loaded = frameworks.imported_adapters()
         for framework in sorted(loaded, key=lambda one: not one.accelerators()):
             return framework.choose(wanted)
         return (Device("cpu"),) if wanted is None else wanted
@@ -166,7 +167,7 @@ def _check_memory(framework: Adapter, model: Model, place: Place) -> None:
     if place.on_cluster:
         return  # only the worker can know
     (device,) = parse_devices(place.device) or ()
-    available = memory.available(framework, framework.native(device), place.device)
+    available = free_memory.available(framework, framework.native(device), place.device)
     need = framework.weight_bytes(model)
     if available is not None and need > available:
         raise InputError(

@@ -3,7 +3,8 @@
 from numbers import Integral, Real
 from typing import Literal, get_args
 
-from modelfleet.errors import InputError, unknown
+from modelfleet.errors import InputError
+from modelfleet.unknown_names import unknown
 
 Balance = Literal["least-busy", "sticky"]
 Isolation = Literal["rows", "batch", "device"]

@@ -11,8 +11,8 @@ from typing import Self
 
 import numpy as np
 
-from modelfleet import frameworks
 from modelfleet.errors import ClosedError, FleetError, InputError
+from modelfleet.frameworks.contexts import current_settings
 from modelfleet.replicas.driver import Driver
 from modelfleet.replicas.models import Source
 from modelfleet.replicas.options import Balance, Isolation, check_choice, check_seconds
@@ -243,7 +243,7 @@ class Replicas:
 
     def _new_version(self, source: Source) -> ModelVersion:
         """Send a model to where the replicas find it."""
-        value = source.share(self._places[0])
+        value = source.publish(self._places[0])
         specs = {
             place.name: ReplicaSpec(
                 source.framework.NAME,
@@ -251,7 +251,7 @@ class Replicas:
                 place.device,
                 self._precision,
                 self._batch_size,
-                frameworks.settings(source.framework.NAME),
+                current_settings(source.framework.NAME),
                 whole=not self._mixed,
             )
             for place in self._places

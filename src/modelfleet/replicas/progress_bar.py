@@ -5,9 +5,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Literal
 
 from modelfleet.errors import InputError
+from modelfleet.formatting import count
 from modelfleet.replicas.pool import Replicas
 from modelfleet.replicas.reading import Reading
-from modelfleet.words import count
 
 Progress = Literal["auto"] | bool
 Show = Callable[[int], None]

@@ -7,6 +7,7 @@ lock around every call.
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from modelfleet.errors import ClosedError, DeadlineError, InputError, QueueFullError
+from modelfleet.formatting import count
 from modelfleet.replicas import options
 from modelfleet.replicas.deadlines import Deadlines
 from modelfleet.replicas.options import Balance, Isolation
@@ -25,7 +26,6 @@ from modelfleet.replicas.requests import (
 from modelfleet.replicas.speeds import Speeds
 from modelfleet.replicas.waiting_areas import WaitingAreas
 from modelfleet.types import Tree
-from modelfleet.words import count
 
 MAX_DEATHS = 3  # of replicas, charged to a single row before it fails
 UNKNOWN_WAIT = 1.0  # seconds to suggest while no replica's speed is known

@@ -12,12 +12,12 @@ import numpy as np
 
 from modelfleet.errors import FleetError, RowsError
 from modelfleet.feeds.reading import batch_count, open_loader
+from modelfleet.formatting import count, without_period
 from modelfleet.replicas.requests import Request
 from modelfleet.replicas.rows import rows_of_batch
 from modelfleet.replicas.state import PoolState
 from modelfleet.trees import map_tree
 from modelfleet.types import Data, Tree
-from modelfleet.words import count, without_period
 
 # Streams that are read at once, with a thread for each, so that a slow one holds up no other. Each may have files
 # and processes open. A stream is read to its end before the next begins, so that few users' answers are in memory.

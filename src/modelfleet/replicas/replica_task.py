@@ -7,6 +7,7 @@ from typing import Any
 
 from modelfleet import frameworks
 from modelfleet.devices import parse_devices
+from modelfleet.frameworks.contexts import using_settings
 from modelfleet.replicas.answering import Answerer, Reply, portable_error
 from modelfleet.replicas.models import Source, UnknownFramework
 from modelfleet.types import Precision, Tree
@@ -24,7 +25,7 @@ class ReplicaSpec:
     precision: Precision
     batch_size: int
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the owner's frameworks; see `frameworks.settings`."""
+    """Settings of the owner's frameworks; see `frameworks.contexts.current_settings`."""
     whole: bool = False
     """True if a batch goes through the model as it is: not padded, and not cut to find rows that fail."""
 
@@ -49,7 +50,7 @@ Question = Tree | Load | Switch | None
 
 def serve(spec: ReplicaSpec) -> Generator[Reply, Question, None]:
     """Answer batches (trees of NumPy arrays) until None comes. The first reply says that the model is loaded."""
-    with frameworks.using(spec.settings), closing(_Models(spec)) as models:
+    with using_settings(spec.settings), closing(_Models(spec)) as models:
         # In a list, not in a variable: a question must not be kept here until the next one comes.
         questions = [(yield Reply())]
         while questions[0] is not None:

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from modelfleet.errors import FleetError, InputError, RowsError
+from modelfleet.formatting import count, without_period
 from modelfleet.joining import joined
 from modelfleet.trees import leaves
 from modelfleet.types import Tree
-from modelfleet.words import count, without_period
 
 MAX_DISTINCT_ERRORS = 1000  # of a request, that new errors are compared with
 Status = Literal["open", "answered", "failed", "cancelled"]

@@ -5,8 +5,8 @@ from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 
-from modelfleet import frameworks
 from modelfleet.errors import InputError
+from modelfleet.frameworks.conversions import as_numpy
 from modelfleet.replicas.requests import Layout, Request, RowBatch, RowSpan
 from modelfleet.trees import leaves, map_tree, paths, structure
 from modelfleet.types import Tree
@@ -41,7 +41,7 @@ def _is_list_of_rows(leaf: Tree) -> bool:
 
 def _array(leaf: Tree, user: Hashable) -> np.ndarray:
     try:
-        array = frameworks.as_numpy(leaf)
+        array = as_numpy(leaf)
     except InputError as error:
         raise InputError(f"the data of user {user!r}: {error}") from error
     except Exception as error:  # of ragged lists, and of anything that claims to be an array

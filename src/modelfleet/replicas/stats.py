@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from io import StringIO
 from typing import TYPE_CHECKING, Literal
 
+from modelfleet.formatting import duration
 from modelfleet.replicas.requests import Counts, Request
-from modelfleet.words import duration
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -12,7 +12,7 @@ from modelfleet.errors import InputError
 from modelfleet.feeds import ArrayOperations, Batch, Feed, LoaderFeed, SharedLoader, is_loader, make_feed
 from modelfleet.feeds.checking import RowSpec, as_arrays, describe_difference, row_spec
 from modelfleet.frameworks.adapter_protocol import Adapter
-from modelfleet.frameworks.batches import has_target
+from modelfleet.frameworks.batch_parts import has_target
 from modelfleet.lanes import Groups, Lane, LaneSpec
 from modelfleet.members import Member
 from modelfleet.runs.job import Job

@@ -1,4 +1,7 @@
-"""Interleaved lanes: a turn of each after the other, in one thread."""
+"""Interleaved lanes: a turn of each after the other, in one thread.
+
+This sharing is not in `sharing/`, because workers run their lanes with it, too (`remote/worker.py`).
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,7 +15,7 @@ def interleaved(runs: Sequence[LaneRun], options: RunOptions) -> Iterator[Event]
     ended: dict[int, LaneRun] = {}  # lanes that read one loader, and so read the validation data in step, too
     while (working := due(runs, options)) and not options.stopped():
         for run in working:
-            for _ in range(1 if options.in_step else run.share):
+            for _ in range(1 if options.in_step else run.turns):
                 if id(run) in waiting or id(run) in ended or not run.working or options.stopped():
                     break
                 try:

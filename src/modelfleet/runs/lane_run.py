@@ -87,7 +87,7 @@ class LaneRun:
     schedules: Schedules
     epochs: np.ndarray
     """`(member,)`: epochs that each member trains in this fit."""
-    share: int = 1
+    turns: int = 1
     """Turns that the lane takes while another takes one."""
     max_steps: int = 1
     """Most steps of one turn."""
@@ -400,7 +400,7 @@ def make_runs(opened: Sequence[OpenLane], feeding: Feeding) -> list[LaneRun]:
         steps = job.limit_steps(one.feed.steps, lane.names)
         schedules = make_schedules(lane, steps, own_epochs, job.initial_epoch)
         lane.engine.clear_trouble()
-        share = max(shares[name] or 1 for name in lane.names)
+        turns = max(shares[name] or 1 for name in lane.names)
         runs.append(
             LaneRun(
                 lane,
@@ -408,7 +408,7 @@ def make_runs(opened: Sequence[OpenLane], feeding: Feeding) -> list[LaneRun]:
                 feed,
                 schedules,
                 own_epochs,
-                share,
+                turns,
                 steps_per_epoch=job.step_limits(lane.names),
                 initial_epoch=job.initial_epoch,
             )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from modelfleet.errors import GroupError
+from modelfleet.errors import RankLostError
 from modelfleet.remote.messages import LaneOrder, WorkerUpdate
 from modelfleet.workers import Place, SharedValue, Task, Worker, WorkerDiedError
 from modelfleet.workers.rendezvous import Rendezvous
@@ -71,7 +71,7 @@ class RankedWorkers:
             item = self.workers[0].receive()
             for worker in self.workers[1:]:
                 worker.receive()
-        except GroupError as error:  # a rank is gone, and another has noticed it first
+        except RankLostError as error:  # a rank is gone, and another has noticed it first
             raise WorkerDiedError(str(error)) from error
         return item
 
@@ -155,6 +155,6 @@ class RankedPlace:
             place.release(one)
         worker._close_rendezvous()
 
-    def share(self, value: object, description: str) -> SharedValue:
+    def publish(self, value: object, description: str) -> SharedValue:
         """Share a value with all workers."""
-        return self.places[0].share(value, description)
+        return self.places[0].publish(value, description)

@@ -15,8 +15,8 @@ from modelfleet.workers.supervisor import Supervisor
 POLL_SECONDS = 0.2  # between two looks at whether the fit should stop
 
 
-class WorkerSlot:
-    """A place for one worker, and the lanes that the worker runs."""
+class WorkerSeat:
+    """A seat for one worker after another at one place, and the lanes that the worker runs."""
 
     def __init__(self, place: Place, device: str | None) -> None:
         self.device = device
@@ -54,7 +54,7 @@ class Dispatcher:
 
     Args:
         writer: Writes the orders.
-        slots: The places for workers.
+        seats: The places for workers.
         assignments: The lanes that one worker takes, for each worker.
         options: How the lanes run.
         replaces_workers: True if another worker continues the lanes of one that died. False: their members fail.
@@ -63,18 +63,18 @@ class Dispatcher:
     def __init__(
         self,
         writer: OrderWriter,
-        slots: list[WorkerSlot],
+        seats: list[WorkerSeat],
         assignments: list[RemoteLanes],
         options: RunOptions,
         *,
         replaces_workers: bool,
     ) -> None:
-        self._writer, self._slots, self._queue, self._options = writer, slots, list(assignments), options
+        self._writer, self._seats, self._queue, self._options = writer, seats, list(assignments), options
         self._replaces_workers = replaces_workers
         self._runs = [run for own in assignments for run in own.runs]
         # At the end of an epoch, and waiting for the others; some have given their worker to other lanes.
         self._held: list[tuple[RemoteLanes, Reports]] = []
-        self._paused: list[tuple[WorkerSlot, LaneRun]] = []  # have reported a step, and wait until all have
+        self._paused: list[tuple[WorkerSeat, LaneRun]] = []  # have reported a step, and wait until all have
         self._ended: Reports = []  # of lanes that no worker will continue
         self._data: SharedValue | None = None
 
@@ -82,10 +82,10 @@ class Dispatcher:
         """Run all lanes to their end."""
         try:
             if self._replaces_workers and self._writer.data is not None:
-                self._data = self._slots[0].supervisor.place.share(self._writer.data, "the data")
+                self._data = self._seats[0].supervisor.place.publish(self._writer.data, "the data")
             while True:
                 self._assign()
-                if self._paused and not any(slot.started for slot in self._busy()):
+                if self._paused and not any(seat.started for seat in self._busy()):
                     yield from self._all_stepped()
                     continue
                 if not self._busy():
@@ -95,12 +95,12 @@ class Dispatcher:
                     continue
                 if self._ended and not self._options.together:
                     yield from self._all_ended()
-                for slot in self._ready():
-                    yield from self._receive(slot)
+                for seat in self._ready():
+                    yield from self._receive(seat)
         finally:
-            for slot in self._slots:
+            for seat in self._seats:
                 with suppress(WorkerDiedError):
-                    slot.supervisor.release()
+                    seat.supervisor.release()
             if self._data is not None:
                 self._data.close()
             for run in self._runs:
@@ -113,23 +113,23 @@ class Dispatcher:
         if self._options.stopped():
             self._stop()
             return
-        for slot in sorted(self._slots, key=lambda slot: slot.supervisor.worker is None):  # existing workers first
-            number = self._slots.index(slot)
-            if slot.lanes is None and self._queue:
+        for seat in sorted(self._seats, key=lambda seat: seat.supervisor.worker is None):  # existing workers first
+            number = self._seats.index(seat)
+            if seat.lanes is None and self._queue:
                 own = [lanes for lanes in self._queue if lanes.home == number] or self._queue
                 longest = max(own, key=lambda lanes: lanes.work)
                 self._queue.remove(longest)
-                self._give(slot, longest)
+                self._give(seat, longest)
         self._take_over()
 
     def _take_over(self) -> None:
         """Let workers that are idle, or wait for others, start lanes that are stuck elsewhere."""
         while True:
-            stuck = [slot for slot in self._busy() if self._may_be_stuck(slot)]
+            stuck = [seat for seat in self._busy() if self._may_be_stuck(seat)]
             if not stuck and not self._queue:
                 return
-            free = [slot for slot in self._slots if slot.lanes is None and slot.supervisor.worker is not None]
-            if not free and not [slot for slot in self._busy() if slot not in stuck]:
+            free = [seat for seat in self._seats if seat.lanes is None and seat.supervisor.worker is not None]
+            if not free and not [seat for seat in self._busy() if seat not in stuck]:
                 free = self._free_worker()
             if not free:
                 return
@@ -141,95 +141,95 @@ class Dispatcher:
                 stuck[0].drop()
             self._give(free[0], lanes)
 
-    def _may_be_stuck(self, slot: WorkerSlot) -> bool:
-        return self._replaces_workers and slot.supervisor.may_be_stuck()
+    def _may_be_stuck(self, seat: WorkerSeat) -> bool:
+        return self._replaces_workers and seat.supervisor.may_be_stuck()
 
-    def _free_worker(self) -> list[WorkerSlot]:
+    def _free_worker(self) -> list[WorkerSeat]:
         """Free a worker whose lanes are at the end of an epoch. Their state is here: they can continue later."""
         for lanes, _ in self._held:
-            for slot in self._slots:
-                worker = slot.supervisor.worker
-                if slot.lanes is lanes and worker is not None:
+            for seat in self._seats:
+                worker = seat.supervisor.worker
+                if seat.lanes is lanes and worker is not None:
                     try:
                         worker.answer(OwnerReply(end=True))
                         worker.receive()
                     except WorkerDiedError as error:
-                        slot.lanes = None
-                        slot.supervisor.lose(error)
+                        seat.lanes = None
+                        seat.supervisor.lose(error)
                         continue
-                    slot.lanes = None
-                    return [slot]
+                    seat.lanes = None
+                    return [seat]
         return []
 
-    def _give(self, slot: WorkerSlot, lanes: RemoteLanes) -> None:
-        order = self._writer.order(lanes.runs, slot.device, self._data)
+    def _give(self, seat: WorkerSeat, lanes: RemoteLanes) -> None:
+        order = self._writer.order(lanes.runs, seat.device, self._data)
         order = replace(order, together=self._options.together, watched=self._options.watched)
         try:
-            slot.start(lanes, order)
+            seat.start(lanes, order)
         except WorkerDiedError as error:
-            self._handle_death(slot, error)
+            self._handle_death(seat, error)
 
     def _stop(self) -> None:
         """Interrupt all workers, also at the end of an epoch. Those that have taken no step are killed."""
         self._queue.clear()
-        for slot in self._slots:
-            worker = slot.supervisor.worker
-            if slot.lanes is None or worker is None:
+        for seat in self._seats:
+            worker = seat.supervisor.worker
+            if seat.lanes is None or worker is None:
                 continue
-            if not slot.ready:
-                slot.drop()
-            elif not slot.interrupted:
-                slot.interrupted = True
+            if not seat.ready:
+                seat.drop()
+            elif not seat.interrupted:
+                seat.interrupted = True
                 worker.interrupt()
 
     # --- receiving -----------------------------------------------------------------------------------------------
 
-    def _busy(self) -> list[WorkerSlot]:
-        """Return the slots whose worker runs, and does not wait for the others."""
-        held = [id(lanes) for lanes, _ in self._held] + [id(slot.lanes) for slot, _ in self._paused]
-        return [slot for slot in self._slots if slot.lanes is not None and id(slot.lanes) not in held]
+    def _busy(self) -> list[WorkerSeat]:
+        """Return the seats whose worker runs, and does not wait for the others."""
+        held = [id(lanes) for lanes, _ in self._held] + [id(seat.lanes) for seat, _ in self._paused]
+        return [seat for seat in self._seats if seat.lanes is not None and id(seat.lanes) not in held]
 
-    def _ready(self) -> list[WorkerSlot]:
-        """Return the slots whose worker has sent something, is lost, or is late.
+    def _ready(self) -> list[WorkerSeat]:
+        """Return the seats whose worker has sent something, is lost, or is late.
 
         Blocks until there is one, or a worker is stuck, or one has to be interrupted.
         """
         busy = self._busy()
-        workers = [slot.worker for slot in busy]
-        stuck = [slot for slot in busy if self._may_be_stuck(slot)]
-        while not all(slot.started for slot in busy):
-            ready = [slot for slot, worker in zip(busy, workers, strict=True) if worker.poll(0.05 / len(busy))]
-            late = [slot for slot in busy if slot.supervisor.is_late()]
+        workers = [seat.worker for seat in busy]
+        stuck = [seat for seat in busy if self._may_be_stuck(seat)]
+        while not all(seat.started for seat in busy):
+            ready = [seat for seat, worker in zip(busy, workers, strict=True) if worker.poll(0.05 / len(busy))]
+            late = [seat for seat in busy if seat.supervisor.is_late()]
             if ready or late or self._options.stopped():
-                return [*ready, *(slot for slot in late if slot not in ready)]
-            if any(self._may_be_stuck(slot) for slot in busy if slot not in stuck):
+                return [*ready, *(seat for seat in late if seat not in ready)]
+            if any(self._may_be_stuck(seat) for seat in busy if seat not in stuck):
                 return []
         told: list[Worker] = []
-        while not told and not (self._options.stopped() and not all(slot.interrupted for slot in busy)):
+        while not told and not (self._options.stopped() and not all(seat.interrupted for seat in busy)):
             told = type(workers[0]).wait(workers, POLL_SECONDS)
-        return [slot for slot in busy if slot.worker in told]
+        return [seat for seat in busy if seat.worker in told]
 
-    def _receive(self, slot: WorkerSlot) -> Iterator[Event]:
-        lanes, supervisor = slot.lanes, slot.supervisor
+    def _receive(self, seat: WorkerSeat) -> Iterator[Event]:
+        lanes, supervisor = seat.lanes, seat.supervisor
         assert lanes is not None
-        if supervisor.is_late() and not slot.worker.poll():
-            self._handle_death(slot, supervisor.late_error())
+        if supervisor.is_late() and not seat.worker.poll():
+            self._handle_death(seat, supervisor.late_error())
             return
-        has_started = slot.started
+        has_started = seat.started
         try:
             more, update = supervisor.receive()
         except WorkerDiedError as error:
-            self._handle_death(slot, error)
+            self._handle_death(seat, error)
             return
         if not more:
-            slot.lanes = None
+            seat.lanes = None
             return
         if not has_started:
             lanes.note_started()
-        slot.ready = has_started  # with its second update a worker is about to take steps
+        seat.ready = has_started  # with its second update a worker is about to take steps
         reports, stepped = lanes.receive(update, watched=self._options.watched)
         if stepped is not None and self._options.watched:
-            self._paused.append((slot, stepped))
+            self._paused.append((seat, stepped))
             return
         if stepped is not None:
             yield StepsTaken(stepped, 1)
@@ -238,15 +238,15 @@ class Dispatcher:
             return
         if reports:
             yield EpochsEnded(reports)
-        self._reply(slot)
+        self._reply(seat)
 
     def _all_stepped(self) -> Iterator[Event]:
         """Report a step of all workers. None continues while callbacks look at the members."""
         paused, self._paused = self._paused, []
         for _, run in paused:
             yield StepsTaken(run, 1)
-        for slot, _ in paused:
-            self._reply(slot)
+        for seat, _ in paused:
+            self._reply(seat)
 
     def _all_ended(self) -> Iterator[Event]:
         """End the epoch of all lanes that wait for each other. Some may be lost."""
@@ -255,28 +255,28 @@ class Dispatcher:
         self._ended = []
         if reports:
             yield EpochsEnded(reports)
-        slots = {id(slot.lanes): slot for slot in self._slots}
+        seats = {id(seat.lanes): seat for seat in self._seats}
         for lanes, _ in held:
-            if id(lanes) in slots:
-                self._reply(slots[id(lanes)])
+            if id(lanes) in seats:
+                self._reply(seats[id(lanes)])
             elif lanes.working:
                 self._queue.append(lanes)
 
-    def _reply(self, slot: WorkerSlot) -> None:
-        assert slot.lanes is not None
+    def _reply(self, seat: WorkerSeat) -> None:
+        assert seat.lanes is not None
         try:
-            slot.worker.answer(slot.lanes.reply())
+            seat.worker.answer(seat.lanes.reply())
         except WorkerDiedError as error:
-            self._handle_death(slot, error)
+            self._handle_death(seat, error)
 
-    def _handle_death(self, slot: WorkerSlot, error: WorkerDiedError) -> None:
+    def _handle_death(self, seat: WorkerSeat, error: WorkerDiedError) -> None:
         """Fail the lanes of a worker that died, or queue them for another."""
-        lanes, slot.lanes = slot.lanes, None
+        lanes, seat.lanes = seat.lanes, None
         assert lanes is not None
-        loss = slot.supervisor.lose(error)
+        end = seat.supervisor.lose(error)
         if not self._replaces_workers:
-            self._ended += fail_runs(lanes.runs, loss.reason)
+            self._ended += fail_runs(lanes.runs, end.reason)
             return
-        reports, left = lanes.after_loss(loss)
+        reports, left = lanes.after_worker_end(end)
         self._ended += reports
         self._queue += left

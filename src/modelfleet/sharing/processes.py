@@ -12,7 +12,7 @@ from modelfleet.remote.lanes import RemoteLanes, work_of
 from modelfleet.remote.messages import OrderWriter
 from modelfleet.runs.events import Event, RunOptions
 from modelfleet.runs.lane_run import LaneRun
-from modelfleet.sharing.dispatcher import Dispatcher, WorkerSlot
+from modelfleet.sharing.dispatcher import Dispatcher, WorkerSeat
 from modelfleet.workers import Place
 from modelfleet.workers.pickling import pickle_value
 from modelfleet.workers.process import ProcessPlace
@@ -29,8 +29,8 @@ def on_one_device(writer: OrderWriter, runs: Sequence[LaneRun], options: RunOpti
         if own and not options.stopped():
             assignments = _divide(own, cores)
             env = {"OMP_NUM_THREADS": str(max(1, cores // len(assignments)))}
-            slots = [WorkerSlot(ProcessPlace("", "", env), None) for _ in assignments]
-            yield from Dispatcher(writer, slots, assignments, options, replaces_workers=False).run()
+            seats = [WorkerSeat(ProcessPlace("", "", env), None) for _ in assignments]
+            yield from Dispatcher(writer, seats, assignments, options, replaces_workers=False).run()
 
 
 def on_places(
@@ -50,8 +50,8 @@ def on_places(
         if isinstance(places[0], ProcessPlace):  # what can't be sent is refused before any member has trained
             pickle_value(writer.order(own.runs), own.description)
     if assignments:
-        slots = [WorkerSlot(place, place.device) for place in places]
-        yield from Dispatcher(writer, slots, assignments, options, replaces_workers=True).run()
+        seats = [WorkerSeat(place, place.device) for place in places]
+        yield from Dispatcher(writer, seats, assignments, options, replaces_workers=True).run()
 
 
 def _divide(runs: Sequence[LaneRun], count: int) -> list[RemoteLanes]:

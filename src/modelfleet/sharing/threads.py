@@ -46,7 +46,7 @@ def _freely(pool: ThreadPoolExecutor, runs: Sequence[LaneRun], options: RunOptio
                 for run in list(training):
                     try:
                         with run.lane.engine.stream():
-                            if all(run.turn() for _ in range(run.share)):
+                            if all(run.turn() for _ in range(run.turns)):
                                 continue
                             training.remove(run)
                             if not options.stopped():

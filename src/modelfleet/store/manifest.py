@@ -25,7 +25,7 @@ import numpy as np
 from modelfleet.errors import StoreError
 from modelfleet.store.checksums import checksum_of
 from modelfleet.store.header import check_tensor
-from modelfleet.store.schema import check
+from modelfleet.store.json_schema import check
 from modelfleet.types import Json
 
 MANIFEST = "manifest.json"

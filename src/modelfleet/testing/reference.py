@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from modelfleet.streams import permutations
+from modelfleet.shuffles import permutations
 from modelfleet.types import LossLike, Model, OptimizerLike, Precision, ScheduleLike, Tree
 
 

@@ -144,7 +144,7 @@ class InlinePlace:
         """End a worker."""
         worker.close()
 
-    def share(self, value: object, description: str) -> LocalValue:
+    def publish(self, value: object, description: str) -> LocalValue:
         """Return a handle of the value itself."""
         return LocalValue(value)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import cloudpickle
 
-from modelfleet import frameworks
-from modelfleet.words import without_period
+from modelfleet.formatting import without_period
+from modelfleet.frameworks.conversions import pickle_reduction
 from modelfleet.workers.channel import above_standard
 from modelfleet.workers.protocol import CannotSendError
 from modelfleet.workers.shared_memory import close_descriptors
@@ -23,7 +23,7 @@ _attachments = threading.local()
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: object) -> Any:
-        return frameworks.reduced(value)
+        return pickle_reduction(value)
 
 
 class _PicklerByValue(cloudpickle.Pickler):
@@ -33,7 +33,7 @@ class _PicklerByValue(cloudpickle.Pickler):
         # cloudpickle would read a file and send its contents, which would be a different file there.
         if isinstance(obj, io.IOBase) and not isinstance(obj, io.BytesIO | io.StringIO):
             raise TypeError(f"cannot pickle an open file, {obj!r}")
-        reduced = frameworks.reduced(obj)
+        reduced = pickle_reduction(obj)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
 

@@ -236,7 +236,7 @@ class ProcessPlace:
                 return
         worker.close()
 
-    def share(self, value: object, description: str) -> SharedMemoryValue:
+    def publish(self, value: object, description: str) -> SharedMemoryValue:
         """Put a value into shared memory."""
         return SharedMemoryValue.put(value, description)
 

@@ -160,7 +160,7 @@ class Place(Protocol):
         """Take a worker back, to keep it or to end it."""
         ...
 
-    def share(self, value: object, description: str) -> SharedValue:
+    def publish(self, value: object, description: str) -> SharedValue:
         """Make a value available to all workers of places like this one."""
         ...
 

@@ -14,9 +14,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from modelfleet import frameworks
 from modelfleet.devices import Device
 from modelfleet.errors import InputError, MissingExtraError
+from modelfleet.frameworks.conversions import pickle_reduction
 from modelfleet.workers.pickling import pickle_value, sendable_error
 from modelfleet.workers.protocol import Task, WorkerDiedError, set_interrupt_check
 from modelfleet.workers.task_runner import END, ERROR, ITEM
@@ -178,7 +178,7 @@ class RayPlace:
         """End a worker: other programs may need the device."""
         worker.close()
 
-    def share(self, value: object, description: str) -> "ObjectStoreValue":
+    def publish(self, value: object, description: str) -> "ObjectStoreValue":
         """Put a value into the object store, from which every node fetches it once."""
         return ObjectStoreValue(ray.put(_pack(value, description)))
 
@@ -318,7 +318,7 @@ class _Pickler(cloudpickle.CloudPickler):
     """Ray's own pickler, the only one that knows its references. Pickles code that others can't import."""
 
     def reducer_override(self, value: object) -> Any:
-        reduced = frameworks.reduced(value)
+        reduced = pickle_reduction(value)
         return super().reducer_override(value) if reduced is NotImplemented else reduced
 
 

@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 
 from modelfleet.devices import host_memory
-from modelfleet.words import size as size_of
+from modelfleet.formatting import size as size_of
 from modelfleet.workers.channel import above_standard
 from modelfleet.workers.protocol import NoRoomError
 

@@ -43,7 +43,7 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class Loss:
+class WorkerEnd:
     """Tells how a worker ended."""
 
     error: Exception
@@ -71,16 +71,16 @@ class RestartBudget:
         """Of workers that had started."""
         self.has_started = False
         """True once a worker has started."""
-        self._last: Loss | None = None
+        self._last: WorkerEnd | None = None
 
     def note_started(self) -> None:
         """Note that a worker has sent its first item."""
         self.has_started, self.failed_starts = True, 0
 
-    def charge(self, loss: Loss) -> None:
-        """Count a loss."""
-        self._last = loss
-        if loss.started:
+    def charge(self, end: WorkerEnd) -> None:
+        """Count a worker that ended."""
+        self._last = end
+        if end.started:
             self.deaths += 1
         else:
             self.failed_starts += 1
@@ -235,11 +235,11 @@ class Supervisor:
             self.worker.close()
             self.worker = None
 
-    def lose(self, error: Exception) -> Loss:
-        """End a worker that failed with `error`. Return the loss, to be charged to a budget."""
+    def lose(self, error: Exception) -> WorkerEnd:
+        """End a worker that failed with `error`. Return how it ended, to be charged to a budget."""
         self.drop()
         self.lost_last = True
-        return Loss(error, self.started, time.monotonic() - self._started_at if self.started else 0.0)
+        return WorkerEnd(error, self.started, time.monotonic() - self._started_at if self.started else 0.0)
 
     def release(self) -> None:
         """Give the worker back to its place."""

@@ -10,6 +10,8 @@ import torch
 
 from modelfleet.errors import InputError
 from modelfleet.frameworks.jax import losses, metrics
+from modelfleet.frameworks.jax.target_checks import check_targets
+from modelfleet.frameworks.target_checks import IGNORED
 from modelfleet.frameworks.torch import losses as torch_losses
 from modelfleet.frameworks.torch import metrics as torch_metrics
 
@@ -24,7 +26,7 @@ def case(name: str) -> tuple[np.ndarray, np.ndarray]:
     if kind.startswith("classes"):
         target = generator.integers(0, CLASSES, ROWS)
         if name != "multi_margin":
-            target[2] = losses.IGNORED
+            target[2] = IGNORED
         return output, target.astype(np.int32)
     target = generator.uniform(size=output.shape).astype(np.float32)
     if kind == "signs":
@@ -98,7 +100,7 @@ def test_a_loss_of_ones_own_may_tell_its_mean_or_its_rows() -> None:
 )
 def test_targets_that_do_not_fit_are_refused(loss: str, target: np.ndarray, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        losses.check_targets(losses.resolve(loss), (2, CLASSES), target, "a")
+        check_targets(losses.resolve(loss), (2, CLASSES), target, "a")
 
 
 def test_unknown_losses_are_refused() -> None:
@@ -135,7 +137,7 @@ def test_metrics_are_torchs(name: str) -> None:
         output = generator.normal(size=(rows, CLASSES)).astype(np.float32) + 3
         if name in ("accuracy", "top_2"):
             target = generator.integers(0, CLASSES, rows)
-            target[0] = losses.IGNORED
+            target[0] = IGNORED
         else:
             target = generator.normal(size=(rows, CLASSES)).astype(np.float32) + 3
         weights = (np.arange(rows) < rows - 2).astype(np.float32)

@@ -92,7 +92,7 @@ def test_every_pass_is_shuffled_as_a_whole() -> None:
     fleet, _ = models.fresh(**RATES)
     job = Job(tuple(fleet.names), (x, y), batch_size=8, steps_per_epoch=2)
     fleet.fit((x, y), epochs=1, batch_size=8, progress=False)
-    feed = Feeding(job, fleet._lane_set.groups).feed(fleet._lanes[0])
+    feed = Feeding(job, fleet._live_lanes.groups).feed(fleet._lanes[0])
     order = {tuple(row): index for index, row in enumerate(np.round(x, 4))}
     for epoch in range(3):  # 2, 2 and 1 steps
         for _, batch in zip(range(2), feed.epoch(epoch), strict=False):

@@ -10,7 +10,8 @@ from torch.func import grad, vmap
 from torch.nn import functional as F
 
 from modelfleet.errors import InputError
-from modelfleet.frameworks.torch.losses import LOSSES, check_targets, resolve, weighted
+from modelfleet.frameworks.torch.losses import LOSSES, resolve, weighted
+from modelfleet.frameworks.torch.target_checks import check_targets
 
 Function = Callable[..., Tensor]
 

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from modelfleet.each import each, per_member
 from modelfleet.errors import InputError
 from modelfleet.frameworks.torch.hyperparameters import SWITCHES, columns, resolve, static_flags
-from modelfleet.frameworks.torch.optimizers import Optimizer
+from modelfleet.frameworks.torch.stacked_optimizer import Optimizer
 from modelfleet.testing.torch import OPTIMIZERS
 
 NAMES = ("a", "b", "c")
@@ -84,15 +84,15 @@ def run(
     params: dict[str, Tensor],
     grads: list[dict[str, Tensor]],
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    slots = {name: optimizer.initial(param, hyper) for name, param in params.items()}
+    moments = {name: optimizer.initial(param, hyper) for name, param in params.items()}
     for index, grad in enumerate(grads):
         step = torch.full((len(hyper["lr"]),), index + 1, dtype=torch.float64)
         coefficients = optimizer.coefficients(hyper, step)
         assert all(value.dtype == torch.float64 for value in coefficients.values())
-        after = {name: optimizer.apply(params[name], grad[name], slots[name], coefficients) for name in params}
+        after = {name: optimizer.apply(params[name], grad[name], moments[name], coefficients) for name in params}
         params = {name: param for name, (param, _) in after.items()}
-        slots = {name: slot for name, (_, slot) in after.items()}
-    return params, slots
+        moments = {name: part for name, (_, part) in after.items()}
+    return params, moments
 
 
 def own(value: Any, row: int) -> Any:
@@ -131,24 +131,25 @@ def dtype(request: pytest.FixtureRequest) -> Any:
 def test_each_member_steps_as_in_torch(name: str, given: dict[str, Any], dtype: torch.dtype) -> None:
     given = {"lr": LR, **given}
     optimizer, hyper = resolve(name, given)
-    params, slots = run(optimizer, tensors(hyper, NAMES), start(len(NAMES), dtype), gradients(len(NAMES), dtype))
+    params, moments = run(optimizer, tensors(hyper, NAMES), start(len(NAMES), dtype), gradients(len(NAMES), dtype))
     most = 1e-12 if dtype == torch.float64 else 2e-6
     for row in range(len(NAMES)):
         expected, state = run_torch(name, given, row, dtype)
         for key in SHAPES:
             assert params[key].dtype == dtype
             assert difference(params[key][row], expected[key]) < most
-            assert set(slots[key]) == set(optimizer.slots)
+            assert set(moments[key]) == set(optimizer.tensor_names)
             # torch keeps no buffer for a member without momentum
-            for slot in (slot for slot in optimizer.slots if slot in state[key] and state[key][slot] is not None):
-                assert difference(slots[key][slot][row], state[key][slot]) < 10 * most
+            torchs = {part: tensor for part, tensor in state[key].items() if tensor is not None}
+            for part in torchs.keys() & set(optimizer.tensor_names):
+                assert difference(moments[key][part][row], torchs[part]) < 10 * most
 
 
 def test_lion_steps_as_in_its_paper() -> None:
     lr, decay, betas = [1e-4, 1e-3, 1e-2], [0.0, 0.1, 1.0], [(0.9, 0.99), (0.95, 0.98), (0.5, 0.9)]
     optimizer, hyper = resolve("lion", {"lr": each(lr), "weight_decay": each(decay), "betas": each(betas)})
     grads = gradients(len(NAMES), torch.float64)
-    params, slots = run(optimizer, tensors(hyper, NAMES), start(len(NAMES), torch.float64), grads)
+    params, moments = run(optimizer, tensors(hyper, NAMES), start(len(NAMES), torch.float64), grads)
     for row in range(len(NAMES)):
         for key, value in start(len(NAMES), torch.float64).items():
             theta, momentum = value[row].numpy(), np.zeros(SHAPES[key])
@@ -158,7 +159,7 @@ def test_lion_steps_as_in_its_paper() -> None:
                 theta = theta - lr[row] * (update + decay[row] * theta)
                 momentum = betas[row][1] * momentum + (1 - betas[row][1]) * g
             np.testing.assert_allclose(params[key][row].numpy(), theta, rtol=1e-12)
-            np.testing.assert_allclose(slots[key]["exp_avg"][row].numpy(), momentum, rtol=1e-12)
+            np.testing.assert_allclose(moments[key]["exp_avg"][row].numpy(), momentum, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -197,25 +198,25 @@ def test_a_step_changes_nothing_in_place_and_traces_into_one_graph(name: str) ->
     optimizer, hyper = resolve(name, {"weight_decay": 0.1})
     hypers = tensors(hyper, NAMES)
     param, grad = values((3, 4), torch.float32, 0), values((3, 4), torch.float32, 1)
-    slots = optimizer.initial(param, hypers)
+    moments = optimizer.initial(param, hypers)
 
     def step(
-        param: Tensor, grad: Tensor, slots: dict[str, Tensor], at: Tensor
+        param: Tensor, grad: Tensor, moments: dict[str, Tensor], at: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        return optimizer.apply(param, grad, slots, optimizer.coefficients(hypers, at))
+        return optimizer.apply(param, grad, moments, optimizer.coefficients(hypers, at))
 
-    before = [tensor.clone() for tensor in (param, grad, *slots.values())]
+    before = [tensor.clone() for tensor in (param, grad, *moments.values())]
     first = torch.ones(3, dtype=torch.float64)
-    graph = make_fx(step)(param, grad, slots, first)
-    assert all(torch.equal(a, b) for a, b in zip(before, (param, grad, *slots.values()), strict=True))
+    graph = make_fx(step)(param, grad, moments, first)
+    assert all(torch.equal(a, b) for a, b in zip(before, (param, grad, *moments.values()), strict=True))
     # The graph traced at the first step is right for every other one: nothing branches on the step.
     later = torch.tensor([1.0, 7.0, 500.0], dtype=torch.float64)
-    traced, plain = graph(param, grad, slots, later), step(param, grad, slots, later)
+    traced, plain = graph(param, grad, moments, later), step(param, grad, moments, later)
     assert torch.equal(traced[0], plain[0])
-    assert all(torch.equal(traced[1][slot], plain[1][slot]) for slot in optimizer.slots)
+    assert all(torch.equal(traced[1][part], plain[1][part]) for part in optimizer.tensor_names)
     # What a step returns can go into the next one without a new graph.
     assert {k: (v.dtype, v.shape) for k, v in plain[1].items()} == {
-        k: (v.dtype, v.shape) for k, v in slots.items()
+        k: (v.dtype, v.shape) for k, v in moments.items()
     }
 
 
@@ -247,13 +248,13 @@ def test_a_partials_keywords_are_defaults() -> None:
         resolve(functools.partial(torch.optim.SGD, [], 0.5), {})
 
 
-def test_slots_are_kept_only_where_something_uses_them() -> None:
-    assert resolve("sgd", {})[0].slots == ()
-    assert resolve("sgd", {"momentum": each([0.0, 0.9])})[0].slots == ("step", "momentum_buffer")
-    assert resolve("rmsprop", {"centered": True})[0].slots == ("step", "square_avg", "grad_avg")
+def test_tensors_are_kept_only_where_something_uses_them() -> None:
+    assert resolve("sgd", {})[0].tensor_names == ()
+    assert resolve("sgd", {"momentum": each([0.0, 0.9])})[0].tensor_names == ("step", "momentum_buffer")
+    assert resolve("rmsprop", {"centered": True})[0].tensor_names == ("step", "square_avg", "grad_avg")
     adam = resolve("adam", {})[0]
-    assert adam.slots == ("step", "exp_avg", "exp_avg_sq")
-    assert replace(adam, flags={**adam.flags, "amsgrad": True}).slots == (
+    assert adam.tensor_names == ("step", "exp_avg", "exp_avg_sq")
+    assert replace(adam, flags={**adam.flags, "amsgrad": True}).tensor_names == (
         "step",
         "exp_avg",
         "exp_avg_sq",

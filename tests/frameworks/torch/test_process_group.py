@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import modelfleet as mf
 from modelfleet.frameworks import torch as adapter
-from modelfleet.frameworks.torch.process_group import GroupError, ProcessGroup
+from modelfleet.frameworks.torch.process_group import ProcessGroup, RankLostError
 from modelfleet.types import Strategy
 
 RANKS = 2
@@ -235,7 +235,7 @@ def lonely() -> str:
     """The second rank takes no step: what the first says of it."""
     if os.environ["RANK"] == "1":
         return ""
-    with pytest.raises(GroupError) as error:
+    with pytest.raises(RankLostError) as error:
         outcome(build(), toy(8), batch_size=8)
     return str(error.value)
 
@@ -381,5 +381,5 @@ def test_rows_are_cut_evenly() -> None:
 
 
 def test_a_group_that_nobody_else_joins_says_who_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(GroupError, match="rank 0 of 2 waited to join for rank 1"):
+    with pytest.raises(RankLostError, match="rank 0 of 2 waited to join for rank 1"):
         ProcessGroup.join(f"file://{tmp_path}/alone", 0, 2, 0.5)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from modelfleet import streams
+from modelfleet import shuffles
 from modelfleet.frameworks.torch.random.operations import DrawFromStreams
 from modelfleet.frameworks.torch.random.streams import BatchRows, Streams
 from modelfleet.frameworks.torch.random.threefry import threefry
@@ -89,7 +89,7 @@ def test_threefry_has_the_published_test_vectors(
     found = threefry(*signed(key), *signed(counter))
     assert tuple(int(word) % 2**32 for word in found) == expected
     assert (
-        tuple(int(w[0]) for w in streams.threefry(*(np.array([w], np.uint32) for w in (*key, *counter))))
+        tuple(int(w[0]) for w in shuffles.threefry(*(np.array([w], np.uint32) for w in (*key, *counter))))
         == expected
     )
     assert by_integers(key, counter) == expected
@@ -100,7 +100,7 @@ def test_threefry_is_that_of_jax() -> None:
     random = np.random.default_rng(0)
     key, count = (random.integers(0, 2**32, size, dtype=np.uint32) for size in (2, 2000))
     expected = np.asarray(prng.threefry_2x32(key, count))
-    left, right = streams.threefry(key[:1], key[1:], count[:1000], count[1000:])
+    left, right = shuffles.threefry(key[:1], key[1:], count[:1000], count[1000:])
     np.testing.assert_array_equal(np.concatenate([left, right]), expected)
     words = (torch.from_numpy(part.view(np.int32)) for part in (key[:1], key[1:], count[:1000], count[1000:]))
     found = torch.cat(threefry(*words)).numpy().view(np.uint32)

@@ -175,7 +175,7 @@ def test_the_parts_of_a_batch_add_up_to_its_loss(name: str) -> None:
     task = task_of(LOSSES[name])
     assert tried(model, task, divide_by_rows, (x, y), x) == ()
     whole, _ = task.run(model, (x, y), None)
-    parts = [task.share(model, (x[rows], y[rows]), None, torch.tensor(size / 9))[:2] for rows, size in CUTS]
+    parts = [task.partial_loss(model, (x[rows], y[rows]), None, torch.tensor(size / 9))[:2] for rows, size in CUTS]
     total, count = (sum(column) for column in zip(*parts, strict=True))
     torch.testing.assert_close(total / count, whole, check_dtype=False, rtol=1e-6, atol=1e-6)
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from modelfleet.frameworks import batches
+from modelfleet.frameworks import batch_parts
 from modelfleet.members import Member
 from modelfleet.types import Arrays, NativeDevice, State, Tensor, Tree
 
@@ -96,7 +96,7 @@ class Definition(Protocol):
 
     def inputs(self, data: Tree) -> Tree:
         """Return the inputs of a batch: the x of (x, y), or the batch itself."""
-        return batches.inputs(data)
+        return batch_parts.inputs(data)
 
     def check_targets(self, output_shape: tuple[int, ...], target: Tree, name: str | None) -> None:
         """Raise InputError for targets of a whole data set that the loss can't take."""

@@ -6,7 +6,7 @@ Exports the names of `adapter_protocol.Adapter`.
 import os
 
 from modelfleet.frameworks import files
-from modelfleet.frameworks.batches import inputs
+from modelfleet.frameworks.batch_parts import inputs
 from modelfleet.frameworks.jax import arrays
 from modelfleet.frameworks.jax.building import (
     check_model,

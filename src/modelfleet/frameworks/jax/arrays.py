@@ -17,7 +17,7 @@ from modelfleet.frameworks.arrays import host, is_array, size
 Array = jax.Array | np.ndarray
 
 __all__ = ["as_numpy", "concatenate", "from_host", "host", "index", "is_array", "place", "size", "stack", "take"]
-__all__ += ["reduced", "restored"]
+__all__ += ["pickle_reduction", "restored"]
 
 
 def place(leaf: Any, device: jax.Device | None, *, copy: bool = False) -> Array:
@@ -62,7 +62,7 @@ def from_host(array: np.ndarray, like: Array) -> np.ndarray:
     return array.view(like.dtype) if np.dtype(like.dtype).name == "bfloat16" else array
 
 
-def reduced(value: Any) -> Any:
+def pickle_reduction(value: Any) -> Any:
     """Return how to pickle an array without copying its numbers; NotImplemented for other values."""
     # Weakly typed arrays come from Python numbers. They are small, and JAX pickles them as such.
     if not isinstance(value, jax.Array) or value.weak_type or len(value.devices()) > 1:

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from modelfleet.frameworks.batches import check_weights, has_target
+from modelfleet.frameworks.batch_parts import check_weights, has_target
 from modelfleet.frameworks.engine import Hyper
 from modelfleet.frameworks.functional import Definition, State
 from modelfleet.frameworks.jax.backend import shapes
-from modelfleet.frameworks.jax.losses import check_range, check_targets
 from modelfleet.frameworks.jax.models import Parts, TreeLayout, as_numpy, form_of, key_data, key_of
+from modelfleet.frameworks.jax.target_checks import check_range, check_targets
 from modelfleet.frameworks.jax.task import PRECISIONS, Task, widened
 from modelfleet.members import Member
 from modelfleet.types import Arrays, Model, Tensor, Tree

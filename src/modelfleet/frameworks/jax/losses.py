@@ -13,8 +13,9 @@ import numpy as np
 
 from modelfleet.errors import InputError
 from modelfleet.fingerprints import fingerprint
-from modelfleet.frameworks.jax.arrays import as_numpy
-from modelfleet.frameworks.losses import IGNORED, TargetKind, check_shape, find_loss, no_loss_by_row, out_of_range
+from modelfleet.frameworks.jax.target_checks import check_fit, shape_of
+from modelfleet.frameworks.losses import find_loss, no_loss_by_row
+from modelfleet.frameworks.target_checks import IGNORED, TargetKind
 from modelfleet.types import LossLike, Tree
 
 Array = jax.Array | np.ndarray
@@ -74,56 +75,16 @@ def weighted(loss: Loss, output: Tree, target: Tree, weights: Array | None, own:
     return jnp.where(weights == 0, 0, weights * sums).sum() / size
 
 
-def check_targets(loss: Loss, output_shape: tuple[int, ...], target: Tree, member: str | None = None) -> None:
-    """Raise InputError for targets of a wrong shape or dtype, or with values out of range."""
-    if loss.kind == "any":
-        return
-    whose = "" if member is None else f"member {member!r}: "
-    found = as_numpy(target)
-    if found.dtype.kind not in "biufV":  # V: bfloat16
-        raise InputError(f"{whose}the target is of {found.dtype}; {loss.name} needs numbers.")
-    shape = (*found.shape[:1], *output_shape[1:])
-    try:
-        _check_fit(loss.name, loss.kind, shape, found)
-        check_range(loss, shape, found)
-    except InputError as error:
-        raise InputError(f"{whose}{error}") from None
-
-
-def check_range(loss: Loss, output_shape: tuple[int, ...], target: Array) -> None:
-    """Raise InputError for targets with values that the loss can't take, such as labels without a class."""
-    target = np.asarray(target)
-    found = out_of_range(loss.name, loss.kind, output_shape[-1], target)
-    if found is not None and found[0].any():
-        wrong, expected = found
-        first = tuple(int(axis) for axis in np.argwhere(wrong)[0])
-        raise InputError(f"the target in row {first[0]} is {target[first].item()}, but {expected}.")
-
-
 def matched(name: str, output: Tree, target: Tree) -> tuple[Array, Array]:
     """Return an output and a target in one dtype. Raises InputError if their shapes differ."""
-    _check_fit(name, "values", shape_of(name, output), target)
+    check_fit(name, "values", shape_of(name, output), target)
     dtype = jnp.promote_types(output.dtype, jnp.float32)
     return output.astype(dtype), jnp.asarray(target, dtype)
-
-
-def shape_of(name: str, output: Tree) -> tuple[int, ...]:
-    """Return the shape of an output. Raises InputError if the output is not one array."""
-    if not hasattr(output, "shape"):
-        raise InputError(
-            f"the model gives a {type(output).__name__}, but {name} needs an array. "
-            f"Pass a function of output and target in its place."
-        )
-    return tuple(output.shape)
 
 
 def is_float(array: Array) -> bool:
     """Return True for an array of floating-point numbers."""
     return jnp.issubdtype(array.dtype, jnp.floating)
-
-
-def _check_fit(name: str, kind: TargetKind, shape: tuple[int, ...], target: Array) -> None:
-    check_shape(name, kind, shape, tuple(target.shape), str(target.dtype), class_axis=-1)
 
 
 def _of_function(function: Callable[[Tree, Tree], Any]) -> Loss:
@@ -165,7 +126,7 @@ def _of_classes(name: str, function: Callable[[Array, Array], Array], kind: Targ
     """Return a loss of scores `(row, …, class)` with class indices `(row, …)` or probabilities of their shape."""
 
     def rows(output: Tree, target: Tree) -> tuple[Array, Array]:
-        _check_fit(name, kind, shape_of(name, output), target)
+        check_fit(name, kind, shape_of(name, output), target)
         output = output.astype(jnp.promote_types(output.dtype, jnp.float32))
         if is_float(target):
             return _per_row(-(target * jax.nn.log_softmax(output)).sum(-1))

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from modelfleet.frameworks import metrics as common
-from modelfleet.frameworks.jax.losses import LOSSES, matched, shape_of
-from modelfleet.frameworks.losses import IGNORED
+from modelfleet.frameworks.jax.losses import LOSSES, matched
+from modelfleet.frameworks.jax.target_checks import shape_of
+from modelfleet.frameworks.target_checks import IGNORED
 from modelfleet.types import MetricLike, Tree
 
 Array = jax.Array | np.ndarray

@@ -17,9 +17,10 @@ import jax
 import numpy as np
 
 from modelfleet.each import Each, per_member
-from modelfleet.errors import InputError, MissingExtraError, unknown
+from modelfleet.errors import InputError, MissingExtraError
+from modelfleet.formatting import without_period
 from modelfleet.types import OptimizerLike, ScheduleLike, Tensor, Tree
-from modelfleet.words import without_period
+from modelfleet.unknown_names import unknown
 
 if TYPE_CHECKING:
     from optax import GradientTransformation, GradientTransformationExtraArgs, MultiSteps

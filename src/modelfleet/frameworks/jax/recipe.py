@@ -6,13 +6,14 @@ There are no columns: each member's own numbers are in its state.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from modelfleet.errors import InputError, unknown
+from modelfleet.errors import InputError
 from modelfleet.frameworks.jax import losses, metrics, optimizers
 from modelfleet.frameworks.jax.task import PRECISIONS, Task
 from modelfleet.frameworks.recipe import Prepared, check_objective, clip_norms, require_compiled
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
 from modelfleet.types import Kind
+from modelfleet.unknown_names import unknown
 
 
 def compile(recipe: Recipe, members: Sequence[Member]) -> None:

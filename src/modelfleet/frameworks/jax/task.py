@@ -10,7 +10,7 @@ import numpy as np
 
 from modelfleet.errors import InputError
 from modelfleet.fingerprints import fingerprint
-from modelfleet.frameworks.batches import loss_and_metrics, unpack
+from modelfleet.frameworks.batch_parts import loss_and_metrics, unpack
 from modelfleet.frameworks.jax import metrics
 from modelfleet.frameworks.jax.losses import Loss, weighted
 from modelfleet.frameworks.jax.metrics import Metric

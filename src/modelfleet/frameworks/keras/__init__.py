@@ -5,7 +5,7 @@ from importlib import import_module
 import keras
 import numpy as np
 
-from modelfleet.frameworks.batches import weighted_inputs as inputs
+from modelfleet.frameworks.batch_parts import weighted_inputs as inputs
 from modelfleet.frameworks.keras import own_training
 from modelfleet.frameworks.keras.building import (
     check_model,

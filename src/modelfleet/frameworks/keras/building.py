@@ -10,12 +10,12 @@ from keras import ops
 from keras.src.backend.common import global_state
 
 from modelfleet.errors import InputError
+from modelfleet.formatting import without_period
 from modelfleet.frameworks.keras.custom_objects import put_together, take_apart
 from modelfleet.frameworks.keras.optimizers import twin
 from modelfleet.frameworks.keras.steps import by_key
 from modelfleet.frameworks.weight_mismatch import Spec, mismatch
 from modelfleet.types import Tensor
-from modelfleet.words import without_period
 
 _GENERATOR = "global_seed_generator"  # keras.random draws from it if it gets no seed
 

@@ -9,8 +9,8 @@ import numpy as np
 from keras import callbacks
 
 from modelfleet.errors import InputError
+from modelfleet.formatting import without_period
 from modelfleet.types import Json
-from modelfleet.words import without_period
 
 _FILES = ("filepath", "filename")
 _FOLDERS = ("log_dir", "directory")

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from modelfleet.frameworks import batches
+from modelfleet.frameworks import batch_parts
 from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.engine import Hyper
 from modelfleet.frameworks.errors import CannotFuseError
@@ -99,7 +99,7 @@ class KerasDefinition(Definition):
 
     def inputs(self, data: Tree) -> Tree:
         """Return the inputs of a batch: the x of (x,), (x, y) or (x, y, sample_weight), or the batch itself."""
-        return batches.weighted_inputs(data)
+        return batch_parts.weighted_inputs(data)
 
     def check_targets(self, output_shape: tuple[int, ...], target: Tree, name: str | None) -> None:
         """Raise InputError for labels that the model has no output for."""

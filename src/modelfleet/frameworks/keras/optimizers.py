@@ -10,8 +10,9 @@ import numpy as np
 from keras import ops
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
-from modelfleet.errors import InputError, unknown
+from modelfleet.errors import InputError
 from modelfleet.types import OptimizerLike, Tensor
+from modelfleet.unknown_names import unknown
 
 OPTIMIZERS: Mapping[str, type[keras.Optimizer]] = {
     cls.__name__.lower(): cls
@@ -79,13 +80,13 @@ class Update:
 
     def __call__(
         self,
-        slots: Sequence[Tensor],
+        state: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
         variables: Sequence[keras.Variable],
         values: Sequence[Tensor],
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the new values of the model's variables and of the optimizer's (`slots`)."""
-        mapping = [*zip(variables, values, strict=True), *zip(self.variables, slots, strict=True)]
+        """Return the new values of the model's variables and of the optimizer's (`state`)."""
+        mapping = [*zip(variables, values, strict=True), *zip(self.variables, state, strict=True)]
         if self.scaling is None:
             return self._applied(mapping, gradients, variables)
         with keras.StatelessScope(mapping):
@@ -93,17 +94,17 @@ class Update:
         own = [None if gradient is None else ops.divide(gradient, scale) for gradient in gradients]
         found = [ops.all(ops.isfinite(gradient)) for gradient in own if gradient is not None]
         finite = ops.all(ops.stack(found))
-        new, new_slots = self._applied(mapping, own, variables)
+        new, new_state = self._applied(mapping, own, variables)
         grown = ops.equal(counter, self.scaling.dynamic_growth_steps - 1)
         next_scale = ops.where(finite, ops.where(grown, scale * 2.0, scale), scale * 0.5)
         next_counter = ops.where(ops.logical_and(finite, ops.logical_not(grown)), counter + 1, 0)
         special = {id(self.scaling.dynamic_scale): next_scale, id(self.scaling.step_counter): next_counter}
         kept = [ops.where(finite, a, b) for a, b in zip(new, values, strict=True)]
-        kept_slots = [
+        kept_state = [
             ops.cast(special[id(variable)], variable.dtype) if id(variable) in special else ops.where(finite, a, b)
-            for variable, a, b in zip(self.variables, new_slots, slots, strict=True)
+            for variable, a, b in zip(self.variables, new_state, state, strict=True)
         ]
-        return kept, kept_slots
+        return kept, kept_state
 
     def _applied(
         self,

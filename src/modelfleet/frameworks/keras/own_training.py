@@ -10,11 +10,11 @@ import keras
 from keras import ops
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 
+from modelfleet.formatting import without_period
 from modelfleet.frameworks.keras.custom_objects import find_custom
 from modelfleet.frameworks.keras.optimizers import built
 from modelfleet.frameworks.keras.own_variables import variables_by_part
 from modelfleet.types import Json, Tensor
-from modelfleet.words import without_period
 
 
 def unsaved(model: keras.Model) -> dict[str, Any]:

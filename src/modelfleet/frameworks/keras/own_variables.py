@@ -7,22 +7,22 @@ import numpy as np
 from keras import ops
 
 from modelfleet.frameworks.keras.optimizers import built
-from modelfleet.frameworks.keras.steps import by_key, slot_keys
+from modelfleet.frameworks.keras.steps import by_key, optimizer_keys
 from modelfleet.frameworks.stacked import Given
 from modelfleet.types import Model, State
 
 
 def variables_by_part(model: Model) -> dict[str, dict[str, keras.Variable]]:
     """Return the variables of a model by the parts of a state. An optimizer has none before the first step."""
-    slots: list[keras.Variable] = []
+    own: list[keras.Variable] = []
     if model.compiled and model.optimizer is not None and model.optimizer.built:
-        slots = model.optimizer.variables
+        own = model.optimizer.variables
     trained, kept = model.trainable_variables, model.non_trainable_variables
     metrics = model.metrics_variables if model.compiled else []
     return {
         "params": by_key(trained),
         "buffers": by_key(kept),
-        "optimizer": dict(zip(slot_keys(slots, trained), slots, strict=True)),
+        "optimizer": dict(zip(optimizer_keys(own, trained), own, strict=True)),
         "metrics": by_key(metrics),
     }
 

@@ -15,7 +15,7 @@ import numpy as np
 from keras import ops, tree
 
 from modelfleet.errors import InputError, StrategyError
-from modelfleet.frameworks import batches
+from modelfleet.frameworks import batch_parts
 from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.batch_errors import batch_error
 from modelfleet.frameworks.engine import NOTHING_LEFT, Engine, Hyper, Pace
@@ -182,7 +182,7 @@ class PlainEngine(Engine):
 
     def inputs(self, data: Tree) -> Tree:
         """Return the x of (x,), (x, y) and (x, y, sample_weight), or the data themselves."""
-        return batches.weighted_inputs(data)
+        return batch_parts.weighted_inputs(data)
 
     # --- padding -------------------------------------------------------------------------------------------------
 

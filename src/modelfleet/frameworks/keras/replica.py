@@ -63,7 +63,7 @@ def replica(model: keras.Model | Frozen, device: NativeDevice, precision: Precis
     return _backend().replica(model.model if isinstance(model, Frozen) else model, device)
 
 
-def reduced(value: object) -> object:
+def pickle_reduction(value: object) -> object:
     """Return how to pickle a Keras model with its custom objects; NotImplemented for any other value."""
     if not isinstance(value, keras.Model):
         return NotImplemented

@@ -42,11 +42,11 @@ class Steps:
         # Of the present compile. An optimizer that is not built yet stays so until a step is taken.
         self.optimizer = _built_or_twin(model) if model.compiled and model.optimizer is not None else None
         self.update: Update | None = None
-        self._first_slots: list[np.ndarray] = []  # the initial values of an optimizer's variables
+        self._first_optimizer_values: list[np.ndarray] = []  # the initial values of an optimizer's variables
         if self.optimizer is not None:
             self.update = Update(self.optimizer)
             if self.optimizer is not model.optimizer:
-                self._first_slots = [_host(variable) for variable in self.update.variables]
+                self._first_optimizer_values = [_host(variable) for variable in self.update.variables]
         self._made_of = _made_of(model)
         # By index among all variables, which does not change if a layer is frozen in the middle of a fit.
         indices = {id(variable): index for index, variable in enumerate(model.variables)}
@@ -57,7 +57,7 @@ class Steps:
         self.keys = {
             "params": structural_keys(self.trained),
             "buffers": structural_keys(self.kept),
-            "optimizer": slot_keys(self.update.variables, self.trained) if self.update else [],
+            "optimizer": optimizer_keys(self.update.variables, self.trained) if self.update else [],
         }
 
     @property
@@ -85,14 +85,14 @@ class Steps:
             for part, found in self._variables(model).items()
         }
         if self.update is not None and not model.optimizer.built:
-            slots = map(ops.convert_to_tensor, self._slots_before(model))
-            values["optimizer"] = dict(zip(self.keys["optimizer"], slots, strict=True))
+            first = map(ops.convert_to_tensor, self._optimizer_values_before(model))
+            values["optimizer"] = dict(zip(self.keys["optimizer"], first, strict=True))
         return {**values, "metrics": self.fresh_metrics()}
 
     def write_back(self, model: keras.Model, state: Given) -> None:
         """Assign a state to a model: its weights, its seeds and its optimizer's variables."""
         if self.update is not None and not model.optimizer.built:
-            own = zip(self.keys["optimizer"], self._slots_before(model), strict=True)
+            own = zip(self.keys["optimizer"], self._optimizer_values_before(model), strict=True)
             if not all(np.array_equal(ops.convert_to_numpy(state["optimizer"][key]), value) for key, value in own):
                 built(model)
         for part, found in self._variables(model).items():
@@ -132,27 +132,28 @@ class Steps:
         params: Values,
         buffers: Values,
         metrics: Values,
-        slots: Values,
+        optimizer_values: Values,
         batch: Tree,
         weights: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, Values, Values]]:
         """Return the loss to differentiate, and (the loss itself, new buffers, new metrics) of a train step."""
-        mapping = [*self._mapping(params, buffers, metrics), *self._pairs("optimizer", self._slots, slots)]
+        own = self._pairs("optimizer", self._optimizer_variables, optimizer_values)
+        mapping = [*self._mapping(params, buffers, metrics), *own]
         with self._scope(mapping, training=True) as scope:
             loss = self._forward(batch, weights, training=True)
             scaled = loss if self.optimizer is None else self.optimizer.scale_loss(loss)
         return scaled, (loss, _found(scope, self.keys["buffers"], self.kept), self._metrics(scope))
 
     def apply(
-        self, params: Values, slots: Values, gradients: Mapping[str, Tensor | None]
+        self, params: Values, optimizer_values: Values, gradients: Mapping[str, Tensor | None]
     ) -> tuple[Values, Values]:
-        """Return the params and slots after one update. A gradient may be None, or missing."""
+        """Return the params and the optimizer's values after one update. A gradient may be None, or missing."""
         assert self.update is not None
-        names, slot_names = self.keys["params"], self.keys["optimizer"]
+        names, keys = self.keys["params"], self.keys["optimizer"]
         own = [gradients.get(key) for key in names]
         values = [params[key] for key in names]
-        new, new_slots = self.update([slots[key] for key in slot_names], own, self.trained, values)
-        return dict(zip(names, new, strict=True)), dict(zip(slot_names, new_slots, strict=True))
+        new, new_optimizer_values = self.update([optimizer_values[key] for key in keys], own, self.trained, values)
+        return dict(zip(names, new, strict=True)), dict(zip(keys, new_optimizer_values, strict=True))
 
     def evaluate(
         self, params: Values, buffers: Values, metrics: Values, batch: Tree, weights: Tensor | None = None
@@ -241,22 +242,22 @@ class Steps:
             found["optimizer"] = model.optimizer.variables if self.update is not None else []
         return {part: dict(zip(self.keys[part], own, strict=True)) for part, own in found.items()}
 
-    def _slots_before(self, model: keras.Model) -> list[np.ndarray]:
+    def _optimizer_values_before(self, model: keras.Model) -> list[np.ndarray]:
         """Return the values that the optimizer's variables will have once built. Some exist already."""
-        if not self._first_slots:  # the lane's first optimizer was built already
+        if not self._first_optimizer_values:  # the lane's first optimizer was built already
             first = _built_or_twin(model)
             if first is model.optimizer:
                 return [_host(variable) for variable in first.variables]
-            self._first_slots = [_host(variable) for variable in first.variables]
+            self._first_optimizer_values = [_host(variable) for variable in first.variables]
         own = list(model.optimizer.variables)
         found = []
-        for variable, value in zip(self._slots, self._first_slots, strict=True):
+        for variable, value in zip(self._optimizer_variables, self._first_optimizer_values, strict=True):
             known = own and own[0].name == variable.name  # variables that exist already come in the same order
             found.append(_host(own.pop(0)) if known else value)
         return found
 
     @property
-    def _slots(self) -> list[keras.Variable]:
+    def _optimizer_variables(self) -> list[keras.Variable]:
         return [] if self.update is None else self.update.variables
 
     def _mapping(self, params: Values, buffers: Values, metrics: Values) -> list[tuple[keras.Variable, Tensor]]:
@@ -374,13 +375,14 @@ def by_key(variables: Sequence[keras.Variable]) -> dict[str, keras.Variable]:
     return dict(zip(structural_keys(variables), variables, strict=True))
 
 
-def slot_keys(slots: Sequence[keras.Variable], trained: Sequence[keras.Variable]) -> list[str]:
+def optimizer_keys(variables: Sequence[keras.Variable], trained: Sequence[keras.Variable]) -> list[str]:
     """Return keys for an optimizer's variables that are equal for all models of a structure."""
-    # Keras names a slot after the path of its variable, with the layer's name in it.
+    # Keras names a variable of an optimizer after the path of the trained one, with the layer's name in it.
     prefixes = {f"{variable.path.replace('/', '_')}_": f"{index:03}_" for index, variable in enumerate(trained)}
     names = []
-    for index, slot in enumerate(slots):
-        prefix = max((p for p in prefixes if slot.name.startswith(p)), key=len, default="")
-        rest = re.sub(r"_[0-9]+$", "", slot.name[len(prefix) :])  # Nadam's product has a name that Keras numbers
+    for index, variable in enumerate(variables):
+        prefix = max((p for p in prefixes if variable.name.startswith(p)), key=len, default="")
+        # Nadam's product has a name that Keras numbers.
+        rest = re.sub(r"_[0-9]+$", "", variable.name[len(prefix) :])
         names.append(f"{index:03}.{prefixes.get(prefix, '')}{rest}")
     return names

@@ -5,7 +5,7 @@ and exports only what replicas need of an adapter.
 """
 
 from modelfleet.frameworks import arrays
-from modelfleet.frameworks.batches import inputs
+from modelfleet.frameworks.batch_parts import inputs
 from modelfleet.frameworks.python.devices import choose, memory, native
 from modelfleet.frameworks.python.replica import Replica, is_model, needed, weight_bytes
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from modelfleet import frameworks
 from modelfleet.devices import Device
 from modelfleet.errors import InputError
+from modelfleet.frameworks.conversions import as_numpy
 from modelfleet.frameworks.outputs import Outputs
 from modelfleet.trees import map_tree
 from modelfleet.types import Model, Tree
@@ -77,4 +77,4 @@ def _host(value: Any) -> np.ndarray | None:
         )
     if not hasattr(value, "__array__"):
         return None
-    return np.array(frameworks.as_numpy(value))  # copied: the next batch may overwrite this memory
+    return np.array(as_numpy(value))  # copied: the next batch may overwrite this memory

@@ -4,7 +4,7 @@ Keras models on TensorFlow belong to `modelfleet.frameworks.keras`, which trains
 """
 
 from modelfleet.frameworks import files
-from modelfleet.frameworks.batches import inputs
+from modelfleet.frameworks.batch_parts import inputs
 from modelfleet.frameworks.schedules import NoSchedules as Schedules
 from modelfleet.frameworks.tensorflow import arrays
 from modelfleet.frameworks.tensorflow.building import (

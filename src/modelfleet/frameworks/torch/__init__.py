@@ -1,6 +1,6 @@
 """Torch models in fleets. Exports the names of `adapter_protocol.Adapter`."""
 
-from modelfleet.frameworks.batches import inputs
+from modelfleet.frameworks.batch_parts import inputs
 from modelfleet.frameworks.torch import arrays, files
 from modelfleet.frameworks.torch.building import (
     check_model,
@@ -11,15 +11,15 @@ from modelfleet.frameworks.torch.building import (
     restore_randomness,
     seeding,
     stacked_weights,
-    undisturbed,
     weights_key,
+    without_callers_contexts,
 )
 from modelfleet.frameworks.torch.devices import accelerators, choose, memory, native, threads, use_threads
 from modelfleet.frameworks.torch.doctor_facts import cache_folder
 from modelfleet.frameworks.torch.engine import make_engine
 from modelfleet.frameworks.torch.malloc import keeping_pages
 from modelfleet.frameworks.torch.openmp import sharing_cores
-from modelfleet.frameworks.torch.process_group import ProcessGroup as Group
+from modelfleet.frameworks.torch.process_group import ProcessGroup
 from modelfleet.frameworks.torch.recipe import compile, prepare
 from modelfleet.frameworks.torch.replica import Replica, weight_bytes
 from modelfleet.frameworks.torch.schedules import Schedules

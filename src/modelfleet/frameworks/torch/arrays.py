@@ -12,7 +12,7 @@ from modelfleet.frameworks.arrays import is_array, size
 from modelfleet.frameworks.torch import pickling
 
 __all__ = ["as_numpy", "concatenate", "from_host", "host", "index", "is_array", "padded_otherwise", "place"]
-__all__ += ["reduced", "restored", "size", "stack", "take"]
+__all__ += ["pickle_reduction", "restored", "size", "stack", "take"]
 
 
 def place(leaf: Any, device: torch.device | str | None, *, copy: bool = False, exact: bool = False) -> Tensor:
@@ -83,7 +83,7 @@ def from_host(array: np.ndarray, like: Tensor) -> Tensor:
     return tensor.view(torch.bfloat16) if like.dtype == torch.bfloat16 else tensor
 
 
-def reduced(value: Any) -> Any:
+def pickle_reduction(value: Any) -> Any:
     """Return how to pickle a plain CPU tensor without copying its numbers; NotImplemented for other values.
 
     Also handles modules that torch itself can't pickle (`sending`), and parameters with hooks, which torch would

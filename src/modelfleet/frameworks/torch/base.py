@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from modelfleet.frameworks import batches
+from modelfleet.frameworks import batch_parts
 from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.batch_errors import batch_error
 from modelfleet.frameworks.engine import Engine
 from modelfleet.frameworks.torch.devices import out_of_memory
-from modelfleet.frameworks.torch.losses import check_range, check_targets
+from modelfleet.frameworks.torch.target_checks import check_range, check_targets
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import State, Tree
@@ -74,7 +74,7 @@ class ModuleEngine(TorchEngine, ABC):
 
     def inputs(self, data: Tree) -> Tree:
         """Return the inputs of a batch's data: the x of (x, y), or the data themselves."""
-        return batches.inputs(data)
+        return batch_parts.inputs(data)
 
     def check_targets(self, output_shape: tuple[int, ...] | None, target: Tree, name: str | None) -> None:
         """Check all targets of a data set against the model's output, if the loss is one that defines them."""
@@ -88,11 +88,11 @@ class ModuleEngine(TorchEngine, ABC):
             return None
 
         def check(batch: Tree) -> None:
-            if batches.has_target(batch) and isinstance(batch[1], Tensor):
+            if batch_parts.has_target(batch) and isinstance(batch[1], Tensor):
                 check_range(loss, output_shape, batch[1])
-            if batches.has_target(batch) and len(batch) == 3:
+            if batch_parts.has_target(batch) and len(batch) == 3:
                 weights = batch[2]
-                batches.check_weights(on_host(weights) if isinstance(weights, Tensor) else np.asarray(weights))
+                batch_parts.check_weights(on_host(weights) if isinstance(weights, Tensor) else np.asarray(weights))
 
         return check
 

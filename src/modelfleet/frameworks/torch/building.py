@@ -28,7 +28,7 @@ def seeding(seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def without_callers_contexts() -> Iterator[None]:
     """Undo contexts that a verb was called in, such as `no_grad` and `autocast`, within this context.
 
     Threads and worker processes do not inherit them, so lanes of this thread must not depend on them.

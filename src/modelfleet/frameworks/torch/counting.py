@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from modelfleet.frameworks.torch.coefficients import widest
-from modelfleet.frameworks.torch.optimizer_algorithms import STEP
+from modelfleet.frameworks.torch.optimizers import STEP
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.types import State
 
 STEPS_AHEAD = 64  # steps whose numbers are computed at a time
 
-Coefficients = dict[tuple[str, ...], dict[str, Tensor]]
+CoefficientsByParameter = dict[tuple[str, ...], dict[str, Tensor]]
 """Numbers `(member,)` by name, for each tuple of parameters that share them."""
 
 
@@ -31,7 +31,7 @@ class CoefficientsAhead:
         self._task = task
         self._unused: frozenset[str] | None = frozenset()  # parameters unused in the last step; None if not known
         self._classes: list[tuple[str, ...]] | None = None  # parameters with the same counts
-        self._computed: tuple[tuple[Mapping[str, Tensor], Tensor], Iterator[Coefficients]] | None = None
+        self._computed: tuple[tuple[Mapping[str, Tensor], Tensor], Iterator[CoefficientsByParameter]] | None = None
 
     def forget(self) -> None:
         """Read the counts again before the next step, because they may have been changed."""
@@ -43,7 +43,7 @@ class CoefficientsAhead:
             self._unused = unused
             self.forget()
 
-    def next(self, state: State, hyper: Mapping[str, Tensor], active: Tensor) -> Coefficients:
+    def next(self, state: State, hyper: Mapping[str, Tensor], active: Tensor) -> CoefficientsByParameter:
         """Return the numbers of the next step of these members."""
         known = self._computed
         if known is None or known[0][0] is not hyper or known[0][1] is not active:
@@ -56,11 +56,11 @@ class CoefficientsAhead:
             return self.next(state, hyper, active)
         return found
 
-    def one(self, state: State, hyper: Mapping[str, Tensor]) -> Coefficients:
+    def one(self, state: State, hyper: Mapping[str, Tensor]) -> CoefficientsByParameter:
         """Return the numbers of one step of a state of some members."""
         return self._compute(state, hyper, 1)[0]
 
-    def _compute(self, state: State, hyper: Mapping[str, Tensor], steps: int) -> list[Coefficients]:
+    def _compute(self, state: State, hyper: Mapping[str, Tensor], steps: int) -> list[CoefficientsByParameter]:
         optimizer, member = self._task.optimizer, state["member"]["step"]
         if self._classes is None:
             self._classes = _classes(state, self._unused or frozenset(), counts=optimizer.counts)

@@ -14,11 +14,10 @@ from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.frameworks.stacked import CARRIED, WEIGHTS, Positions, StackedState, fitting
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.base import ModuleEngine, TorchEngine, on_host
-from modelfleet.frameworks.torch.compiling.compiler import compile_mode
+from modelfleet.frameworks.torch.compiling.decision import compile_mode
 from modelfleet.frameworks.torch.counting import CoefficientsAhead
 from modelfleet.frameworks.torch.fused_parallel import RowDivision
-from modelfleet.frameworks.torch.lane_steps import ALONE, How, Tensors
-from modelfleet.frameworks.torch.model_locks import borrowed, held
+from modelfleet.frameworks.torch.model_locks import lock_of, locked_in_mode
 from modelfleet.frameworks.torch.process_group import ProcessGroup
 from modelfleet.frameworks.torch.program_engine import ProgramEngine, RowTrials, batch_layout
 from modelfleet.frameworks.torch.programs import Programs, readable
@@ -26,6 +25,7 @@ from modelfleet.frameworks.torch.python_state.checks import DivergenceCheck
 from modelfleet.frameworks.torch.row_independence import ignores_padding, rows_are_independent
 from modelfleet.frameworks.torch.stepping import Stepper
 from modelfleet.frameworks.torch.steps import Steps
+from modelfleet.frameworks.torch.steps_protocol import ALONE, How, Tensors
 from modelfleet.frameworks.torch.structure import shared_parameters
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.frameworks.torch.updating import INITIAL_SCALE
@@ -88,7 +88,9 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         hyper = {name: self.tensor(column) for name, column in columns.items()}
         made = {name: self.task.optimizer.initial(p, hyper) for name, p in state["params"].items()}
         state["optimizer"] = {
-            f"{slot}/{name}": tensors[slot] for slot in self.task.optimizer.slots for name, tensors in made.items()
+            f"{key}/{name}": tensors[key]
+            for key in self.task.optimizer.tensor_names
+            for name, tensors in made.items()
         }
         width = len(members)
         state["member"] = {
@@ -152,7 +154,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
             own = (
                 batch.data if batch.shared else map_tree(lambda leaf, slot=slot: leaf[slot : slot + 1], batch.data)
             )
-            with borrowed(steps, train=False):
+            with locked_in_mode(steps, train=False):
                 rest = [weight[slot : slot + 1] for weight in weights]
                 found.append(getattr(steps, kind)(one, self.shared, own, *rest, How(batch.shared, fused=False)))
             if count:
@@ -254,7 +256,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
     def scatter(self, positions: Positions, members: Sequence[Member]) -> None:
         """Copy the weights of some members into their models."""
         state = self.stacked.read(positions, WEIGHTS, copy=False)
-        with held(self.programs.steps.model):
+        with lock_of(self.programs.steps.model):
             states.write_back([member.model for member in members], state, self.layout)
 
     def gather(self, positions: Positions, members: Sequence[Member]) -> None:
@@ -272,14 +274,14 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
                     f"member {member.name!r}: {min(switched)!r} was frozen or unfrozen in the middle of a fit, "
                     f'and the member is fused with others. Use strategy="interleaved", or do it between two fits.'
                 )
-        with held(self.programs.steps.model):
+        with lock_of(self.programs.steps.model):
             weights = self._weights_of(members)
         self.write(positions, weights)
         for row, (position, member) in enumerate(zip(positions, members, strict=True)):
             hyper = {key: self.tensor(column[[position]]) for key, column in self._columns.items()}
             for name in self._replaced(position):
                 initial = self.task.optimizer.initial(weights["params"][name][row : row + 1], hyper)
-                state = {"optimizer": {f"{slot}/{name}": tensor for slot, tensor in initial.items()}}
+                state = {"optimizer": {f"{key}/{name}": tensor for key, tensor in initial.items()}}
                 self.write([position], state)
             self._sources[position] = member.model, self._trained(member.model)
         own = {**dict(members[0].model.named_parameters()), **dict(members[0].model.named_buffers())}

@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from modelfleet.errors import StrategyError
-from modelfleet.frameworks import batches
+from modelfleet.frameworks import batch_parts
 from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.engine import Pace
 from modelfleet.frameworks.torch import row_sums
-from modelfleet.frameworks.torch.counting import Coefficients
-from modelfleet.frameworks.torch.lane_steps import Tensors
+from modelfleet.frameworks.torch.counting import CoefficientsByParameter
 from modelfleet.frameworks.torch.process_group import ProcessGroup
 from modelfleet.frameworks.torch.programs import Programs
 from modelfleet.frameworks.torch.random.streams import DrawShapes
 from modelfleet.frameworks.torch.row_independence import divide_by_rows
 from modelfleet.frameworks.torch.steps import Steps
+from modelfleet.frameworks.torch.steps_protocol import Tensors
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import State, Tree
 
@@ -36,7 +36,7 @@ class RowDivision:
         self._programs = programs
         self._device = device
         self._draws: dict[Hashable, DrawShapes] = {}  # by the form of a batch: what its rows draw
-        self._places: dict[tuple[int, int, int], Tensors] = {}  # by start, end and rows of a batch
+        self._rows_at: dict[tuple[int, int, int], Tensors] = {}  # by start, end and rows of a batch
 
     def reason_against(self, lead: Lead, batch: Batch) -> str | None:
         """Return why batches like this one can't be divided, and what to do; or None, and set `steps.draws`."""
@@ -44,7 +44,7 @@ class RowDivision:
         # A single row does not show what each row draws, so its form is its own.
         form = len(leaves(rows)[0]) == 1, *(leaf.shape[1:] for leaf in leaves(rows))
         if form not in self._draws:
-            found = divide_by_rows(steps, *lead, rows, batches.weighted_inputs(rows))
+            found = divide_by_rows(steps, *lead, rows, batch_parts.weighted_inputs(rows))
             if isinstance(found, str):
                 return found
             self._draws[form] = found
@@ -61,7 +61,9 @@ class RowDivision:
         part = self._own_rows(batch) or self._rows_between(0, 1, batch)
         self._programs.program("row_gradients", (*lead, *part), batch.shared)
 
-    def step(self, lead: Lead, coefficients: Coefficients, active: Tensor, batch: Batch, pace: Pace) -> None:
+    def step(
+        self, lead: Lead, coefficients: CoefficientsByParameter, active: Tensor, batch: Batch, pace: Pace
+    ) -> None:
         """Take one train step of which this rank computes its own rows.
 
         Raises:
@@ -90,14 +92,14 @@ class RowDivision:
 
     def _rows_between(self, start: int, end: int, batch: Batch) -> OwnRows:
         """Return the rows of a batch from a start to an end."""
-        place = start, end, batch.size
-        if place not in self._places:
-            self._places[place] = {
+        rows_at = start, end, batch.size
+        if rows_at not in self._rows_at:
+            self._rows_at[rows_at] = {
                 "start": torch.tensor(start, device=self._device),
                 "count": torch.tensor(batch.size, device=self._device),
-                "share": torch.tensor((end - start) / batch.size, dtype=torch.float32, device=self._device),
+                "fraction": torch.tensor((end - start) / batch.size, dtype=torch.float32, device=self._device),
             }
         axis = 0 if batch.shared else 1
         own = map_tree(lambda leaf: leaf.narrow(axis, start, end - start).contiguous(), batch.data)
         weights = None if batch.weights is None else batch.weights[:, start:end].contiguous()
-        return own, weights, self._places[place]
+        return own, weights, self._rows_at[rows_at]

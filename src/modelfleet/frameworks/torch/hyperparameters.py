@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from modelfleet.each import Each, per_member
-from modelfleet.errors import InputError, unknown
-from modelfleet.frameworks.torch.optimizer_algorithms import ALGORITHMS
-from modelfleet.frameworks.torch.optimizers import Optimizer
+from modelfleet.errors import InputError
+from modelfleet.frameworks.torch.optimizers import ALGORITHMS
+from modelfleet.frameworks.torch.stacked_optimizer import Optimizer
 from modelfleet.types import OptimizerLike
+from modelfleet.unknown_names import unknown
 
 # Options of torch's optimizers that choose an implementation, not a result. They are accepted and have no effect.
 SWITCHES = frozenset({"foreach", "fused", "capturable", "differentiable"})

@@ -4,22 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from modelfleet.errors import InputError
-from modelfleet.frameworks.losses import (
-    IGNORED,
-    TargetKind,
-    check_shape,
-    find_loss,
-    no_loss_by_row,
-    out_of_range,
-    takes_classes,
-)
+from modelfleet.frameworks.losses import find_loss, no_loss_by_row
+from modelfleet.frameworks.target_checks import IGNORED, TargetKind, takes_classes
 from modelfleet.frameworks.torch.structure import signature
+from modelfleet.frameworks.torch.target_checks import check_fit, shape_of
 from modelfleet.types import LossLike, Tree
 
 PartsOfBatch = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -117,46 +109,9 @@ def by_row(loss: Loss, output: Tree, target: Tree, own: Tensor | None) -> tuple[
     return (sums if own is None else own.to(sums.dtype) * sums), counts
 
 
-def check_targets(loss: Loss, output_shape: tuple[int, ...], target: Tree, member: str | None = None) -> None:
-    """Raise InputError for targets of a wrong shape or dtype, or with values out of range.
-
-    Args:
-        loss: The loss.
-        output_shape: Shape of the model's output for any number of rows.
-        target: All rows of the data.
-        member: Name of the member, for errors.
-    """
-    if loss.kind == "any":
-        return
-    whose = "" if member is None else f"member {member!r}: "
-    try:
-        found = target.detach() if isinstance(target, Tensor) else torch.as_tensor(np.asarray(target))
-    except TypeError:
-        raise InputError(
-            f"{whose}the target is of {np.asarray(target).dtype}; {loss.name} needs numbers."
-        ) from None
-    shape = (*found.shape[:1], *output_shape[1:])
-    try:
-        _check_fit(loss.name, loss.kind, shape, found)
-    except InputError as error:
-        raise InputError(f"{whose}{error}") from None
-    check_range(loss, shape, found, whose)
-
-
-def check_range(loss: Loss, output_shape: tuple[int, ...], target: Tensor, whose: str = "") -> None:
-    """Raise InputError for targets with values that the loss can't take, such as labels without a class."""
-    if takes_classes(loss.kind) and not target.is_floating_point():
-        target = target.long()
-    found = out_of_range(loss.name, loss.kind, output_shape[1] if len(output_shape) > 1 else 0, target)
-    if found is not None and found[0].any():
-        wrong, expected = found
-        first = tuple(wrong.nonzero()[0].tolist())
-        raise InputError(f"{whose}the target in row {first[0]} is {target[first].item()}, but {expected}.")
-
-
 def matched(name: str, output: Tree, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return an output and a target in one dtype. Raises InputError if their shapes differ."""
-    _check_fit(name, "values", shape_of(name, output), target)
+    check_fit(name, "values", shape_of(name, output), target)
     return _same_dtype(output, target)
 
 
@@ -165,21 +120,6 @@ def _same_dtype(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     known = target.dtype if target.is_floating_point() else output.dtype
     dtype = torch.promote_types(output.dtype, torch.float32 if known == torch.float64 else known)
     return output.to(dtype), target.to(dtype)
-
-
-def shape_of(name: str, output: object) -> tuple[int, ...]:
-    """Return the shape of an output. Raises InputError if the output is not one tensor."""
-    if not isinstance(output, Tensor):
-        raise InputError(
-            f"the model gives a {type(output).__name__}, but {name} needs a tensor. "
-            f"Pass a function of output and target in its place."
-        )
-    return tuple(output.shape)
-
-
-def _check_fit(name: str, kind: TargetKind, shape: tuple[int, ...], target: Tensor) -> None:
-    dtype = str(target.dtype).removeprefix("torch.")
-    check_shape(name, kind, shape, tuple(target.shape), dtype, class_axis=1)
 
 
 def _per_row(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,7 +135,7 @@ def _named(name: str, function: Callable[..., Tensor], kind: TargetKind = "value
         return takes_classes(kind) and not target.is_floating_point()
 
     def match(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        _check_fit(name, kind, shape_of(name, output), target)
+        check_fit(name, kind, shape_of(name, output), target)
         return (output, target.long()) if are_labels(target) else _same_dtype(output, target)
 
     def rows(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

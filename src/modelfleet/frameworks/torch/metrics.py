@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from modelfleet.frameworks import metrics as common
-from modelfleet.frameworks.losses import IGNORED
-from modelfleet.frameworks.torch.losses import LOSSES, matched, shape_of
+from modelfleet.frameworks.target_checks import IGNORED
+from modelfleet.frameworks.torch.losses import LOSSES, matched
+from modelfleet.frameworks.torch.target_checks import shape_of
 from modelfleet.types import MetricLike, Tree
 
 Sums = Callable[[Tree, Tree, Tensor], dict[str, Tensor]]

@@ -11,21 +11,21 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from modelfleet.frameworks.torch.lane_steps import LaneSteps
 from modelfleet.frameworks.torch.modes import in_mode
+from modelfleet.frameworks.torch.steps_protocol import LaneSteps
 
 _LOCKS: WeakKeyDictionary[nn.Module, AbstractContextManager[object]] = WeakKeyDictionary()
 _ADDING = threading.Lock()
 
 
-def held(model: nn.Module) -> AbstractContextManager[object]:
+def lock_of(model: nn.Module) -> AbstractContextManager[object]:
     """Return the lock of a model."""
     with _ADDING:
         return _LOCKS.setdefault(model, threading.RLock())
 
 
 @contextmanager
-def borrowed(steps: LaneSteps, *, train: bool) -> Iterator[None]:
+def locked_in_mode(steps: LaneSteps, *, train: bool) -> Iterator[None]:
     """Lock a model, in training or evaluation mode, to run its Python with some member's weights."""
-    with held(steps.model), in_mode(steps.model, train=train, given=steps.modes):
+    with lock_of(steps.model), in_mode(steps.model, train=train, given=steps.modes):
         yield

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.errors import InputError, StrategyError
-from modelfleet.frameworks import batches
+from modelfleet.frameworks import batch_parts
 from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.engine import NOTHING_LEFT, Engine, Hyper, Pace
 from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS, SCALE
@@ -79,7 +79,7 @@ class PlainEngine(ModuleEngine):
         """Return the size of the weights and the optimizer's state on the device."""
         trained = sum(parameter.nbytes for parameter in states.trained(self.model).values())
         weights = sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers()))
-        return weights + trained * len(self.task.optimizer.slots)
+        return weights + trained * len(self.task.optimizer.tensor_names)
 
     def stop(self) -> None:
         """Drop the last step's gradients."""
@@ -211,11 +211,11 @@ class PlainEngine(ModuleEngine):
     def why_rows_stay_together(self, batch: Batch) -> str | None:
         """Return why the rows of batches like this one can't be computed on several devices, or None."""
         rows = batch.member(0)
-        found = self._trials.divide(rows, batches.weighted_inputs(rows))
+        found = self._trials.divide(rows, batch_parts.weighted_inputs(rows))
         return found if isinstance(found, str) else None
 
     def _row_draws(self, rows: Tree) -> DrawShapes:
-        found = self._trials.divide(rows, batches.weighted_inputs(rows))
+        found = self._trials.divide(rows, batch_parts.weighted_inputs(rows))
         if isinstance(found, str):
             name = self._member.name
             raise StrategyError(f"member {name!r} can't be spread over several devices: {found}.")

@@ -61,8 +61,8 @@ class PlainMember:
         self._bind()
         for name, parameter in self.params.items():
             if before.get(name) is parameter:
-                own = {slot: state[f"{slot}/{name}"][0] for slot in self.task.optimizer.slots}
-                plain_optimizer.write_slots(self.optimizer, parameter, own, self.step)
+                own = {key: state[f"{key}/{name}"][0] for key in self.task.optimizer.tensor_names}
+                plain_optimizer.write_state(self.optimizer, parameter, own, self.step)
 
     def use(self, hyper: Mapping[str, Tensor]) -> None:
         """Give the optimizer the hyperparameters of this step."""
@@ -213,8 +213,8 @@ class PlainMember:
 
     def _optimizer_state(self, params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         hyper = {name: torch.tensor([value]) for name, value in self.hyper.items()}
-        slots = plain_optimizer.read_slots(self.task.optimizer, self.optimizer, params, hyper)
-        return {f"{slot}/{name}": tensor for slot, tensors in slots.items() for name, tensor in tensors.items()}
+        by_name = plain_optimizer.read_state(self.task.optimizer, self.optimizer, params, hyper)
+        return {f"{key}/{name}": tensor for key, tensors in by_name.items() for name, tensor in tensors.items()}
 
     def _write_optimizer(self, given: Mapping[str, Tensor]) -> None:
         """Give the optimizer the state of each parameter, `(1, …)` in the layout of the model's parameters.
@@ -222,12 +222,12 @@ class PlainMember:
         A parameter that has another shape now starts at its initial state.
         """
         for name, parameter in self.params.items():
-            own = {slot: given.get(f"{slot}/{name}") for slot in self.task.optimizer.slots}
-            found = {slot: tensor[0] for slot, tensor in own.items() if tensor is not None}
+            own = {key: given.get(f"{key}/{name}") for key in self.task.optimizer.tensor_names}
+            found = {key: tensor[0] for key, tensor in own.items() if tensor is not None}
             if found.keys() == own.keys() and all(
                 t.dim() == 0 or t.shape == parameter.shape for t in found.values()
             ):
-                plain_optimizer.write_slots(self.optimizer, parameter, found, self.step)
+                plain_optimizer.write_state(self.optimizer, parameter, found, self.step)
 
 
 def copy_weights(source: nn.Module, target: nn.Module) -> None:

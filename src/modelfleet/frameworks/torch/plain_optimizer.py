@@ -1,7 +1,7 @@
 """A real `torch.optim` optimizer for one member, and its state in the form that fused lanes have.
 
-Fused lanes keep `{slot: {parameter: (member, …)}}`, with zeros for a parameter that has not been stepped. torch
-makes the state of a parameter at its first step.
+Fused lanes keep `{tensor name: {parameter: (member, …)}}`, with zeros for a parameter that has not been stepped.
+torch makes the state of a parameter at its first step.
 """
 
 import math
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.frameworks.torch.hyperparameters import flat_names
-from modelfleet.frameworks.torch.optimizer_algorithms import STEP
-from modelfleet.frameworks.torch.optimizers import Optimizer
+from modelfleet.frameworks.torch.optimizers import STEP
+from modelfleet.frameworks.torch.stacked_optimizer import Optimizer
 
-Slots = dict[str, dict[str, Tensor]]
+StateByName = dict[str, dict[str, Tensor]]
 MAX_JOINED = 1 << 17  # numbers; joining more of them takes longer than it saves
 
 
@@ -81,33 +81,36 @@ def settings(optimizer: Optimizer, hyper: Mapping[str, float]) -> dict[str, floa
     return found
 
 
-def read_slots(
+def read_state(
     optimizer: Optimizer, made: torch.optim.Optimizer, params: Mapping[str, Tensor], hyper: Mapping[str, Tensor]
-) -> Slots:
-    """Return the state of some parameters by slot, `(1, …)` each. It shares the memory of the state there is."""
-    slots: Slots = {slot: {} for slot in optimizer.slots}
+) -> StateByName:
+    """Return the state of some parameters by tensor name, `(1, …)` each.
+
+    It shares the memory of the state there is.
+    """
+    found: StateByName = {key: {} for key in optimizer.tensor_names}
     for name, parameter in params.items():
         state = made.state.get(parameter) or {}
         initial = optimizer.initial(parameter.detach().unsqueeze(0), hyper)
         step = _steps(state)
-        for slot, fresh in initial.items():
-            value = torch.tensor(step) if slot == STEP else state.get(slot) if step else None
-            slots[slot][name] = fresh if value is None else torch.as_tensor(value).unsqueeze(0).to(fresh)
-    return slots
+        for key, fresh in initial.items():
+            value = torch.tensor(step) if key == STEP else state.get(key) if step else None
+            found[key][name] = fresh if value is None else torch.as_tensor(value).unsqueeze(0).to(fresh)
+    return found
 
 
-def write_slots(
-    made: torch.optim.Optimizer, parameter: nn.Parameter, slots: Mapping[str, Tensor], steps: float
+def write_state(
+    made: torch.optim.Optimizer, parameter: nn.Parameter, given: Mapping[str, Tensor], steps: float
 ) -> None:
-    """Give a parameter a copy of the state that `read_slots` returned for it, without the member axis.
+    """Give a parameter a copy of the state that `read_state` returned for it, without the member axis.
 
     `steps` is the number of steps that the member has taken. It is used if the optimizer keeps no count.
     """
-    count = float(slots.get(STEP, steps))
+    count = float(given.get(STEP, steps))
     if not count and "sum" not in made.state.get(parameter, {}):  # Adagrad makes its state before the first step
         made.state.pop(parameter, None)
         return
-    state = {slot: value.detach().to(parameter.device, copy=True) for slot, value in slots.items() if slot != STEP}
+    state = {key: value.detach().to(parameter.device, copy=True) for key, value in given.items() if key != STEP}
     if not isinstance(made, torch.optim.SGD):  # SGD keeps no count
         state[STEP] = torch.tensor(count, dtype=torch.get_default_dtype())
     made.state[parameter] = state

@@ -52,7 +52,8 @@ def backward(
     part = BatchRows(torch.tensor(start, device=device), torch.tensor(count, device=device), end - start, draws)
     seed, step = (torch.tensor(number, device=device) for number in key)
     with DrawFromStreams(Streams(seed, step, part)):
-        total, counted, sums = task.share(model, own, weights, torch.tensor((end - start) / count, device=device))
+        fraction = torch.tensor((end - start) / count, device=device)
+        total, counted, sums = task.partial_loss(model, own, weights, fraction)
         # float16's scale is meant for the gradients of the whole batch's mean.
         unit = 1.0 if scale is None else scale * (end - start) / count / max(float(counted), 1.0)
         (total if scale is None else total * unit).backward()

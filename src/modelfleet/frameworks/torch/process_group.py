@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from modelfleet.errors import GroupError
-from modelfleet.words import without_period
+from modelfleet.errors import RankLostError
+from modelfleet.formatting import without_period
 
 SECONDS_TO_REPORT = 2.0  # that the other ranks have, after a failure, to report that they are waiting, too
 
@@ -57,14 +57,14 @@ class ProcessGroup:
             device: The type of the ranks' devices. "cuda" sums with NCCL, all others with gloo.
 
         Raises:
-            GroupError: The ranks do not find each other in time.
+            RankLostError: The ranks do not find each other in time.
         """
         wait = timedelta(seconds=timeout)
         try:
             store, _, _ = next(dist.rendezvous(address, rank, size, timeout=wait))
             store.set_timeout(wait)
         except Exception as error:  # each kind of address raises another type
-            raise GroupError(
+            raise RankLostError(
                 f"rank {rank} of {size} can't connect to the others at {address!r}: {without_period(error)}. "
                 f"Give all ranks one address that each of them can reach, and start all of them."
             ) from error
@@ -86,7 +86,7 @@ class ProcessGroup:
         """Sum tensors over all ranks, in place. The sums are equal on every rank, bit for bit.
 
         Raises:
-            GroupError: A rank is lost or late.
+            RankLostError: A rank is lost or late.
         """
         self.steps += 1
         try:
@@ -111,7 +111,7 @@ class ProcessGroup:
     def _report(self, where: str) -> None:
         self._store.set(f"{where}/{self.rank}", "")
 
-    def _failure(self, where: str, what: str, error: Exception) -> GroupError:
+    def _failure(self, where: str, what: str, error: Exception) -> RankLostError:
         """Return an error that names the ranks that are missing. The others are waiting, too, and report that."""
         missing = []
         with suppress(Exception):  # the store is gone if the rank that held it is
@@ -123,7 +123,7 @@ class ProcessGroup:
                 if other != self.rank:
                     missing.append(str(other))
         names = f"rank {', '.join(missing)}" if missing else "the others"
-        return GroupError(
+        return RankLostError(
             f"rank {self.rank} of {self.size} waited {what} for {names}, for {self.timeout:g} s at most: "
             f"{' '.join(str(error).split())[:200]}. That process has died, hangs, or is too slow. Look at its "
             f"last output, then start again from the last checkpoint, or set a longer timeout."

@@ -16,9 +16,9 @@ from modelfleet.frameworks.stacked_engine import StackedEngine
 from modelfleet.frameworks.torch import malloc
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.base import TorchEngine, explained
-from modelfleet.frameworks.torch.lane_steps import ALONE
 from modelfleet.frameworks.torch.programs import OwnSteps, Programs
 from modelfleet.frameworks.torch.stepping import Stepper, batch_form
+from modelfleet.frameworks.torch.steps_protocol import ALONE
 from modelfleet.trees import leaves, map_tree, paths
 from modelfleet.types import State, Tree
 

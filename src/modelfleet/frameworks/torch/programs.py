@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from modelfleet.frameworks.engine import Pace
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.torch.base import on_host
-from modelfleet.frameworks.torch.compiling.compiler import SAVED_FRACTION, Compiler, compile_mode
-from modelfleet.frameworks.torch.lane_steps import How, LaneSteps
-from modelfleet.frameworks.torch.model_locks import borrowed, held
+from modelfleet.frameworks.torch.compiling.compiler import Compiler
+from modelfleet.frameworks.torch.compiling.decision import SAVED_FRACTION, compile_mode
+from modelfleet.frameworks.torch.model_locks import lock_of, locked_in_mode
 from modelfleet.frameworks.torch.modes import in_mode
 from modelfleet.frameworks.torch.python_state.checks import StatefulError, refuse_unstackable
 from modelfleet.frameworks.torch.python_state.snapshot import PythonSnapshot
 from modelfleet.frameworks.torch.python_state.undo import restoring_python, restoring_tensors, undoing_side_effects
+from modelfleet.frameworks.torch.steps_protocol import How, LaneSteps
 from modelfleet.frameworks.torch.tracing.parameters import NeedsGradientError
 from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, Program, trace, untraced
 from modelfleet.trees import leaves, map_tree, structure
@@ -196,7 +197,7 @@ class Programs(Generic[OwnSteps]):
         if self._snapshot is not None and self._snapshot.same(thoroughly=self._thoroughly):
             self._thoroughly = False
             return
-        with TRACE_LOCK, held(self.steps.model):
+        with TRACE_LOCK, lock_of(self.steps.model):
             snapshot = PythonSnapshot(self.steps.roots())
             if self.fused:
                 snapshot.refuse()
@@ -215,7 +216,7 @@ class Programs(Generic[OwnSteps]):
     def trial(self, *, train: bool) -> Iterator[None]:
         """Context in which the model's Python can be tried without side effects."""
         with (
-            held(self.steps.model),
+            lock_of(self.steps.model),
             undoing_side_effects(*self.steps.roots()),
             in_mode(self.steps.model, train=train, given=self.steps.modes),
         ):
@@ -245,7 +246,7 @@ class Programs(Generic[OwnSteps]):
         width = len(args[0]["member"]["seed"])
         programs = self._programs.setdefault(family, {})
         if width not in programs:
-            with TRACE_LOCK, held(self.steps.model):
+            with TRACE_LOCK, lock_of(self.steps.model):
                 if width not in programs:
                     self.steps.refuse_other_parameters(args[0], args[1])
                     known = _for_any(programs, width)
@@ -265,7 +266,7 @@ class Programs(Generic[OwnSteps]):
         stacked = (True, False, *rest.get(kind, (not shared_data,)))
 
         def run(*args: Tree) -> Tree:
-            with borrowed(self.steps, train=kind in TRAINING):
+            with locked_in_mode(self.steps, train=kind in TRAINING):
                 modes = {name: module.training for name, module in self.steps.model.named_modules()}
                 result = step(*args, how=How(shared_data, self.fused))
                 for name, module in self.steps.model.named_modules() if self.fused else ():
@@ -314,7 +315,7 @@ class Programs(Generic[OwnSteps]):
         with (
             restoring_python(snapshot, harmless=harmless),
             restoring_tensors(snapshot),
-            borrowed(self.steps, train=kind in TRAINING),
+            locked_in_mode(self.steps, train=kind in TRAINING),
         ):
             try:
                 if kind in TRAINING:

@@ -7,13 +7,14 @@ import numpy as np
 import torch
 
 from modelfleet.each import Each, per_member
-from modelfleet.errors import InputError, unknown
+from modelfleet.errors import InputError
 from modelfleet.frameworks.recipe import Prepared, check_objective, clip_norms, require_compiled
 from modelfleet.frameworks.torch import hyperparameters, losses, metrics, schedules
 from modelfleet.frameworks.torch.modes import enter_training
 from modelfleet.frameworks.torch.task import PRECISIONS, Task
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
+from modelfleet.unknown_names import unknown
 
 
 def compile(recipe: Recipe, members: Sequence[Member]) -> None:

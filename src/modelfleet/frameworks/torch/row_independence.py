@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from modelfleet.formatting import without_period
 from modelfleet.frameworks.torch import arrays
-from modelfleet.frameworks.torch.model_locks import borrowed
+from modelfleet.frameworks.torch.model_locks import locked_in_mode
 from modelfleet.frameworks.torch.random.streams import BatchRows, DrawShapes, Streams
 from modelfleet.frameworks.torch.random.trial_streams import ConstantStreams, ExtremeStreams
 from modelfleet.frameworks.torch.state import State
@@ -24,7 +25,6 @@ from modelfleet.frameworks.torch.steps import Steps
 from modelfleet.frameworks.torch.task import call, logits
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import Tree
-from modelfleet.words import without_period
 
 Run = Callable[..., Any]
 Shape = tuple[int, ...]
@@ -54,7 +54,7 @@ def divide_by_rows(
     """
     data, inputs = (map_tree(_few_rows, tree) for tree in (data, inputs))
     draws: DrawShapes = ()
-    with borrowed(steps, train=True):
+    with locked_in_mode(steps, train=True):
         for attempts in _trials(steps, state, shared, len(leaves(data)[0])):
             try:
                 found = _first_that_runs(
@@ -127,7 +127,7 @@ def ignores_padding(steps: Steps, state: State, shared: dict[str, Tensor], data:
         alone = trial.step(_loss, batch, slice(real), trial.extreme_streams(), weights[:real])
         return _close(padded, alone, trial.tolerance)
 
-    with borrowed(steps, train=True):
+    with locked_in_mode(steps, train=True):
         try:
             return all(_first_that_runs(attempts, ignores) for attempts in _trials(steps, state, shared, size))
         except Exception:  # a model that needs whole batches does not ignore padding
@@ -137,7 +137,7 @@ def ignores_padding(steps: Steps, state: State, shared: dict[str, Tensor], data:
 def rows_are_independent(steps: Steps, state: State, shared: dict[str, Tensor], inputs: Tree) -> bool:
     """Return True if the first member's output for a row of `inputs` `(row, …)` depends on that row alone."""
     rows = len(leaves(inputs)[0])
-    with borrowed(steps, train=False):
+    with locked_in_mode(steps, train=False):
         try:
             return not any(
                 _first_that_runs(attempts, lambda trial: trial.mixes_rows(trial.cast(inputs)))
@@ -277,9 +277,9 @@ class _Trial:
     ) -> bool:
         total, count, gradients = 0.0, 0.0, map_tree(torch.zeros_like, whole[1])
         for rows in (slice(cut), slice(cut, None)):
-            share = torch.tensor(len(range(self.rows)[rows]) / self.rows, dtype=self.dtype)
+            fraction = torch.tensor(len(range(self.rows)[rows]) / self.rows, dtype=self.dtype)
             streams = self.extreme_streams(self._batch_rows(rows, draws))
-            (part, counted), own, _ = self.step(_share, data, rows, streams, None, share)
+            (part, counted), own, _ = self.step(_partial_loss, data, rows, streams, None, fraction)
             total, count = total + part, count + counted
             gradients = {name: gradients[name] + own.get(name, 0.0) for name in gradients}
         mean = total / count, {name: gradient / count for name, gradient in gradients.items()}
@@ -313,10 +313,10 @@ def _loss(steps: Steps, model: nn.Module, batch: Tree, weights: Tensor | None = 
     return steps.task.run(model, batch, weights)
 
 
-def _share(
-    steps: Steps, model: nn.Module, batch: Tree, weights: Tensor | None, share: Tensor
+def _partial_loss(
+    steps: Steps, model: nn.Module, batch: Tree, weights: Tensor | None, fraction: Tensor
 ) -> tuple[Tensor, Tensor]:
-    total, count, _ = steps.task.share(model, batch, weights, share)
+    total, count, _ = steps.task.partial_loss(model, batch, weights, fraction)
     return total, count
 
 

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch.optim import lr_scheduler
 
-from modelfleet.errors import InputError, unknown
+from modelfleet.errors import InputError
+from modelfleet.formatting import without_period
 from modelfleet.frameworks.torch.hyperparameters import flat_names
-from modelfleet.frameworks.torch.optimizers import Optimizer
+from modelfleet.frameworks.torch.stacked_optimizer import Optimizer
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.types import ScheduleLike
-from modelfleet.words import without_period
+from modelfleet.unknown_names import unknown
 
 Factory = Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
 Columns = dict[str, np.ndarray]

@@ -12,12 +12,12 @@ from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.engine import Hyper, Pace
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.torch import state as states
-from modelfleet.frameworks.torch.counting import Coefficients
+from modelfleet.frameworks.torch.counting import CoefficientsByParameter
 from modelfleet.frameworks.torch.fused_parallel import RowDivision
-from modelfleet.frameworks.torch.lane_steps import How, Tensors
-from modelfleet.frameworks.torch.model_locks import borrowed
+from modelfleet.frameworks.torch.model_locks import locked_in_mode
 from modelfleet.frameworks.torch.programs import OwnSteps, Programs
 from modelfleet.frameworks.torch.python_state.checks import DivergenceCheck, StatefulError
+from modelfleet.frameworks.torch.steps_protocol import How, Tensors
 from modelfleet.trees import leaves
 from modelfleet.types import Kind, State, Tree
 
@@ -25,11 +25,11 @@ from modelfleet.types import Kind, State, Tree
 class CoefficientSource(Protocol):
     """The optimizer's numbers for the next steps, like `counting.CoefficientsAhead`."""
 
-    def next(self, state: State, hyper: Hyper, active: Tensor) -> Coefficients:
+    def next(self, state: State, hyper: Hyper, active: Tensor) -> CoefficientsByParameter:
         """Return the numbers of the next step of these members."""
         ...
 
-    def one(self, state: State, hyper: Hyper) -> Coefficients:
+    def one(self, state: State, hyper: Hyper) -> CoefficientsByParameter:
         """Return the numbers of one step of a state of some members."""
         ...
 
@@ -104,7 +104,9 @@ class Stepper(Generic[OwnSteps]):
             self._programs.apply("apply", (state, self.shared), rest)
         self.coefficients.stepped(None)
 
-    def _step(self, state: State, coefficients: Coefficients, active: Tensor, batch: Batch, pace: Pace) -> None:
+    def _step(
+        self, state: State, coefficients: CoefficientsByParameter, active: Tensor, batch: Batch, pace: Pace
+    ) -> None:
         """Take one train step of a state, alone or together with the other ranks.
 
         Raises:
@@ -129,7 +131,7 @@ class Stepper(Generic[OwnSteps]):
             if len(state["member"]["seed"]) > 1:
                 raise
         steps = self._programs.steps
-        with borrowed(steps, train=True):
+        with locked_in_mode(steps, train=True):
             steps.train(*lead, *rest, How(batch.shared, fused=False))
         self.coefficients.stepped(None)
 

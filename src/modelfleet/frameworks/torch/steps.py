@@ -13,14 +13,14 @@ from torch._functorch.eager_transforms import enable_inplace_requires_grad
 
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.torch import row_sums
-from modelfleet.frameworks.torch.counting import Coefficients
+from modelfleet.frameworks.torch.counting import CoefficientsByParameter
 from modelfleet.frameworks.torch.functional import call_with
-from modelfleet.frameworks.torch.lane_steps import How, Tensors, drawing
 from modelfleet.frameworks.torch.mapping import Axes, mapped, mapped_gradients
 from modelfleet.frameworks.torch.modes import training_modes
 from modelfleet.frameworks.torch.python_state.checks import StatefulError
 from modelfleet.frameworks.torch.python_state.undo import undoing_side_effects
 from modelfleet.frameworks.torch.random.streams import BatchRows, DrawShapes, Streams
+from modelfleet.frameworks.torch.steps_protocol import How, Tensors, drawing
 from modelfleet.frameworks.torch.task import PRECISIONS, Task, call, logits
 from modelfleet.frameworks.torch.tracing.parameters import NeedsGradientError, ParameterMode
 from modelfleet.frameworks.torch.updating import per_member, update
@@ -87,7 +87,7 @@ class Steps:
         self,
         state: State,
         shared: Tensors,
-        coefficients: Coefficients,
+        coefficients: CoefficientsByParameter,
         active: Tensor,
         data: Tree,
         weights: Tensor | None,
@@ -131,7 +131,7 @@ class Steps:
         self,
         state: State,
         shared: Tensors,
-        coefficients: Coefficients,
+        coefficients: CoefficientsByParameter,
         active: Tensor,
         found: dict[str, Tree],
         how: How,
@@ -147,7 +147,7 @@ class Steps:
         shared: Tensors,
         data: Tree,
         weights: Tensor | None,
-        place: Tensors,
+        rows_at: Tensors,
         how: How,
     ) -> tuple[Tensor, Tensor]:
         """Compute the first half of a train step on some rows of a batch. Its results are summed over all rows.
@@ -157,8 +157,8 @@ class Steps:
             shared: The tensors that all members share.
             data: The rows.
             weights: Their weights.
-            place: Where they are in the batch: the `start` of the rows, the `count` of rows in the batch, and the
-                `share` of the batch that the rows are.
+            rows_at: Where they are in the batch: the `start` of the rows, the `count` of rows in the batch, and
+                the `fraction` of the batch that the rows are.
             how: How the step maps over the members.
 
         Returns:
@@ -168,18 +168,19 @@ class Steps:
 
         def unit(scale: Tensor, count: Tensor) -> Tensor:
             # float16's scale is meant for the gradients of the whole batch's mean.
-            return scale * place["share"] / torch.where(count > 0, count, 1)
+            return scale * rows_at["fraction"] / torch.where(count > 0, count, 1)
 
         def total_of(params: Tensors, frozen: Tensors, buffers: Tensors, *batch: Tree) -> tuple[Tensor, Tree]:
             data, weights, scale = batch
             buffers = {name: buffer.clone() for name, buffer in buffers.items()}
             own = {**params, **frozen, **shared}
-            total, count, sums = self._call(own, buffers, self.task.share, data, weights, place["share"])
+            partial_loss = self.task.partial_loss
+            total, count, sums = self._call(own, buffers, partial_loss, data, weights, rows_at["fraction"])
             found = total.detach(), count.detach(), sums
             return total if scale is None else total * unit(scale, found[1]), found
 
         rows = leaves(data)[0].shape[0 if how.shared_data else 1]
-        part = BatchRows(place["start"], place["count"], rows, self.draws)
+        part = BatchRows(rows_at["start"], rows_at["count"], rows, self.draws)
         with drawing(member, fused=how.fused, part=part):
             args = (params, state["frozen"], state["buffers"], data, weights, scale)
             axes = (0, 0, 0, how.axis, 0, 0)
@@ -193,7 +194,7 @@ class Steps:
         self,
         state: State,
         shared: Tensors,
-        coefficients: Coefficients,
+        coefficients: CoefficientsByParameter,
         active: Tensor,
         numbers: Tensor,
         columns: Tensor,

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from modelfleet.errors import InputError
 from modelfleet.fingerprints import fingerprint
-from modelfleet.frameworks.batches import loss_and_metrics, unpack
+from modelfleet.frameworks.batch_parts import loss_and_metrics, unpack
 from modelfleet.frameworks.losses import no_loss_by_row
 from modelfleet.frameworks.torch.losses import Loss, by_row, weighted
 from modelfleet.frameworks.torch.metrics import Metric
-from modelfleet.frameworks.torch.optimizers import Optimizer
+from modelfleet.frameworks.torch.stacked_optimizer import Optimizer
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import Precision, Tree
 
@@ -90,12 +90,12 @@ class Task:
             sums = self._sums(logits(output), x["labels"], weights) if self.metrics else {}
         return _scalar(loss), sums, rows
 
-    def share(
-        self, model: nn.Module, batch: Tree, weights: Tensor | None, part: Tensor
+    def partial_loss(
+        self, model: nn.Module, batch: Tree, weights: Tensor | None, fraction: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return what some rows of a batch add to its loss: (total, count, sums), to be summed over all rows.
 
-        The loss of the whole batch is the sum of the totals over the sum of the counts. `part` is the fraction of
+        The loss of the whole batch is the sum of the totals over the sum of the counts. `fraction` is the part of
         the batch that the rows are. A loss without values per row (a function, an objective, the output's own
         `.loss`) is taken as the mean over its rows, which `row_independence.divide_by_rows` has verified.
         """
@@ -115,7 +115,7 @@ class Task:
         else:
             assert loss.parts is not None
             total, count = loss.parts(output, target)
-            count = part.to(total.dtype) if count is None else count
+            count = fraction.to(total.dtype) if count is None else count
         rows = torch.as_tensor(_count(batch), device=total.device) if weights is None else weights.sum()
         return total, count, {**self._sums(output, target, weights), "rows": rows}
 

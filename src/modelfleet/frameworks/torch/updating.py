@@ -7,8 +7,8 @@ from torch import Tensor
 
 from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS, SCALE, CannotFuseError
 from modelfleet.frameworks.torch.coefficients import computing
-from modelfleet.frameworks.torch.counting import Coefficients
-from modelfleet.frameworks.torch.optimizer_algorithms import STEP
+from modelfleet.frameworks.torch.counting import CoefficientsByParameter
+from modelfleet.frameworks.torch.optimizers import STEP
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.types import State
 
@@ -21,7 +21,7 @@ SMALLEST_SCALE = 2.0**-24  # below it, a member's float16 gradients are given up
 def update(
     task: Task,
     state: State,
-    coefficients: Coefficients,
+    coefficients: CoefficientsByParameter,
     active: Tensor,
     gradients: dict[str, Tensor],
     loss: Tensor,
@@ -54,12 +54,13 @@ def update(
     numbers = {name: own for names, own in coefficients.items() for name in names}
     for name, gradient in gradients.items():
         parameter = state["params"][name]
-        slots = {slot: state["optimizer"][f"{slot}/{name}"] for slot in task.optimizer.slots if slot != STEP}
-        updated, new_slots = task.optimizer.apply(parameter, gradient, slots, numbers[name])
+        keys = (key for key in task.optimizer.tensor_names if key != STEP)
+        tensors = {key: state["optimizer"][f"{key}/{name}"] for key in keys}
+        updated, new_tensors = task.optimizer.apply(parameter, gradient, tensors, numbers[name])
         stepping = keep if used is None else keep & used[name]
         keep_new(stepping, parameter, updated)
-        for slot, tensor in slots.items():
-            keep_new(stepping, tensor, new_slots[slot])
+        for key, tensor in tensors.items():
+            keep_new(stepping, tensor, new_tensors[key])
         count = state["optimizer"].get(f"{STEP}/{name}")
         if count is not None:
             count.add_(stepping.to(count.dtype))

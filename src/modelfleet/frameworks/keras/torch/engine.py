@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.errors import InputError
-from modelfleet.frameworks import batches
+from modelfleet.frameworks import batch_parts
 from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.engine import Hyper
 from modelfleet.frameworks.errors import CannotFuseError
@@ -20,11 +20,11 @@ from modelfleet.frameworks.keras.torch.steps import TorchSteps
 from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.frameworks.stacked import Positions, StackedState, stack
 from modelfleet.frameworks.torch import state as states
-from modelfleet.frameworks.torch.counting import Coefficients
-from modelfleet.frameworks.torch.lane_steps import ALONE, Tensors
+from modelfleet.frameworks.torch.counting import CoefficientsByParameter
 from modelfleet.frameworks.torch.program_engine import ProgramEngine, RowTrials
 from modelfleet.frameworks.torch.programs import Programs
 from modelfleet.frameworks.torch.stepping import Stepper
+from modelfleet.frameworks.torch.steps_protocol import ALONE, Tensors
 from modelfleet.members import Member
 from modelfleet.trees import map_tree
 from modelfleet.types import Kind, State, Tree
@@ -135,7 +135,7 @@ class KerasTorchEngine(ProgramEngine[TorchSteps]):
 
     def inputs(self, data: Tree) -> Tree:
         """Return the x of (x,), (x, y) and (x, y, sample_weight), or the data themselves."""
-        return batches.weighted_inputs(data)
+        return batch_parts.weighted_inputs(data)
 
     # --- state ---------------------------------------------------------------------------------------------------
 
@@ -238,10 +238,10 @@ class KerasTorchEngine(ProgramEngine[TorchSteps]):
 class _NoCoefficients:
     """No numbers (see `stepping.CoefficientSource`): a Keras optimizer keeps its numbers in variables."""
 
-    def next(self, state: State, hyper: Hyper, active: Tensor) -> Coefficients:
+    def next(self, state: State, hyper: Hyper, active: Tensor) -> CoefficientsByParameter:
         return {}
 
-    def one(self, state: State, hyper: Hyper) -> Coefficients:
+    def one(self, state: State, hyper: Hyper) -> CoefficientsByParameter:
         return {}
 
     def stepped(self, unused: frozenset[str] | None) -> None:

@@ -15,10 +15,10 @@ from modelfleet.frameworks.keras.task import Task
 from modelfleet.frameworks.keras.torch.contexts import STREAM_DRAWS, unfiltered_errors
 from modelfleet.frameworks.torch import arrays
 from modelfleet.frameworks.torch.base import on_host
-from modelfleet.frameworks.torch.counting import Coefficients
-from modelfleet.frameworks.torch.lane_steps import How, Tensors, drawing
+from modelfleet.frameworks.torch.counting import CoefficientsByParameter
 from modelfleet.frameworks.torch.mapping import mapped
 from modelfleet.frameworks.torch.modes import training_modes
+from modelfleet.frameworks.torch.steps_protocol import How, Tensors, drawing
 from modelfleet.frameworks.torch.updating import keep_new
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import Model, State, Tree
@@ -27,7 +27,7 @@ PARTS = ("params", "buffers", "optimizer", "metrics")
 
 
 class TorchSteps:
-    """Steps of a lane, made of a Keras model's pure functions (see `frameworks.torch.lane_steps.LaneSteps`)."""
+    """Steps of a lane, made of a Keras model's pure functions (see `torch.steps_protocol.LaneSteps`)."""
 
     layout: frozenset[str] = frozenset()
     contiguous = False
@@ -65,7 +65,7 @@ class TorchSteps:
         self,
         state: State,
         shared: Tensors,
-        coefficients: Coefficients,
+        coefficients: CoefficientsByParameter,
         active: Tensor,
         data: Tree,
         weights: Tensor | None,
@@ -95,7 +95,7 @@ class TorchSteps:
         self,
         state: State,
         shared: Tensors,
-        coefficients: Coefficients,
+        coefficients: CoefficientsByParameter,
         active: Tensor,
         found: Tree,
         how: How,

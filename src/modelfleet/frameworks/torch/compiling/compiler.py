@@ -1,58 +1,40 @@
-"""Compile programs while training continues, and only where that saves more time than it costs.
+"""Compile programs while training continues, and only where that saves more time than it costs (`decision.py`).
 
 Training starts on the traced graph at once. When enough work remains, the graph goes as text to a second process,
 which compiles it into torch's own cache on disk; this process then loads it from there in about a second. A second
 run of the same structure finds it in the cache right away. `compile_queue.py` has one such process at a time.
-
-`MODELFLEET_COMPILE` changes this: `now` compiles before the first step, `never` does not compile.
 """
 
 import hashlib
 import logging
-import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from modelfleet.errors import FleetError, unknown
+from modelfleet.errors import FleetError
 from modelfleet.frameworks.torch.compiling.any_width import FixedWidthError, merge_widths
 from modelfleet.frameworks.torch.compiling.compile_queue import QUEUE, CompileProcess
+from modelfleet.frameworks.torch.compiling.decision import (
+    compile_mode,
+    loading_pays,
+    seconds_saved,
+    seconds_to_compile,
+    too_large,
+)
 from modelfleet.frameworks.torch.compiling.graph_source import ANY_WIDTH, ONE_WIDTH, Form, GraphSource, describe
 from modelfleet.frameworks.torch.doctor_facts import cache_folder
 from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, Program, TensorSpec, forgetting_sources
 
-CompileMode = Literal["auto", "now", "never"]
-MODES: tuple[CompileMode, ...] = get_args(CompileMode)
 CHECK_SECONDS = 0.1  # between two checks of a compile process, or of the queue for one
 
 logger = logging.getLogger("modelfleet")
-
-# What compiling costs and saves, as measured on two cores. Only the decision depends on it, never a result.
-SECONDS_PER_NODE = 0.05
-SECONDS_AT_LEAST = 10.0
-SECONDS_TO_LOAD = 2.0
-SAVED_FRACTION = 0.5  # of a step's time, that compiling usually saves
-MAX_NODES = 6000  # compiling a larger graph takes minutes
-
-
-def compile_mode() -> CompileMode:
-    """Return the value of `MODELFLEET_COMPILE`.
-
-    Raises:
-        FleetError: It has none of the known values.
-    """
-    value = os.environ.get("MODELFLEET_COMPILE", "auto")
-    for mode in MODES:
-        if value == mode:
-            return mode
-    raise unknown("MODELFLEET_COMPILE", value, MODES)
 
 
 class Compiler:
@@ -69,7 +51,7 @@ class Compiler:
         self._at_width = at_width if program.width > 1 else None
         self._process: CompileProcess | None = None
         self._next_look = 0.0
-        self._done = program.graph is None or len(program.graph.graph.nodes) > MAX_NODES
+        self._done = program.graph is None or too_large(program.graph)
 
     @property
     def busy(self) -> bool:
@@ -94,7 +76,7 @@ class Compiler:
         elif wanted == "now":
             self._load(self._forms())
         elif seconds_per_step is not None:
-            self._weigh(steps_left, seconds_per_step)
+            self._load_or_compile(steps_left, seconds_per_step)
 
     def stop(self) -> None:
         """End the compile process, if there is one."""
@@ -104,12 +86,11 @@ class Compiler:
             self._process = None
         self._next_look = 0.0
 
-    def _weigh(self, steps_left: int, seconds_per_step: float) -> None:
-        saving = steps_left * seconds_per_step * SAVED_FRACTION
+    def _load_or_compile(self, steps_left: int, seconds_per_step: float) -> None:
         graph = self._program.graph
         assert graph is not None
-        cost = max(SECONDS_AT_LEAST, SECONDS_PER_NODE * len(graph.graph.nodes))
-        if saving >= SECONDS_TO_LOAD and self._marker.exists():
+        saving, cost = seconds_saved(steps_left, seconds_per_step), seconds_to_compile(graph)
+        if loading_pays(saving) and self._marker.exists():
             QUEUE.withdraw(self)
             form = self._marker.read_text()
             self._load([source for source in self._forms() if source.form == form] or self._forms())

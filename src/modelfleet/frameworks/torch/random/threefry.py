@@ -1,13 +1,13 @@
 """Threefry-2x32-20 on tensors: the published generator behind every draw of a member.
 
-`modelfleet.streams.threefry` is the same in NumPy. Here words are int32 tensors, because torch can't shift
+`modelfleet.shuffles.threefry` is the same in NumPy. Here words are int32 tensors, because torch can't shift
 unsigned ones. The arithmetic wraps, so the bits are the same.
 """
 
 import torch
 from torch import Tensor
 
-from modelfleet.streams import PARITY, ROTATIONS
+from modelfleet.shuffles import PARITY, ROTATIONS
 
 
 def threefry(first: Tensor, second: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:

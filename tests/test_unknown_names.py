@@ -1,7 +1,7 @@
 import pytest
 
-from modelfleet.errors import InputError, unknown
-from modelfleet.foreign_words import explain_arguments, foreign_argument
+from modelfleet.errors import InputError
+from modelfleet.unknown_names import explain_arguments, foreign_argument, unknown
 
 
 class Verbs:

@@ -16,10 +16,10 @@ from typing import Any
 
 from modelfleet.each import Each
 from modelfleet.errors import FleetError
+from modelfleet.formatting import without_period
 from modelfleet.frameworks import TRUSTED
 from modelfleet.recipe import Missing, Recipe
 from modelfleet.types import Json
-from modelfleet.words import without_period
 
 _EACH, _TUPLE, _IMPORT, _PARTIAL, _MADE, _LEFT_OUT = "$each", "$tuple", "$import", "$partial", "$made", "$left out"
 _WITH = "with"

@@ -39,8 +39,7 @@ ALONE = How(shared_data=True, fused=False)
 class LaneSteps(Protocol):
     """Steps of a lane as functions of its stacked state, with what programs and engines need to know of them.
 
-    Programs also call `gradients` and `apply`, and `row_gradients` and `row_apply` if rows can be split over
-    devices. `steps.Steps` has their arguments.
+    `steps.Steps` also has `row_gradients` and `row_apply`: its rows can be split over devices.
     """
 
     model: nn.Module
@@ -73,6 +72,16 @@ class LaneSteps(Protocol):
     @property
     def train(self) -> Callable[..., Tensor]:
         """Return a function that takes one step of every active member, in place, like `steps.Steps.train`."""
+        ...
+
+    @property
+    def gradients(self) -> Callable[..., Tree]:
+        """Return a function that computes what `apply` needs of a batch, like `steps.Steps.gradients`."""
+        ...
+
+    @property
+    def apply(self) -> Callable[..., Tensor]:
+        """Return a function that updates every active member, in place, like `steps.Steps.apply`."""
         ...
 
     def evaluate(self, state: State, shared: Tensors, data: Tree, weights: Tensor | None, how: How) -> Tensors:

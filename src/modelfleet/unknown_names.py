@@ -1,14 +1,12 @@
-"""Arguments of other libraries' `fit`, `evaluate` and `predict`, and what modelfleet has for them.
-
-`errors.unknown` knows other libraries' names of losses, metrics and hyperparameters.
-"""
+"""Unknown names and arguments: the error suggests our word for another library's, or the nearest name."""
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from typing import ParamSpec, TypeVar
 
-from modelfleet.errors import InputError, unknown
+from modelfleet.errors import InputError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -76,6 +74,69 @@ _BY_VERB = {
     },
     "predict": {"callbacks": _NO_CALLBACKS, "steps": "data with fewer rows", "verbose": _SILENCE},
 }
+# Other libraries' names of losses, metrics, hyperparameters and precisions, without underscores, and ours.
+_FOREIGN_NAMES = {
+    # losses
+    "binarycrossentropy": "bce",
+    "categoricalcrossentropy": "cross_entropy",
+    "crossentropy": "cross_entropy",
+    "crossentropyloss": "cross_entropy",
+    "kldivergence": "kl_div",
+    "kullbackleiblerdivergence": "kl_div",
+    "l2": "mse",
+    "logloss": "cross_entropy",
+    "meanabsoluteerror": "mae",
+    "meansquarederror": "mse",
+    "mseloss": "mse",
+    "poisson": "poisson_nll",
+    "sparsecategoricalcrossentropy": "cross_entropy",
+    # metrics
+    "acc": "accuracy",
+    "binaryaccuracy": "accuracy",
+    "categoricalaccuracy": "accuracy",
+    "r2score": "r2",
+    "sparsecategoricalaccuracy": "accuracy",
+    "sparsetopkcategoricalaccuracy": "top_5",
+    "topkcategoricalaccuracy": "top_5",
+    # hyperparameters, and arguments of `compile` that are taken for one
+    "clipnorm": "clip_norm",
+    "criterion": "loss",
+    "decay": "weight_decay",
+    "dtype": "precision",
+    "epsilon": "eps",
+    "globalclipnorm": "clip_norm",
+    "gradientclipval": "clip_norm",
+    "learningrate": "lr",
+    "lossfn": "loss",
+    "lrscheduler": "schedule",
+    "maxgradnorm": "clip_norm",
+    "scheduler": "schedule",
+    "wd": "weight_decay",
+    "weightedmetrics": "metrics",
+    # precisions
+    "bf16-mixed": "bf16",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "fp32": "float32",
+    "half": "fp16",
+    "mixedbfloat16": "bf16",
+    "mixedfloat16": "fp16",
+}
+
+
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """Return the known name that a misspelt one resembles most, or None if it resembles none."""
+    return next(iter(get_close_matches(str(name), list(known), n=1, cutoff=0.5)), None)
+
+
+def unknown(kind: str, name: object, known: Iterable[str]) -> InputError:
+    """Return the error for an unknown name, which suggests our word for another library's, or the nearest name."""
+    names = sorted(known)
+    near = _FOREIGN_NAMES.get(str(name).lower().replace("_", ""))
+    if near not in names and not (near is not None and kind.startswith("hyperparameter")):
+        near = nearest(name, names)
+    hint = f"Did you mean {near!r}? " if near else ""
+    return InputError(f"unknown {kind} {name!r}. {hint}Known: {', '.join(names)}.")
 
 
 def foreign_argument(verb: str, name: str) -> str | None:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from modelfleet.free_memory import available, requested_limit
 from modelfleet.lanes import Lane
-from modelfleet.memory import available, requested_limit
 from modelfleet.runs.opening import OpenLane
 from modelfleet.trees import leaves
 

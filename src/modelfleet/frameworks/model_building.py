@@ -1,0 +1,67 @@
+"""Building members' models from a factory, each with its own seed."""
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from modelfleet.errors import InputError
+from modelfleet.formatting import without_period
+from modelfleet.frameworks import ADAPTERS, adapter, frameworks_of
+from modelfleet.types import Model
+
+
+def build_model(factory: Callable[..., Model], arguments: Mapping[str, Any], seed: int, name: str) -> Model:
+    """Return a member's model. Its initial weights depend on its seed alone; global generators are restored.
+
+    A factory that takes a `seed` or, for Flax, `rngs` gets them from the member's seed, unless `arguments` has
+    them.
+
+    Raises:
+        InputError: The factory does not take the arguments, or returns something that is not a model.
+    """
+    arguments = dict(arguments)
+    signature = _signature(factory)
+    parameters = () if signature is None else signature.parameters
+    with ExitStack() as seeded:
+        for framework in ADAPTERS:
+            if framework in sys.modules:
+                seeded.enter_context(adapter(framework).seeding(seed))
+        if "seed" in parameters and "seed" not in arguments:
+            arguments["seed"] = seed
+        if "rngs" in parameters and "rngs" not in arguments:
+            arguments["rngs"] = adapter("jax").rngs(seed)
+        _check_keywords(signature, arguments, name)
+        model = factory(**arguments)
+    if not frameworks_of(model):
+        raise InputError(
+            f"the factory returned a {type(model).__name__} for member {name!r}; expected a model. "
+            f"A factory takes the keywords given to Fleet.build and returns a new model at every call."
+        )
+    return model
+
+
+def _signature(factory: Callable[..., Any]) -> inspect.Signature | None:
+    """Return a factory's signature, or None if it has none, like functions written in C."""
+    try:
+        if not isinstance(factory, type):
+            return inspect.signature(factory)
+        # For a class, use its __init__: the metaclass (of Flax) takes any arguments.
+        _, *parameters = inspect.signature(factory.__init__).parameters.values()
+        return inspect.Signature(parameters)
+    except (TypeError, ValueError):
+        return None
+
+
+def _check_keywords(signature: inspect.Signature | None, arguments: Mapping[str, Any], name: str) -> None:
+    if signature is None:
+        return
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        keywords = ", ".join(f"{key}={value!r}" for key, value in arguments.items()) or "no keywords"
+        raise InputError(
+            f"member {name!r}: the factory can't be called with {keywords}: {without_period(error)}. "
+            f"Give a factory that takes these keywords and requires no others."
+        ) from error

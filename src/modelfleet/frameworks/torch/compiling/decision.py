@@ -1,0 +1,56 @@
+"""When to compile: what compiling a program costs, and what it saves in the steps that are left.
+
+How many calls to predict are to come is not known. As many are expected as there have been (`programs.Runner`).
+
+`MODELFLEET_COMPILE` changes this: `now` compiles before the first step, `never` does not compile.
+"""
+
+import os
+from typing import Literal, get_args
+
+from torch import fx
+
+from modelfleet.unknown_names import unknown
+
+CompileMode = Literal["auto", "now", "never"]
+MODES: tuple[CompileMode, ...] = get_args(CompileMode)
+
+# What compiling costs and saves, as measured on two cores. Only the decision depends on it, never a result.
+SECONDS_PER_NODE = 0.05
+SECONDS_AT_LEAST = 10.0
+SECONDS_TO_LOAD = 2.0
+SAVED_FRACTION = 0.5  # of a step's time, that compiling usually saves
+MAX_NODES = 6000  # compiling a larger graph takes minutes
+
+
+def compile_mode() -> CompileMode:
+    """Return the value of `MODELFLEET_COMPILE`.
+
+    Raises:
+        FleetError: It has none of the known values.
+    """
+    value = os.environ.get("MODELFLEET_COMPILE", "auto")
+    for mode in MODES:
+        if value == mode:
+            return mode
+    raise unknown("MODELFLEET_COMPILE", value, MODES)
+
+
+def too_large(graph: fx.GraphModule) -> bool:
+    """Return True if a graph is never compiled, because that would take minutes."""
+    return len(graph.graph.nodes) > MAX_NODES
+
+
+def seconds_saved(steps_left: int, seconds_per_step: float) -> float:
+    """Return how much time the remaining steps will save once they are compiled."""
+    return steps_left * seconds_per_step * SAVED_FRACTION
+
+
+def seconds_to_compile(graph: fx.GraphModule) -> float:
+    """Return how long it takes to compile a graph. This must be less than what is saved."""
+    return max(SECONDS_AT_LEAST, SECONDS_PER_NODE * len(graph.graph.nodes))
+
+
+def loading_pays(saving: float) -> bool:
+    """Return True if so many seconds are saved that a program from the cache is worth loading."""
+    return saving >= SECONDS_TO_LOAD
