@@ -36,7 +36,7 @@ def resolve(
     """Return the metrics of names ("accuracy", "top_5", …), functions, or mappings of names to functions.
 
     Args:
-        metrics: What `compile` got.
+        metrics: The `metrics` of `compile`.
         known: The framework's metrics by name.
         top: Makes the metric that counts a row if its label is among the k best.
         from_function: Makes a metric of a function and its name.

@@ -30,9 +30,9 @@ class Watched:
     The base class never changes. It only has a token.
 
     Attributes:
-        name: How a reader knows it, such as `self.cache`.
+        name: Its name for readers, such as `self.cache`.
         token: A value to compare two walks by: equal tokens mean that the same was there to read.
-        cheap: True if comparing is so quick that it can be done at every step.
+        cheap: True if comparing is quick enough to do at every step.
     """
 
     cheap = False

@@ -86,7 +86,7 @@ def restore(config: str, custom: CustomObjects, weights: Mapping[str, np.ndarray
         raise InputError(
             f"a {saved['class_name']} can't be made from its config, as which Keras models are sent: {error}\n"
             f"Give a function without arguments that makes the model, weights and all: it is called in every "
-            f"worker. Or give the class a get_config that tells all that its __init__ takes."
+            f"worker. Or give the class a get_config that returns all arguments of its __init__."
         ) from error
     own = by_key(model.variables)
     shapes = {key: tuple(variable.shape) for key, variable in own.items()}

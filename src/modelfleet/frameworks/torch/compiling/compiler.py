@@ -1,4 +1,4 @@
-"""Compile programs while training continues, and only where that saves more time than it costs.
+"""Compile programs while training continues, if that saves more time than it costs.
 
 Training starts on the traced graph at once. When enough work remains, the graph goes as text to a second process,
 which compiles it into torch's own cache on disk; this process then loads it from there in about a second. A second
@@ -38,7 +38,7 @@ logger = logging.getLogger("modelfleet")
 SECONDS_PER_NODE = 0.05
 SECONDS_AT_LEAST = 10.0
 SECONDS_TO_LOAD = 2.0
-SAVED_FRACTION = 0.5  # of a step's time, that compiling usually saves
+SAVED_FRACTION = 0.5  # part of a step's time that compiling usually saves
 MAX_NODES = 6000  # compiling a larger graph takes minutes
 
 
