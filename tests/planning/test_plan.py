@@ -160,7 +160,7 @@ def test_insisting_on_fusing_unlike_members_is_refused_with_the_difference() -> 
         fit(fleet, (X, Y), strategy="fused")
     assert str(refusal.value) == (
         "not all members can be fused: 'm07' is unlike 'm00': parameter 0.weight is (9, 4), not (6, 4). "
-        'Make them alike, or drop strategy="fused" and let them take turns.'
+        'Remove the difference, or drop strategy="fused" and let them take turns.'
     )
 
 

@@ -1,4 +1,4 @@
-"""Groups: which members have one structure and one task, and what keeps the others apart."""
+"""Groups: which members have the same structure and task, and what keeps the others apart."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -61,7 +61,7 @@ class Groups:
     """A fleet's members with their tasks, in groups that may be fused.
 
     Raises:
-        InputError: A recipe does not fit a member, or training is asked for and there is no recipe.
+        InputError: A recipe does not fit a member, or the members are to be trained and have no recipe.
     """
 
     def __init__(
@@ -136,18 +136,18 @@ class Groups:
         return bool(self.pool.places) or len({d for spec in self.specs for d in self.devices(spec)}) > 1
 
     def apart(self, reason: str) -> list[LaneSpec]:
-        """Return a lane for every member on its own, with the reason for it."""
+        """Return a lane of one for every member, with the reason for that."""
         return [
             LaneSpec((name,), False, spec.apart_because or reason) for spec in self.specs for name in spec.members
         ]
 
     def on_first_device(self, specs: Sequence[LaneSpec]) -> list[LaneSpec]:
-        """Return the specs, those that are not placed yet on the first device that they may run on."""
+        """Return the specs. Those without a device get the first one that they may run on."""
         return [replace(s, device=str(self.devices(s)[0])) if s.device is None else s for s in specs]
 
 
 def _prepare(framework: Adapter, recipe: Recipe | None, members: Sequence[Member], kind: Kind) -> Prepared:
-    """Return the tasks of members. A recipe that a saved fleet has only in part counts as none."""
+    """Return the tasks of members. An incomplete recipe of a saved fleet counts as none."""
     if recipe is None or not recipe.missing:
         return framework.prepare(recipe and recipe.only([member.name for member in members]), members, kind)
     try:

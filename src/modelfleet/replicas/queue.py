@@ -33,7 +33,7 @@ MIN_WAIT = 0.01  # seconds
 
 
 class Queue:
-    """Deals the rows of many users out to replicas, fairly, and records the outcome of every row.
+    """Gives the rows of many users to replicas, fairly, and records the outcome of every row.
 
     A free replica is given what `take` returns. Each batch is then reported exactly once: by `record` (some rows
     were answered, some were not), `fail` (no row can be answered), `record_death` (the replica died) or `put_back`
@@ -288,7 +288,7 @@ class Queue:
         return was_open
 
     def expire(self, now: float) -> list[Request]:
-        """Fail the requests whose deadline has come, also those with running rows."""
+        """Fail the requests whose deadline has passed, even those with running rows."""
         ended: list[Request] = []
         while (request := self._deadlines.nearest()) is not None:
             assert request.deadline is not None

@@ -1,4 +1,4 @@
-"""Interleaved lanes: a turn of each after the other, in one thread."""
+"""Interleaved lanes: the lanes take turns, in one thread."""
 
 from collections.abc import Iterator, Sequence
 

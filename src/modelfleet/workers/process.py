@@ -61,7 +61,7 @@ class ProcessWorker:
 
     @property
     def answers_begun(self) -> int:
-        """How many answers the task has started to work on."""
+        """Number of answers that the task has started to work on."""
         return self._heartbeat.answers_begun - self._begun_before
 
     @property

@@ -213,7 +213,7 @@ class RayWorker:
 
     @property
     def answers_begun(self) -> int:
-        """How many answers the task may have started on: each as soon as the item before it was there."""
+        """Number of answers that the task may have started on: each as soon as the item before it was there."""
         if self._pending and self._received < self._answered and self.poll():
             return min(self._answered, self._received + 1)
         return min(self._answered, self._received)

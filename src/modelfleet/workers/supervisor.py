@@ -1,4 +1,4 @@
-"""One supervisor for workers that start, hang, die and are started again.
+"""Supervising workers, which start, hang, die and are started again.
 
 A `Supervisor` owns the worker of one place. It hires the worker, starts its task, waits for the first item within
 a limit, notices when the worker dies or freezes, and tells apart what the worker had begun from what it had not.
@@ -44,7 +44,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Loss:
-    """Tells how a worker ended."""
+    """Reason why a worker was lost, and how long it lived."""
 
     error: Exception
     started: bool
