@@ -251,12 +251,12 @@ def _read(saved: Saved, fit: CheckpointedFit) -> tuple[Manifest, Tensors] | None
             what, there, here = found
             raise StoreError(
                 f"{folder} holds a checkpoint of another run: its {what} are {there}, here they are {here}. "
-                f"Give another folder, or delete this one. To go on with that run, give what it was begun with."
+                f"Give another folder, or delete this one. To continue that run, use the settings it started with."
             )
     if len(manifest["callbacks"]) != len(fit.callbacks):
         raise StoreError(
-            f"{folder} holds a checkpoint of another run: it has {len(manifest['callbacks'])} callbacks, here are "
-            f"{len(fit.callbacks)}. Give another folder, or delete this one."
+            f"{folder} holds a checkpoint of another run: it has {len(manifest['callbacks'])} callbacks, this fit "
+            f"has {len(fit.callbacks)}. Give another folder, or delete this one."
         )
     known = _frameworks(fit)
     files: Tensors = {}

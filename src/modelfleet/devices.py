@@ -74,7 +74,7 @@ def _texts(devices: str | Sequence[str]) -> list[str]:
 
 def _parse(text: str) -> Device:
     if text == "auto":
-        raise InputError('"auto" stands alone: say "auto", or name the devices.')
+        raise InputError('"auto" can\'t be combined with device names. Give "auto", or name the devices.')
     match = _DEVICE.fullmatch(text)
     if match is None:
         raise InputError(f"device {text!r} is not a kind and an index. Write it as in 'cuda:0'.")

@@ -49,7 +49,7 @@ def group(
         reason = None
         if groups:
             what = difference(signatures[first], signatures[0])
-            reason = f"{names[first]!r} is unlike {names[0]!r}: {what or 'its optimizer has other options'}"
+            reason = f"{names[first]!r} differs from {names[0]!r}: {what or 'its optimizer has other options'}"
         plain = getattr(tasks[first], "plain", None)
         if plain is not None:
             reason = f"{names[first]!r} runs on its own: {plain}"
@@ -103,7 +103,7 @@ class Groups:
         if framework is not other.member.framework:
             return f"{name!r} is a {framework.NAME} model, {first!r} a {other.member.framework.NAME} model"
         what = framework.difference(own.signature, other.signature)
-        return f"{name!r} is unlike {first!r}: {what or 'it was compiled with other settings'}"
+        return f"{name!r} differs from {first!r}: {what or 'it was compiled with other settings'}"
 
     def refuse_shared_parameters(self) -> None:
         """Raise InputError if two members train the same parameter. Members that only read it may share it."""
@@ -157,7 +157,7 @@ def _prepare(framework: Adapter, recipe: Recipe | None, members: Sequence[Member
         raise NotCompiledError(
             f"call compile before {kind if kind == 'evaluate' else 'fit'}: the folder that member "
             f"{members[0].name!r} was loaded from has only a part of its recipe: {lost}. If the optimizer is the "
-            f"same, the member goes on with the optimizer state that was saved."
+            f"same, the member continues with the saved optimizer state."
         ) from error
 
 

@@ -79,7 +79,7 @@ class Planner:
         if strategy == "threads":
             first, second, module = shared
             raise StrategyError(
-                f'strategy="threads" is not possible: members {first!r} and {second!r} hold the very same '
+                f'strategy="threads" is not possible: members {first!r} and {second!r} hold the same '
                 f"module {module!r}, and the step of one would set its mode while the other runs it. Give "
                 f'each a copy (copy.deepcopy), or use "interleaved".'
             )

@@ -255,7 +255,7 @@ def _split(lane: LaneSpec, forms: dict[str, list[RowSpec]]) -> list[LaneSpec]:
         reason = lane.apart_because
         if own != first:
             what = next(describe_difference(a, b) for a, b in zip(own, first, strict=True) if a != b)
-            reason = f"its rows are unlike those of {like!r}: {what}"
+            reason = f"its rows differ from those of {like!r}: {what}"
         pieces.append(replace(lane, members=tuple(names), apart_because=reason, split=None))
     return pieces
 

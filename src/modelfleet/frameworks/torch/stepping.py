@@ -150,7 +150,7 @@ class Stepper(Generic[OwnSteps]):
             yield
         except StatefulError as error:
             raise StrategyError(
-                f"member {self._first!r} and those like it can't go on as one: {error}. "
+                f"member {self._first!r} and those like it can't stay fused: {error}. "
                 f'Use strategy="interleaved", where each member runs its own model.'
             ) from error
 

@@ -184,8 +184,8 @@ def _report_failure(reason: str) -> None:
     """Log that compiling failed: as a warning the first time, then for debugging only."""
     logger.log(
         logging.DEBUG if _failures else logging.WARNING,
-        "a step could not be compiled: %s. Its members continue to train, uncompiled. Fix this to have it "
-        "compiled, or set MODELFLEET_COMPILE=never to not try it.",
+        "a step could not be compiled: %s. Its members continue to train, uncompiled. Fix the cause, or set "
+        "MODELFLEET_COMPILE=never, so that compiling is not tried.",
         reason.strip().rstrip("."),
     )
     _failures.append(reason)
