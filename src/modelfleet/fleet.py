@@ -178,7 +178,7 @@ class Fleet:
         """Return a member's model, or a fleet of some members.
 
         A model is the same object that was given or built, with its current weights. This works in a callback,
-        too; to train on with changes that you make to the model there, call `run.take(name)`.
+        too. If you change the model there, call `run.take(name)` to continue the training with the change.
 
         A list of names gives a fleet of these members, with the same models, seeds, recipes and optimizer state.
         Both fleets share the models, so training one shows in the other. From then on each has its own optimizer

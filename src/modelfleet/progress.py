@@ -44,7 +44,7 @@ class Reporter:
         """Show that `done` steps of this epoch are done, with a note on what else is going on."""
 
     def epoch(self, epoch: int, history: History, active: Sequence[str], seconds: float) -> None:
-        """Show that an epoch is done and recorded. The members in `active` train on."""
+        """Show that an epoch is done and recorded. The members in `active` continue."""
 
     def end(self, history: History, seconds: float, stopped_by: str | None = None) -> None:
         """Show that the fit is over. `stopped_by` says what cut it short."""

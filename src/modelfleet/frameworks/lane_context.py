@@ -25,7 +25,7 @@ OwnPrograms = TypeVar("OwnPrograms", covariant=True)
 
 @dataclass(frozen=True, eq=False)
 class LaneContext(Generic[OwnTask, OwnPrograms]):
-    """A lane's members, and how its engine is to run them."""
+    """Members of a lane, and how its engine should run them."""
 
     members: Sequence[Member]
     """Members of the lane, of one structure and task."""

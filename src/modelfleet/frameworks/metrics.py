@@ -78,7 +78,7 @@ def resolve(
 
 @contextmanager
 def naming_metric(name: str) -> Iterator[None]:
-    """Note the metric's name on whatever its function raises, for `metric_of`. The error stays what it is."""
+    """Note the metric's name on any error of its function, for `metric_of`. The error is raised unchanged."""
     try:
         yield
     except Exception as error:

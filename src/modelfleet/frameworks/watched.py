@@ -246,7 +246,7 @@ class WatchedArray(Watched):
 class WatchedGenerator(Watched):
     """State that only a method returns, such as that of a random generator.
 
-    It is not part of the token: what was traced without using it does not depend on it.
+    It is not part of the token: a program that was traced without using it does not depend on it.
     """
 
     def __init__(self, name: str, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:

@@ -30,7 +30,7 @@ SECONDS_AT_ONCE = 0.03  # of work that a replica is given at once
 
 
 class Replicas:
-    """One model on each device, answering many users at once. A context manager that closes the replicas.
+    """One model on every device, answering many users at once. Use it as a context manager.
 
     Do not change the model's weights while it is in use: which replica sees a change, and when, depends on the
     devices. Use `update` instead.

@@ -119,7 +119,7 @@ class PoolState:
         return future
 
     def stats(self) -> Stats:
-        """Return what was done so far."""
+        """Return the numbers so far."""
         with self.lock:
             return self.tally.stats(self.queue.counts, self.given_up)
 

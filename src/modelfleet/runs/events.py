@@ -11,7 +11,7 @@ Reports = list[tuple[LaneRun, EpochReport]]
 
 @dataclass(frozen=True)
 class StepsTaken:
-    """A lane has taken a turn of one or more steps."""
+    """Says that a lane has taken a turn of one or more steps."""
 
     run: LaneRun
     steps: int
@@ -19,7 +19,7 @@ class StepsTaken:
 
 @dataclass(frozen=True)
 class EpochsEnded:
-    """One lane has ended its epoch, or all lanes that train have, if they wait for each other."""
+    """Says that one lane has ended its epoch, or all training lanes have, if they wait for each other."""
 
     reports: Reports
 

@@ -93,7 +93,7 @@ class ProcessWorker:
             close_descriptors(descriptors)
 
     def answer(self, value: object = None) -> None:
-        """Let the task go on after an item."""
+        """Let the task continue after an item."""
         parcel, descriptors = self._outbox.pack(value, "an answer")
         try:
             self._send(ITEM, tuple(parcel), descriptors)
@@ -202,7 +202,7 @@ class ProcessWorker:
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """Names a device of this machine that a process of its own uses."""
+    """Starts worker processes for a device of this machine."""
 
     name: str
     device: str

@@ -102,7 +102,7 @@ class Worker(Protocol):
         ...
 
     def answer(self, value: object = None) -> None:
-        """Let the task go on after an item."""
+        """Let the task continue after an item."""
         ...
 
     def interrupt(self) -> None:
@@ -132,7 +132,7 @@ class SharedValue(Protocol):
 
 
 class Place(Protocol):
-    """Names a device, and offers workers for it."""
+    """Starts workers for one device."""
 
     @property
     def name(self) -> str:

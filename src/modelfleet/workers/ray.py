@@ -149,7 +149,7 @@ def _nodes() -> list[dict[str, Any]]:  # as Ray describes them
 
 @dataclass(frozen=True)
 class RayPlace:
-    """Names a device of a Ray cluster."""
+    """Starts workers for a device of a Ray cluster."""
 
     name: str
     device: str
@@ -226,7 +226,7 @@ class RayWorker:
         self._pending.append(self._actor.start.remote(parcel))
 
     def answer(self, value: object = None) -> None:
-        """Let the task go on after an item."""
+        """Let the task continue after an item."""
         self._pending.append(self._actor.go.remote(_pack(value, "an answer")))
         self._answered += 1
 

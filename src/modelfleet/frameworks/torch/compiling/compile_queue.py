@@ -76,7 +76,7 @@ class CompileProcess:
 
     @property
     def outcome(self) -> Outcome | None:
-        """Return how compiling ended; None while it goes on. Once it has ended, process and folder are removed."""
+        """Return how compiling ended; None while it runs. Once it has ended, process and folder are removed."""
         if self._outcome is None and os.getpid() == self._owner:
             found = self._poll()
             if found is not None:
