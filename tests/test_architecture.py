@@ -92,7 +92,7 @@ def test_the_ways_of_the_page_are_those_of_real_calls(verb: str) -> None:
 
 
 def test_files_that_the_page_names_exist() -> None:
-    text = re.sub(r"^## Before and after\n.*?(?=^## )", "", TEXT, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^## Before and after\n.*?(?=^## |\Z)", "", TEXT, flags=re.MULTILINE | re.DOTALL)
     folders = ["", *(f"frameworks/{name}/" for name in FILES_OF_FRAMEWORKS)]
     folders += [
         f"frameworks/torch/{path.name}/" for path in (SOURCE / "frameworks" / "torch").iterdir() if path.is_dir()

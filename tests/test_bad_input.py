@@ -411,7 +411,7 @@ class _Refusing(nn.Module):
     [
         (MemoryError(), "there was not enough memory for a batch"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), "there was not enough memory"),
-        (FileNotFoundError(2, "No such file or directory"), "the system refused something"),
+        (FileNotFoundError(2, "No such file or directory"), "an error of the system"),
     ],
     ids=["memory", "allocator", "system"],
 )

@@ -415,7 +415,7 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path: Path) -> 
         (put("history", "failed", "0", value={"epoch": 1}), r"\['0'\] has no 'step'"),
         (put("history", "stopped", "x", value=1), "its history has no member 'x'"),
         (lambda manifest: manifest["files"].pop("lane-0"), "it has no data file of lane 0"),
-        (put("callbacks", value=[]), "it has 0 callbacks, here are 1"),
+        (put("callbacks", value=[]), "it has 0 callbacks, this fit has 1"),
     ],
 )
 def test_a_checkpoint_that_was_edited_is_refused_and_changes_nothing(

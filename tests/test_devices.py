@@ -51,7 +51,7 @@ def test_a_device_is_shown_as_it_is_written(name: str) -> None:
         ("cuda:-1", "device 'cuda:-1' is not a kind and an index. Write it as in 'cuda:0'."),
         ("cuda:01", "device 'cuda:01' is not a kind and an index. Write it as in 'cuda:0'."),
         ("cuda:", "device 'cuda:' is not a kind and an index. Write it as in 'cuda:0'."),
-        ("auto,cpu", '"auto" stands alone: say "auto", or name the devices.'),
+        ("auto,cpu", '"auto" can\'t be combined with device names. Give "auto", or name the devices.'),
         ("", 'no device was given. Name one, as in "cpu" or "cuda:0", or say "auto".'),
         ([], 'no device was given. Name one, as in "cpu" or "cuda:0", or say "auto".'),
         ([""], "device '' is not a kind and an index. Write it as in 'cuda:0'."),

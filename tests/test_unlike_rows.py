@@ -79,8 +79,8 @@ def test_members_with_rows_of_unlike_shapes_train_as_they_would_alone() -> None:
         assert np.allclose(predicted[name], outputs.numpy(), atol=1e-5)
     plan = fleet.plan(mf.each(data))
     assert sorted(len(lane.members) for lane in plan.lanes) == [1, 1, 2]
-    assert "its rows are unlike those of 'a': a row of [0] is (7, 3), expected (4, 3)" in plan.lanes[1].reason
-    with pytest.raises(mf.StrategyError, match="rows are unlike"):
+    assert "its rows differ from those of 'a': a row of [0] is (7, 3), expected (4, 3)" in plan.lanes[1].reason
+    with pytest.raises(mf.StrategyError, match="rows differ from"):
         fit(fleet, mf.each(data), strategy="fused")
     fit(fleet, sequences(4))
     assert len(fleet.plan().lanes) == 1  # together again

@@ -16,20 +16,20 @@ Snapshot: TypeAlias = Any
 
 
 class Run(Protocol):
-    """A fit under way, as callbacks see it."""
+    """Running fit, as callbacks see it."""
 
     fleet: Any
-    """The `Fleet` that is trained."""
+    """`Fleet` that is trained."""
     history: History
     epoch: int
-    """Number of finished epochs: of all members, or of those in `active` if lanes do not wait for each other. With
-    `initial_epoch`, those before this fit count, too."""
+    """Number of finished epochs: of all members, or of those in `active` if lanes do not wait for each other. The
+    epochs before `initial_epoch` are included."""
     epochs: int
     """Number of the last epoch."""
     step: int
     """Number of steps taken so far."""
     active: tuple[str, ...]
-    """The members that are training. At the end of an epoch: those that took part in it and have not failed."""
+    """Members that are training. At the end of an epoch, those that took part in it and have not failed."""
 
     def stop(self, name: str, reason: str = ...) -> None:
         """Stop a member at the end of this epoch and free its slot. A second call changes nothing."""
@@ -40,11 +40,11 @@ class Run(Protocol):
         ...
 
     def sync(self, name: str) -> Model:
-        """Return the member's model with its current weights, and of Keras its current optimizer state."""
+        """Return the member's model with its current weights; a Keras model also with its optimizer state."""
         ...
 
     def take(self, name: str) -> None:
-        """Train on with what the member's model holds now."""
+        """Read the state of the member's model, and continue the training with it."""
         ...
 
     def restore(self, name: str, snapshot: Snapshot) -> None:
@@ -52,15 +52,15 @@ class Run(Protocol):
         ...
 
     def save(self, folder: str | Path) -> None:
-        """Save a checkpoint of the whole run as soon as all callbacks of this moment have been called."""
+        """Save a checkpoint of the whole run once all callbacks of this event have been called."""
         ...
 
 
 class Callback:
-    """Your own code during a fit. Subclass it and override the methods you need.
+    """Base class for your own code during a fit. Override the methods you need.
 
-    A callback that remembers something also overrides `state` and `restore_state`, and `arrays` and
-    `restore_arrays` for weights. A run that is resumed from a checkpoint then continues as the unbroken run would.
+    If your callback keeps state, override `state` and `restore_state`, too, and `arrays` and `restore_arrays` for
+    weights. A run that is resumed from a checkpoint then continues as the unbroken run would.
 
         class StopSlowStarters(mf.Callback):
             def on_epoch_end(self, run):
@@ -79,7 +79,7 @@ class Callback:
     def check_metrics(self, metrics: Collection[str]) -> None:
         """Raise `InputError` if the callback needs a metric that the fit will not record.
 
-        Called before the first step if the callback has a `metric` of validation data, and there are none.
+        Called before the first step if the callback's `metric` needs validation data, and there are none.
 
         Args:
             metrics: The names of all metrics that will be recorded, such as "loss" and "val_loss".
@@ -99,39 +99,39 @@ class Callback:
 
     @property
     def wants_steps(self) -> bool:
-        """True if `on_step_end` is to be called."""
+        """True if `on_step_end` should be called."""
         return type(self).on_step_end is not Callback.on_step_end
 
     def state(self) -> dict[str, Json]:
-        """Return what a checkpoint has to remember, as values that JSON can hold."""
+        """Return the state to keep in a checkpoint, as values that JSON can hold."""
         return {}
 
     def restore_state(self, state: Mapping[str, Json]) -> None:
-        """Take back what `state` returned."""
+        """Restore what `state` returned."""
 
     def arrays(self) -> dict[str, Snapshot]:
-        """Return the snapshots that a checkpoint has to remember, by member."""
+        """Return the snapshots to keep in a checkpoint, by member."""
         return {}
 
     def restore_arrays(self, arrays: Mapping[str, Snapshot]) -> None:
-        """Take back what `arrays` returned."""
+        """Restore what `arrays` returned."""
 
 
 class EarlyStopping(Callback):
-    """Stop each member whose metric has not improved for `patience` epochs. The others train on.
+    """Stop each member whose metric has not improved for `patience` epochs. The others continue.
 
         fleet.fit(data, validation=held_out, epochs=100, callbacks=[mf.EarlyStopping(patience=5)])
 
     Args:
         metric: The metric to watch.
         patience: How many epochs to wait for an improvement.
-        min_delta: A value must be better than the best one by more than this to count. NaN never counts.
-        mode: "min" or "max" says which values are better. "auto" goes by the metric's name.
+        min_delta: An improvement counts only if it is larger than this. NaN is never an improvement.
+        mode: "min" or "max" says which values are better. "auto" decides by the metric's name.
         restore_best: Give every member the weights of its best epoch at the end.
 
     Raises:
-        InputError: If an argument is out of range, or "auto" can't tell which values of the metric are better. A
-            fit that will not record the metric raises it before its first step.
+        InputError: If an argument is out of range, or "auto" can't tell which values of the metric are better. If
+            the fit will not record the metric, `fit` raises it before the first step.
     """
 
     together = False
@@ -188,12 +188,12 @@ class EarlyStopping(Callback):
             self._restore(name, run)
 
     def state(self) -> dict[str, Json]:
-        """Return each member's best value, and the epoch since which it has waited for a better one."""
+        """Return each member's best value, and the epoch from which its patience counts."""
         best = {name: plain(value) for name, value in self._best.items()}
         return {"best": best, "since": dict(self._since)}
 
     def restore_state(self, state: Mapping[str, Json]) -> None:
-        """Take back what `state` returned."""
+        """Restore what `state` returned."""
         self._best = {name: float(value) for name, value in state["best"].items()}
         self._since = {name: int(epoch) for name, epoch in state["since"].items()}
 
@@ -202,7 +202,7 @@ class EarlyStopping(Callback):
         return dict(self._snapshots)
 
     def restore_arrays(self, arrays: Mapping[str, Snapshot]) -> None:
-        """Take back what `arrays` returned."""
+        """Restore what `arrays` returned."""
         self._snapshots = dict(arrays)
 
     def _forget(self) -> None:
@@ -236,8 +236,8 @@ class EarlyStopping(Callback):
 class Checkpoint(Callback):
     """Save the whole run to a folder, so that a run that was killed can continue.
 
-    Run the same script again: a `fit` that finds a checkpoint in the folder continues from there. A loader that
-    shuffles continues as it would have if it draws from the framework's own generator.
+    Run the same script again: a `fit` that finds a checkpoint in the folder continues from there. So do the
+    shuffles of a loader that draws from the framework's own generator.
 
         fleet.fit(data, epochs=100, callbacks=[mf.Checkpoint("run", every=5)])
 
@@ -284,14 +284,14 @@ class Checkpoint(Callback):
     def on_epoch_end(self, run: Run) -> None:
         """Save if the number of epochs says so."""
         by_epochs = self.every_steps is None and run.epoch % self.every == 0
-        # Not at the end of the fit: by then another callback may have put the best weights back, and a run
-        # resumed from those would not be the unbroken one.
+        # Not in on_fit_end: by then another callback may have restored the best weights, and a run resumed from
+        # those would differ from the unbroken one.
         if by_epochs or run.epoch >= run.epochs:
             run.save(self.folder)
 
 
 def wrap_callbacks(callbacks: Sequence[object]) -> list[Callback]:
-    """Return all callbacks as modelfleet's own: those of a framework as one, in place of the first of them."""
+    """Return all callbacks as modelfleet's own. Those of a framework become one, in place of the first of them."""
     if not isinstance(callbacks, Iterable):
         raise InputError(f"callbacks is {callbacks!r}; expected a list of callbacks: callbacks=[...].")
     given = list(callbacks)
@@ -304,7 +304,7 @@ def wrap_callbacks(callbacks: Sequence[object]) -> list[Callback]:
 
 
 def refuse_missing_validation(callbacks: Sequence[Callback]) -> None:
-    """Raise InputError for a callback that needs a metric of validation data, if there are none."""
+    """Raise InputError for a callback whose metric needs validation data, if there are none."""
     for callback in callbacks:
         metric = getattr(callback, "metric", None)
         if isinstance(metric, str) and metric.startswith("val_"):

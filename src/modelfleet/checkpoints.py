@@ -1,4 +1,4 @@
-"""Checkpoints of a fit under way: weights, optimizer state, positions, random state, history and callbacks."""
+"""Checkpoints of a running fit: weights, optimizer state, positions, random state, history and callbacks."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ IN_WORDS = {"params": "", "frozen": "a frozen ", "buffers": "a buffer "}  # the 
 FINGERPRINTS = ("tasks", "schedules")  # the parts of an identity that hold them
 MAX_TEXT = 80  # characters of a setting in an error
 
-# What a manifest holds. A question mark: what an earlier version did not keep.
+# Schema of a manifest. A question mark marks an entry that may be missing.
 _RUN = {
     "members": [[str]],
     "seeds?": [[int]],
@@ -67,13 +67,13 @@ SHARINGS: tuple[str, ...] = get_args(SharingName)
 
 Manifest: TypeAlias = Mapping[str, Json]
 Identity: TypeAlias = Mapping[str, Json]
-"""What makes two fits the same one, lane by lane."""
+"""Settings by which two fits count as the same one, lane by lane."""
 Tensors: TypeAlias = dict[str, dict[str, Tensor]]
-"""The tensors of each data file, by path."""
+"""Tensors of each data file, by path."""
 
 
 class CheckpointedFit(Protocol):
-    """A fit as a checkpoint sees it."""
+    """Part of a fit that a checkpoint uses."""
 
     plan: Plan
     runs: list[LaneRun]
@@ -96,7 +96,7 @@ def resumable(callbacks: Sequence[Callback]) -> list[Checkpoint]:
 
 
 def stored_plan_of(callbacks: Sequence[Callback]) -> StoredPlan | None:
-    """Return the plan of the run that a checkpoint would resume. The run that continues must have its lanes."""
+    """Return the plan of the run that a checkpoint would resume. A resumed run must have the same lanes."""
     for callback in resumable(callbacks):
         manifest = read_manifest(callback.folder, kind=KIND, verify=callback.verify)
         check_manifest(callback.folder, manifest)
@@ -107,7 +107,7 @@ def stored_plan_of(callbacks: Sequence[Callback]) -> StoredPlan | None:
 
 
 def check_manifest(folder: Path, manifest: Manifest) -> None:
-    """Raise `StoreError` if a manifest is not that of a checkpoint, as `save` writes it."""
+    """Raise `StoreError` if a manifest does not describe a checkpoint as `save` writes it."""
     try:
         check(manifest, _CHECKPOINT, "the manifest")
         lanes, run = manifest["lanes"], manifest["run"]
@@ -201,8 +201,8 @@ def resume(
         another fit of the same fleet: this one begins where that one ended.
 
     Raises:
-        StoreError: The checkpoint is damaged, or of another fleet, or of a fit with other settings. Nothing of it
-            is overwritten.
+        StoreError: The checkpoint is damaged, or belongs to another fleet or a fit with other settings. It is not
+            overwritten.
     """
     # Everything is read and checked first: a damaged file must change nothing.
     found = read_folder(folder, lambda saved: _read(saved, fit), kind=KIND, verify=verify)
@@ -211,7 +211,7 @@ def resume(
     tidy(folder)  # a run that was over when it was killed saves no more
     manifest, files = found
     known = _frameworks(fit)
-    try:  # first what is not the members' weights: if it can't be used, these are as they were
+    try:  # weights come last: if anything else can't be used, they have not been changed
         for run, state in zip(fit.runs, manifest["schedules"], strict=True):
             run.schedules.restore(state)
         for number, (callback, state) in enumerate(zip(fit.callbacks, manifest["callbacks"], strict=True)):
@@ -251,12 +251,12 @@ def _read(saved: Saved, fit: CheckpointedFit) -> tuple[Manifest, Tensors] | None
             what, there, here = found
             raise StoreError(
                 f"{folder} holds a checkpoint of another run: its {what} are {there}, here they are {here}. "
-                f"Give another folder, or delete this one. To go on with that run, give what it was begun with."
+                f"Give another folder, or delete this one. To continue that run, use the settings it started with."
             )
     if len(manifest["callbacks"]) != len(fit.callbacks):
         raise StoreError(
-            f"{folder} holds a checkpoint of another run: it has {len(manifest['callbacks'])} callbacks, here are "
-            f"{len(fit.callbacks)}. Give another folder, or delete this one."
+            f"{folder} holds a checkpoint of another run: it has {len(manifest['callbacks'])} callbacks, this fit "
+            f"has {len(fit.callbacks)}. Give another folder, or delete this one."
         )
     known = _frameworks(fit)
     files: Tensors = {}
@@ -297,7 +297,7 @@ def _frameworks(fit: CheckpointedFit) -> dict[str, Adapter]:
 
 
 def _identity(fit: CheckpointedFit) -> Identity:
-    """Return what makes two fits the same one."""
+    """Return the settings by which two fits count as the same one."""
     return {
         "members": [run.lane.names for run in fit.runs],
         "seeds": [[member.seed for member in run.lane.members] for run in fit.runs],
@@ -335,7 +335,7 @@ def _weights(run: LaneRun) -> dict[str, str]:
 
 
 def _difference(then: Identity, now: Identity) -> tuple[str, str, str] | None:
-    """Return the first difference of two runs: its name, there and here; None if they are the same."""
+    """Return the first difference between two runs: its name and both values; None if they are the same."""
     for key in ("members", "seeds"):
         if _by_name(then, key) != _by_name(now, key):
             return key, _brief(then.get(key)), _brief(now[key])
@@ -355,7 +355,7 @@ def _difference(then: Identity, now: Identity) -> tuple[str, str, str] | None:
 
 
 def _by_name(identity: Identity, key: str) -> dict[str, Json]:
-    """Return by member what an identity has by lane."""
+    """Return the entries of an identity by member, instead of by lane."""
     found: dict[str, Json] = {}
     lanes = identity["members"]
     for names, own in zip(lanes, identity.get(key) or [None] * len(lanes), strict=True):
@@ -373,7 +373,7 @@ def _weight_in_words(path: str, weights: Mapping[str, str]) -> str:
 
 
 def _alike(then: Json, now: Json) -> bool:
-    """Return True if fingerprints, nested in lists, are of the same settings."""
+    """Return True if fingerprints, nested in lists, stand for the same settings."""
     if isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
         return all(_alike(one, other) for one, other in zip(then, now, strict=True))
     return isinstance(then, str) and isinstance(now, str) and alike(then, now)

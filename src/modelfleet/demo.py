@@ -155,7 +155,7 @@ def train_one(
     model = network(variant.seed)
     device = fleet.plan().lanes[0].device
     begun = time.perf_counter()
-    with computing():  # so that both ways use the cores alike
+    with computing():  # so that both ways use the cores in the same way
         accuracy = train_alone(
             model,
             train,

@@ -74,7 +74,7 @@ def _texts(devices: str | Sequence[str]) -> list[str]:
 
 def _parse(text: str) -> Device:
     if text == "auto":
-        raise InputError('"auto" stands alone: say "auto", or name the devices.')
+        raise InputError('"auto" can\'t be combined with device names. Give "auto", or name the devices.')
     match = _DEVICE.fullmatch(text)
     if match is None:
         raise InputError(f"device {text!r} is not a kind and an index. Write it as in 'cuda:0'.")
@@ -84,7 +84,7 @@ def _parse(text: str) -> Device:
 
 
 def chosen(wanted: tuple[Device, ...] | None, here: Sequence[Device], framework: str) -> tuple[Device, ...]:
-    """Return the devices to use of a framework that sees the accelerators `here`.
+    """Return the devices to use with a framework that sees the accelerators `here`.
 
     Args:
         wanted: The devices to use; None for all accelerators of the first one's kind, or the CPU if there are
@@ -160,7 +160,7 @@ def _container_memory(folder: Path = Path("/sys/fs/cgroup")) -> Memory | None:
 
 
 def _reclaimable(folder: Path) -> int:
-    """Return the bytes of files read long ago: they count as used, but the kernel drops them when needed."""
+    """Return the bytes of cached files: they count as used, but the kernel drops them when memory is needed."""
     with suppress(OSError, ValueError):
         for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines():
             if line.startswith("inactive_file "):

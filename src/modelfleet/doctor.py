@@ -187,7 +187,7 @@ def machine(adapters: Mapping[str, Adapter]) -> tuple[Row, ...]:
             "C++ compiler",
             compiler,
             "faster steps on the CPU",
-            "" if compiler else "install g++ or clang, or set CXX; all works without it, slower",
+            "" if compiler else "install g++ or clang, or set CXX; without it everything works, but slower",
         ),
         Row("MODELFLEET_COMPILE", os.environ.get("MODELFLEET_COMPILE", "auto"), "auto, now or never"),
     ]

@@ -5,7 +5,7 @@ from typing import Any
 
 from modelfleet.errors import InputError
 
-_MAX_LISTED = 5  # names in an error
+_MAX_LISTED = 5  # names shown in an error
 
 
 class Each:
@@ -60,7 +60,7 @@ def per_member(value: Any, names: Sequence[str], argument: str) -> list[Any]:
     Args:
         value: `each(...)`, or one value that all members have.
         names: The members.
-        argument: The name of the argument that the value was given for, for the errors.
+        argument: The name of the argument, for errors.
 
     Raises:
         InputError: If `each(...)` does not have exactly one value for every member.

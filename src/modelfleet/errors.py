@@ -19,7 +19,7 @@ class InputError(FleetError, ValueError):
 
 
 class StrategyError(FleetError, ValueError):
-    """Raised if the strategy that was asked for can't be used with these members."""
+    """Raised if the given strategy can't be used with these members."""
 
 
 class BusyError(FleetError, RuntimeError):
@@ -86,7 +86,7 @@ class RowsError(FleetError):
 
 
 class RankLostError(FleetError):
-    """Raised if a process has waited in vain for the others of its group. The message names them, and the step."""
+    """Raised if a process has waited too long for others of its group. The message names them, and the step."""
 
 
 class MissingExtraError(FleetError, ImportError):
@@ -100,7 +100,7 @@ class MissingExtraError(FleetError, ImportError):
 
 
 def refuse_masked(value: Any) -> None:
-    """Raise `InputError` for a NumPy array with masked numbers. Models would compute with what the mask hides."""
+    """Raise `InputError` for a NumPy array with masked numbers. Models would compute with the hidden numbers."""
     if np.ma.is_masked(value):
         raise InputError(
             f"{np.ma.count_masked(value)} of {np.size(value)} numbers of a masked array are masked, which no "

@@ -47,7 +47,7 @@ def _name(value: object) -> str:
 
 
 def _words(value: Any, depth: int) -> Iterable[str]:
-    """Yield what a setting consists of, as text; only the class where the value is not known."""
+    """Yield the parts of a setting as text. If a value has no known text, its class is used."""
     yield _name(value)
     if depth == 0 or _ours(value):
         return

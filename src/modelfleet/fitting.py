@@ -24,7 +24,7 @@ from modelfleet.types import Model, State
 
 
 class FleetOfFit(Protocol):
-    """A fleet as its fit sees it. Callbacks have the `Fleet` itself."""
+    """Part of a fleet that its fit uses. Callbacks get the `Fleet` itself."""
 
     @property
     def names(self) -> list[str]:
@@ -90,7 +90,7 @@ class Fit:
         self._to_save: list[Path] = []
         self._ctrl_c = StopRequest()
         self._over = False
-        self._last_step = 0, 0  # the epoch and step that callbacks have seen last
+        self._last_step = 0, 0  # the last epoch and step that callbacks have seen
         self._shown = 0
         self._first_shown: tuple[int, float] | None = None
         self._epoch_start = time.monotonic()
@@ -279,11 +279,11 @@ class Fit:
             self.history.fail(name, replace(failure, epoch=self._past + failure.epoch))
 
     def _refuse_all_failed(self) -> None:
-        """Raise AllFailedError if every member has failed: a fit without a result is no success."""
+        """Raise AllFailedError if every member has failed: such a fit must not look like a success."""
         failed = self.history.failed
         if len(failed) < len(self.fleet):
             return
-        # An exception, or a worker that died, tells more about the cause than numbers that became NaN.
+        # An exception, or a worker that died, says more about the cause than numbers that became NaN.
         name = min(failed, key=lambda name: (failed[name].diverged, failed[name].epoch, failed[name].step))
         failure = failed[name]
         advice = "Often a lower lr helps, or clip_norm=1.0; look for NaN in the data. " if failure.diverged else ""
@@ -352,7 +352,7 @@ class Fit:
                 return
 
     def _rewind(self) -> None:
-        """Have loaders draw the shuffles that they drew in the epoch that is resumed."""
+        """Set the random generators so that loaders shuffle as they did in the epoch that is resumed."""
         global_generators.restore(self.generators)
         for feed in [*(run.feed for run in self.runs), *(run.validation for run in self.runs)]:
             if feed is not None:

@@ -62,7 +62,8 @@ class Fleet:
 
     Args:
         models: A mapping from name to model, or a sequence of models, whose names are then "0", "1", …
-        seed: Together with a member's name it makes the member's own seed, for its shuffles and its dropout.
+        seed: The fleet's seed. Each member's own seed, for its shuffles and its dropout, is made from it and the
+            member's name.
         devices: "auto", or devices by name: "cpu", "cuda:0", "cpu:0,cpu:1"; "ray" for those of a Ray cluster.
 
     Raises:
@@ -86,7 +87,7 @@ class Fleet:
             raise InputError("a fleet needs at least one member; got none.")
         self.seed = int(seed)
         self._members: dict[str, Member] = {}
-        self._by_model: dict[int, str] = {}  # by the id of a model: one object must not be two members
+        self._by_model: dict[int, str] = {}  # member by id of its model: one object must not be two members
         self._recipes: dict[str, Recipe | None] = {}
         self._recipe: Recipe | None = None  # for members that join later
         self._origins: dict[str, dict[str, Any]] = {}  # how members were built, for `save`
@@ -97,7 +98,7 @@ class Fleet:
         self._nested_lanes: LiveLanes | None = None  # the lanes of verbs that are called within others
         self._nested_specs: list[LaneSpec] = []  # the lanes of the fit that they were made for
         self._gate = Gate()
-        self._fit: Fit | None = None  # the one that is running
+        self._fit: Fit | None = None  # the running fit
         self._epoch_seconds: float | None = None  # of the last fit
         self._token = secrets.token_hex(8)  # identifies the fleet to worker processes
         for name, model in pairs:
@@ -117,7 +118,7 @@ class Fleet:
 
         Args:
             factory: A function that returns a new model.
-            members: How many, or their names.
+            members: The number of members, or their names.
             seed: See `Fleet`.
             devices: See `Fleet`.
             **kwargs: Arguments of the factory. Each may be `each(...)`: one value per member.
@@ -179,11 +180,12 @@ class Fleet:
     def __getitem__(self, name: str | list[str]) -> "Model | Fleet":
         """Return a member's model, or a fleet of some members.
 
-        A model is the very object that was given or built, with its current weights. This works in a callback,
-        too: `run.take(name)` then takes changes of the model into the training.
+        A model is the same object that was given or built, with its current weights. This works in a callback,
+        too. If you change the model there, call `run.take(name)` to continue the training with the change.
 
         A list of names gives a fleet of these members, with the same models, seeds, recipes and optimizer state.
-        What it trains shows in the models of both fleets; its optimizer state is its own from then on.
+        Both fleets share the models, so training one shows in the other. From then on each has its own optimizer
+        state.
         """
         if isinstance(name, list):
             return self._subset(name)
@@ -215,7 +217,7 @@ class Fleet:
         return f"<Fleet of {len(self)}: {', '.join(sorted(kinds))} on {', '.join(devices)}>"
 
     def add(self, name: str, model: Model) -> None:
-        """Add a member. Hyperparameters that were given by `each` must be compiled again to have a value for it.
+        """Add a member. If hyperparameters were given by `each`, compile again to give the new member a value.
 
         Args:
             name: The name of the new member.
@@ -246,7 +248,7 @@ class Fleet:
             return model
 
     def clone(self, name: str, *, as_: str) -> None:
-        """Add a member with another's weights and optimizer state. Its shuffles and dropout are its own.
+        """Add a copy of a member, with its weights and optimizer state. Shuffles and dropout are the copy's own.
 
         Args:
             name: The member to copy.
@@ -275,9 +277,9 @@ class Fleet:
         members: Sequence[str] | None = None,
         **hyperparameters: Any,
     ) -> None:
-        """Say how the members are trained. Every hyperparameter is one value for all, or `each(...)`.
+        """Set how the members are trained. Every hyperparameter is one value for all, or `each(...)`.
 
-        Keras models that are already compiled need none of this.
+        Keras models that are already compiled do not need it. Calling `compile` again starts the optimizers over.
 
         Args:
             optimizer: A name ("sgd", "adam", "adamw", …), a class of `torch.optim`, or a Keras or Optax optimizer.
@@ -285,15 +287,15 @@ class Fleet:
             objective: A function `objective(model, batch)` for everything else. It returns a loss, or a loss and a
                 dict of metrics. With neither loss nor objective, the output's own `.loss` is used.
             metrics: Names ("accuracy", "top_5", "mse", "mae", "r2"), or functions `metric(output, target)`.
-            clip_norm: The largest norm of a member's gradient.
+            clip_norm: The largest norm of a member's gradient. None does not clip.
             precision: "float32", "bf16" or "fp16".
-            schedule: "cosine", "linear", "step", "onecycle", a `Schedule`, or a function that makes a scheduler of
-                an optimizer.
-            members: Compile only these. Without it, all members.
+            schedule: "cosine", "linear", "step", "onecycle", a `Schedule`, or a function that takes an optimizer
+                and returns a scheduler.
+            members: The members to compile. All by default.
             **hyperparameters: Those of the optimizer, such as `lr` and `weight_decay`.
 
         Raises:
-            InputError: Something is unknown, or does not fit a member.
+            InputError: A name is unknown, or an argument does not fit a member.
         """
         with self._gate.changing("compile"):
             chosen = self.names if members is None else [self._member(name).name for name in members]
@@ -315,12 +317,13 @@ class Fleet:
         strategy: Strategy = "auto",
         steps_per_epoch: int | Each | None = None,
     ) -> Plan:
-        """Return what will run where, and why. Only with data is it known whether every group can be fused.
+        """Return what will run where, and why.
 
-        A loader is looked into. The generators that it draws from are restored afterwards.
+        Whether a group can be fused is known only with data. If the data are a loader, its first batch is read;
+        the random generators that it draws from are restored afterwards.
 
         Args:
-            data: As for `fit`. Without data, the plan is what is known before there are any.
+            data: As for `fit`. Without data, the plan has only what the models say.
             epochs: As for `fit`.
             batch_size: As for `fit`.
             strategy: As for `fit`.
@@ -368,24 +371,24 @@ class Fleet:
         Args:
             data: Arrays `(x, y)`, a loader, or a function that returns an iterator; one for all, or `each(...)`.
             validation: Data of the same kinds, evaluated after every epoch.
-            validation_split: Take this part of the arrays, from their end, as validation data.
+            validation_split: The fraction of the arrays, from their end, to take as validation data.
             epochs: Passes over the data; one value, or `each(...)`.
-            initial_epoch: Count epochs on from here, as Keras does: `epochs` is then the last one, and
-                `epochs - initial_epoch` are trained. Callbacks, the history and schedules go by these numbers.
+            initial_epoch: The number of epochs that are done already, as in Keras: `epochs` is then the last one,
+                and `epochs - initial_epoch` are trained. Callbacks, the history and schedules use these numbers.
             batch_size: Rows of a step; one value, or `each(...)`. A loader has its own.
             shuffle: Each member shuffles its own rows, in a new order every epoch.
-            callbacks: Callbacks of modelfleet, and of Keras, which work for every Keras member on its own. The
-                first Keras member uses the objects given, the others use copies: `callback.members[name]` has
-                each.
-            strategy: "auto" measures. "fused" insists on fusing. "interleaved" has members take turns, "threads"
-                and "processes" run them side by side. On several devices "threads" and "processes" have one for
-                each, and "data_parallel" has every member on all of them.
+            callbacks: Callbacks of modelfleet or Keras. Those of Keras work for each Keras member on its own: the
+                first Keras member uses the given objects, and the others use copies. `callback.members[name]` is
+                the callback of a member.
+            strategy: "auto" measures. "fused" insists on fusing. "interleaved" has members take turns; "threads"
+                and "processes" run them side by side. On several devices, "threads" and "processes" have one for
+                each device, and "data_parallel" spreads every member over all devices.
             progress: "auto" shows a live table on a terminal and lines elsewhere; False shows nothing.
             exchange: Not built yet.
-            share: How many turns a member takes while another takes one; best `each(...)`.
+            share: How many turns a member takes while another takes one, as `each(...)`.
             steps_per_epoch: Steps after which an epoch ends, for data that never end; one value, or `each(...)`.
-            sample_weight: For arrays, a weight for every row, by which the row's loss is multiplied; one array
-                for all, or `each(...)`. A loader gives weights in its batches: (x, y, weights).
+            sample_weight: For arrays, a weight for every row, which multiplies the row's loss; one array for all,
+                or `each(...)`. A loader gives weights in its batches: (x, y, weights).
             class_weight: For Keras models, {label: weight}.
 
         Returns:
@@ -503,15 +506,15 @@ class Fleet:
     def save(self, folder: str | Path, *, optimizer: bool = True) -> None:
         """Save the fleet in a folder: safetensors files and a JSON manifest.
 
-        The folder has the members' weights, what `compile` was given, and the optimizer state with the numbers of
-        steps and epochs. So `load` returns a fleet whose `fit` goes on as this one's would. A fleet that was saved
-        there before stays whole until the new one is. Python attributes, modes and frozen parameters are not
-        saved: `load` returns models as the factory makes them.
+        The folder has the members' weights, the arguments of `compile`, and the optimizer state with the numbers
+        of steps and epochs. So `load` returns a fleet whose `fit` continues as this one's would. An earlier copy
+        in the folder stays complete until the new one is. Python attributes, training or evaluation mode, and
+        which parameters are frozen are not saved: in those, `load` returns models as the factory makes them.
 
         Args:
-            folder: The folder. It is made if it does not exist.
-            optimizer: False to leave out the optimizer state, which for Adam takes twice the space of the weights.
-                The next `fit` of the loaded fleet then starts as after `compile`.
+            folder: The folder. It is created if it does not exist.
+            optimizer: False leaves out the optimizer state, which for Adam takes twice the space of the weights.
+                The first `fit` of the loaded fleet then starts as after `compile`.
         """
         with self._gate.reading("save"):
             if self._fit is not None:
@@ -527,14 +530,14 @@ class Fleet:
         return self._live_lanes.lanes
 
     def _open_to_read(self, kind: Kind, data: Data, batch_size: int | Each | None) -> tuple[list[OpenLane], bool]:
-        """Return the lanes for a verb that reads, and whether they read one loader."""
+        """Return the lanes for a verb that only reads, and True if they read one loader in step."""
         job = Job(tuple(self.names), data, batch_size=batch_size, shuffle=False)
         lanes = self._lanes_to_read()
         _, opened, feeding = lanes.open(job, kind, "auto", self._changed(), self._sharings)
         return opened, len(opened) > 1 and feeding.one_loader
 
     def _lanes_to_read(self) -> LiveLanes:
-        """Return the lanes for a verb that reads. Within another verb, they are not that verb's lanes."""
+        """Return the lanes for a verb that only reads. Within another verb, these are separate from its lanes."""
         if not self._gate.nested:
             return self._live_lanes
         if self._fit is not None:
@@ -545,11 +548,11 @@ class Fleet:
         return self._nested_lanes
 
     def _changed(self) -> Collection[str]:
-        """Return the members whose models may hold weights that the lanes of a verb that reads do not."""
+        """Return the members whose models may hold newer weights than their lanes, for a verb that only reads."""
         return set(self._members) if self._gate.nested else self._exposed
 
     def _keep_changes(self, lane: Lane) -> None:
-        """Write what evaluating or predicting has changed into the models, and into a training that is running."""
+        """Write what evaluating or predicting has changed into the models, and into a running fit."""
         if lane.engine.changed:
             lane.scatter(lane.names)
             if self._fit is not None:
@@ -586,7 +589,7 @@ class Fleet:
         return text
 
     def _hyperparameters(self, name: str) -> dict[str, Any]:
-        """Return what a member was built and compiled with, as far as it is plain values."""
+        """Return the plain values that a member was built and compiled with."""
         found = dict(self._origins.get(name, {}).get("arguments", {}))
         recipe = self._recipes[name]
         if recipe is not None:

@@ -1,4 +1,4 @@
-"""Memory of devices that may be planned for."""
+"""Memory of devices: how much of it a plan may use."""
 
 import os
 import re

@@ -20,7 +20,7 @@ class Gate:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._owner: int | None = None
-        self._verbs: list[str] = []  # under way, the outermost first
+        self._verbs: list[str] = []  # running now, the outermost first
 
     @property
     def nested(self) -> bool:

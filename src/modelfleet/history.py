@@ -35,7 +35,7 @@ def direction(metric: str, mode: str = "auto") -> Literal["min", "max"]:
         mode: "min" or "max" to decide regardless of the name.
 
     Raises:
-        InputError: If the name does not tell which is better, or the mode is unknown.
+        InputError: If the name does not say which is better, or the mode is unknown.
     """
     if mode == "min" or mode == "max":
         return mode
@@ -49,13 +49,13 @@ def direction(metric: str, mode: str = "auto") -> Literal["min", "max"]:
         if _HIGHER_IS_BETTER.fullmatch(words[-1]) or _TOP_K.search(name):
             return "max"
     raise InputError(
-        f'it is not known whether a higher or a lower {metric!r} is better. Say which: mode="min" or mode="max".'
+        f'it is unknown whether a higher or a lower {metric!r} is better. Give mode="min" or mode="max".'
     )
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason why a member was set aside.
+    """Reason why a member was set aside.
 
     Attributes:
         epoch: The epoch in which it failed, counted from 1.
@@ -77,7 +77,7 @@ class Failure:
 
 
 class History:
-    """The metrics of every member of a fit, one value per epoch.
+    """Metrics of every member of a fit, one value per epoch.
 
     `fleet.fit` returns a history. Index it by a member's name:
 
@@ -87,13 +87,13 @@ class History:
     Args:
         names: The names of the members.
         hyperparameters: Each member's hyperparameters by name, for `frame`.
-        initial_epoch: The epochs that were done before. Those recorded here count on from there.
+        initial_epoch: The number of epochs that were done before. Recorded epochs are counted from there.
 
     Attributes:
         initial_epoch: The number of the epoch before the first one.
         failed: The `Failure` of every member that was set aside.
         stopped: The epoch at which a member was stopped early.
-        kept: The epoch whose weights a member was given back, if it is not the member's last one.
+        kept: The epoch whose weights were restored, for members that did not keep those of their last epoch.
         hyperparameters: Each member's hyperparameters, such as `{"m07": {"lr": 0.001}}`.
     """
 
@@ -217,14 +217,14 @@ class History:
 
         Args:
             metric: The metric to compare; by default "val_loss" if it was recorded, else "loss".
-            mode: "min" or "max" says which values are better. "auto" goes by the metric's name and knows losses,
-                errors, accuracies and the like.
+            mode: "min" or "max" says which values are better. "auto" decides by the metric's name: it knows
+                losses, errors, accuracies and the like.
 
         Raises:
             InputError: If the metric was not recorded, or "auto" can't tell which values are better.
         """
         metric = self._default(metric)
-        self._check_recorded(metric)  # first: of a misspelt metric nothing else is known
+        self._check_recorded(metric)  # first, so that a misspelt metric is reported as such
         sign = 1 if direction(metric, mode) == "min" else -1
         return sorted(self.latest(metric).items(), key=lambda item: sign * item[1])
 
@@ -283,7 +283,7 @@ class History:
         Args:
             metric: The metric to draw; by default "val_loss" if it was recorded, else "loss".
             path: A file to save the picture to.
-            mode: As for `ranking`. Where neither the metric's name nor the mode says which values are better, no
+            mode: As for `ranking`. If neither the metric's name nor the mode says which values are better, no
                 curve is highlighted.
 
         Returns:
@@ -312,9 +312,9 @@ class History:
         return figure
 
     def to_dict(self) -> dict[str, Json]:
-        """Return the metrics and outcomes as strict JSON can hold them, for `from_dict`.
+        """Return the metrics and outcomes as values that strict JSON can hold, for `from_dict`.
 
-        Hyperparameters are left out: they may be anything.
+        Hyperparameters are left out, because they may be any objects.
         """
         return {
             "metrics": {
@@ -376,12 +376,12 @@ class History:
 
 
 def plain(value: float) -> float | str:
-    """Return a number as strict JSON can hold it. `float` turns the result back into the number."""
+    """Return a number in a form that strict JSON can hold. `float` turns the result back into the number."""
     return value if math.isfinite(value) else str(value)
 
 
 class _MissingPackageError(MissingExtraError):
-    """A package is missing that no extra of modelfleet brings."""
+    """Raised if a package is missing that no extra of modelfleet installs."""
 
     def __init__(self, package: str, purpose: str) -> None:
         FleetError.__init__(

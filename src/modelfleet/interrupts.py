@@ -36,8 +36,8 @@ class StopRequest:
 def noticing() -> Iterator[Callable[[], None]]:
     """Notice Ctrl-C while a fit is prepared. Yields a function that raises KeyboardInterrupt if it was pressed.
 
-    The exception of Ctrl-C may be lost on the way: Python drops an exception within a weak reference's callback or
-    a `__del__`, and every import has such callbacks.
+    The exception of Ctrl-C alone may be lost: Python drops exceptions within a weak reference's callback or a
+    `__del__`, and every import has such callbacks.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):

@@ -1,4 +1,4 @@
-"""The live lanes of a fleet, kept from verb to verb for the optimizer's state and the programs."""
+"""Live lanes of a fleet, kept from verb to verb for the optimizer's state and the programs."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
@@ -20,13 +20,13 @@ from modelfleet.sharing import Sharings
 from modelfleet.types import Kind, SharingName, Strategy
 
 Asked = tuple[list[tuple[str, ...]], bool]
-"""The members of the lanes that were asked for, and whether each lane is over all devices."""
+"""Members of the requested lanes, and True if each lane is over all devices."""
 
 
 class LiveLanes:
     """Lanes for all members of a fleet.
 
-    A fleet keeps one set from verb to verb. A verb that a callback calls within a `fit` has a set of its own,
+    A fleet keeps one set from verb to verb. A verb that a callback calls within a `fit` gets its own set,
     because the lanes that train may be narrowed, or have their state in a worker.
 
     Args:
@@ -35,7 +35,7 @@ class LiveLanes:
         pool: The devices of the fleet.
         builder: Builds the lanes.
         planner: Plans the runs.
-        fixed: The lanes to use, if they are given. They come with the groups that they were made for.
+        fixed: The lanes to use, if any, with the groups that they were made for.
     """
 
     def __init__(
@@ -48,18 +48,18 @@ class LiveLanes:
         fixed: tuple[Groups, Sequence[LaneSpec]] | None = None,
     ) -> None:
         self.lanes: list[Lane] = []
-        """The current lanes: every member is in one of them. Empty if they have to be made again."""
+        """Current lanes. Every member is in one of them. Empty if they have to be built again."""
         self._members, self._recipes = members, recipes
         self._pool, self._builder, self._planner = pool, builder, planner
         self._groups, self._fixed = fixed or (None, None)
         self._asked: Asked | None = None
-        """What was asked for when the current lanes were made."""
+        """Request that the current lanes were built for."""
         self._sharing: SharingName | None = None
-        """The sharing of the last fit."""
+        """Sharing of the last fit."""
         self._holders: dict[str, tuple[Lane, str]] = {}
-        """The lane that has a member's current optimizer state, and the member's name there."""
+        """By member, the lane that has its current optimizer state, and its name in that lane."""
         self._saved: dict[str, TrainingState] = {}
-        """The state of members of a loaded fleet, until they are in a lane that trains or evaluates."""
+        """State of members of a loaded fleet, until they are in a lane that trains or evaluates."""
 
     @property
     def groups(self) -> Groups:
@@ -86,9 +86,9 @@ class LiveLanes:
         """Plan a verb, and open the lanes of the plan.
 
         Args:
-            job: What the verb was asked to do.
+            job: The arguments of the verb.
             kind: The verb.
-            strategy: What the user asked for.
+            strategy: The strategy that the user chose.
             changed: Members whose models may hold weights that their lanes do not.
             sharings: Returns the ways to share the devices.
             stored: The plan of a run that is to be resumed.
@@ -112,7 +112,7 @@ class LiveLanes:
         return plan, opened, opener.feeding
 
     def plan_without_data(self, kind: Kind, changed: Collection[str]) -> tuple[Plan, list[Lane]]:
-        """Return a plan as far as it is known without data, and its lanes."""
+        """Return what can be planned without data, and the lanes of that plan."""
         specs, asked = self._specs(kind, "auto", changed)
         existing = {lane.spec.key: lane for lane in self.lanes}
         lanes = []
@@ -129,9 +129,9 @@ class LiveLanes:
     def _specs(
         self, kind: Kind, strategy: Strategy, changed: Collection[str], stored: StoredPlan | None = None
     ) -> tuple[list[LaneSpec], Asked]:
-        """Return the lanes to start planning with, and what was asked for.
+        """Return the lanes to start planning with, and the request that they are for.
 
-        If the same was asked for the last time, these are the current lanes.
+        If the request is the same as last time, these are the current lanes.
         """
         members = list(self._members.values())
         if self._pool.clustered:
@@ -193,7 +193,7 @@ class LiveLanes:
 
         Args:
             lanes: The lanes.
-            asked: What was asked for. None: the next verb does not start with these lanes.
+            asked: The request that they are for. None if the next verb must not start with these lanes.
         """
         for lane in lanes:
             for holder, names in self._by_holder(lane.names).items():
@@ -203,7 +203,7 @@ class LiveLanes:
         saved = {} if self.groups.kind == "predict" else self._saved
         for lane in lanes:
             saved_state.write(lane, {name: saved[name] for name in lane.names if name in saved})
-        # Only now: after Ctrl-C on the way here the next verb starts from where the state is.
+        # Only now: after a Ctrl-C before this line, the next verb still finds the state where it is.
         self.lanes, self._asked, self._holders = lanes, asked, _own_members(lanes)
         self._saved = {} if saved else self._saved
 
@@ -232,7 +232,7 @@ class LiveLanes:
         self._saved.update({name: other._saved[name] for name in names if name in other._saved})
 
     def give_saved(self, states: Mapping[str, TrainingState]) -> None:
-        """Have members, by name, start with the state that was saved for each."""
+        """Have members start with their saved state, given by name."""
         self._saved.update(states)
 
     def training_states(self) -> list[tuple[list[str], TrainingState]]:
@@ -240,7 +240,7 @@ class LiveLanes:
         found: list[tuple[list[str], TrainingState]] = []
         for lane, names in self._by_holder(self._holders).items():
             sources = {name: self._holders[name][1] for name in names}
-            # A member that is still as it was loaded has taken no step in its lane.
+            # A member that still has its loaded state has taken no step in its lane.
             stepped = [name for name in names if lane.steps[lane.positions[sources[name]]]]
             if stepped:
                 found.append((stepped, saved_state.read(lane, [sources[name] for name in stepped])))
@@ -251,7 +251,7 @@ class LiveLanes:
         halves = halve(self._builder, self.groups, run)
         self._planner.measurements.remember_width(self.groups, run.lane.spec, run.feed, len(halves[0].names))
         self._holders.update(_own_members([half.lane for half in halves]))
-        # The next fit is planned from the start, and never uses the lane that was halved again.
+        # The next fit is planned from the start, and does not use the halved lane again.
         self.lanes, self._asked = [lane for lane in self.lanes if lane is not run.lane], None
         return halves
 
@@ -261,7 +261,7 @@ class LiveLanes:
             lane.scatter([self._holders[name][1] for name in names])
 
     def _by_holder(self, names: Iterable[str]) -> dict[Lane, list[str]]:
-        """Return the members that have a holder, by the lane that it is."""
+        """Return the members whose optimizer state is in some lane, by that lane."""
         found: dict[Lane, list[str]] = {}
         for name in names:
             if name in self._holders:

@@ -27,17 +27,17 @@ def load(
     devices: str | Sequence[str] = "auto",
     verify: bool = True,
 ) -> Fleet:
-    """Load a fleet that `Fleet.save` has saved: its models, recipes and optimizer state, so that `fit` goes on.
+    """Load a saved fleet: its models, recipes and optimizer state, so that `fit` continues.
 
-    Of a recipe, what only code can make (a lambda, an object of Optax) is not in the folder. Then the first `fit`
-    asks for a `compile`, and says for what. With the same optimizer the members keep their optimizer state.
+    Values that JSON can't hold (a lambda, an object of Optax) are not in the folder. If the recipe had any, the
+    first `fit` names them and asks for a `compile`. With the same optimizer, members keep their optimizer state.
 
     Args:
         folder: The folder.
         factory: Makes a model to fill with weights. It gets the keywords that the member was built with.
         members: Load only these, without reading the others.
-        allow_import: Import the factory from where the folder says it was, if none is given, and the functions of
-            its recipes. This runs code of the folder's choice: only for folders you trust.
+        allow_import: Import the functions of the recipes, and the factory if none is given, by the names in the
+            folder. This runs code that the folder chooses: use it only with folders you trust.
         devices: See `Fleet`.
         verify: Compare the checksums of what is read.
 
@@ -59,7 +59,7 @@ def load(
 
 
 def _compile(fleet: Fleet, found: SavedFleet, allow_import: bool) -> None:
-    """Compile the members as they were. A recipe that can't be used any more gets something `missing`."""
+    """Compile the members as they were. If a recipe can't be used any more, its `missing` says why."""
     members = dict(fleet._members)
     for name, compiled in found.compiled.items():
         own: Any = getattr(members[name].framework, "own_training", None)
@@ -92,7 +92,7 @@ def _not_repeated(reason: str) -> dict[str, Missing]:
 
 
 def _fill_optimizers(fleet: Fleet, found: SavedFleet) -> dict[str, TrainingState]:
-    """Return the members' training states. Models that hold their optimizers get the state of these at once."""
+    """Return the members' training states. Models that hold their own optimizers get their states at once."""
     states: dict[str, TrainingState] = {}
     for (name,), state in found.trained or ():
         member = fleet._members[name]

@@ -27,9 +27,9 @@ _BAR_WIDTH = 40  # columns
 
 
 class Reporter:
-    """Base of what shows the progress of one fit; shows nothing itself. Epochs count from 1.
+    """Base class for showing the progress of one fit. It shows nothing itself. Epochs count from 1.
 
-    `status` may come first, then `start`, the steps and epochs, and `end`. Whatever happens, `close` is last.
+    `status` may be called first, then `start`, the steps and epochs, and `end`. `close` is always called last.
     """
 
     def status(self, text: str) -> None:
@@ -44,7 +44,7 @@ class Reporter:
         """Show that `done` steps of this epoch are done, with a note on what else is going on."""
 
     def epoch(self, epoch: int, history: History, active: Sequence[str], seconds: float) -> None:
-        """Show that an epoch is done and recorded. The members in `active` train on."""
+        """Show that an epoch is done and recorded. The members in `active` continue."""
 
     def end(self, history: History, seconds: float, stopped_by: str | None = None) -> None:
         """Show that the fit is over. `stopped_by` says what cut it short."""
@@ -291,7 +291,7 @@ class LiveTable(_Tracking):
         self.close()
 
     def close(self) -> None:
-        """Give the terminal back, whatever state it is in. What a fit that did not end has shown is erased."""
+        """Give the terminal back, whatever state it is in. If the fit did not end, its table is erased."""
         if self._live is not None:
             with suppress(Exception, SystemExit):
                 self._live.transient = self._ended is None and not self._broken

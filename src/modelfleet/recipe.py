@@ -12,17 +12,17 @@ _SEVERAL_NUMBERS = {"betas", "etas", "step_sizes"}  # hyperparameters that are a
 
 @dataclass(frozen=True)
 class Missing:
-    """An argument of `compile` that a folder does not have, or that may not be read from it."""
+    """An argument of `compile` that is not in a saved folder, or may not be read from it."""
 
     reason: str
-    """What became of it, to go on after its name: "was a lambda of train, which can't be saved"."""
+    """Rest of a sentence that begins with its name: "was a lambda of train, which can't be saved"."""
     encoded: Json
-    """What the folder has instead."""
+    """Value in the folder in place of the argument."""
 
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """How a fleet's members are to be trained. Every hyperparameter is one value, or `each`."""
+    """Arguments of `compile`: how members are trained. Every hyperparameter is one value, or `each`."""
 
     optimizer: OptimizerLike
     loss: LossLike = None
@@ -49,7 +49,7 @@ class Recipe:
         )
 
     def only(self, names: Sequence[str]) -> "Recipe":
-        """Return this recipe for some of the members. Members without a value are found when it is used."""
+        """Return this recipe for some of the members. A missing value is noticed when the recipe is used."""
         kept = set(names)
 
         def narrow(value: Each, argument: str) -> Each:

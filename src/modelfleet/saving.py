@@ -28,10 +28,10 @@ from modelfleet.types import Json, Model
 from modelfleet.unknown_names import unknown
 
 Origin: TypeAlias = dict[str, Any]
-"""How a member was built: its "factory", as `module:name` or None, and the "arguments" of the factory."""
+"""Origin of a member: its "factory", as `module:name` or None, and the "arguments" of the factory."""
 
 Trained: TypeAlias = tuple[Sequence[str], TrainingState]
-"""The training state of some members, and their names."""
+"""Training state of some members, and their names."""
 
 KIND = "fleet"
 UNTRAINED = TrainingState({}, np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
@@ -54,18 +54,18 @@ _FLEET = {"seed": int, "members": [_MEMBER], "recipe?": (int, None), "recipes?":
 
 @dataclass(frozen=True)
 class SavedFleet:
-    """What `save` keeps of a fleet, and `read` returns."""
+    """Contents of a saved fleet: `save` writes them, and `read` returns them."""
 
     members: Mapping[str, Member]
     seed: int
     origins: Mapping[str, Origin]
     recipes: Mapping[str, Recipe | None]
     recipe: Recipe | None
-    """For members that join later."""
+    """Recipe for members that join later."""
     trained: Sequence[Trained] | None
-    """The training state of those members that have one. None: it is not saved."""
+    """Training state of the members that have one. None if it is not saved."""
     compiled: Mapping[str, dict[str, Json]] = field(default_factory=dict)
-    """For models that hold their optimizers: how they were compiled. `save` finds it in the models."""
+    """How models that hold their own optimizers were compiled. `save` reads it from the models."""
 
 
 def save(folder: Path, fleet: SavedFleet) -> None:
@@ -122,7 +122,7 @@ def save(folder: Path, fleet: SavedFleet) -> None:
 
 
 def _own_training(member: Member) -> Any:
-    """Return the adapter's `own_training`; None if models don't hold their optimizers themselves."""
+    """Return the adapter's `own_training`; None if its models don't hold their own optimizers."""
     return getattr(member.framework, "own_training", None)
 
 
@@ -151,7 +151,7 @@ def _by_form(fleet: SavedFleet) -> Iterable[Sequence[Trained]]:
 
 
 def _compiled(member: Member, recipe: Recipe | None) -> tuple[dict[str, Json], bool]:
-    """Return how a model was compiled, and whether that was not by its recipe."""
+    """Return how a model was compiled, and True if that was not by its recipe."""
     own = _own_training(member)
     lost = own.unsaved(member.model)
     try:
@@ -207,7 +207,7 @@ def read(
     Args:
         folder: The folder that `save` wrote.
         factory: Makes a model to fill with weights; None to import the saved one.
-        allow_import: Permit to import and call the factory that the folder names.
+        allow_import: Allow to import and call the factory that the folder names.
         members: The members to read; None for all.
         verify: Compare checksums.
 

@@ -27,14 +27,14 @@ def test_groups_are_in_the_order_of_their_first_members() -> None:
     task = Some()
     assert group(["a", "b", "c", "d"], ["net", "wide", "net", "deep"], [task] * 4, compare) == [
         Group((0, 2), None),
-        Group((1,), "'b' is unlike 'a': wide is not net"),
-        Group((3,), "'d' is unlike 'a': deep is not net"),
+        Group((1,), "'b' differs from 'a': wide is not net"),
+        Group((3,), "'d' differs from 'a': deep is not net"),
     ]
 
 
 def test_equal_structures_with_another_task_are_apart() -> None:
     found = group(["a", "b"], ["net", "net"], [Some(), Some()], compare)
-    assert found[1] == Group((1,), "'b' is unlike 'a': its optimizer has other options")
+    assert found[1] == Group((1,), "'b' differs from 'a': its optimizer has other options")
 
 
 def test_the_first_difference_of_two_models_is_named() -> None:
@@ -46,7 +46,7 @@ def test_the_first_difference_of_two_models_is_named() -> None:
     signatures = [signature(net(stride)) for stride in (1, 1, 2)]
     found = group(["m00", "m01", "m07"], signatures, [task] * 3, difference)
     assert [g.positions for g in found] == [(0, 1), (2,)]
-    assert found[1].apart_because == "'m07' is unlike 'm00': features.3.stride is 2, not 1"
+    assert found[1].apart_because == "'m07' differs from 'm00': features.3.stride is 2, not 1"
 
 
 def test_a_flag_of_the_optimizer_parts_members_and_a_number_does_not() -> None:
@@ -55,7 +55,7 @@ def test_a_flag_of_the_optimizer_parts_members_and_a_number_does_not() -> None:
     fleet.compile("sgd", "cross_entropy", lr=0.1, momentum=0.9, nesterov=mf.each([True, False, True]))
     lanes = fleet.plan().lanes
     assert [lane.members for lane in lanes] == [("0", "2"), ("1",)]
-    assert lanes[1].reason == "'1' is unlike '0': its optimizer has other options"
+    assert lanes[1].reason == "'1' differs from '0': its optimizer has other options"
 
 
 def test_a_model_in_evaluation_mode_is_not_fused_with_one_in_training_mode() -> None:

@@ -68,7 +68,7 @@ def test_a_plan_says_what_each_lane_holds() -> None:
     assert first.state_bytes >= 2 * 3 * 4 * first.parameters  # two members: weights and Adam's two moments
     assert first.reason == "2 of one structure, fused"
     assert (second.members, second.steps) == (("wide",), 6)
-    assert second.reason == "'wide' is unlike 'a': parameter 0.weight is (9, 4), not (6, 4)"
+    assert second.reason == "'wide' differs from 'a': parameter 0.weight is (9, 4), not (6, 4)"
 
 
 def test_a_plan_can_be_printed_and_kept_as_json() -> None:
@@ -78,7 +78,7 @@ def test_a_plan_can_be_printed_and_kept_as_json() -> None:
     text = str(plan)
     assert "2 members in 2 lanes, interleaved" in text
     assert "a[0]" in text
-    assert "unlike" in text
+    assert "differs" in text
     stored = json.loads(json.dumps(plan.to_dict()))
     assert stored["lanes"][1]["members"] == ["b"]
     assert stored["lanes"][0]["device"] == "cpu"
@@ -159,8 +159,8 @@ def test_insisting_on_fusing_unlike_members_is_refused_with_the_difference() -> 
     with pytest.raises(mf.StrategyError) as refusal:
         fit(fleet, (X, Y), strategy="fused")
     assert str(refusal.value) == (
-        "not all members can be fused: 'm07' is unlike 'm00': parameter 0.weight is (9, 4), not (6, 4). "
-        'Make them alike, or drop strategy="fused" and let them take turns.'
+        "not all members can be fused: 'm07' differs from 'm00': parameter 0.weight is (9, 4), not (6, 4). "
+        'Remove the difference, or drop strategy="fused" and let them take turns.'
     )
 
 

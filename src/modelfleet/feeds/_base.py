@@ -1,4 +1,4 @@
-"""The protocol that every feed follows, and the array operations that a feed needs of a framework."""
+"""Protocol of every feed, and the array operations that a feed needs from a framework."""
 
 from collections.abc import Generator, Sequence
 from typing import Protocol
@@ -29,7 +29,7 @@ class Feed(Protocol):
 
     @property
     def settings(self) -> dict[str, Json]:
-        """How rows become batches, as far as the feed decides it."""
+        """Settings that decide how rows become batches."""
         return {}
 
     def epoch(self, number: int, *, start: int = 0, several: int = 1) -> Generator[Batch, None, None]:

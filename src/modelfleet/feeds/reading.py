@@ -140,7 +140,7 @@ def batch_count(loader: Data) -> int | None:
     """Return a loader's number of batches; None if the loader does not know."""
     try:
         return len(loader)
-    except TypeError:  # no __len__, or a DataLoader over a stream, or a tf.data.Dataset that can't tell
+    except TypeError:  # no __len__, or a DataLoader over a stream, or a tf.data.Dataset of unknown length
         return None
 
 
@@ -162,7 +162,7 @@ def read_ahead(source: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
                 ready.put((next(source), None, False))
         except StopIteration:
             ready.put((None, None, True))
-        except BaseException as error:  # of any kind: without a message, the reader would wait for ever
+        except BaseException as error:  # of any kind: without a message, the reader would wait forever
             ready.put((None, error, True))
         finally:
             if isinstance(source, Generator):

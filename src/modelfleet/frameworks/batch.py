@@ -11,24 +11,24 @@ from modelfleet.types import Tensor, Tree
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The rows of one step for the members of a lane, or of several steps of one size."""
+    """Rows of one step for the members of a lane, or of several steps of one size."""
 
     data: Tree
     """A tree of tensors. Each leaf is `(member, row, …)`, or `(row, …)` if shared. A step axis comes before these
     if the batch holds several steps."""
     shared: bool
-    """True if every member sees these very rows. The leaves then have no member axis."""
+    """True if all members see the same rows. The leaves then have no member axis."""
     counts: np.ndarray
     """`(member,)`: the number of real rows of each member, which come before its padding. With 0 the member sits
     the step out."""
     steps: int | None = None
-    """The number of steps if the leaves have a step axis, else None."""
+    """Number of steps if the leaves have a step axis, otherwise None."""
     others: "tuple[Batch, ...]" = ()
     """Batches of the same step for other members, whose rows have other shapes."""
     weights: Tensor | None = None
     """`(member, row)`: 1 for a real row, 0 for padding. None if no row has to be weighted."""
     slots: np.ndarray | None = None
-    """The slots of the members that the batch is for; None if it is for all slots."""
+    """Slots of the members that the batch is for; None if it is for all slots."""
 
     @property
     def by_shape(self) -> "tuple[Batch, ...]":

@@ -27,9 +27,9 @@ def batch_error(name: str, kind: str, shapes: str, error: Exception, *, memory: 
         )
     if isinstance(error, OSError):
         return FleetError(
-            f"member {name!r}: a batch, {shapes} into {kind}, failed, as the system refused something: "
-            f"{reason}. Look at the files that the model uses, at the current folder (was it removed?) and at "
-            f"the limits of this process."
+            f"member {name!r}: a batch, {shapes} into {kind}, failed with an error of the system: {reason}. "
+            f"Check the files that the model uses, the current folder (was it removed?) and the limits of this "
+            f"process."
         )
     line = line_of_error(error)
     place = "" if line is None else f" at {line}"

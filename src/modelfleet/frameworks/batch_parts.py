@@ -59,7 +59,7 @@ def check_weights(weights: np.ndarray) -> None:
         row = int(np.flatnonzero(wrong)[0])
         raise InputError(
             f"sample_weight in row {row} is {weights[row]}; expected a finite number, 0 or more. "
-            f"Give a row that is not to count the weight 0."
+            f"To leave out a row, give it the weight 0."
         )
 
 

@@ -38,7 +38,7 @@ class Engine(ABC):
     programs: Any
     """Everything that was traced and compiled, for another engine of the same structure and task."""
     undoes_steps: bool = False
-    """True if a step that raises leaves the state as it was before, also when memory runs out."""
+    """True if a step that raises leaves the state as it was before, even if memory runs out."""
     checks_targets: bool = True
     """True if the targets of (x, y) can be compared with the model's output on x."""
     steps_per_call: int
@@ -234,7 +234,7 @@ class Engine(ABC):
         Args:
             positions: The members' positions in the lane. A member may have a slot or rest.
             parts: The parts to read, such as `stacked.WEIGHTS`. Parts that the engine does not have are left out.
-                None for all: everything that a run needs to go on.
+                None for all: everything that a run needs to continue.
 
         Returns:
             Tensors `(member, …)` in the order of `positions`, as the engine stores them.
@@ -276,14 +276,14 @@ class Engine(ABC):
 
     @abstractmethod
     def give_slots(self, positions: Positions) -> None:
-        """Give slots to these members from now on, in this order. The others rest until they are given one."""
+        """Give slots to these members from now on, in this order. The others have none until the next call."""
 
     @abstractmethod
     def still_shared(self, members: Sequence[Member]) -> bool:
         """Return True if the tensors that all members shared are still the same in all of them."""
 
     def objects(self) -> Iterable[tuple[str, object]]:
-        """Return the objects, by name, whose mode a step changes for a while. Other models may hold them."""
+        """Return the objects, by name, whose mode a step changes while it runs. Other models may hold them."""
         return ()
 
     @abstractmethod

@@ -14,11 +14,11 @@ REASONS = {
 
 
 class NotCompiledError(InputError):
-    """A member has to be compiled first."""
+    """Raised if a member has to be compiled first."""
 
 
 class CannotFuseError(FleetError):
-    """One program can't step several members. The message names the operation that prevents this.
+    """Raised if one program can't step several members. The message names the operation that prevents it.
 
     Attributes:
         shared: True if the cause is state that the members would share even if they took turns.
@@ -30,7 +30,7 @@ class CannotFuseError(FleetError):
 
 
 class StepError(FleetError):
-    """Steps of some members raised. Their state is unchanged; all other members took their step.
+    """Raised if steps of some members raised. Their state is unchanged; all other members took their step.
 
     Attributes:
         causes: The exception of each failed member, by slot.

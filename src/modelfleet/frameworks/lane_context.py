@@ -1,4 +1,4 @@
-"""What an engine is made of."""
+"""Context of a lane: everything that an engine is given."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,17 +25,17 @@ OwnPrograms = TypeVar("OwnPrograms", covariant=True)
 
 @dataclass(frozen=True, eq=False)
 class LaneContext(Generic[OwnTask, OwnPrograms]):
-    """A lane's members, and how its engine is to run them."""
+    """Members of a lane, and how its engine should run them."""
 
     members: Sequence[Member]
-    """The lane's members, of one structure and task."""
+    """Members of the lane, of one structure and task."""
     task: OwnTask
-    """The adapter's `Task` that the members have in common."""
+    """Task of the adapter that the members have in common."""
     columns: Mapping[str, np.ndarray]
     """Hyperparameters `(member,)` that are not part of the state."""
     device: NativeDevice
-    """The device, as the adapter's `native` returned it."""
+    """Device, as the adapter's `native` returned it."""
     fused: bool
-    """True if a step is to be one program for all members."""
+    """True if a step should be one program for all members."""
     programs: OwnPrograms | None = None
-    """The `.programs` of another engine of the same structure and task, so that nothing is traced again."""
+    """`programs` of another engine of the same structure and task, so that nothing is traced again."""

@@ -37,7 +37,7 @@ def resolve(
     """Return the metrics of names ("accuracy", "top_5", …), functions, or mappings of names to functions.
 
     Args:
-        metrics: What `compile` got.
+        metrics: The `metrics` of `compile`.
         known: The framework's metrics by name.
         top: Makes the metric that counts a row if its label is among the k best.
         from_function: Makes a metric of a function and its name.
@@ -79,7 +79,7 @@ def resolve(
 
 @contextmanager
 def naming_metric(name: str) -> Iterator[None]:
-    """Note the metric's name on whatever its function raises, for `metric_of`. The error stays what it is."""
+    """Note the metric's name on any error of its function, for `metric_of`. The error is raised unchanged."""
     try:
         yield
     except Exception as error:

@@ -52,8 +52,8 @@ class Outputs:
     def of(self, rows: Tree, ask: Callable[[Tree], Tree]) -> Tree:
         """Return what `ask` returns for some rows, as a tree of arrays.
 
-        The first call asks for another number of rows, too. Only that shows if as many entries as rows are chance:
-        a network may return a list of its two layers for a batch of two rows.
+        The first call asks for another number of rows, too. Only that shows whether an output has as many
+        entries as rows by chance: a network may return a list of its two layers for a batch of two rows.
         """
         count = len(leaves(rows)[0])
         other = None if self._compared else self._of_another_number(rows, count, ask)

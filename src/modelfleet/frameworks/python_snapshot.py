@@ -40,7 +40,7 @@ _STOCK = frozenset(sys.stdlib_module_names) | {
 _MAX_WATCHED = 20_000  # code that reaches more than this reaches a whole library
 
 Named = tuple[str, Any]
-"""How a reader knows a value, and the value."""
+"""Name of a value for readers, and the value."""
 
 
 class PythonSnapshot:

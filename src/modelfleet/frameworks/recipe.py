@@ -1,4 +1,4 @@
-"""Parts of a recipe that every framework prepares and checks alike."""
+"""Parts of a recipe that every framework prepares and checks in the same way."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -9,8 +9,8 @@ A state is a dict of parts, each a dict of tensors by name. Every tensor has the
     member      numbers of each member: step, trouble, seed, loss scale
     sums, metrics   sums for the metrics of the current epoch
 
-An engine has those parts that its framework needs. Callers address members by their position in the lane. Which
-slot of the tensors a member has, and whether it has one, is known here alone.
+An engine has those parts that its framework needs. Callers address members by their position in the lane. Only
+this module knows which slot of the tensors a member has, and whether it has one.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,7 +23,7 @@ from modelfleet.types import State, Tensor, Tree
 WEIGHTS = ("params", "frozen", "buffers")
 PARTS = (*WEIGHTS, "optimizer", "member", "sums", "metrics")
 CARRIED = {"optimizer": None, "member": ("step", "scale", "good")}
-"""What a member takes along to another engine, by part: the names, or None for all."""
+"""State that moves with a member to another engine, by part: the names, or None for all."""
 Positions = Sequence[int] | np.ndarray
 Given = Mapping[str, Mapping[str, Tensor | np.ndarray]]
 """A state to write: tensors, or NumPy arrays of them, by part and name."""
@@ -59,8 +59,8 @@ class StackedState:
     """Stacked state of a lane's members, of which some may rest.
 
     `parts` is the working state, which programs step. An engine may replace its tensors, or the whole dict. Slot n
-    of every tensor belongs to the member at position `slots[n]`. Members without a slot rest: their state is kept
-    apart until `give_slots` gives them one again.
+    of every tensor belongs to the member at position `slots[n]`. Members without a slot rest: their state is
+    stored separately until `give_slots` gives them one again.
 
     A state is allocated as a whole by the engine that makes it. So an engine may lay out all weights of a lane in
     one buffer and give views of it here.

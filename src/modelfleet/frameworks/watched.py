@@ -30,9 +30,9 @@ class Watched:
     The base class never changes. It only has a token.
 
     Attributes:
-        name: How a reader knows it, such as `self.cache`.
+        name: Its name for readers, such as `self.cache`.
         token: A value to compare two walks by: equal tokens mean that the same was there to read.
-        cheap: True if comparing is so quick that it can be done at every step.
+        cheap: True if comparing is quick enough to do at every step.
     """
 
     cheap = False
@@ -246,7 +246,7 @@ class WatchedArray(Watched):
 class WatchedGenerator(Watched):
     """State that only a method returns, such as that of a random generator.
 
-    It is not part of the token: what was traced without using it does not depend on it.
+    It is not part of the token: a program that was traced without using it does not depend on it.
     """
 
     def __init__(self, name: str, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:

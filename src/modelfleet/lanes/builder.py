@@ -17,9 +17,9 @@ HOST = Device("cpu")
 
 
 class LaneBuilder:
-    """Builds lanes, and remembers the programs of every structure and task that it has met.
+    """Builds lanes, and remembers the programs of every structure and task.
 
-    So another lane of the same structure traces and compiles nothing again.
+    So another lane of the same structure and task traces and compiles nothing again.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class LaneBuilder:
 
         Args:
             groups: The members of the fleet.
-            spec: The lane. If it is not placed yet, it goes to the first device that it may run on.
+            spec: The lane to build. If it has no device yet, it gets the first one that it may run on.
             scratch: For a trial: a lane of one member steps a copy of the member's model.
         """
         own = [groups.tasks[name] for name in spec.members]

@@ -9,7 +9,7 @@ from modelfleet.workers import Place, places
 
 
 class DevicePool:
-    """The devices that a fleet may use.
+    """Devices that a fleet may use.
 
     Args:
         devices: The devices that the user named. None: each framework chooses.

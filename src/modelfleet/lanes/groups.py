@@ -1,4 +1,4 @@
-"""Groups: which members have one structure and one task, and what keeps the others apart."""
+"""Groups: which members have the same structure and task, and what keeps the others apart."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -49,7 +49,7 @@ def group(
         reason = None
         if groups:
             what = difference(signatures[first], signatures[0])
-            reason = f"{names[first]!r} is unlike {names[0]!r}: {what or 'its optimizer has other options'}"
+            reason = f"{names[first]!r} differs from {names[0]!r}: {what or 'its optimizer has other options'}"
         plain = getattr(tasks[first], "plain", None)
         if plain is not None:
             reason = f"{names[first]!r} runs on its own: {plain}"
@@ -61,7 +61,7 @@ class Groups:
     """A fleet's members with their tasks, in groups that may be fused.
 
     Raises:
-        InputError: A recipe does not fit a member, or training is asked for and there is no recipe.
+        InputError: A recipe does not fit a member, or the members are to be trained and have no recipe.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Groups:
         if framework is not other.member.framework:
             return f"{name!r} is a {framework.NAME} model, {first!r} a {other.member.framework.NAME} model"
         what = framework.difference(own.signature, other.signature)
-        return f"{name!r} is unlike {first!r}: {what or 'it was compiled with other settings'}"
+        return f"{name!r} differs from {first!r}: {what or 'it was compiled with other settings'}"
 
     def refuse_shared_parameters(self) -> None:
         """Raise InputError if two members train the same parameter. Members that only read it may share it."""
@@ -136,18 +136,18 @@ class Groups:
         return bool(self.pool.places) or len({d for spec in self.specs for d in self.devices(spec)}) > 1
 
     def apart(self, reason: str) -> list[LaneSpec]:
-        """Return a lane for every member on its own, with the reason for it."""
+        """Return a lane of one for every member, with the reason for that."""
         return [
             LaneSpec((name,), False, spec.apart_because or reason) for spec in self.specs for name in spec.members
         ]
 
     def on_first_device(self, specs: Sequence[LaneSpec]) -> list[LaneSpec]:
-        """Return the specs, those that are not placed yet on the first device that they may run on."""
+        """Return the specs. Those without a device get the first one that they may run on."""
         return [replace(s, device=str(self.devices(s)[0])) if s.device is None else s for s in specs]
 
 
 def _prepare(framework: Adapter, recipe: Recipe | None, members: Sequence[Member], kind: Kind) -> Prepared:
-    """Return the tasks of members. A recipe that a saved fleet has only in part counts as none."""
+    """Return the tasks of members. An incomplete recipe of a saved fleet counts as none."""
     if recipe is None or not recipe.missing:
         return framework.prepare(recipe and recipe.only([member.name for member in members]), members, kind)
     try:
@@ -157,7 +157,7 @@ def _prepare(framework: Adapter, recipe: Recipe | None, members: Sequence[Member
         raise NotCompiledError(
             f"call compile before {kind if kind == 'evaluate' else 'fit'}: the folder that member "
             f"{members[0].name!r} was loaded from has only a part of its recipe: {lost}. If the optimizer is the "
-            f"same, the member goes on with the optimizer state that was saved."
+            f"same, the member continues with the saved optimizer state."
         ) from error
 
 

@@ -26,7 +26,7 @@ from modelfleet.types import Json, Kind, ScheduleLike, Signature, State, Tensor,
 Columns = Mapping[str, np.ndarray]
 """Hyperparameters by name, `(member,)` each."""
 COUNTS = "counts"
-"""The part of a lane's state that has the members' steps and epochs."""
+"""Part of a lane's state that has the members' steps and epochs."""
 
 
 class Lane:
@@ -91,11 +91,11 @@ class Lane:
 
     @property
     def steady_seconds_per_step(self) -> float | None:
-        """Return the time of a step in the last run after its first epoch, or None if the run was too short."""
+        """Return the time of a step in the last run, without its first epoch. None if the run was too short."""
         return self._times.steady
 
     def record_time(self, steps: int, seconds: float, *, first: bool) -> None:
-        """Record how long the steps of an epoch took, with everything around them."""
+        """Record how long an epoch took, including everything around its steps."""
         self._times.add_epoch(steps, seconds, first=first)
 
     def on(self) -> np.ndarray:
@@ -163,7 +163,7 @@ class Lane:
     def _train_singly(
         self, batch: Batch, slots: np.ndarray, hyper: dict[str, Tensor], error: Exception
     ) -> dict[int, Exception]:
-        """Repeat a step that raised one member at a time, so that only the members that raise are set aside.
+        """Repeat a step that raised, one member at a time, so that only the members that raise are set aside.
 
         A step that raises leaves the state as it was.
         """
@@ -224,10 +224,10 @@ class Lane:
         return [join_batches(name, own) for name, own in zip(self.names, parts, strict=True)]
 
     def predict_rows(self, rows: Mapping[str, Tree]) -> dict[str, Tree]:
-        """Return the outputs of some members, each on rows of its own, in one call where that is possible.
+        """Return the outputs of some members, each on its own rows, in one call if possible.
 
         Args:
-            rows: By member, a tree of NumPy arrays `(row, …)` with one row or more.
+            rows: By member, a tree of NumPy arrays `(row, …)` with at least one row.
 
         Returns:
             By member, its model's outputs as NumPy arrays. They equal the outputs of the member alone.
@@ -280,7 +280,7 @@ class Lane:
         return slots
 
     def give_slots(self, names: Sequence[str]) -> None:
-        """Give slots to these members only, in this order. They all take part. The others rest."""
+        """Give slots to these members only, in this order. They all take part; the others do not."""
         self.engine.give_slots(self._positions_of(names))
         self._on = np.ones(len(names), dtype=bool)
         self._failed = np.zeros(len(names), dtype=bool)
@@ -333,7 +333,7 @@ class Lane:
             self.engine.scatter(self._positions_of(names), self._members_of(names))
 
     def adopt(self, names: Sequence[str], other: "Lane", sources: Sequence[str]) -> None:
-        """Copy from another lane what the models of some members do not hold: optimizer state, steps and epochs.
+        """Copy the state that models do not hold from another lane: optimizer state, steps and epochs.
 
         Args:
             names: Members of this lane.

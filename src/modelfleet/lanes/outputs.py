@@ -1,4 +1,4 @@
-"""Outputs of `predict`: one member's rows of each batch, joined to one array."""
+"""Outputs of `predict`: a member's rows of all batches, joined into one array."""
 
 from collections.abc import Sequence
 

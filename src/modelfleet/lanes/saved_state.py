@@ -1,4 +1,4 @@
-"""Training state of members apart from any lane: what a saved fleet keeps, and a later lane takes over."""
+"""Training state of members outside of any lane: a saved fleet keeps it, and a later lane takes it over."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from modelfleet.types import State, Tensor
 class TrainingState:
     """Optimizer state, steps and epochs of some members.
 
-    A fleet that was loaded has one for each member, until the member is in a lane that trains.
+    A loaded fleet has one for each member, until the member is in a lane that trains.
     """
 
     state: State
-    """The parts `CARRIED`, with tensors `(member, …)` as the adapter's `files` write and read them."""
+    """Tensors `(member, …)` of the parts `CARRIED`, as the adapter's `files` write and read them."""
     steps: np.ndarray
     """Steps taken, `(member,)`."""
     epochs: np.ndarray
@@ -32,7 +32,7 @@ class TrainingState:
 
     @property
     def form(self) -> tuple[tuple[str, str, tuple[int, ...], str], ...]:
-        """Return what two states must have in common to be joined."""
+        """Return a key that is equal for states that can be joined."""
         return tuple(
             (part, name, tuple(tensor.shape[1:]), str(tensor.dtype))
             for part, own in sorted(self.state.items())
@@ -51,9 +51,9 @@ def read(lane: Lane, names: Sequence[str]) -> TrainingState:
 
 
 def write(lane: Lane, states: Mapping[str, TrainingState]) -> None:
-    """Give members of a lane the training state of one member each, as far as it fits.
+    """Give each of some members of a lane its training state, as far as it fits.
 
-    A member whose optimizer has other state now starts from the beginning.
+    If a member's optimizer has a different state now, the optimizer starts from the beginning.
     """
     arrays = lane.members[0].framework.arrays
     by_form: dict[object, list[str]] = {}

@@ -15,21 +15,21 @@ class LaneSpec:
     fused: bool
     """True if one program steps all members."""
     apart_because: str | None = None
-    """Why these members are not in one lane with others. None if nothing keeps them apart."""
+    """Reason why these members are not in one lane with others. None if nothing keeps them apart."""
     wave: int = 0
     """Lanes of a later wave start when the earlier waves are done, because all of them do not fit into memory."""
     device: str | None = None
-    """The device that the lane runs on. None until it is placed."""
+    """Device of the lane. None until it is placed."""
     split: tuple[int, int] | None = None
     """For a piece of a group that is split over devices: the group's size, and the number of devices."""
     reason: str = field(default="", compare=False)
-    """Everything there is to say about why the lane is as it is."""
+    """All reasons why the lane is as it is, in words."""
     parameters: int = field(default=0, compare=False)
-    """Trained numbers per member."""
+    """Number of trained parameters per member."""
     state_bytes: int = field(default=0, compare=False)
     """Size of the weights and the optimizer's state on the device."""
     working_bytes: int | None = field(default=None, compare=False)
-    """Memory that a step takes beside the state, where it is known."""
+    """Memory that a step takes beside the state, if it is known."""
     steps: int | None = field(default=None, compare=False)
     """Steps of the member that trains longest."""
     predicted_seconds_per_step: float | None = field(default=None, compare=False)
@@ -37,7 +37,7 @@ class LaneSpec:
     seconds_per_step: float | None = field(default=None, compare=False)
     """Time of a step in the last run."""
     program: str = field(default="not traced yet", compare=False)
-    """How the steps run: traced, compiled, or as plain Python."""
+    """Way in which the steps run: traced, compiled, or as plain Python."""
 
     @property
     def width(self) -> int:
@@ -46,10 +46,10 @@ class LaneSpec:
 
     @property
     def key(self) -> tuple[tuple[str, ...], bool, str | None]:
-        """Return what a built lane depends on. A lane of an equal key can be used again."""
+        """Return everything that a built lane depends on. A lane with an equal key can be used again."""
         return self.members, self.fused, self.device
 
 
 def join_reasons(*reasons: str | None) -> str:
-    """Return the reasons that are given as one text."""
+    """Return the given reasons as one text."""
     return "; ".join(reason for reason in reasons if reason)

@@ -1,7 +1,7 @@
-"""How long the steps of a lane take."""
+"""Times of a lane's steps."""
 
 WARM_UP_CALLS = 3  # the first calls trace, allocate and warm up
-MIN_STEADY_STEPS = 50  # steps after the first epoch, from which on the time of a step is trusted
+MIN_STEADY_STEPS = 50  # after the first epoch; with fewer, the time of a step is not trusted
 
 
 class StepTimes:
@@ -16,7 +16,7 @@ class StepTimes:
 
     @property
     def steady(self) -> float | None:
-        """Return the seconds per step of the last run after its first epoch, or None if the run was too short."""
+        """Return the seconds per step of the last run, without its first epoch. None if the run was too short."""
         return self._steady if self._steady_steps >= MIN_STEADY_STEPS else None
 
     def add_call(self, seconds: float) -> None:
@@ -26,10 +26,9 @@ class StepTimes:
             self.recent = seconds if self.recent is None else 0.9 * self.recent + 0.1 * seconds
 
     def add_epoch(self, steps: int, seconds: float, *, first: bool) -> None:
-        """Record how long the steps of an epoch took, with everything around them.
+        """Record how long an epoch took, including everything around its steps.
 
-        The first epoch of a fit is no guide to the next run, because programs are traced, compiled and warmed up
-        in it.
+        The first epoch of a fit does not count, because programs are traced, compiled and warmed up in it.
         """
         if not steps:
             return

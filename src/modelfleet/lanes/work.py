@@ -9,7 +9,7 @@ Work = Generator[None, None, T]
 
 
 def finish_in_step(works: Sequence[Work[T]]) -> list[T]:
-    """Do several works in step, one batch of each at a time, so that lanes that share a loader read it once."""
+    """Do several pieces of work in step, one batch of each at a time, so that a shared loader is read once."""
     results: dict[int, T] = {}
     while len(results) < len(works):
         for number, work in enumerate(works):

@@ -1,1 +1,1 @@
-"""Deciding what runs where: groups, lanes, and the plan that tells."""
+"""Planning: deciding which lanes there are, where they run, and how they share their devices."""

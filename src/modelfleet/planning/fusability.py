@@ -1,4 +1,4 @@
-"""Fusing: which groups can be fused with their data, and what is refused to those who insist."""
+"""Fusing: which groups can be fused on their data, and which strategies are refused."""
 
 import warnings
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from modelfleet.types import Strategy
 
 
 def split_unfusable(opener: LaneOpener, specs: Sequence[LaneSpec], strategy: Strategy) -> list[LaneSpec]:
-    """Return specs whose lanes can take their steps: members that can't be fused are apart.
+    """Return specs whose lanes can take steps: members that can't be fused get a lane each.
 
     Raises:
         StrategyError: The strategy is "fused", and some members can't be.
@@ -46,17 +46,17 @@ def split_unfusable(opener: LaneOpener, specs: Sequence[LaneSpec], strategy: Str
 
 
 def refuse_unfused(specs: Sequence[LaneSpec]) -> None:
-    """Raise StrategyError if the specs are not one group: for `strategy="fused"`."""
+    """Raise StrategyError for `strategy="fused"` if the specs are not one group."""
     for spec in specs:
         if spec.apart_because is not None:
             raise StrategyError(
                 f"not all members can be fused: {spec.apart_because}. "
-                f'Make them alike, or drop strategy="fused" and let them take turns.'
+                f'Remove the difference, or drop strategy="fused" and let them take turns.'
             )
 
 
 def refuse_on_cluster(strategy: Strategy) -> None:
-    """Raise StrategyError for a strategy of this machine: on a cluster, actors take all steps."""
+    """Raise StrategyError for a strategy that needs this machine's devices, since actors take all steps."""
     if strategy not in ("auto", "processes", "data_parallel"):
         raise StrategyError(
             f'strategy="{strategy}" is for the devices of this machine, and the fleet is on a Ray cluster. '

@@ -15,12 +15,12 @@ from modelfleet.runs.job import Job
 def describe(
     plan: Plan, lanes: Sequence[tuple[Lane, Feed | None]], job: Job | None, seconds_per_epoch: float | None
 ) -> Plan:
-    """Return a plan with everything that its lanes tell: sizes, programs, times and reasons.
+    """Return a plan with what is known about its lanes: sizes, programs, times and reasons.
 
     Args:
         plan: The plan.
         lanes: Its lanes, each with its feed if there are data.
-        job: What was asked for, if there are data.
+        job: The arguments of the verb, if there are data.
         seconds_per_epoch: Time of an epoch in the last run.
     """
     specs = [_describe(spec, *own, job) for spec, own in zip(plan.lanes, lanes, strict=True)]

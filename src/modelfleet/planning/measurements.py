@@ -17,13 +17,13 @@ from modelfleet.runs.events import Sharing
 from modelfleet.runs.job import Job
 from modelfleet.runs.opening import LaneOpener, OpenLane
 
-PART_OF_RUN = 0.05  # that measuring may take
+PART_OF_RUN = 0.05  # fraction of a run's time that measuring may take
 SHORT_RUN: int = 300  # steps: a shorter run is over before measuring has paid off
-UNKNOWN_STEPS = 1000  # taken for an epoch whose length the data do not tell
+UNKNOWN_STEPS = 1000  # assumed for an epoch of unknown length
 
 
 class Budget:
-    """Seconds that measuring may take: none for a short run, or else a part of the predicted time of the run."""
+    """Seconds that measuring may take: none for a short run, otherwise a part of the run's predicted time."""
 
     def __init__(self, steps: int) -> None:
         self._seconds = 0.0 if steps < SHORT_RUN else 1.0  # enough to time a single step
@@ -32,7 +32,7 @@ class Budget:
         """Time of the longest trial so far. Most of it may be compiling."""
 
     def predict(self, seconds: float) -> None:
-        """Extend the budget for a run, or a part of one, that is now predicted to take so many seconds."""
+        """Extend the budget for a run, or a part of one, that is predicted to take this many seconds."""
         self._seconds = max(self._seconds, PART_OF_RUN * seconds)
 
     def left(self) -> float:
@@ -40,17 +40,17 @@ class Budget:
         return max(0.0, self._seconds - self._spent)
 
     def allows(self, seconds: float) -> bool:
-        """Return True if a trial of so many seconds is within the budget."""
+        """Return True if a trial of this many seconds is within the budget."""
         return self.left() >= seconds
 
     def spend(self, seconds: float) -> None:
-        """Note that a trial took so long."""
+        """Charge the budget for a trial."""
         self._spent += seconds
         self.longest = max(self.longest, seconds)
 
 
 class Measurements:
-    """Times of steps and epochs, by what they depend on."""
+    """Times of steps and epochs, by everything that they depend on."""
 
     def __init__(self) -> None:
         self.timings = timings.Timings()
@@ -95,8 +95,8 @@ class Measurements:
             sharing: The name of the sharing.
             sharing_of: Makes the sharing for a job.
             steps: The steps of each lane that the trial takes.
-            scale: How many times as long as the trial the epoch is.
-            budget: Is charged for the trial.
+            scale: How many times as long an epoch is as the trial.
+            budget: The budget to charge for the trial.
         """
         begun = time.perf_counter()
         try:
@@ -125,7 +125,7 @@ class Measurements:
         # The keys are made before the run: they need a look at the data.
         keys = [(one.lane, self._lane_key(groups, one.spec, one.feed)) for one in opened]
         mix = self._mix_key(groups, opened, plan.sharing)
-        # Lanes that take turns on their device have it to themselves, so that their time is their own.
+        # Lanes that take turns have their device to themselves, so their times are not distorted by others.
         alone = plan.sharing == "interleaved" or groups.several_devices
 
         def record(epoch: float | None) -> None:
@@ -166,7 +166,7 @@ class Measurements:
 
 
 def steps_per_epoch(opened: OpenLane, job: Job) -> int:
-    """Return the steps of a lane's epoch, or a guess if the data do not tell."""
+    """Return the steps of a lane's epoch, or a guess if the data have no length."""
     names = opened.lane.names
     steps = np.full(len(names), UNKNOWN_STEPS) if opened.feed.steps is None else opened.feed.steps
     limited = job.limit_steps(steps, names)
@@ -181,7 +181,7 @@ def total_steps(opened: OpenLane, job: Job) -> int:
 
 
 def work(opened: OpenLane, job: Job) -> float:
-    """Return a lane's work by its size, where the time of a step is not known."""
+    """Return a lane's work by its size, for lanes whose step has not been timed."""
     lane, feed = opened.lane, opened.feed
     epochs = job.by_name("epochs")
     steps = np.full(len(lane.names), UNKNOWN_STEPS) if feed.steps is None else feed.steps

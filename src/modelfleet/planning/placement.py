@@ -1,7 +1,7 @@
 """Placement: which lane is on which device.
 
-A group whose work is more than its part of a device is cut into even pieces of its members. Then all lanes are
-packed, the longest first, each onto the device that has least to do.
+A group with more work than one device's share is cut into even pieces of its members. Then all lanes are placed,
+the longest first, each on the device with the least work.
 """
 
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ from modelfleet.planning.lane_width import pieces
 
 @dataclass(frozen=True)
 class Load:
-    """Members of one lane, or of several, and their cost in any unit that all loads have in common."""
+    """Members of one lane, or of several, and their cost, in a unit that all loads share."""
 
     spec: LaneSpec
     cost: float
     devices: tuple[Device, ...]
-    """The devices that the members may run on."""
+    """Devices that the members may run on."""
 
 
 def place(loads: Sequence[Load]) -> list[LaneSpec]:
-    """Return one or more placed lanes for every load. Equal loads are always placed alike."""
+    """Return one or more placed lanes for every load. Equal loads are always placed in the same way."""
     devices = list(dict.fromkeys(device for load in loads for device in load.devices))
     total = sum(load.cost for load in loads)
     cut: list[tuple[Load, LaneSpec, float]] = []
@@ -38,7 +38,7 @@ def place(loads: Sequence[Load]) -> list[LaneSpec]:
     placed: dict[int, LaneSpec] = {}
     for number in sorted(range(len(cut)), key=lambda number: -cut[number][2]):
         load, spec, cost = cut[number]
-        least = min(load.devices, key=lambda device: busy[device])  # of equals the first
+        least = min(load.devices, key=lambda device: busy[device])  # the first of equal ones
         busy[least] += cost
         placed[number] = replace(spec, device=str(least))
     return [placed[number] for number in range(len(cut))]
@@ -60,7 +60,7 @@ def place_whole(groups: Groups, specs: Sequence[LaneSpec]) -> list[LaneSpec]:
 
 
 def undo_cuts(groups: Groups, specs: Sequence[LaneSpec]) -> list[tuple[LaneSpec, list[int]]]:
-    """Return lanes as they were before they were placed: whole groups, each with the numbers of its pieces."""
+    """Return lanes as they were before placing: whole groups, each with the numbers of its pieces."""
     group_of = {name: number for number, group in enumerate(groups.specs) for name in group.members}
     found: dict[tuple[int, str], list[int]] = {}
     for number, spec in enumerate(specs):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class Plan:
     """A frozen description of a run: the one that `fit` executes, `print` shows, and a checkpoint stores.
 
-    Two plans are equal if they run the same lanes in the same way, whatever was measured for them.
+    Two plans are equal if they run the same lanes in the same way, whatever times were measured.
 
     Example:
         >>> plan = fleet.plan((x, y), epochs=10)
@@ -24,13 +24,13 @@ class Plan:
 
     lanes: tuple[LaneSpec, ...]
     sharing: SharingName = "interleaved"
-    """How the lanes share their devices."""
+    """Way in which the lanes share their devices."""
     predicted_seconds: float | None = field(default=None, compare=False)
     """Predicted time for all epochs of all members."""
     seconds_per_epoch: float | None = field(default=None, compare=False)
     """Time of an epoch in the last run."""
     measuring_seconds: float = field(default=0.0, compare=False)
-    """Time that was spent on finding this plan."""
+    """Time that measuring took."""
 
     def to_dict(self) -> dict[str, Json]:
         """Return the plan as values that JSON can hold."""

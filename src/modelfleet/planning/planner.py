@@ -1,9 +1,9 @@
-"""The planner: which lanes there are, where they run, and how they share their devices, by what was measured.
+"""Planning a run: which lanes there are, where they run, and how they share their devices.
 
-It starts with every group fused. If the run is long enough, it times a step of each group fused and apart, takes
-what is faster, and then times the lanes taking turns, in threads and in processes. Measuring may take a small part
-of the run; a measurement is remembered (`timings`). With several devices the lanes are placed first, by what is
-known.
+The planner starts with every group fused. If the run is long enough, it times a step of each group fused and
+apart, keeps what is faster, and then times the lanes taking turns, in threads and in processes. Measuring may take
+a small part of the run, and measurements are remembered (`timings`). With several devices, lanes are placed first,
+by the times that are known.
 """
 
 import os
@@ -30,7 +30,7 @@ from modelfleet.workers.pickling import pickle_value
 from modelfleet.workers.process import idle_count
 
 WORKER_START_SECONDS = 8.0  # until a new worker process has taken its first step
-BETTER = 0.9  # an alternative must take at most this part of the time
+BETTER = 0.9  # an alternative must take at most this fraction of the time
 
 Placement = tuple[tuple[tuple[str, ...], bool, str | None], ...]
 """Members, fused and device of every lane."""
@@ -41,7 +41,7 @@ class Planner:
 
     def __init__(self) -> None:
         self.measurements = Measurements()
-        self._placed: tuple[Placement, Placement] = (), ()  # what was placed last, and what became of it
+        self._placed: tuple[Placement, Placement] = (), ()  # the last placement, and the lanes of that plan
 
     def plan(
         self,
@@ -51,12 +51,12 @@ class Planner:
         sharings: Callable[[], Sharings],
         resumed: SharingName | None = None,
     ) -> Plan:
-        """Return the plan of a verb. All of its lanes are open then.
+        """Return the plan of a verb, and open all of its lanes.
 
         Args:
             opener: Opens lanes for the verb.
             specs: The lanes to start with.
-            strategy: What the user asked for.
+            strategy: The strategy that the user chose.
             sharings: Returns the ways to share the devices. Only a fit needs them.
             resumed: The sharing of a run that is resumed from a checkpoint. Its lanes stay as they are.
 
@@ -79,7 +79,7 @@ class Planner:
         if strategy == "threads":
             first, second, module = shared
             raise StrategyError(
-                f'strategy="threads" is not possible: members {first!r} and {second!r} hold the very same '
+                f'strategy="threads" is not possible: members {first!r} and {second!r} hold the same '
                 f"module {module!r}, and the step of one would set its mode while the other runs it. Give "
                 f'each a copy (copy.deepcopy), or use "interleaved".'
             )
@@ -107,7 +107,7 @@ class Planner:
             elif strategy in ("auto", "fused"):
                 sharing = resumed
             return Plan(tuple(specs), "processes" if clustered else sharing)
-        # A worker would read a loader on from where it was looked into, not from its start.
+        # A loader was read a little to check it. A worker would continue there, not from the start.
         others: tuple[SharingName, ...] = ()
         if strategy == "auto":
             others = (
@@ -232,7 +232,7 @@ class Planner:
             start = WORKER_START_SECONDS if other == "processes" else 0.0
             seconds = self.measurements.known_epoch_seconds(groups, opened, other)
             if seconds is None and budget.allows(start + budget.longest):
-                shorten = max(1.0, turns / (2 * MIN_SECONDS))  # to about as long as a few turns of each lane
+                shorten = max(1.0, turns / (2 * MIN_SECONDS))  # the trial takes a few turns of each lane
                 steps = [max(1, min(64, round(count / shorten))) for count in per_epoch]
                 scale = turns / max(_busiest_device(plan.lanes, steps), 1e-9)
                 seconds = self.measurements.epoch_seconds(
@@ -267,7 +267,7 @@ class Planner:
     def _place(self, opener: LaneOpener, specs: Sequence[LaneSpec]) -> list[LaneSpec]:
         """Return the lanes placed by their cost."""
         if opener.feeding.uses_loaders("data"):
-            # Loaders were looked into, and can't always be started again: their lanes stay where they are.
+            # Loaders were read a little to check them, and can't always be restarted: their lanes stay in place.
             return list(specs)
         now = _placement(specs)
         placed = placement.place(self._loads(opener, specs))
@@ -279,7 +279,7 @@ class Planner:
         return [opener.open(spec).spec for spec in placed]
 
     def _loads(self, opener: LaneOpener, specs: Sequence[LaneSpec]) -> list[Load]:
-        """Return the loads to place. Costs are seconds if the times of all lanes are known, or else sizes."""
+        """Return the loads to place. Costs are seconds if the times of all lanes are known, otherwise sizes."""
         opened = opener.open_all(specs)
         job, groups = opener.job, opener.groups
         budget = Budget(max(total_steps(one, job) for one in opened))
@@ -309,7 +309,7 @@ def _placement(specs: Sequence[LaneSpec]) -> Placement:
 
 
 def _busiest_device(specs: Sequence[LaneSpec], steps: Sequence[int]) -> float:
-    """Return the seconds for so many steps of all lanes: the lanes of a device take turns, devices do not."""
+    """Return the seconds of the busiest device. The lanes of a device take turns; devices run side by side."""
     busy: dict[str | None, float] = {}
     for spec, count in zip(specs, steps, strict=True):
         busy[spec.device] = busy.get(spec.device, 0.0) + (spec.predicted_seconds_per_step or 0.0) * count

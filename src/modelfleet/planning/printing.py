@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Row:
-    """Lanes that differ in their members only, and so are shown in one line."""
+    """Lanes that differ only in their members, and so are shown in one line."""
 
     numbers: list[int]
     lanes: list[LaneSpec]
@@ -77,7 +77,7 @@ def _lanes(rows: Sequence[_Row]) -> str:
 
 
 def _rows(lanes: Sequence[LaneSpec]) -> list[_Row]:
-    """Return neighbouring lanes that differ in their members only as one row."""
+    """Return the rows of a table: neighbouring lanes that differ only in their members share a row."""
     rows: list[_Row] = []
     last: Hashable = None
     for number, lane in enumerate(lanes):

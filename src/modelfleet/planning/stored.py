@@ -1,4 +1,4 @@
-"""Stored plans: the lanes of a run that a checkpoint keeps. A run that is resumed has the same lanes."""
+"""Stored plans: a checkpoint keeps the lanes of its run, so that a resumed run has the same ones."""
 
 from dataclasses import dataclass, replace
 
@@ -9,15 +9,15 @@ from modelfleet.types import SharingName
 
 @dataclass(frozen=True)
 class StoredPlan:
-    """The lanes of a run, and how they shared their devices."""
+    """Lanes of a run, and how they shared their devices."""
 
     lanes: list[tuple[tuple[str, ...], bool]]
-    """The members of every lane, and whether it was fused."""
+    """Members of every lane, and True if it was fused."""
     sharing: SharingName
     places: list[int]
     """By lane, the number of its device."""
     devices: int
-    """How many devices there were."""
+    """Number of devices."""
 
     @property
     def members(self) -> set[str]:
@@ -25,9 +25,9 @@ class StoredPlan:
         return {name for names, _ in self.lanes for name in names}
 
     def specs(self, groups: Groups) -> list[LaneSpec]:
-        """Return the lanes again: each on its device if there are as many as before, or placed again.
+        """Return the lanes: each on its device if there are as many devices as before, otherwise placed again.
 
-        If the models have changed since, the groups of now: resuming will then say what is different.
+        If the models have changed since, these are the current groups. Resuming will then name the difference.
         """
         specs = [LaneSpec(names, fused, "as in the checkpoint") for names, fused in self.lanes]
         known = [set(spec.members) for spec in groups.specs]

@@ -1,7 +1,8 @@
-"""What was measured, kept on disk: the time of a lane's step, and of an epoch of lanes that share a device.
+"""Measured times on disk: of a lane's step, and of an epoch of lanes that share a device.
 
-A file of JSON in the user's cache (`MODELFLEET_CACHE` names another folder; an empty name keeps nothing). Only
-plans hang on it, never a result; it may be deleted at any time, and if it can't be read or written, so be it.
+They are in a JSON file in the user's cache (`MODELFLEET_CACHE` names another folder; an empty name keeps nothing).
+Only plans depend on the file, never results. It may be deleted at any time. If it can't be read or written,
+nothing is remembered.
 """
 
 import hashlib
@@ -18,12 +19,12 @@ from pathlib import Path
 from modelfleet import frameworks
 from modelfleet.types import Json
 
-_MOST = 5000  # entries kept, the oldest forgotten first
+_MOST = 5000  # entries in the file; the oldest are dropped first
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def key(*parts: object) -> str:
-    """Return a name for a measurement: of structures, shapes, the device, and the versions of what runs it."""
+    """Return a name for a measurement, made from structures, shapes, the device and the installed versions."""
     text = _ADDRESS.sub("", repr((parts, _machine())))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -41,16 +42,16 @@ class Timings:
         self._fresh: dict[str, float] = {}
 
     def get(self, name: str) -> float | None:
-        """Return what was measured under a name, if anything was."""
+        """Return the measurement of a name; None if there is none."""
         return self._known.get(name)
 
     def put(self, name: str, value: float) -> None:
-        """Note a measurement; `save` keeps it."""
+        """Add a measurement. `save` writes it to disk."""
         self._known.pop(name, None)
         self._known[name] = self._fresh[name] = value
 
     def save(self) -> None:
-        """Add what is new to the file."""
+        """Add the new measurements to the file."""
         if self._path is None or not self._fresh:
             return
         with suppress(OSError, ValueError, TypeError):

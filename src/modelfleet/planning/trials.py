@@ -21,7 +21,7 @@ ROUNDS = 3
 
 
 def step_seconds(builder: LaneBuilder, groups: Groups, spec: LaneSpec, batch: Batch, max_seconds: float) -> float:
-    """Return the time of a step of a lane, measured within `max_seconds` beside making the lane ready."""
+    """Return the time of a lane's step, measured within `max_seconds`. Making the lane ready does not count."""
     lane = builder.build(groups, spec, scratch=True)
     lane.engine.check(batch, lane.names[0])
     lane.ready(batch, "train")
@@ -33,7 +33,7 @@ def step_seconds(builder: LaneBuilder, groups: Groups, spec: LaneSpec, batch: Ba
         begun = time.perf_counter()
         for _ in range(calls):
             lane.train(one, lane.columns, 0)
-        lane.epoch_values()  # at the latest here the device has done all steps
+        lane.epoch_values()  # waits until the device has done all steps
         return time.perf_counter() - begun
 
     begun = time.perf_counter()
@@ -55,7 +55,7 @@ def epoch_seconds(
     sharing_of: Callable[[Job], Sharing],
     steps: Sequence[int],
 ) -> float:
-    """Return the time of so many `steps` of every lane when the lanes share their device in a given way."""
+    """Return the time of `steps` of every lane when the lanes share their device in a given way."""
     trial = _trial_job(opened, job, steps)
     opener = LaneOpener(builder, groups, trial, "train", scratch=True)
     runs = make_runs(opener.open_all([one.spec for one in opened]), opener.feeding)

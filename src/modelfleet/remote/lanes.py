@@ -1,7 +1,7 @@
 """Remote lanes: lanes whose steps a worker takes, as their owner sees them.
 
-The lanes of this process stand for those in the workers. At the end of every epoch a worker reports its lanes'
-state; so when it dies, everything up to then is here, and another worker can continue.
+The lanes of this process stand in for those in the workers. At the end of every epoch a worker reports its lanes'
+state. So if it dies, everything up to then is in this process, and another worker can continue.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class RemoteLanes:
         return f"members {names} with their data"
 
     def mark_sent(self) -> None:
-        """Note that a worker has just been given everything there is to know."""
+        """Note that a worker has just been sent everything."""
         for run in self.runs:
             remote = _remote(run)
             remote.stopped, remote.changed = [], False
@@ -87,7 +87,7 @@ class RemoteLanes:
         return reports, stepped
 
     def reply(self) -> OwnerReply:
-        """Return what was decided here since the last update."""
+        """Return the decisions of this process since the last update."""
         reply = OwnerReply()
         for number, run in enumerate(self.runs):
             remote = _remote(run)
@@ -108,10 +108,9 @@ class RemoteLanes:
             _remote(run).budget.note_started()
 
     def after_worker_end(self, end: WorkerEnd) -> tuple[Reports, list["RemoteLanes"]]:
-        """Return the reports of lanes that too many workers were lost on, and the lanes that another one
-        continues.
+        """Return the reports of lanes that lost too many workers, and the lanes that another worker continues.
 
-        Lanes whose worker had started continue each on its own: one of them may be why the worker died.
+        Lanes whose worker had started continue one by one, because one of them may have killed the worker.
         """
         for run in self.runs:
             _remote(run).budget.charge(end)

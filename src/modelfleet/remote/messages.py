@@ -1,7 +1,7 @@
 """Messages between a fit and its workers.
 
 The owner sends a `LaneOrder`. The worker answers with a `WorkerUpdate` at the end of every epoch, or after every
-step if steps are watched, and waits for an `OwnerReply` before it goes on.
+step if steps are watched, and waits for an `OwnerReply` before it continues.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,12 +25,12 @@ class LaneOrder:
     """Everything that a worker needs to take the steps of some lanes."""
 
     fleet: str
-    """Identifies the fleet. A worker keeps the programs of the last fleet that it has worked for."""
+    """Identifies the fleet. A worker keeps the programs of its last fleet."""
     members: list[tuple[str, Model, int, str]]
     """Name, model, seed and framework of each member."""
     recipes: dict[str, Recipe | None]
     devices: tuple[Device, ...] | None
-    """The worker's device. None: the worker chooses."""
+    """Device of the worker. None if the worker chooses."""
     lanes: list[LaneSpec]
     job: Job
     states: list[State]
@@ -39,7 +39,7 @@ class LaneOrder:
     generators: GeneratorState
     """State of the random generators at the start of the current epoch."""
     data: SharedValue | None = None
-    """The job's data and validation data, if all members have the same."""
+    """Data and validation data of the job, if they are the same for all members."""
     together: bool = False
     watched: bool = False
     ranks: tuple[str | Rendezvous, int, int] | None = None

@@ -1,4 +1,4 @@
-"""The worker's side of a fit: some of a fleet's lanes, taking turns in a worker process or on a Ray node."""
+"""Worker's side of a fit: some of a fleet's lanes, taking turns in a worker process or on a Ray node."""
 
 from collections.abc import Generator
 from dataclasses import replace
@@ -22,7 +22,7 @@ from modelfleet.workers import interrupted
 RENDEZVOUS_TIMEOUT = 300.0  # seconds that ranks wait for each other: one of them may be compiling
 
 _builders: dict[str, LaneBuilder] = {}
-"""The builder of the last fleet, which keeps its programs."""
+"""Builder of the last fleet, which keeps its programs."""
 
 
 def run_lanes(order: LaneOrder) -> Generator[WorkerUpdate, OwnerReply, None]:
@@ -65,7 +65,7 @@ def _run_lanes(order: LaneOrder) -> Generator[WorkerUpdate, OwnerReply, None]:
 
 
 def _join_ranks(order: LaneOrder):  # noqa: ANN202  a framework's own type
-    """Return the framework's process group of an order that several workers share. None if one worker has it."""
+    """Return the framework's process group for an order that several workers share; None for one worker."""
     if order.ranks is None:
         return None
     meeting, rank, size = order.ranks
@@ -80,7 +80,7 @@ def _refuse_to_halve(run: LaneRun) -> None:
 
 
 class _WorkerLanes:
-    """The lanes of an order, live in this worker."""
+    """Lanes of an order, live in this worker."""
 
     def __init__(self, order: LaneOrder, ranks: object | None) -> None:
         self._reports_state = order.ranks is None or order.ranks[1] == 0  # of all ranks the first reports it
@@ -114,13 +114,13 @@ class _WorkerLanes:
 
     @staticmethod
     def _resume(run: LaneRun, progress: Progress) -> None:
-        """Continue from where a lane was, whichever process took its steps until then."""
+        """Continue where a lane was, whichever process took its steps until then."""
         run.resume(progress.lane, progress.epoch, progress.step)
         run.before = {name: np.array(column) for name, column in progress.before.items()}
         run.schedules.restore(progress.schedules)
 
     def refuse_python_state(self, run: LaneRun) -> None:
-        """Raise StrategyError if a lane's first turn has changed its model beside the reported tensors."""
+        """Raise StrategyError if a lane's first turn has changed more of its model than the reported tensors."""
         before = self._signatures.pop(id(run), None)
         member = run.lane.members[0]
         change = before and member.framework.difference(member.framework.signature(member.model), before)
@@ -136,7 +136,7 @@ class _WorkerLanes:
         return LaneUpdate(self._numbers[id(run)], state, run.progress(), report)
 
     def apply(self, reply: OwnerReply, reports: Reports) -> None:
-        """Stop the members and load the states that the owner's reply has."""
+        """Stop the members and load the states that the owner's reply names."""
         for number, state in reply.changed.items():
             # Copied: a framework may keep an array without copying it, and these are gone with the next reply.
             self.runs[number].lane.write(self.runs[number].names, map_tree(np.array, state))

@@ -16,7 +16,7 @@ from modelfleet.trees import leaves, map_tree
 from modelfleet.types import Tree
 from modelfleet.workers.pickling import sendable_error
 
-SEARCH_SECONDS = 0.1  # for bad rows at once; the rest of the search takes turns with other users' rows
+SEARCH_SECONDS = 0.1  # of searching for bad rows; the rest of the search takes turns with other users' rows
 MAX_TRACEBACK = 4000  # characters
 
 
@@ -33,7 +33,7 @@ class Reply:
     too_many_rows: int = 0
     """Number of rows for which the device had no memory; 0 if it had."""
     error: Exception | None = None
-    """Why a model could not be loaded."""
+    """Error of a model that could not be loaded."""
     seconds: float = 0.0
 
     @property
@@ -101,7 +101,7 @@ class Answerer:
         return [(middle, stop), (start, middle)]
 
     def _outputs(self, batch: Tree) -> Tree:
-        """Return the outputs for one batch, padded to few different sizes where every size is compiled."""
+        """Return the outputs for one batch. If every size has to be compiled, rows are padded to a few sizes."""
         count = len(leaves(batch)[0])
         pads = self.replica.pads and not self._whole
         size = min(self._size, 1 << (count - 1).bit_length()) if pads else count
@@ -153,5 +153,5 @@ def _check_outputs(outputs: Tree, count: int) -> None:
 
 
 def _padded(leaf: np.ndarray, size: int) -> np.ndarray:
-    # With copies of a real row: these are never looked at, and add no NaN or index of their own.
+    # With copies of a real row: their outputs are dropped, and they can't add a NaN or a bad index.
     return leaf if len(leaf) == size else np.concatenate([leaf, np.repeat(leaf[-1:], size - len(leaf), axis=0)])

@@ -68,7 +68,7 @@ def map(
         model: As for `Replicas`.
         data: `mf.each({user: rows})`, or a plain mapping. Rows are an array `(row, …)` or a tree of arrays; or a
             stream of batches: a `DataLoader` or any iterable of batches, a `tf.data.Dataset`, or a function that
-            returns an iterator. Streams are read as their rows are needed. Of an (x, y) batch, only x is used.
+            returns an iterator. Streams are read as their rows are needed. The y of an (x, y) batch is ignored.
         devices: As for `Replicas`.
         batch_size: As for `Replicas`.
         balance: As for `Replicas`.
@@ -132,8 +132,8 @@ def imap(
 ) -> Iterator[tuple[Hashable, Tree]]:
     """Yield a model's answers to every user's rows, as they are computed.
 
-    Only a few rows of the users' streams are in memory at a time, and the answers of the users that are being
-    read. Only a few answers are computed ahead, so taking them slowly holds up the replicas.
+    Memory holds only a few rows of the users' streams at a time, and the answers of the users whose streams are
+    being read. Only a few answers are computed ahead, so if you take them slowly, the replicas slow down, too.
 
     Args:
         model: As for `Replicas`.
@@ -148,7 +148,7 @@ def imap(
         progress: As for `map`.
         partial: Yield the answers of a stream batch by batch, in its order, so that endless streams have answers,
             too. An error numbers the failed rows of its batch from the first row of the stream. The last item of
-            every user is (user, None), also for arrays. If a stream raises, the error comes just before that.
+            every user is (user, None), even for arrays. If a stream raises, the error comes just before that.
 
     Returns:
         An iterator of (user, array), or (user, error) for a user that failed.
@@ -232,7 +232,7 @@ class _Unclaimed:
 
 
 class _ArraySubmitter:
-    """Submits users with arrays a few at a time, users with the fewest rows first, so that these are done soon."""
+    """Submits users with arrays a few at a time, those with the fewest rows first, so that answers come early."""
 
     def __init__(self, replicas: Replicas, max_rows: int, report: Callable[[Hashable, Tree, int], None]) -> None:
         self._state, self._max_rows, self._report = replicas._state, max_rows, report
@@ -288,7 +288,7 @@ def _answers(
     try:
         for user, data in users.items():
             try:
-                # Iterators are allowed here, as data are read only once.
+                # Iterators are allowed here, because data are read only once.
                 if isinstance(data, Iterator):
                     _check_own_iterator(iterators.setdefault(id(data), user), user)
                     streams[user] = data
@@ -339,7 +339,7 @@ def _check_own_iterator(first: Hashable, user: Hashable) -> None:
     if first != user:
         raise InputError(
             f"users {first!r} and {user!r} have the same iterator as their data, and each batch of it would go to "
-            f"one of them by chance. Give each an iterator of its own, or a function that returns one."
+            f"one of them by chance. Give each its own iterator, or a function that returns one."
         )
 
 

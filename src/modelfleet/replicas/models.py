@@ -1,4 +1,4 @@
-"""Model of replicas: a model, a function of rows, or a factory that makes either in every worker."""
+"""Models of replicas: a model, a function of rows, or a factory that makes either in every worker."""
 
 import contextvars
 import random
@@ -26,7 +26,7 @@ from modelfleet.workers.inline import InlinePlace
 
 @dataclass(frozen=True)
 class Source:
-    """Where replicas get their model from."""
+    """Source of the replicas' model: the model itself, or a factory."""
 
     value: Model
     """Model; or a factory that has not been called yet."""
@@ -84,7 +84,7 @@ class Source:
         return self._made_within(seconds) if self.is_factory and here else self
 
     def _made_within(self, seconds: float) -> "Source":
-        """Return `made()`, in a thread, because nothing else can be waited for with a limit."""
+        """Return `made()`, called in a thread, because only a thread can be waited for with a time limit."""
         making: Future[Source] = Future()
         before, settings = global_generators.state(), current_settings(None)
 
@@ -136,7 +136,7 @@ class Source:
 
 
 class UnknownFramework:
-    """Stands for the framework of a model that workers will make: only devices and data are known."""
+    """Stands in for the framework of a model that workers will make: only devices and data are known."""
 
     NAME = None
 

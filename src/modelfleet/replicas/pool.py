@@ -1,4 +1,4 @@
-"""`Replicas`: one model on every device, a queue in front of them, and a thread that drives each."""
+"""`Replicas`: one model on every device, one queue for all of them, and a thread that drives each."""
 
 import atexit
 import os
@@ -30,7 +30,7 @@ SECONDS_AT_ONCE = 0.03  # of work that a replica is given at once
 
 
 class Replicas:
-    """One model on each device, answering many users at once. A context manager that closes the replicas.
+    """One model on every device, answering many users at once. Use it as a context manager.
 
     Do not change the model's weights while it is in use: which replica sees a change, and when, depends on the
     devices. Use `update` instead.
@@ -38,21 +38,21 @@ class Replicas:
     Args:
         model: A model of torch, Keras, JAX or TensorFlow; anything with a `predict`, as in scikit-learn;
             a function of one argument, the rows; or a factory: a function that needs no arguments and returns any
-            of these. A factory is called in every worker, so that its model need not be sent.
+            of these. A factory is called in every worker, so its model need not be sent.
         devices: "auto", or names: "cuda:0,cuda:1", "cpu:0,cpu:1", "ray" for all devices of a cluster. A single
             device is used by this process; several have a process each.
         max_queue: How many requests may wait; `submit` refuses more with `QueueFullError`. None for no limit.
         batch_size: How many rows go through the model together, at most.
-        balance: "least-busy" gives the next rows to a replica that is free. "sticky" keeps a user with a replica.
+        balance: "least-busy" gives the next rows to a free replica. "sticky" keeps each user with one replica.
         isolation: With "rows", rows of several users may share a batch, but never an answer. With "batch", every
-            request goes through the model alone: whole if it has at most `batch_size` rows, else cut at multiples
-            of that. "device" is the same, and keeps each user on one device.
+            request goes through the model alone: whole if it has at most `batch_size` rows, otherwise cut at
+            multiples of that. "device" is the same, and keeps each user on one device.
         precision: "float32"; or "bf16" or "fp16", for the operations that allow it.
         timeout: Seconds after which a replica that has not answered a batch counts as hung, and is started again.
-            In this process a hung thread can't be ended: it is left behind.
+            A hung thread of this process can't be ended, so it is abandoned.
         start_timeout: Seconds that a replica may take to load the model.
         batch_wait: Seconds that a free replica waits for a batch to fill, from when its oldest row was submitted.
-            A full batch goes at once. With isolation "batch" or "device" there is nothing to wait for.
+            A full batch goes at once. It has no effect with isolation "batch" or "device".
 
     Raises:
         InputError: If an option is unknown, a device does not exist, the model can't be used, or its weights do
@@ -121,7 +121,7 @@ class Replicas:
 
     @property
     def failure(self) -> FleetError | None:
-        """Why nothing can be answered any more, if no replica is left."""
+        """Error that ended all replicas; None while any is left."""
         return self._state.failure
 
     def submit(
@@ -137,7 +137,7 @@ class Replicas:
         """Queue rows of a user, and return a future for their answers at once.
 
         Args:
-            user: Whose rows they are. Any hashable value.
+            user: The user that the rows belong to. Any hashable value.
             x: The rows: an array `(row, …)`, or a tree of arrays. They are copied.
             deadline: Seconds from now after which the request fails with `DeadlineError`.
             priority: Rows of higher priority are taken first. Within one priority, users take turns.
@@ -149,7 +149,7 @@ class Replicas:
             A future, for threads (`result()`) and for asyncio (`await`).
 
         Raises:
-            QueueFullError: If `max_queue` requests wait. Its `wait` is the suggested number of seconds to wait.
+            QueueFullError: If `max_queue` requests wait. Its `wait` suggests how many seconds to wait.
             ClosedError: If the replicas were closed, or none is left.
             InputError: If the rows, the deadline or the priority can't be used.
         """
@@ -169,9 +169,9 @@ class Replicas:
     def update(self, model: Model) -> None:
         """Give every replica a new model of the same framework: new weights, or another network.
 
-        Returns when every replica that is up answers with the new model. Rows submitted after that are answered by
-        it. No batch is answered by both models, but a request of several batches that is under way may be. Until
-        then the old model answers, so both have to fit into memory.
+        Returns when every running replica answers with the new model. Until then the old model answers, so both
+        have to fit into memory. Rows submitted afterwards are answered by the new model. A batch is answered by
+        one model, but an open request of several batches may have answers of both.
 
         Args:
             model: As for `Replicas`.
@@ -179,7 +179,7 @@ class Replicas:
         Raises:
             InputError: If the new model is of another framework. The old model stays.
             FleetError: If the new model can't be sent or loaded. The old model stays.
-            ClosedError: If the replicas are closed meanwhile.
+            ClosedError: If the replicas are closed before they have the new model.
         """
         state = self._state
         state.refuse_inherited()
@@ -216,7 +216,7 @@ class Replicas:
         source.check(self._precision, self._places)
 
     def _wait_loaded(self, version: ModelVersion) -> None:
-        """Wait until every replica that is up, and at least one, has loaded a version beside its current one."""
+        """Wait until every running replica, and at least one, has loaded a version beside its current one."""
         state = self._state
 
         def settled() -> bool:
@@ -242,7 +242,7 @@ class Replicas:
                 ) from version.refused
 
     def _new_version(self, source: Source) -> ModelVersion:
-        """Send a model to where the replicas find it."""
+        """Send a model to the places of the replicas."""
         value = source.publish(self._places[0])
         specs = {
             place.name: ReplicaSpec(
@@ -259,7 +259,7 @@ class Replicas:
         return ModelVersion(specs, value, RestartBudget(LOAD_POLICY))
 
     def stats(self) -> Stats:
-        """Return what was done so far, by replica and by user. `print` shows it as a table."""
+        """Return the numbers so far, by replica and by user. `print` shows them as a table."""
         self._state.refuse_inherited()
         return self._state.stats()
 
@@ -270,7 +270,7 @@ class Replicas:
         if its replica takes rows.
 
         Args:
-            timeout: Seconds to wait for a sign of life of replicas that have been silent for a while.
+            timeout: Seconds to wait for a sign of life from replicas that have been silent for a while.
 
         Raises:
             ClosedError: If the replicas were closed.
@@ -295,7 +295,7 @@ class Replicas:
             time.sleep(CHECK_INTERVAL)
 
     def close(self, wait: bool = True) -> None:
-        """Refuse new requests, and end when the open ones are answered.
+        """Refuse new requests, wait until the open ones are answered, and end the replicas.
 
         Args:
             wait: False cancels the open requests instead. Closing then takes about a second, whatever the replicas
@@ -341,6 +341,6 @@ os.register_at_fork(after_in_child=_inherit_all)
 
 @atexit.register
 def _close_all() -> None:
-    """End what was not closed before the end of the program: its workers and its shared memory."""
+    """Close replicas that the program did not close: end their workers, and release their shared memory."""
     for replicas in list(_open):
         replicas.close(wait=False)

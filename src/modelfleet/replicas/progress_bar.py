@@ -17,7 +17,7 @@ ProgressBar = Callable[[Replicas, int, Reading], AbstractContextManager[Show]]
 
 
 def progress_bar(progress: Progress) -> ProgressBar:
-    """Return the progress bar that was asked for; it may show nothing."""
+    """Return the progress bar for an option; it may show nothing."""
     if progress not in ("auto", True, False):
         raise InputError(f'progress is {progress!r}, expected "auto", True or False.')
 

@@ -33,7 +33,7 @@ MIN_WAIT = 0.01  # seconds
 
 
 class Queue:
-    """Deals the rows of many users out to replicas, fairly, and records the outcome of every row.
+    """Gives the rows of many users to replicas, fairly, and records the outcome of every row.
 
     A free replica is given what `take` returns. Each batch is then reported exactly once: by `record` (some rows
     were answered, some were not), `fail` (no row can be answered), `record_death` (the replica died) or `put_back`
@@ -100,7 +100,7 @@ class Queue:
             InputError: If the user, the deadline or the priority can't be used.
         """
         if self._closed is not None:
-            raise ClosedError(f"a request of user {user!r} came after the end: {self._closed}") from self._closed
+            raise ClosedError(f"the request of user {user!r} came too late: {self._closed}") from self._closed
         assert rows >= 0, rows
         options.check_request(user, deadline, priority)
         gone = self._areas.why_gone(user)
@@ -109,7 +109,7 @@ class Queue:
         if rows and self.full:
             wait = self.seconds_until_room()
             raise QueueFullError(
-                f"the request of user {user!r} finds the queue full: {self.counts.waiting:,} requests wait, "
+                f"the queue is full for the request of user {user!r}: {self.counts.waiting:,} requests wait, "
                 f"and max_queue={self._max_queue}. Submit it again in {wait:.2g} s, submit more rows at once, "
                 f"or give a larger max_queue.",
                 wait,
@@ -288,7 +288,7 @@ class Queue:
         return was_open
 
     def expire(self, now: float) -> list[Request]:
-        """Fail the requests whose deadline has come, also those with running rows."""
+        """Fail the requests whose deadline has passed, even those with running rows."""
         ended: list[Request] = []
         while (request := self._deadlines.nearest()) is not None:
             assert request.deadline is not None
@@ -297,7 +297,7 @@ class Queue:
             missing = request.waiting + request.running
             error = DeadlineError(
                 f"{missing:,} of {count(request.rows, 'row')} of user {request.user!r} had no answer when the "
-                f"deadline came, {request.deadline - request.submitted:.3g} s after they were submitted. "
+                f"deadline passed, {request.deadline - request.submitted:.3g} s after they were submitted. "
                 f"Give a later deadline, submit fewer rows at once, or use more devices."
             )
             self._end(request, "failed", error)

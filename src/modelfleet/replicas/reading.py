@@ -120,7 +120,7 @@ class Reading:
                 self._unclaimed_users += 1
             try:
                 self._read(stream)
-            except BaseException as error:  # whatever it is: without a report the caller would wait for ever
+            except BaseException as error:  # of any kind: without a report the caller would wait forever
                 stream.raised = error
             with self._changed:
                 stream.ended = True
@@ -177,7 +177,7 @@ class Reading:
         self._end(stream)
 
     def _end(self, stream: "_Stream") -> None:
-        """Report a user's outcome, if this thread was the last that had something to do for it."""
+        """Report a user's outcome, if this thread was the last one working on it."""
         with self._changed:
             if not stream.ended or stream.unanswered or stream not in self._open:
                 return
@@ -217,7 +217,7 @@ class _Stream:
         self.raised: BaseException | None = None
         """Error of its loader."""
         self.error: Exception | None = None
-        """Why none of its rows can be answered."""
+        """Reason why none of its rows can be answered."""
         with suppress(Exception):  # of a user's own __len__; reading the stream will show whether it works
             self.left = batch_count(loader)
         # All rows as if they had been submitted at once, so that errors and answers are the same as for arrays.

@@ -99,6 +99,6 @@ def _answerer(spec: ReplicaSpec) -> Answerer:
     source = Source(spec.model.get(), framework).made()
     source.check_precision(spec.precision)
     device = source.framework.choose(parse_devices(spec.device))[0]
-    # Nothing else refers to the model: what is not shared need not be here twice.
+    # Nothing else refers to the model, so memory that is not shared is not held twice.
     replica = source.framework.Replica(source.value, source.framework.native(device), spec.precision)
     return Answerer(replica, spec.batch_size, whole=spec.whole)

@@ -28,15 +28,15 @@ class Request:
     priority: int = 0
     status: Status = "open"
     first_taken: float | None = None
-    """When a replica first took a row."""
+    """Time at which a replica first took a row."""
     last_answered: float | None = None
-    """When rows were last answered."""
+    """Time at which rows were last answered."""
     answers: dict[tuple[int, int], Tree] = field(default_factory=dict, repr=False)
     """Answers by the rows that they are for: (start, stop)."""
     errors: dict[int, Exception] = field(default_factory=dict)
     """Errors by row. Equal errors are one object."""
     error: Exception | None = None
-    """Why the request failed, if it did."""
+    """Error of the request, if it failed."""
     updated: bool = False
     """True if the model was replaced meanwhile: some rows may be answered by the old one, some by the new one."""
     layout: Layout | None = field(default=None, repr=False)

@@ -1,4 +1,4 @@
-"""How many rows a replica is given at once: fewer where memory is short, several batches where these are quick."""
+"""Limits on the rows that a replica gets at once: fewer if memory is short, several batches if they are quick."""
 
 MAX_BATCHES = 8  # given to a replica at once
 FIRST_PATIENCE, MAX_PATIENCE = 8, 1024  # batches without trouble before more rows are tried again
@@ -12,7 +12,7 @@ class RowLimit:
 
     def __init__(self, unlimited_from: int) -> None:
         self.rows: int | None = None
-        """At most so many rows at once; None for no limit."""
+        """Number of rows at once, at most; None for no limit."""
         self._unlimited_from = unlimited_from
         self._successes, self._patience = 0, FIRST_PATIENCE
 

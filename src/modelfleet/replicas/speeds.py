@@ -22,7 +22,7 @@ class Speeds:
         if any(name not in self._speeds for name in live):
             return None
         fraction = self._speeds[replica] / math.fsum(self._speeds[name] for name in live)
-        return math.ceil(rows * fraction - 1e-9)  # a third of 3 is 1, not a hair more
+        return math.ceil(rows * fraction - 1e-9)  # a third of 3 is 1, even after rounding
 
     def total(self, live: Collection[str]) -> float | None:
         """Return the rows per second of all live replicas; None if no speed is known.

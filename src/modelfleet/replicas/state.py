@@ -43,11 +43,11 @@ class ModelVersion:
     budget: RestartBudget
     """Counts the workers that died while they loaded this model."""
     refused: Exception | None = None
-    """Why the model can't be used, if it can't."""
+    """Error of the model, if it can't be used."""
 
 
 class PoolState:
-    """Holds the queue, the futures, the models and the end of a pool of replicas.
+    """Holds the queue, the futures and the models of a pool of replicas, and whether it is closed.
 
     `lock` guards all of it. Methods take the lock themselves, except for those that say otherwise.
     """
@@ -119,7 +119,7 @@ class PoolState:
         return future
 
     def stats(self) -> Stats:
-        """Return what was done so far."""
+        """Return the numbers so far."""
         with self.lock:
             return self.tally.stats(self.queue.counts, self.given_up)
 

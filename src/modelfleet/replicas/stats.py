@@ -28,7 +28,7 @@ class ReplicaStats:
         batches: Batches that it has answered.
         seconds: Seconds for which it was busy.
         restarts: How often its worker was lost.
-        broken: Why it was given up, if it was.
+        broken: The reason why it was given up, if it was.
     """
 
     rows: int = 0
@@ -113,7 +113,7 @@ class Stats:
     def __str__(self) -> str:
         from rich.console import Console
 
-        # In a notebook, a console shows its output there and writes nothing to `file`, unless told otherwise.
+        # Without this, a console in a notebook shows its output there and writes nothing to `file`.
         file = StringIO()
         Console(file=file, width=WIDTH, force_terminal=False, force_jupyter=False).print(self)
         return file.getvalue().rstrip()
@@ -123,7 +123,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class Health:
-    """Health of a replica. It is true if the replica takes rows: if it is ready or busy.
+    """Health of a replica. It is true if the replica takes rows, that is, if it is ready or busy.
 
     Attributes:
         state: "ready", "busy", "starting", "silent" or "given up".

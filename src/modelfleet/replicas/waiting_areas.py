@@ -1,4 +1,4 @@
-"""Where rows wait: for any replica, or for the user's home replica with balance "sticky" or isolation "device"."""
+"""Waiting areas: rows wait for any replica, or, with balance "sticky" or isolation "device", for one of them."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Hashable, Sequence
@@ -15,8 +15,8 @@ class WaitingAreas:
 
     Args:
         replicas: Names of the replicas.
-        sticky: Users stay with a replica as long as that is live.
-        pinned: Users stay with a replica for ever.
+        sticky: Users stay with a replica as long as it is live.
+        pinned: Users stay with a replica forever.
     """
 
     def __init__(self, replicas: Sequence[str], *, sticky: bool, pinned: bool) -> None:
@@ -64,7 +64,7 @@ class WaitingAreas:
         return self.homes is not None and self.homes.get(user) is None
 
     def why_gone(self, user: Hashable) -> Exception | None:
-        """Return why the replica that a user is pinned to was given up, if it was."""
+        """Return the reason why a user's replica was given up, if the user is pinned to it and it was."""
         return None if self.homes is None else self.given_up.get(self.homes.get(user) or "")
 
     def fewest_rows(self) -> int:

@@ -1,1 +1,1 @@
-"""Runs: what a verb is asked to do, the feeds for it, and a lane's part in a fit."""
+"""Runs: the arguments of a verb, the feeds for it, and a lane's part in a fit."""

@@ -1,4 +1,4 @@
-"""Events of a fit, and what the ways to run lanes have in common."""
+"""Events of a fit, and the interface that all sharings have in common."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ Reports = list[tuple[LaneRun, EpochReport]]
 
 @dataclass(frozen=True)
 class StepsTaken:
-    """A lane has taken a turn of one or more steps."""
+    """Says that a lane has taken a turn of one or more steps."""
 
     run: LaneRun
     steps: int
@@ -19,7 +19,7 @@ class StepsTaken:
 
 @dataclass(frozen=True)
 class EpochsEnded:
-    """One lane has ended its epoch, or all lanes that train have, if they wait for each other."""
+    """Says that one lane has ended its epoch, or all training lanes have, if they wait for each other."""
 
     reports: Reports
 
@@ -34,7 +34,7 @@ class RunOptions:
     together: bool
     """True if a lane that has ended its epoch waits for the others."""
     watched: bool
-    """True if every step is an event of its own, because a callback wants to see it."""
+    """True if every step is an event, because a callback wants to see it."""
     stopped: Callable[[], bool]
     """Return True if the fit should stop after the current steps."""
     in_step: bool
@@ -44,7 +44,7 @@ class RunOptions:
 
 
 Sharing = Callable[[Sequence[LaneRun], RunOptions], Iterator[Event]]
-"""A way to run lanes that share a device: it runs them to their end, and yields what happens."""
+"""Function that runs lanes to their end on a device that they share, and yields events."""
 
 
 def next_wave(runs: Sequence[LaneRun]) -> list[LaneRun]:

@@ -22,10 +22,10 @@ from modelfleet.types import Data, NativeDevice
 ENDLESS = -1  # tf.data.INFINITE_CARDINALITY
 
 Field = Literal["data", "validation"]
-"""The fields of a job that feeds are made of."""
+"""Fields of a job that feeds are made from."""
 
 Transform = Callable[[Data, int | None], Data]
-"""A function of data and the steps of their epochs."""
+"""Function of data and the steps of their epochs."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class _Made:
 class Feeding:
     """Makes the feeds of one job.
 
-    Data are settled and uploaded once: a lane whose members another lane was fed with gets a part of that feed. A
-    single loader for all members is read once, whatever lanes, frameworks and devices there are.
+    Data are checked and uploaded once: if another lane's feed already has a lane's members, the lane gets a part
+    of that feed. A single loader for all members is read once, whatever lanes, frameworks and devices there are.
     """
 
     def __init__(self, job: Job, groups: Groups) -> None:
@@ -180,7 +180,7 @@ class Feeding:
     # --- checks --------------------------------------------------------------------------------------------------
 
     def check(self, lane: Lane, feed: Feed, field: Field = "data") -> None:
-        """Find everything that can be wrong with data before the first step, and make room for the metrics.
+        """Check the data before the first step, and make room for the metrics.
 
         Raises:
             InputError: The model, its loss or its metrics can't take the data.
@@ -255,7 +255,7 @@ def _split(lane: LaneSpec, forms: dict[str, list[RowSpec]]) -> list[LaneSpec]:
         reason = lane.apart_because
         if own != first:
             what = next(describe_difference(a, b) for a, b in zip(own, first, strict=True) if a != b)
-            reason = f"its rows are unlike those of {like!r}: {what}"
+            reason = f"its rows differ from those of {like!r}: {what}"
         pieces.append(replace(lane, members=tuple(names), apart_because=reason, split=None))
     return pieces
 

@@ -25,7 +25,7 @@ def halve(builder: LaneBuilder, groups: Groups, run: LaneRun) -> list[LaneRun]:
         slots = [int(np.flatnonzero(lane.slots == position)[0]) for position in positions]
         feed = run.feed.select(slots)
         half = builder.build(groups, spec)
-        # Not made ready: that could run out of memory again, and a step that does halves the lane once more.
+        # Not made ready here: that could run out of memory again. A step that does so halves the lane once more.
         half.engine.check(feed.first(), names[0])
         half.write(names, lane.read(names, host=True))  # the device has no memory for another copy
         steps = None if run.known_steps is None else run.known_steps[positions]

@@ -1,4 +1,4 @@
-"""Interleaved lanes: a turn of each after the other, in one thread.
+"""Interleaved lanes: the lanes take turns, in one thread.
 
 This sharing is not in `sharing/`, because workers run their lanes with it, too (`remote/worker.py`).
 """

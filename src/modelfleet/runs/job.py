@@ -1,4 +1,4 @@
-"""Jobs: what `fit`, `evaluate` or `predict` was asked to do."""
+"""Jobs: the arguments of one `fit`, `evaluate` or `predict`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -13,13 +13,13 @@ from modelfleet.types import Data
 
 @dataclass(frozen=True)
 class Job:
-    """The arguments of a verb. Every value may be one for all members, or `each`."""
+    """Arguments of a verb. Every value may be one for all members, or `each`."""
 
     names: tuple[str, ...]
     data: Data
     validation: Data = None
     epochs: int | Each = 1
-    """The last epoch, counted from 1. After `without_past`, the number of epochs to train."""
+    """Last epoch, counted from 1. After `without_past`, the number of epochs to train."""
     initial_epoch: int = 0
     """Epochs that are done already."""
     batch_size: int | Each | None = None
@@ -30,7 +30,7 @@ class Job:
     _by_name: dict[str, dict[str, Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def by_name(self, name: str) -> dict[str, Any]:
-        """Return every member's own value of a field. Thousands of lanes ask for it."""
+        """Return every member's own value of a field. Cached, because thousands of lanes need it."""
         if name not in self._by_name:
             values = per_member(getattr(self, name), self.names, name)
             self._by_name[name] = dict(zip(self.names, values, strict=True))
@@ -51,14 +51,14 @@ class Job:
         return max(int(epochs) for epochs in self.by_name("epochs").values())
 
     def without_past(self) -> "Job":
-        """Return the job with the number of epochs to train: those before `initial_epoch` are done."""
+        """Return the job with the number of epochs that are left to train after `initial_epoch`."""
         if not self.initial_epoch:
             return self
         left = {name: int(last) - self.initial_epoch for name, last in self.by_name("epochs").items()}
         return replace(self, epochs=Each(left) if isinstance(self.epochs, Each) else left[self.names[0]])
 
     def step_limits(self, names: Sequence[str]) -> np.ndarray | None:
-        """Return `(member,)`: the steps after which each member's epoch ends; None if its data say so."""
+        """Return `(member,)`: the steps after which each member's epoch ends; None if its data decide."""
         if self.steps_per_epoch is None:
             return None
         own = self.by_name("steps_per_epoch")

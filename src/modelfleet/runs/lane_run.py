@@ -20,16 +20,16 @@ from modelfleet.trees import map_tree
 from modelfleet.types import Json, State
 from modelfleet.workers.supervisor import Policy, RestartBudget
 
-MAX_BACKUP_BYTES = 1 << 26  # of a state on the host that is copied before the first step of a kind
+MAX_BACKUP_BYTES = 1 << 26  # a larger state on the host is not copied before the first step of a kind
 
 WORKER_POLICY = Policy(
     start_timeout=300.0, patience=10.0, max_failed_starts=3, max_failed_restarts=3, max_deaths=2
 )
-"""When a worker that takes a lane's steps is given up, and how many may be lost before the lane's members fail."""
+"""Decides when a lane's worker is given up, and how many workers may be lost before the lane's members fail."""
 
 
 class TooWideError(FleetError):
-    """A lane's step has run out of memory and its state is as before, so that the lane can be halved."""
+    """Raised if a lane's step has run out of memory. The state is as before, so the lane can be halved."""
 
     def __init__(self, run: "LaneRun") -> None:
         super().__init__(f"a lane of {len(run.names)} members has run out of memory")
@@ -52,7 +52,7 @@ class EpochReport:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a lane's run has come, beside the state of its members. Plain values that can be sent and stored."""
+    """Progress of a lane's run, without the state of its members. Plain values that can be sent and stored."""
 
     lane: dict[str, Json]
     schedules: Json
@@ -68,9 +68,9 @@ class RemoteState:
     """State of a lane while a worker takes its steps, as the worker reported it last."""
 
     state: State | None = None
-    """Everything on the host. None if the lane here holds it."""
+    """Everything, on the host. None if the lane in this process holds it."""
     changed: bool = False
-    """True if the lane here was changed, and the worker does not know it yet."""
+    """True if the lane in this process was changed, and the worker does not know it yet."""
     stopped: list[str] = field(default_factory=list)
     """Members that were stopped, and the worker does not know it yet."""
     budget: RestartBudget = field(default_factory=lambda: RestartBudget(WORKER_POLICY))
@@ -79,7 +79,7 @@ class RemoteState:
 
 @dataclass
 class LaneRun:
-    """A lane at work in a fit: its feeds, its hyperparameters over time, and how far it has come."""
+    """Part of one lane in a fit: its feeds, its hyperparameters over time, and its progress."""
 
     lane: Lane
     feed: Feed
@@ -120,7 +120,7 @@ class LaneRun:
         self.batches = self.feed.settings
         self.known_steps = self._limit(self.feed.steps)
         self.raised: Exception | None = None
-        """The error of the last step that raised one."""
+        """Error of the last step that raised."""
         self._tried: set[tuple[int, int | None]] = set()
         self._failed: dict[str, Failure] = {}
 
@@ -211,7 +211,7 @@ class LaneRun:
         self.epoch += 1
         on = self.lane.on()
         values = self.lane.epoch_values()
-        self._epoch_seconds += time.perf_counter() - begun  # at the latest here the device has done all steps
+        self._epoch_seconds += time.perf_counter() - begun  # the device has done all steps by now
         steps = self.step_in_epoch - self._first_step
         self.lane.record_time(steps, self._epoch_seconds, first=self.epoch == 1)
         if self.validation is not None:
@@ -231,7 +231,7 @@ class LaneRun:
         return EpochReport(self.epoch, results, failures, steps, self._epoch_seconds)
 
     def begin(self) -> None:
-        """Take the members that have no epoch left out of the steps to come."""
+        """Take members without epochs left out of the training."""
         done = [name for name, epochs in zip(self.names, self.epochs, strict=True) if epochs <= self.epoch]
         self.lane.rest(done)
 
@@ -284,7 +284,7 @@ class LaneRun:
     def _fail(self, reasons: Mapping[int, str]) -> None:
         """Set aside the members in some slots. The report of this epoch has the reasons."""
         for slot, reason in reasons.items():
-            # A turn may have several steps, so that the step is known from the updates.
+            # A turn may have several steps, so the step is found from the number of updates.
             failure = Failure(self.epoch + 1, self._updates(slot) + 1, reason)
             self._failed[self.lane.name_in(slot)] = failure
         self.lane.rest(self._failed, failed=True)
@@ -341,7 +341,7 @@ class LaneRun:
         return Progress(self.lane.progress(), self.schedules.state(), self.epoch, self.step_in_epoch, before)
 
     def resume(self, lane: dict[str, Json], epoch: int, step: int) -> None:
-        """Continue from where an earlier run of the same lane was; its state and schedules are restored apart."""
+        """Continue from the progress of an earlier run of the same lane. Does not restore state and schedules."""
         self.lane.resume(lane)
         self.epoch, self.step_in_epoch = epoch, step
         if self.lane.width < len(self.names):

@@ -1,4 +1,4 @@
-"""Opening lanes for a verb: each is built, fed, checked and made ready, here and nowhere else."""
+"""Opening lanes for a verb: each lane is built, fed, checked and made ready."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class LaneOpener:
     Args:
         builder: Builds lanes that do not exist yet.
         groups: The members of the fleet.
-        job: What the verb was asked to do.
+        job: The arguments of the verb.
         kind: The verb.
         existing: Lanes of an earlier verb. A lane whose spec has the same key is used again.
         changed: Members whose models may have been changed since. An existing lane reads their weights again.

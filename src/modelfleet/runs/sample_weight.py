@@ -17,13 +17,13 @@ from modelfleet.types import Data, Tensor
 def add_sample_weight(
     data: Data, weights: Data, members: Mapping[str, Member], recipes: Mapping[str, Recipe | None]
 ) -> Data:
-    """Return the data with the weights of their rows as third part.
+    """Return the data with the weights of their rows as a third part.
 
     Args:
         data: Arrays (x, y), or `each(...)` of such arrays.
         weights: An array with one number for every row, or `each(...)`. For Keras it may be a tree of arrays.
         members: The members of the fleet.
-        recipes: What each member was compiled with.
+        recipes: The recipe of each member.
 
     Returns:
         (x, y, weights), or `each(...)` of these.
@@ -85,7 +85,7 @@ def _check_rows(triple: tuple[Data, Data, Data], member: Member, whose: str) -> 
 
 
 def _floats(weight: Data) -> Tensor:
-    """Return weights as floats: counts are usual weights, too."""
+    """Return weights as floats, because counts are common weights."""
     found = np.asarray(weight) if isinstance(weight, list) or hasattr(weight, "to_numpy") else weight
     if "int" in str(getattr(found, "dtype", "")) or "bool" in str(getattr(found, "dtype", "")):
         found = np.asarray(found.cpu() if hasattr(found, "cpu") else found).astype(np.float64)

@@ -15,7 +15,7 @@ CHECK_SECONDS = 0.5  # between two checks that all ranks are alive
 
 
 class RankedWorkers:
-    """Several workers, one for each rank, that act as one. All do the same; the first one speaks for all."""
+    """Several workers, one for each rank, that act as one. All do the same; the first one reports."""
 
     max_ahead = 0
 
@@ -62,11 +62,11 @@ class RankedWorkers:
             worker.start(task, replace(argument.on(place.device), ranks=(address, rank, size)), description)
 
     def receive(self) -> tuple[bool, WorkerUpdate]:
-        """Return the first rank's item, when all ranks have come as far."""
+        """Return the first rank's item, once all ranks have got as far."""
         self.poll(None)
         try:
             for worker in self._lost():
-                while not self.workers[0].poll():  # if it has an item, all had come as far before the loss
+                while not self.workers[0].poll():  # if it has an item, all ranks had got as far before the loss
                     worker.receive()
             item = self.workers[0].receive()
             for worker in self.workers[1:]:
@@ -106,11 +106,11 @@ class RankedWorkers:
 
     @classmethod
     def wait(cls, workers: Sequence[Self], seconds: float) -> list[Self]:
-        """Wait for the only one there is."""
+        """Wait for the only worker there is."""
         return list(workers[:1]) if workers[0].poll(seconds) else []
 
     def _new_address(self) -> "str | Rendezvous":
-        """Return a new address for the ranks to meet at: on the first rank's machine, or a file of this one."""
+        """Return a new address for the ranks to meet at: on the first rank's machine, or a file on this one."""
         host = getattr(self._places[0], "host", None)
         if host is not None:
             return f"tcp://{host}:{20_000 + secrets.randbelow(10_000)}"

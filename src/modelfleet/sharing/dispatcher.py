@@ -1,4 +1,4 @@
-"""The dispatcher: gives lanes to workers, receives their updates, and replaces workers that die."""
+"""Dispatching lanes: gives them to workers, receives their updates, and replaces workers that die."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,7 +12,7 @@ from modelfleet.runs.lane_run import WORKER_POLICY, LaneRun
 from modelfleet.workers import Place, SharedValue, Worker, WorkerDiedError
 from modelfleet.workers.supervisor import Supervisor
 
-POLL_SECONDS = 0.2  # between two looks at whether the fit should stop
+POLL_SECONDS = 0.2  # between two checks of whether the fit should stop
 
 
 class WorkerSeat:
@@ -55,7 +55,7 @@ class Dispatcher:
     Args:
         writer: Writes the orders.
         seats: The places for workers.
-        assignments: The lanes that one worker takes, for each worker.
+        assignments: The lanes of each worker.
         options: How the lanes run.
         replaces_workers: True if another worker continues the lanes of one that died. False: their members fail.
     """
@@ -72,9 +72,9 @@ class Dispatcher:
         self._writer, self._seats, self._queue, self._options = writer, seats, list(assignments), options
         self._replaces_workers = replaces_workers
         self._runs = [run for own in assignments for run in own.runs]
-        # At the end of an epoch, and waiting for the others; some have given their worker to other lanes.
+        # Lanes that wait for the others at the end of an epoch. Some have given their worker to other lanes.
         self._held: list[tuple[RemoteLanes, Reports]] = []
-        self._paused: list[tuple[WorkerSeat, LaneRun]] = []  # have reported a step, and wait until all have
+        self._paused: list[tuple[WorkerSeat, LaneRun]] = []  # reported a step, and wait until all have
         self._ended: Reports = []  # of lanes that no worker will continue
         self._data: SharedValue | None = None
 
@@ -170,7 +170,7 @@ class Dispatcher:
             self._handle_death(seat, error)
 
     def _stop(self) -> None:
-        """Interrupt all workers, also at the end of an epoch. Those that have taken no step are killed."""
+        """Interrupt all workers, even at the end of an epoch. Those that have taken no step are killed."""
         self._queue.clear()
         for seat in self._seats:
             worker = seat.supervisor.worker
@@ -185,7 +185,7 @@ class Dispatcher:
     # --- receiving -----------------------------------------------------------------------------------------------
 
     def _busy(self) -> list[WorkerSeat]:
-        """Return the seats whose worker runs, and does not wait for the others."""
+        """Return the seats whose worker is running and does not wait for the others."""
         held = [id(lanes) for lanes, _ in self._held] + [id(seat.lanes) for seat, _ in self._paused]
         return [seat for seat in self._seats if seat.lanes is not None and id(seat.lanes) not in held]
 
@@ -241,7 +241,7 @@ class Dispatcher:
         self._reply(seat)
 
     def _all_stepped(self) -> Iterator[Event]:
-        """Report a step of all workers. None continues while callbacks look at the members."""
+        """Report a step of all workers. No worker continues while callbacks look at the members."""
         paused, self._paused = self._paused, []
         for _, run in paused:
             yield StepsTaken(run, 1)

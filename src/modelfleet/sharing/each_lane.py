@@ -1,4 +1,4 @@
-"""Evaluating and predicting: some work for each lane, the lanes of each device in a thread of its own."""
+"""Evaluating and predicting: some work for each lane, in a thread for each device."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

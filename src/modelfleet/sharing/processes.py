@@ -55,7 +55,7 @@ def on_places(
 
 
 def _divide(runs: Sequence[LaneRun], count: int) -> list[RemoteLanes]:
-    """Divide lanes between at most `count` workers: the longest first, each to the worker with the least work."""
+    """Divide lanes among at most `count` workers: the longest first, each to the worker with the least work."""
     shares: list[list[LaneRun]] = [[] for _ in range(max(1, min(count, len(runs))))]
     loads = [0.0 for _ in shares]
     for run in sorted(runs, key=work_of, reverse=True):

@@ -20,7 +20,7 @@ from modelfleet.sharing.thread_counts import divided_cores
 
 
 def threads(runs: Sequence[LaneRun], options: RunOptions) -> Iterator[Event]:
-    """Run lanes side by side. A lane that ends an epoch waits until the event was handled.
+    """Run lanes side by side. A lane that ends an epoch waits until the event has been handled.
 
     The lanes of one device have a thread each. With several devices each device has a thread. It takes its lanes
     one after the other, and then lanes that wait for another CPU; or in turns, if all lanes wait for each other.
@@ -54,7 +54,7 @@ def _freely(pool: ThreadPoolExecutor, runs: Sequence[LaneRun], options: RunOptio
                     except TooWideError as error:
                         training.remove(run)
                         errors.append(error)
-        except BaseException as error:  # of any kind: the loop below would wait for ever without it
+        except BaseException as error:  # of any kind: without it, the loop below would wait forever
             errors.append(error)
         finished.put((own, reports, errors))
 

@@ -131,7 +131,7 @@ def _digest(path: Path, ranges: Iterable[Range]) -> bytes:
 
 def _read(file: IO[bytes], length: int) -> bytes:
     data = file.read(length)
-    while len(data) < length:  # an unbuffered read may return less than asked
+    while len(data) < length:  # an unbuffered read may return less than requested
         more = file.read(length - len(data))
         if not more:
             raise StoreError(f"{file.name} is shorter than expected. Load another copy.")

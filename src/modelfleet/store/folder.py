@@ -75,14 +75,14 @@ def write_folder(
 
 
 def is_unused(folder: Path) -> bool:
-    """Return True if a folder is empty, or holds only what its first save left when it was killed."""
+    """Return True if a folder is empty, or holds only the remains of a first save that was killed."""
     names = [entry.name for entry in folder.iterdir()]
     begun = {name.removesuffix(_PARTIAL) for name in names if name.endswith(_PARTIAL)}
     return all(_OUR_FILE.fullmatch(name) and any(token in name for token in begun) for name in names)
 
 
 def tidy(folder: Path) -> None:
-    """Delete what killed saves left in a folder, unless a save is going on."""
+    """Delete what killed saves have left in a folder, unless a save is running."""
     with suppress(OSError, StoreError), _locked(folder):
         _delete_unlisted(folder)
 

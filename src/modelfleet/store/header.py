@@ -26,7 +26,7 @@ class GoneError(StoreError):
 
 @dataclass(frozen=True)
 class Header:
-    """Tells which tensors a safetensors file has, and where they are."""
+    """Tensors of a safetensors file, and where they are."""
 
     tensors: dict[str, dict[str, Json]]
     """Dtype and shape of every tensor: `{"weight": {"dtype": "F32", "shape": [3, 10, 64]}}`."""
@@ -51,7 +51,7 @@ class Header:
 
 
 def file_size(path: Path) -> int:
-    """Return the size of an ordinary file. Raise OSError for any other: opening a pipe would wait for ever."""
+    """Return the size of an ordinary file. Raise OSError for any other: opening a pipe would wait forever."""
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise OSError(0, "it is not a file" if not stat.S_ISDIR(found.st_mode) else "it is a folder", str(path))

@@ -35,7 +35,7 @@ class Files(Protocol):
 
 
 def read_folder(folder: Path, read: Callable[["Saved"], T], *, kind: str, verify: bool = True) -> T:
-    """Return what `read` makes of a saved folder, once everything that it read is known to be undamaged.
+    """Call `read` on a saved folder, and return its result once everything that was read has been checked.
 
     If another save replaces the folder's files meanwhile, `read` is called again with the new ones.
 
@@ -61,7 +61,7 @@ def read_folder(folder: Path, read: Callable[["Saved"], T], *, kind: str, verify
 
 
 class Saved:
-    """Contents of a saved folder: its manifest and its tensors, read when they are asked for."""
+    """Contents of a saved folder: its manifest, and its tensors, which are read when needed."""
 
     def __init__(self, folder: Path, manifest: dict[str, Json], *, verify: bool) -> None:
         self.folder = folder

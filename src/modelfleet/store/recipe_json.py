@@ -1,10 +1,10 @@
-"""Recipes as JSON: what `compile` was given, as far as it can be saved without pickle.
+"""Recipes as JSON: the arguments of `compile`, as far as they can be saved without pickle.
 
     {"optimizer": "adam", "loss": {"$import": "losses:focal"}, "lr": {"$each": [["a", 0.1], ["b", 0.2]]}}
 
 Names and numbers are stored as they are, `each` by member, functions and classes by their import paths. Anything
-else is left out (`{"$left out": "a lambda of train"}`), and the recipe that is read has it among its `missing`.
-Nothing is imported that a folder merely names, unless that is allowed: see `frameworks.TRUSTED`.
+else is left out (`{"$left out": "a lambda of train"}`), and is among the `missing` of the recipe that is read. A
+name in a folder is imported only if that is allowed, or if it belongs to a framework: see `frameworks.TRUSTED`.
 """
 
 import functools
@@ -27,7 +27,7 @@ _FIELDS = tuple(field.name for field in fields(Recipe) if field.name not in ("hy
 
 
 class _CannotReadError(Exception):
-    """A value of a recipe can't be read. The message says why, and goes on after its argument's name."""
+    """Raised if a value of a recipe can't be read. The message continues a sentence that begins with its name."""
 
 
 def import_path(value: Any) -> str | None:
@@ -65,9 +65,9 @@ def decode(encoded: Mapping[str, Json], *, allow_import: bool) -> Recipe:
 
 
 def completes(recipe: Recipe, saved: Recipe | None) -> bool:
-    """Return True if a recipe has what a saved one lacks, and its optimizer, so that its optimizer state counts.
+    """Return True if a recipe completes an incomplete saved one with the same optimizer, so its state is kept.
 
-    An optimizer that could not be saved is taken for the same. What does not fit its state is found by the lane.
+    An optimizer that could not be saved counts as the same. The lane notices if its state does not fit.
     """
     if saved is None or not saved.missing:
         return False
@@ -76,12 +76,12 @@ def completes(recipe: Recipe, saved: Recipe | None) -> bool:
 
 
 def left_out(value: object) -> dict[str, Json]:
-    """Return the JSON for a value that can't be saved, with words that say what it is; or for such words."""
+    """Return the JSON for a value that can't be saved: words that say what it is. Words may be given, too."""
     return {_LEFT_OUT: value if isinstance(value, str) else _words(value)}
 
 
 def _words(value: Any) -> str:
-    """Return what a value is that can't be saved, or what it holds that can't."""
+    """Describe a value that can't be saved, or the part of it that can't."""
     inner: Sequence[Any] = ()
     name, kind, module = getattr(value, "__qualname__", ""), type(value), getattr(value, "__module__", None)
     if isinstance(value, Each):

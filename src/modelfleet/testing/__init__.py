@@ -1,4 +1,4 @@
-"""For your own tests: train one member alone with a plain loop, and compare.
+"""Train one member alone with a plain loop, and compare, in your own tests.
 
     expected = testing.alone(fleet["3"], "3", (x, y), optimizer="adam", loss="mse", lr=1e-3, epochs=2)
     fleet.fit((x, y), epochs=2)

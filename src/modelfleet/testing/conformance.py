@@ -65,7 +65,7 @@ def in_a_fleet_as_alone(case: Case, kind: str, rates: str) -> None:
 
 
 def unlike_members_as_alone(case: Case) -> None:
-    """Check that members of unlike structure, each with its own data, are what each would have been alone."""
+    """Check that members of different structures, each on its own data, are what each would have been alone."""
     kinds = {"a": "dropout", "b": "unlike", "c": "dropout"}
     fleet = make_fleet(case, kinds, lr=RATES)
     fit(fleet, mf.each({name: own_data(case, name, EVEN) for name in kinds}), epochs=2)
@@ -82,7 +82,7 @@ def ragged_batches_as_alone(case: Case, kind: str) -> None:
 
 
 def own_data_as_alone(case: Case, kind: str) -> None:
-    """Check that members whose data sets have unlike lengths are what each would have been alone."""
+    """Check that members whose data sets have different lengths are what each would have been alone."""
     rows = {"a": EVEN, "b": RAGGED, "c": BATCH}
     fleet = make_fleet(case, dict.fromkeys(rows, kind), lr=RATES)
     history = fit(fleet, mf.each({name: own_data(case, name, rows[name]) for name in rows}), epochs=2)
@@ -93,7 +93,7 @@ def own_data_as_alone(case: Case, kind: str) -> None:
 
 
 def own_epochs_as_alone(case: Case) -> None:
-    """Check that members may train for unlike numbers of epochs."""
+    """Check that members may train for different numbers of epochs."""
     epochs = {"a": 1, "b": 3}
     fleet = make_fleet(case, dict.fromkeys(epochs, "dropout"), lr=RATES)
     history = fit(fleet, case.data(0, EVEN), epochs=mf.each(epochs))
@@ -136,9 +136,9 @@ def position_and_company_do_not_matter(case: Case) -> None:
 
 
 def strategies_agree(case: Case, strategy: str) -> None:
-    """Check that every strategy gives the numbers that members have alone, with data sets of unlike lengths."""
+    """Check that every strategy gives members the numbers they have alone, with data sets of different lengths."""
     kinds: dict[str, str] = dict.fromkeys("ab", "dropout")
-    if strategy != "fused":  # which would refuse members of unlike structure
+    if strategy != "fused":  # which would refuse members of different structures
         kinds["c"] = "batchnorm"
     rows = {"a": RAGGED, "b": EVEN, "c": BATCH}
     fleet = make_fleet(case, kinds, lr=RATES)
@@ -175,7 +175,7 @@ def devices_agree(case: Case) -> None:
 
 
 def fitting_twice_is_fitting_longer(case: Case) -> None:
-    """Check that a second `fit` goes on from where the members are: weights, optimizers, shuffles and dropout."""
+    """Check that a second `fit` continues where the members are: weights, optimizers, shuffles and dropout."""
     kinds = {"a": "dropout", "b": "dropout", "c": "batchnorm"}
     fleet = make_fleet(case, kinds, lr=RATES)
     for _ in range(2):

@@ -107,7 +107,7 @@ def _same(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], t
 
 
 def state_goes_in_and_out(case: Case) -> None:
-    """State that is stacked and written back at once is unchanged, in the same dtypes."""
+    """Check that state that is stacked and written back at once is unchanged, in the same dtypes."""
     members = case.members()
     before = [dict(case.weights(member.model)) for member in members]
     for found, expected in zip(_written(case, case.engine(members), members), before, strict=True):
@@ -115,7 +115,7 @@ def state_goes_in_and_out(case: Case) -> None:
 
 
 def idle_members_stay_as_they_are(case: Case) -> None:
-    """A step changes the active members, and counts for them alone."""
+    """Check that a step changes only the active members, and counts only for them."""
     engine, members = _begun(case)
     idle = case.width // 2
     before = [dict(case.weights(member.model)) for member in members]
@@ -129,7 +129,7 @@ def idle_members_stay_as_they_are(case: Case) -> None:
 
 
 def some_slots_step_as_all_do(case: Case) -> None:
-    """`train_some` on a part of a batch is `train` of the same members."""
+    """Check that `train_some` on a part of a batch equals `train` of the same members."""
     (one, first), (other, second) = _begun(case), _begun(case)
     _train(case, one, range(case.width), _only_some(case))
     batch = _batch(case, range(case.width))
@@ -140,7 +140,7 @@ def some_slots_step_as_all_do(case: Case) -> None:
 
 
 def several_steps_are_so_many_single_ones(case: Case) -> None:
-    """`train` of several steps at once is `train` of one after the other."""
+    """Check that `train` of several steps at once equals `train` of one after the other."""
     (one, first), (other, second) = _begun(case), _begun(case)
     slots = range(case.width)
     for _ in range(3):
@@ -154,7 +154,7 @@ def several_steps_are_so_many_single_ones(case: Case) -> None:
 
 
 def a_step_in_parts_is_a_step(case: Case) -> None:
-    """`apply` of `gradients` is `train`; an engine that has no parts refuses them."""
+    """Check that `apply` of `gradients` equals `train`. An engine whose step has no parts refuses them."""
     (one, first), (other, second) = _begun(case), _begun(case)
     slots, active = range(case.width), _only_some(case)
     hyper, on = _hyper(case, other, slots), other.tensor(np.array(active))
@@ -174,7 +174,7 @@ def a_step_in_parts_is_a_step(case: Case) -> None:
 
 
 def narrowed_members_step_as_before(case: Case) -> None:
-    """`give_slots` changes who steps, and nothing else."""
+    """Check that `give_slots` changes which members step, and nothing else."""
     (one, first), (other, second) = _begun(case), _begun(case)
     for _ in range(2):
         _train(case, one, range(case.width), _only_some(case))
@@ -187,7 +187,7 @@ def narrowed_members_step_as_before(case: Case) -> None:
 
 
 def state_is_loaded_whether_narrowed_or_not(case: Case) -> None:
-    """`write` takes the whole state that `read` returned, from the host too, and training continues from it."""
+    """Check that training continues from the state that `read` returned, after `write`, from the host too."""
     trained, members = _begun(case)
     _train(case, trained, range(case.width))
     host = members[0].framework.arrays.host
@@ -206,7 +206,7 @@ def state_is_loaded_whether_narrowed_or_not(case: Case) -> None:
 
 
 def adopted_members_go_on(case: Case) -> None:
-    """An engine of members that another has trained goes on where that has ended, with `adopt`."""
+    """Check that an engine continues with `adopt` where another engine of its members has ended."""
     (one, first), (before, members) = _begun(case), _begun(case)
     for _ in range(3):
         _train(case, one, range(case.width))
@@ -223,7 +223,7 @@ def adopted_members_go_on(case: Case) -> None:
 
 
 def weights_are_read_and_written(case: Case) -> None:
-    """`write` gives back the weights that `read` returned, however far training has gone since."""
+    """Check that `write` restores the weights that `read` returned, however far training has gone since."""
     engine, members = _begun(case)
     _train(case, engine, range(case.width))
     before = _written(case, engine, members)
@@ -236,7 +236,7 @@ def weights_are_read_and_written(case: Case) -> None:
 
 
 def members_are_read_and_written_with_and_without_a_slot(case: Case) -> None:
-    """`read` and `write` address members by position, in any order, whether they have a slot or rest."""
+    """Check that `read` and `write` take members by position, in any order, with or without a slot."""
     engine, members = _begun(case)
     before = [dict(case.weights(member.model)) for member in members]
     kept = engine.read([2, 1, 0], WEIGHTS)
@@ -257,7 +257,7 @@ def members_are_read_and_written_with_and_without_a_slot(case: Case) -> None:
 
 
 def one_member_is_scattered_and_gathered(case: Case) -> None:
-    """`scatter` and `gather` are of one member, whether it has a slot or rests."""
+    """Check that `scatter` and `gather` move one member alone, with or without a slot."""
     engine, members = _begun(case)
     engine.give_slots(np.array([0, 2]))
     _train(case, engine, [0, 2])
@@ -274,7 +274,7 @@ def one_member_is_scattered_and_gathered(case: Case) -> None:
 
 
 def everything_that_is_read_is_of_the_members_asked_for(case: Case) -> None:
-    """`read` of all parts has one row per position, and holds copies."""
+    """Check that `read` of all parts returns one row per position, as copies."""
     engine, _ = _begun(case)
     _train(case, engine, range(case.width))
     state = engine.read(case.some())
@@ -286,7 +286,7 @@ def everything_that_is_read_is_of_the_members_asked_for(case: Case) -> None:
 
 
 def trouble_is_noted_and_forgiven(case: Case) -> None:
-    """A member whose loss is NaN keeps its state until its trouble is cleared."""
+    """Check that a member whose loss is NaN keeps its state until its trouble is cleared."""
     engine, members = _begun(case)
     before = dict(case.weights(members[0].model))
     slots, batch = range(case.width), _batch(case, range(case.width))
@@ -307,7 +307,7 @@ def trouble_is_noted_and_forgiven(case: Case) -> None:
 
 
 def epochs_begin_at_nothing(case: Case) -> None:
-    """`epoch_values` are of the steps since the last call, whatever was evaluated between."""
+    """Check that `epoch_values` cover the steps since the last call, whatever was evaluated in between."""
     engine, _ = _begun(case)
     kept = engine.read(range(case.width), WEIGHTS)
     slots, batch = range(case.width), _batch(case, range(case.width))
@@ -323,7 +323,7 @@ def epochs_begin_at_nothing(case: Case) -> None:
 
 
 def evaluating_some_slots_is_evaluating_all(case: Case) -> None:
-    """`evaluate` of slots one after the other adds up to that of all."""
+    """Check that evaluating slots one after the other adds up to evaluating all at once."""
     engine, _ = _begun(case)
     batch = _batch(case, range(case.width))
     expected = engine.values(engine.evaluate(None, batch))
@@ -335,7 +335,7 @@ def evaluating_some_slots_is_evaluating_all(case: Case) -> None:
 
 
 def some_members_predict_as_all_do(case: Case) -> None:
-    """Members that predict on rows of their own, in any order, have the outputs that all have together."""
+    """Check that members that predict on their own rows, in any order, give the outputs of all together."""
     engine, members = _begun(case)
     batch = _batch(case, range(case.width))
     batch = replace(batch, data=engine.inputs(batch.data))
@@ -349,7 +349,7 @@ def some_members_predict_as_all_do(case: Case) -> None:
 
 
 def members_predict_on_shared_rows(case: Case) -> None:
-    """Members that predict on the same rows, all or some, have the outputs that they have on rows of their own."""
+    """Check that members that predict on shared rows, all or some, give the outputs of rows of their own."""
     engine, members = _begun(case)
     rows = _host(engine.inputs(case.batch([0]))[0])
     positions, arrays = list(range(case.width))[::-1], members[0].framework.arrays

@@ -12,7 +12,7 @@ from modelfleet.types import LossLike, Model, OptimizerLike, Precision, Schedule
 
 @dataclass(frozen=True)
 class Training:
-    """How one member is trained: the arguments of `modelfleet.testing.alone`."""
+    """Training of one member: the arguments of `modelfleet.testing.alone`."""
 
     name: str
     """Name of the member, for errors."""

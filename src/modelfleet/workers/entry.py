@@ -1,4 +1,4 @@
-"""Where a worker process begins. The user's script is never run again.
+"""Start of a worker process. The user's script is never run again.
 
 A worker is forked from the fork server, or started by it as a program of its own. Either way its first message
 says what to copy from its owner: the environment, the working directory, and where modules are found.

@@ -1,4 +1,4 @@
-"""How a program has its workers started: by a fork server of its own, which it starts at the first need."""
+"""Program's side of its fork server, which starts the program's workers. It is started when first needed."""
 
 import multiprocessing.spawn
 import os
@@ -39,7 +39,7 @@ class WorkerProcess:
     def __init__(self, server: "ForkServer", status: Channel) -> None:
         self.server = server
         self.status = status
-        """Where the fork server reports on the process; readable when there is news."""
+        """Socket on which the fork server reports how the process ended; readable when it has."""
         self.pid: int | None = None
         self.exit_code: int | None = None
         """Exit code of the process, or the negative number of a signal."""

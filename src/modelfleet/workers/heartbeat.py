@@ -36,7 +36,7 @@ class Heartbeat:
     beats = _Counter(0)
     """Counts up every `BEAT_INTERVAL` seconds, from 1 on."""
     answers_begun = _Counter(1)
-    """How many answers the process has started to work on."""
+    """Number of answers that the process has started to work on."""
     busy = _Counter(2)
     """1 while the process computes, imports or loads; 0 while it waits for a message."""
     last_ping = _Counter(3)

@@ -65,7 +65,7 @@ class InlineWorker:
             return self._changed.wait_for(lambda: bool(self._items), seconds)
 
     def answer(self, value: object = None) -> None:
-        """Let the task go on after an item."""
+        """Let the task continue after an item."""
         with self._changed:
             self._answers.append(value)
             self._changed.notify_all()
@@ -130,7 +130,7 @@ class LocalValue:
 
 @dataclass(frozen=True)
 class InlinePlace:
-    """Names a device that this process itself uses."""
+    """Starts workers for a device that this process itself uses."""
 
     name: str
     device: str

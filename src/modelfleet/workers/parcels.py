@@ -1,4 +1,4 @@
-"""Values on their way to another process of this machine: arrays in shared memory, the rest pickled."""
+"""Values in transit to another process of this machine: arrays in shared memory, the rest pickled."""
 
 import os
 from collections.abc import Callable, Sequence

@@ -61,7 +61,7 @@ class ProcessWorker:
 
     @property
     def answers_begun(self) -> int:
-        """How many answers the task has started to work on."""
+        """Number of answers that the task has started to work on."""
         return self._heartbeat.answers_begun - self._begun_before
 
     @property
@@ -93,7 +93,7 @@ class ProcessWorker:
             close_descriptors(descriptors)
 
     def answer(self, value: object = None) -> None:
-        """Let the task go on after an item."""
+        """Let the task continue after an item."""
         parcel, descriptors = self._outbox.pack(value, "an answer")
         try:
             self._send(ITEM, tuple(parcel), descriptors)
@@ -202,7 +202,7 @@ class ProcessWorker:
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """Names a device of this machine that a process of its own uses."""
+    """Starts worker processes for a device of this machine."""
 
     name: str
     device: str

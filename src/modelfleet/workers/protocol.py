@@ -5,7 +5,7 @@ A worker runs tasks. A task is a generator function. Each item that it yields go
 
     worker.start(task, argument, "the members")    # task(argument) begins
     more, item = worker.receive()                  # the next item; `more` is False when the task has ended
-    worker.answer(value)                           # lets the task go on
+    worker.answer(value)                           # lets the task continue
 
 A place offers workers for one device: in this process, in a process of their own, or on a cluster.
 """
@@ -37,12 +37,12 @@ class Worker(Protocol):
     last_job: object
     """Job that the worker last did. Its owner may set this, so that `Place.hire` can find the worker again."""
     max_ahead: int
-    """How many answers may be sent before their items are received. With 1, the worker can begin the next
+    """Number of answers that may be sent before their items are received. With 1, the worker can begin the next
     answer while its last item is on the way."""
 
     @property
     def answers_begun(self) -> int:
-        """How many answers the task has started to work on. Updated by `poll`, `receive` and `wait`."""
+        """Number of answers that the task has started to work on. Updated by `poll`, `receive` and `wait`."""
         ...
 
     @property
@@ -102,7 +102,7 @@ class Worker(Protocol):
         ...
 
     def answer(self, value: object = None) -> None:
-        """Let the task go on after an item."""
+        """Let the task continue after an item."""
         ...
 
     def interrupt(self) -> None:
@@ -132,7 +132,7 @@ class SharedValue(Protocol):
 
 
 class Place(Protocol):
-    """Names a device, and offers workers for it."""
+    """Starts workers for one device."""
 
     @property
     def name(self) -> str:

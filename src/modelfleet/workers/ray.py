@@ -149,7 +149,7 @@ def _nodes() -> list[dict[str, Any]]:  # as Ray describes them
 
 @dataclass(frozen=True)
 class RayPlace:
-    """Names a device of a Ray cluster."""
+    """Starts workers for a device of a Ray cluster."""
 
     name: str
     device: str
@@ -213,7 +213,7 @@ class RayWorker:
 
     @property
     def answers_begun(self) -> int:
-        """How many answers the task may have started on: each as soon as the item before it was there."""
+        """Number of answers that the task may have started on: each as soon as the item before it was there."""
         if self._pending and self._received < self._answered and self.poll():
             return min(self._answered, self._received + 1)
         return min(self._answered, self._received)
@@ -226,7 +226,7 @@ class RayWorker:
         self._pending.append(self._actor.start.remote(parcel))
 
     def answer(self, value: object = None) -> None:
-        """Let the task go on after an item."""
+        """Let the task continue after an item."""
         self._pending.append(self._actor.go.remote(_pack(value, "an answer")))
         self._answered += 1
 

@@ -27,7 +27,7 @@ def create(size: int) -> int:
         NoRoomError: If there is not enough memory.
     """
     free = None
-    if size >= LARGE:  # asked for more than it has, the system would kill some process
+    if size >= LARGE:  # if a program takes more than there is, the system kills some process
         memory = host_memory()
         free = None if memory is None else memory.free
         if free is not None and size > free:

@@ -1,4 +1,4 @@
-"""One supervisor for workers that start, hang, die and are started again.
+"""Supervising workers, which start, hang, die and are started again.
 
 A `Supervisor` owns the worker of one place. It hires the worker, starts its task, waits for the first item within
 a limit, notices when the worker dies or freezes, and tells apart what the worker had begun from what it had not.
@@ -44,7 +44,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class WorkerEnd:
-    """Tells how a worker ended."""
+    """Reason why a worker was lost, and how long it lived."""
 
     error: Exception
     started: bool
@@ -96,7 +96,7 @@ class RestartBudget:
         policy = self.policy
         if policy.max_deaths is not None and self.deaths >= policy.max_deaths:
             return True
-        if self.has_started:  # what is wrong now, such as memory that another program has taken, may pass
+        if self.has_started:  # the cause may pass, such as memory that another program has taken
             return self.failed_starts >= policy.max_failed_restarts
         # A task that raises at its first start would raise again.
         last = self._last
@@ -222,9 +222,9 @@ class Supervisor:
         return not self.started and (self.lost_last or waited > self.policy.patience)
 
     def split_begun(self, sent: Sequence[Work]) -> tuple[list[Work], list[Work]]:
-        """Split what was sent and not answered into what the worker had begun, and what it had not.
+        """Split unanswered messages into those that the worker had begun, and those that it had not.
 
-        Only what it had begun can be why it died.
+        Only those that it had begun can have killed it.
         """
         begun = max(0, self._hired.answers_begun - self._answered)
         return list(sent[:begun]), list(sent[begun:])

@@ -372,7 +372,7 @@ def test_an_objective_that_begins_to_count_in_a_fit_is_refused_or_runs_as_it_is(
     fleet = fleet_of(reading, 2 if strategy == "auto" else 1, loss=None, objective=objective)
     turn = Turn("epoch 1", lambda run: settings.update(counting=1))
     if strategy == "auto":
-        with pytest.raises(mf.StrategyError, match=r"can't go on as one: a call changes what Python holds"):
+        with pytest.raises(mf.StrategyError, match=r"can't stay fused: a call changes what Python holds"):
             fit(fleet, epochs=2, callbacks=[turn])
         return
     fit(fleet, epochs=2, callbacks=[turn], strategy=strategy)

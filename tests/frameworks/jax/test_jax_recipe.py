@@ -91,7 +91,10 @@ def test_a_schedule_of_optax_gives_the_rate() -> None:
         ({"hyperparameters": {"lr": -1}}, "lr is -1, expected a finite number, 0 or more"),
         ({"hyperparameters": {"betas": 0.9}}, "betas is 0.9, expected two numbers"),
         ({"hyperparameters": {"lr": mf.each([1, 2])}}, "lr: each.* has 2 values, but the fleet has 3 members"),
-        ({"optimizer": optax.sgd(1.0), "hyperparameters": {"lr": 1}}, "compile got lr beside an optimizer"),
+        (
+            {"optimizer": optax.sgd(1.0), "hyperparameters": {"lr": 1}},
+            "compile got lr beside a finished optimizer",
+        ),
         ({"schedule": "cosine"}, "expected a schedule of Optax"),
         ({"schedule": optax.constant_schedule(1), "hyperparameters": {"lr": 1}}, "both lr and a schedule"),
         ({"loss": None}, "neither a loss nor an objective"),

@@ -278,7 +278,7 @@ def test_a_scheduler_past_its_end_is_named_with_its_member() -> None:
     short = schedules(
         functools.partial(torch_schedulers.OneCycleLR, max_lr=0.2, total_steps=5, cycle_momentum=False)
     )
-    with pytest.raises(InputError, match="member 'b': its scheduler can't go on: Tried to step 6"):
+    with pytest.raises(InputError, match="member 'b': its scheduler can't continue: Tried to step 6"):
         short.at(np.array([5, 6, 5]))
 
 

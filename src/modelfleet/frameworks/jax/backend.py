@@ -20,8 +20,8 @@ _CPU_OPTIONS = {"xla_backend_optimization_level": 1}
 _SMALL = 1 << 27  # bytes; less is no risk for any lane
 
 _REASONS = {  # why a function can't be traced, the narrower classes first
-    jax.errors.TracerBoolConversionError: "its Python branches on an array's values (jnp.where or lax.cond can)",
-    jax.errors.TracerArrayConversionError: "it hands an array to NumPy (jax.numpy can be traced)",
+    jax.errors.TracerBoolConversionError: "its Python branches on an array's values (use jnp.where or lax.cond)",
+    jax.errors.TracerArrayConversionError: "it passes an array to NumPy (use jax.numpy)",
     jax.errors.ConcretizationTypeError: "its Python needs an array's values as numbers while it is traced",
 }
 

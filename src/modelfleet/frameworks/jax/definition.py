@@ -29,7 +29,7 @@ class JaxDefinition(Definition):
         self.maskable = False  # until `try_out` has seen what the loss returns
 
     def go_on(self, other: "JaxDefinition") -> None:
-        """Take over what another definition of the same task has found out by trials."""
+        """Take over the results of the trials of another definition of the same task."""
         self._slots = self._slots or other._slots
         self._fresh = self._fresh or other._fresh
         self.maskable = self.maskable or other.maskable

@@ -148,7 +148,7 @@ class JaxEngine(FunctionalEngine):
             raise
 
     def _begin_as_one(self, kind: Kind, hyper: Hyper, batch: Batch, *, some: bool = False) -> None:
-        """Begin a step of all members at once, or raise `CannotFuseError` if they have become unlike."""
+        """Begin a step of all members at once, or raise `CannotFuseError` if they differ by now."""
         self._begin(kind, hyper, batch, some=some)
         if self._unlike is not None:
             raise CannotFuseError(self._unlike)
@@ -156,7 +156,7 @@ class JaxEngine(FunctionalEngine):
     @staticmethod
     def _too_late(member: Member, reason: str) -> StrategyError:
         return StrategyError(
-            f"member {member.name!r} and those like it can't go on as one: {reason}. "
+            f"member {member.name!r} and those like it can't stay fused: {reason}. "
             f'Use strategy="interleaved", where each member runs its own model.'
         )
 
@@ -217,7 +217,7 @@ class JaxEngine(FunctionalEngine):
         for member, found in zip(self._members, signatures, strict=False):
             what = difference(found, signatures[0])
             if what is not None:
-                self._unlike = f"{member.name!r} has become unlike {self._members[0].name!r}: {what}"
+                self._unlike = f"{member.name!r} now differs from {self._members[0].name!r}: {what}"
         self._ready.clear()
         before = self._shared_definition
         self._reads, self._signature = _reads(models[0], self._task), signatures[0]

@@ -156,7 +156,7 @@ def _scores_and_labels(name: str, output: Array, target: Array) -> tuple[Array, 
 def _from_loss(name: str) -> Metric:
     def parts(output: Array, target: Array, weights: Array) -> Parts:
         sums, counts = LOSSES[name].rows(output, target)
-        assert counts is not None  # every loss with a name tells its rows apart
+        assert counts is not None  # every named loss is computed by row
         return _weighted(sums, counts, weights)
 
     return Metric(name, parts, _mean)

@@ -170,8 +170,8 @@ def _resolve(
         extra = [*given, *(["schedule"] if schedule is not None else [])]
         if extra:
             raise InputError(
-                f"compile got {extra[0]} beside an optimizer that is made already. Give it to the optimizer "
-                f"itself, or pass the function that makes it: optax.adam instead of optax.adam(1e-3)."
+                f"compile got {extra[0]} beside a finished optimizer. Give {extra[0]} to the optimizer itself, or "
+                f"pass the function that makes the optimizer: optax.adam instead of optax.adam(1e-3)."
             )
         return Optimizer("an Optax transformation", optimizer), {}
     name, make = _maker(optimizer)

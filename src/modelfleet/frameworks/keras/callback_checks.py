@@ -44,8 +44,8 @@ def refuse_uncalled(callback: callbacks.Callback) -> None:
             raise InputError(sentence)
     if isinstance(callback, callbacks.TerminateOnNaN) and callback.raise_error:
         raise InputError(
-            "TerminateOnNaN(raise_error=True) ends a fit with an error, but the other members of a fleet train on."
-            " Leave raise_error out: a member with bad numbers stops, and history.failed has it."
+            "TerminateOnNaN(raise_error=True) ends a fit with an error, but the other members of a fleet continue."
+            " Leave raise_error out: a member with bad numbers stops, and is named in history.failed."
         )
     if isinstance(callback, callbacks.TensorBoard):
         for package in ("tensorflow", "tensorboard"):

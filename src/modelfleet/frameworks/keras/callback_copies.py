@@ -1,4 +1,4 @@
-"""Each member's own callbacks of Keras: copies of those given, with paths of their own, and what they remember."""
+"""Copies of Keras's callbacks for each member, with their own paths, and the state to keep in checkpoints."""
 
 import copy
 import os
@@ -15,7 +15,7 @@ from modelfleet.types import Json
 _FILES = ("filepath", "filename")
 _FOLDERS = ("log_dir", "directory")
 _ADDRESSES = ("root", "path")  # of RemoteMonitor
-_REMADE = (  # attributes that are made anew in every fit, and often can't be copied
+_REMADE = (  # attributes that every fit makes again, and that often can't be copied
     *("_model", "members", "csv_file", "writer"),
     *("_summary_module", "_writers", "checkpointer", "_async_futures"),
 )

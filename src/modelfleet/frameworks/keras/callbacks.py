@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Logs = dict[str, float]
 Weights = dict[str, dict[str, Tensor]]
-"""The best weights that a member's callbacks hold: by the callback's number, then by the weight's."""
+"""Best weights that a member's callbacks hold: by the callback's number, then by the weight's."""
 
 _WITHOUT_MODEL = (  # they do not read the model
     *(callbacks.CSVLogger, callbacks.History, callbacks.RemoteMonitor, callbacks.TerminateOnNaN),
@@ -112,7 +112,7 @@ class PerMember:
         self._paths.restore()
 
     def state(self) -> dict[str, Json]:
-        """Return what the members' callbacks remember, as far as JSON can hold it."""
+        """Return the state of the members' callbacks, as far as JSON can hold it."""
         return {
             "callbacks": {name: [remembered(own) for own in owns] for name, owns in self._own.items()},
             "begun": dict(self._begun),

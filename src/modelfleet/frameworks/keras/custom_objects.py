@@ -125,7 +125,8 @@ def check_config(model: keras.Model, custom: CustomObjects, config: str, *, trai
     if unlike is not None:
         raise InputError(
             f"the config of a {type(model).__name__} is incomplete: a model made from it differs "
-            f"({unlike}). Give the class a get_config that holds what its __init__ takes, and set all else there."
+            f"({unlike}). Give the class a get_config that returns all arguments of its __init__, and set "
+            f"everything else in __init__."
         )
 
 

@@ -25,7 +25,7 @@ def naming_metrics() -> Iterator[None]:
     except Exception as error:
         owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
         metrics = [one for one in owners if isinstance(one, keras.Metric)]
-        # Keras's own list of all metrics is a metric, too. An unknown name is told by its own error.
+        # Keras's own list of all metrics is a metric, too. An unknown name has its own error.
         if metrics and not type(metrics[-1]).__module__.endswith("compile_utils"):
             note_metric(error, metrics[-1].name)
         raise

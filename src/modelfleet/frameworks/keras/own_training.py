@@ -1,6 +1,6 @@
-"""How a Keras model was compiled, and the state of its optimizer, for saved fleets.
+"""Saving a Keras model's compile arguments and the state of its optimizer.
 
-The model holds both itself, whether the fleet has compiled and trained it or its own `compile` and `fit`.
+The model holds both itself, whether it was compiled and trained by the fleet or by its own `compile` and `fit`.
 """
 
 from collections.abc import Mapping

@@ -38,7 +38,7 @@ from modelfleet.types import Kind, Model, State, Tensor, Tree
 
 BACKEND = keras.backend.backend()
 Logs = dict[str, Tensor]
-"""The loss and the metrics by name, as Keras's own functions return them."""
+"""Loss and metrics by name, as Keras's own functions return them."""
 
 
 class PlainEngine(Engine):

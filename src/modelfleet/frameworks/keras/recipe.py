@@ -28,8 +28,8 @@ def compile(recipe: Recipe, members: Sequence[Member]) -> None:
         )
     if recipe.precision != "float32":
         raise InputError(
-            f"compile got precision={recipe.precision!r}. A Keras model has its precision from when it is made: "
-            f'call keras.config.set_dtype_policy("mixed_bfloat16") before the models are, and leave precision out.'
+            f"compile got precision={recipe.precision!r}. A Keras model gets its precision when it is made: call "
+            f'keras.config.set_dtype_policy("mixed_bfloat16") before you make the models, and leave precision out.'
         )
     given = {
         "optimizer": recipe.optimizer,

@@ -84,9 +84,9 @@ def restore(config: str, custom: CustomObjects, weights: Mapping[str, np.ndarray
             model = keras.saving.deserialize_keras_object(saved, safe_mode=False)
     except Exception as error:  # a user's own class may raise anything
         raise InputError(
-            f"a {saved['class_name']} can't be made from its config, as which Keras models are sent: {error}\n"
-            f"Give a function without arguments that makes the model, weights and all: it is called in every "
-            f"worker. Or give the class a get_config that tells all that its __init__ takes."
+            f"a {saved['class_name']} can't be made from its config, which is what Keras models are sent as: "
+            f"{error}\nGive a function without arguments that makes the model with its weights: it is called in "
+            f"every worker. Or give the class a get_config that returns all arguments of its __init__."
         ) from error
     own = by_key(model.variables)
     shapes = {key: tuple(variable.shape) for key, variable in own.items()}
@@ -95,8 +95,8 @@ def restore(config: str, custom: CustomObjects, weights: Mapping[str, np.ndarray
         key = next(key for key in (*sent, *shapes) if sent.get(key) != shapes.get(key))
         raise InputError(
             f"a {type(model).__name__} made from its config has {shapes.get(key)} as {key!r}; expected "
-            f"{sent.get(key)}, as the model that was sent. Have its get_config tell all that decides its weights, "
-            f"and its build make them. Or give a function without arguments that makes the model."
+            f"{sent.get(key)}, as in the model that was sent. Let its get_config return everything that decides "
+            f"its weights, and its build make them. Or give a function without arguments that makes the model."
         )
     for key, array in weights.items():
         _backend().lend(own[key], array)

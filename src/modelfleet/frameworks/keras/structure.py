@@ -166,7 +166,7 @@ def _children(layer: keras.Operation) -> Iterator[tuple[str, keras.Operation]]:
 def _settings(layer: keras.Operation) -> Iterator[tuple[str, object]]:
     """Yield the settings of a layer: its attributes that are not Keras's bookkeeping.
 
-    The config would not do. It only names functions, may be incomplete for a user's own class, and making it
+    The config is not enough. It only names functions, may be incomplete for a user's own class, and making it
     imports TensorFlow on every backend.
     """
     yield "trainable", getattr(layer, "trainable", True)

@@ -26,12 +26,12 @@ _tasks: WeakValueDictionary[Hashable, "Task"] = WeakValueDictionary()  # tasks t
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """How models were compiled. Members that may be fused have the same task object."""
+    """Compile settings of models. Members that may be fused have the same task object."""
 
     summary: str
     key: Hashable = field(repr=False)
     plain: str | None = None
-    """Why a member runs on its own, by the functions of its own `fit`; None if its steps are pure functions."""
+    """Reason why a member runs alone, by the functions of its own `fit`; None if its steps are pure functions."""
 
 
 def task_of(model: keras.Model) -> Task:

@@ -45,7 +45,7 @@ class Replica:
         return self._outputs.of(rows, self._ask)
 
     def _ask(self, rows: Tree) -> Tree:
-        # Copied: a function may write to its input, and the rows may be the caller's own, or be asked again.
+        # Copied: a function may write to its input, and the rows may be the caller's own, or be tried again.
         return self._call(map_tree(np.array, rows))
 
     def out_of_memory(self, error: BaseException) -> bool:

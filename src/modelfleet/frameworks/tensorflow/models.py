@@ -1,7 +1,7 @@
-"""How each kind of TensorFlow's own models is called.
+"""Calling TensorFlow's own models.
 
-These are a `tf.Module` that can be called, a `tf.function`, one of its concrete functions, and what
-`tf.saved_model.load` returned. They run as they are: only Keras models say how they are trained.
+These are a callable `tf.Module`, a `tf.function`, one of its concrete functions, and what `tf.saved_model.load`
+returned. They run as they are: only Keras models say how they are trained.
 """
 
 from collections.abc import Callable, Mapping

@@ -18,8 +18,8 @@ from modelfleet.types import Tree
 
 Function = Callable[..., Tree]
 
-LONG = 6.0  # seconds still to run, from which on XLA's 1 to 5 seconds of compiling are won back
-TRIALS = 16  # calls, half of them XLA's form and half of them not, to see which is faster
+LONG = 6.0  # seconds left to run; with fewer, XLA's 1 to 5 seconds of compiling do not pay off
+TRIALS = 16  # calls that are timed to see which form is faster: half of them XLA's, half of them not
 
 # XLA draws other random numbers than TensorFlow does without it, and a member must draw what it draws alone. Its
 # convolutions on a CPU take several times as long: not worth a trial.

@@ -1,4 +1,4 @@
-"""Operations that `tf.vectorized_map` has no form for, though one is near at hand."""
+"""Rules for operations that `tf.vectorized_map` can't vectorize, although a vectorized form is simple."""
 
 from contextlib import suppress
 
@@ -6,7 +6,7 @@ import tensorflow as tf
 
 
 def register() -> None:
-    """Tell `vectorized_map` the forms it lacks. What can't be told runs for one member after the other."""
+    """Register the rules that `vectorized_map` lacks. Operations without a rule run one member at a time."""
     # TensorFlow 2.21 has no public way to add one; a later one may have them all, and refuse (KeyError).
     with suppress(ImportError, AttributeError, KeyError):
         from tensorflow.python.ops.parallel_for import pfor

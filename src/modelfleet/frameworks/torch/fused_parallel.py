@@ -21,7 +21,7 @@ from modelfleet.trees import leaves, map_tree
 from modelfleet.types import State, Tree
 
 Lead = tuple[State, Tensors]
-"""The stacked state, and the tensors that all members share."""
+"""Stacked state, and the tensors that all members share."""
 OwnRows = tuple[Tree, Tensor | None, Tensors]
 """Some rows of a batch, their weights, and their place in the batch, as `Steps.row_gradients` takes them."""
 

@@ -116,7 +116,7 @@ def matched(name: str, output: Tree, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _same_dtype(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    # A float64 target is NumPy's default, and no wish for precision. A float32 target beside a half is one.
+    # A float64 target is only NumPy's default. A float32 target beside a half-precision output is meant.
     known = target.dtype if target.is_floating_point() else output.dtype
     dtype = torch.promote_types(output.dtype, torch.float32 if known == torch.float64 else known)
     return output.to(dtype), target.to(dtype)

@@ -25,7 +25,7 @@ _KEEP_PAGES = {_MMAP_MAX: 0, _TRIM_THRESHOLD: 2**31 - 1, _TOP_PAD: 64 * 2**20}
 _DEFAULTS = {_MMAP_MAX: 65536, _TRIM_THRESHOLD: 64 * 2**20, _TOP_PAD: 128 * 2**10, _MMAP_THRESHOLD: 32 * 2**20}
 
 IDLE_SECONDS = 1.0  # without a computation, after which pages are returned
-CHECK_SECONDS = 0.25  # between two checks for that
+CHECK_SECONDS = 0.25  # between two checks of that time
 
 _lock = threading.Lock()
 _scopes = 0  # active `keeping_pages` contexts

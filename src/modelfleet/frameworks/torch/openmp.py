@@ -1,9 +1,9 @@
 """Let torch's waiting CPU threads sleep instead of spin while other processes need the cores.
 
 GNU's OpenMP, which torch uses on Linux, lets a thread spin for about a millisecond while it waits for its team. On
-an idle machine that is quickest. But if other processes are busy, a spinning thread keeps its core from the very
-thread that it waits for, and every small operation takes a time slice: beside three busy processes, the example of
-the README took 3 to 5 s instead of 0.6. `OMP_WAIT_POLICY=passive` prevents that, but it is read when torch is
+an idle machine that is quickest. But if other processes are busy, a spinning thread keeps its core from the thread
+that it waits for, and every small operation takes a time slice: beside three busy processes, the example of the
+README took 3 to 5 s instead of 0.6. `OMP_WAIT_POLICY=passive` prevents that, but it is read when torch is
 imported, and it slows down an idle machine.
 
 OpenMP stops spinning for long by itself if a process has more of its threads than there are cores. So while others
@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
-CHECK_SECONDS = 0.25  # between two looks at what else runs
-CALM_LOOKS = 8  # looks without other busy processes, after which threads may spin again
-IDLE_SECONDS = 1.0  # without a computation, after which nobody looks any more
+CHECK_SECONDS = 0.25  # between two checks for busy processes
+CALM_LOOKS = 8  # checks in a row without other busy processes, after which threads may spin again
+IDLE_SECONDS = 1.0  # without a computation, after which the checks end
 
 _GRAIN = 1 << 15  # numbers for which torch's operations use one more thread
 _USERS_OWN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")

@@ -21,7 +21,7 @@ from torch import Tensor
 from modelfleet.errors import RankLostError
 from modelfleet.formatting import without_period
 
-SECONDS_TO_REPORT = 2.0  # that the other ranks have, after a failure, to report that they are waiting, too
+SECONDS_TO_REPORT = 2.0  # after a failure, the other ranks have this long to report that they are waiting, too
 
 
 class ProcessGroup:

@@ -47,12 +47,12 @@ class Runner:
     program: Program
     compiler: Compiler
     others: "ByWidth"
-    """The runners of the same step by width, this one included."""
+    """Runners of the same step by width, this one included."""
     calls: int = 0
     seconds: float = 0.0
 
     def record(self, seconds: float) -> None:
-        """Record a call to predict. Compile once the calls have taken so long that it pays for as many again."""
+        """Record a call to predict. Compile once that would pay if as many calls came again."""
         self.calls += 1
         self.seconds += seconds
         if self.program.compiled:

@@ -58,7 +58,7 @@ class Replica:
             return call(self._model, inputs)
 
     def _placed(self, leaf: np.ndarray) -> Tensor:
-        # Copied: a model may write to its input, and the rows may be the caller's own, or be asked again.
+        # Copied: a model may write to its input, and the rows may be the caller's own, or be tried again.
         tensor = arrays.place(leaf, self._device, copy=True, exact=True)
         return tensor.to(_input_dtype(tensor.dtype, self._dtypes))
 

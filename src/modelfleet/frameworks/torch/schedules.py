@@ -346,7 +346,7 @@ class _Scheduler:
         try:
             self.scheduler.step(*loss)  # pyrefly: ignore[bad-argument-type]  # only ReduceLROnPlateau takes one
         except ValueError as error:
-            raise InputError(f"member {self.name!r}: its scheduler can't go on: {error}") from error
+            raise InputError(f"member {self.name!r}: its scheduler can't continue: {error}") from error
         self.steps += 1
 
     def read(self) -> list[tuple[str, float]]:

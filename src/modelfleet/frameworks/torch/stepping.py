@@ -23,7 +23,7 @@ from modelfleet.types import Kind, State, Tree
 
 
 class CoefficientSource(Protocol):
-    """The optimizer's numbers for the next steps, like `counting.CoefficientsAhead`."""
+    """Source of the optimizer's numbers for the next steps, like `counting.CoefficientsAhead`."""
 
     def next(self, state: State, hyper: Hyper, active: Tensor) -> CoefficientsByParameter:
         """Return the numbers of the next step of these members."""
@@ -136,7 +136,7 @@ class Stepper(Generic[OwnSteps]):
         self.coefficients.stepped(None)
 
     def refuse_unfusable(self, kind: Kind, batch: Batch) -> None:
-        """Raise CannotFuseError again for batches of a form that could not be fused. They are not traced again."""
+        """Raise the same CannotFuseError for batches of a form that could not be fused, without tracing them."""
         known = self._unfusable.get((kind, batch_form(batch))) if self._unfusable else None
         if known is not None:
             raise known
@@ -152,7 +152,7 @@ class Stepper(Generic[OwnSteps]):
             yield
         except StatefulError as error:
             raise StrategyError(
-                f"member {self._first!r} and those like it can't go on as one: {error}. "
+                f"member {self._first!r} and those like it can't stay fused: {error}. "
                 f'Use strategy="interleaved", where each member runs its own model.'
             ) from error
 

@@ -1,4 +1,4 @@
-"""What the steps of all lanes on torch have in common, whether of torch modules or of Keras models."""
+"""Interface of the steps of all lanes on torch, for torch modules and for Keras models."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ Tensors = dict[str, Tensor]
 
 
 class How(NamedTuple):
-    """How a step maps over the members of a lane."""
+    """Way in which a step maps over the members of a lane."""
 
     shared_data: bool
     """True if the data have no member axis."""
@@ -43,13 +43,13 @@ class LaneSteps(Protocol):
     """
 
     model: nn.Module
-    """The model whose Python runs for all members."""
+    """Model whose Python runs for all members."""
     modes: dict[str, bool]
-    """The modes in which the model is trained, by module."""
+    """Modes in which the model is trained, by module."""
     layout: frozenset[str]
-    """The parameters that are stored transposed."""
+    """Parameters that are stored transposed."""
     unused: frozenset[str]
-    """The parameters that take no part in the loss."""
+    """Parameters that take no part in the loss."""
     contiguous: bool
     """True if the model needs contiguous weights, for `weight.view(-1)`."""
     differentiates: bool

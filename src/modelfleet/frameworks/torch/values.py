@@ -1,4 +1,4 @@
-"""Values of a module's attributes as hashable ones that compare by content."""
+"""Hashable forms of a module's attributes, which compare by content."""
 
 import functools
 import hashlib

@@ -20,16 +20,16 @@ from modelfleet.frameworks.torch.compiling.worker import DONE, FAILED, remove
 from modelfleet.frameworks.torch.doctor_facts import cache_folder
 
 MANY_CORES = 8  # from this number on, two programs are compiled at once
-SETTLING_SECONDS = 0.5  # that a first request waits, because more valuable ones may follow
+SETTLING_SECONDS = 0.5  # a first request waits this long, because more valuable ones may follow
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How compiling ended.
+    """Outcome of compiling.
 
     Attributes:
         form: The form that was compiled; None if compiling failed.
-        reason: Why it failed.
+        reason: The reason why it failed.
     """
 
     form: str | None
@@ -76,7 +76,7 @@ class CompileProcess:
 
     @property
     def outcome(self) -> Outcome | None:
-        """Return how compiling ended; None while it goes on. Once it has ended, process and folder are removed."""
+        """Return how compiling ended; None while it runs. Once it has ended, process and folder are removed."""
         if self._outcome is None and os.getpid() == self._owner:
             found = self._poll()
             if found is not None:

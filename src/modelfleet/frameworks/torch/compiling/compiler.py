@@ -1,4 +1,4 @@
-"""Compile programs while training continues, and only where that saves more time than it costs (`decision.py`).
+"""Compile programs while training continues, if that saves more time than it costs (`decision.py`).
 
 Training starts on the traced graph at once. When enough work remains, the graph goes as text to a second process,
 which compiles it into torch's own cache on disk; this process then loads it from there in about a second. A second
@@ -165,8 +165,8 @@ def _report_failure(reason: str) -> None:
     """Log that compiling failed: as a warning the first time, then for debugging only."""
     logger.log(
         logging.DEBUG if _failures else logging.WARNING,
-        "a step could not be compiled: %s. Its members continue to train, uncompiled. Fix this to have it "
-        "compiled, or set MODELFLEET_COMPILE=never to not try it.",
+        "a step could not be compiled: %s. Its members continue to train, uncompiled. Fix the cause, or set "
+        "MODELFLEET_COMPILE=never, so that compiling is not tried.",
         reason.strip().rstrip("."),
     )
     _failures.append(reason)

@@ -1,4 +1,4 @@
-"""Refuse to fuse, or to stay fused, where a model's own state is in the way."""
+"""Refuse to fuse members, or to keep them fused, if a model's own state prevents it."""
 
 from collections.abc import Sequence
 from operator import is_
@@ -11,7 +11,7 @@ from modelfleet.frameworks.torch.structure import difference, hooked, overlappin
 
 
 class StatefulError(CannotFuseError):
-    """Python state keeps a model from being fused. No other member may run its Python either."""
+    """Raised if Python state keeps a model from being fused. No other member may run its Python either."""
 
 
 def refuse_unstackable(model: nn.Module) -> None:

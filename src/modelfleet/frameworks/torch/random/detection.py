@@ -23,7 +23,7 @@ _RANDOM_MODULES = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
 class DrawDetector:
-    """Tells whether a model may draw at its next step."""
+    """Finds out whether a model may draw at its next step."""
 
     def __init__(self, model: nn.Module, functions: Iterable[Callable[..., Any] | None]) -> None:
         self._rates: list[tuple[nn.Module, str]] = []  # modules that draw unless the attribute of this name is 0

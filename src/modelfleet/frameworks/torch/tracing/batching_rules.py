@@ -111,7 +111,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _normalization(plain: Callable[..., Tensor], float32_on_gpu: bool) -> Callable[..., Tensor]:
     # For one member alone, a kernel takes half-precision inputs with float32 weights and statistics, computes in
     # float32, and returns half precision. Under vmap, the operations that it is made of get both dtypes, and raise
-    # or go on in float32. With `float32_on_gpu`, autocast on a GPU returns float32.
+    # or continue in float32. With `float32_on_gpu`, autocast on a GPU returns float32.
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         kind = x.device.type
         if not _below_vmap() or not torch.is_autocast_enabled(kind) or x.dtype not in HALF_DTYPES:

@@ -1,4 +1,4 @@
-"""Remove from a traced graph what need not run.
+"""Remove operations from a traced graph that need not run.
 
 A compiler would do the same; this is for graphs that run uncompiled. Models compute the same small number again
 and again (an optimizer does so for each of its parameters), and every operation costs a call of some microseconds,
@@ -46,7 +46,7 @@ def simplify(module: fx.GraphModule) -> None:
 
 
 def _merge_equal_nodes(module: fx.GraphModule, targets: set[fx.Node]) -> None:
-    """Keep one of the nodes that compute the same of the same, except for `targets`, which are written to."""
+    """Merge nodes that compute the same from the same inputs, except for `targets`, which are written to."""
     known: dict[Hashable, fx.Node] = {}
     for node in list(module.graph.nodes):
         if node in targets:
@@ -62,7 +62,7 @@ def _merge_equal_nodes(module: fx.GraphModule, targets: set[fx.Node]) -> None:
 
 
 def _first_written(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield what a node writes to. For the result of an earlier write, that is what the earlier one wrote to."""
+    """Yield the targets that a node writes to. A write to an earlier write's result goes to that one's target."""
     for target in written(node):
         yield from _first_written(target) if is_write(target) else (target,)
 
@@ -108,7 +108,7 @@ def _key(module: fx.GraphModule, node: fx.Node) -> Hashable:
 
 
 def _hashable(value: object) -> Hashable:
-    """Return a key that tells 1, 1.0 and True apart."""
+    """Return a key that is different for 1, 1.0 and True."""
     if isinstance(value, list | tuple):
         return tuple(_hashable(part) for part in value)
     if isinstance(value, dict):
