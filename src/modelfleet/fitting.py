@@ -194,6 +194,7 @@ class Fit:
                 self._record_last_failures()
             stopped_by = "Ctrl-C" if self._ctrl_c.pressed else None
             self.active = self._training()
+            self._finish_members()
             self._call("on_fit_end")
             self._refuse_all_failed()
         finally:
@@ -267,6 +268,13 @@ class Fit:
         run.lane.rest(run.training())
         self.runs += halves
         self._run_of.update({name: half for half in halves for name in half.names})
+
+    def _finish_members(self) -> None:
+        """End the members' training as their framework does. Weights that a callback has put back stay."""
+        for run, names in self._current_runs():
+            positions = [run.lane.positions[name] for name in names if name not in self.history.kept]
+            if positions:
+                run.bring_here(to_change=True).engine.finish(positions)
 
     def _record_last_failures(self) -> None:
         """Record the members that have failed since the last epoch, in a run that was cut short."""

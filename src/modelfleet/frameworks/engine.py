@@ -92,6 +92,9 @@ class Engine(ABC):
     def stop(self) -> None:
         """Stop the work that runs during the training, such as compiling."""
 
+    def finish(self, positions: Positions) -> None:  # noqa: B027  most engines have nothing to do
+        """End the training of some members as their framework does. It may average their weights, for example."""
+
     # --- steps. `train` is `apply` of `gradients`, traced and compiled as one.
 
     @abstractmethod

@@ -20,7 +20,7 @@ from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.batch_errors import batch_error
 from modelfleet.frameworks.engine import NOTHING_LEFT, Engine, Hyper, Pace
 from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS
-from modelfleet.frameworks.keras.optimizers import built, left_unbuilt
+from modelfleet.frameworks.keras.optimizers import averages_weights, built, left_unbuilt
 from modelfleet.frameworks.keras.own_functions import FunctionName, as_tuple, call_own_function, evaluation_offset
 from modelfleet.frameworks.keras.own_variables import (
     assign_rows,
@@ -86,9 +86,12 @@ class PlainEngine(Engine):
         return "Keras's own train step, eager" if self.model.run_eagerly else "Keras's own train step"
 
     def stop(self) -> None:
-        """Finish a fit as Keras does: an optimizer may replace the weights by their averages."""
+        """Do nothing: nothing runs beside the steps."""
+
+    def finish(self, positions: Positions) -> None:
+        """Finish the training as Keras does: an optimizer may replace the weights by their averages."""
         optimizer: Any = getattr(self.model, "optimizer", None)
-        if getattr(optimizer, "use_ema", False) and int(ops.convert_to_numpy(optimizer.iterations)) > 0:
+        if averages_weights(optimizer) and int(ops.convert_to_numpy(optimizer.iterations)) > 0:
             optimizer.finalize_variable_values(self.model.trainable_variables)
             for variable in self.model.trainable_variables:
                 # A copy: on JAX, a later step that donates the weights would also donate the average (Keras 3.15).
