@@ -34,7 +34,7 @@ ORDER = (
     "interrupts members",
     "joining recipe",
     "each devices",
-    "fingerprints foreign_words streams trees words",
+    "directions fingerprints foreign_words streams trees words",
     "errors types",
 )
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.split()}

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from modelfleet import frameworks
+from modelfleet.directions import Mode, direction
 from modelfleet.errors import InputError, nearest
-from modelfleet.history import History, Mode, direction, plain
+from modelfleet.history import History, plain
 from modelfleet.types import Json, Model
 
 Snapshot: TypeAlias = Any

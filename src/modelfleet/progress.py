@@ -9,8 +9,9 @@ from importlib.util import find_spec
 from statistics import median
 from typing import TYPE_CHECKING
 
+from modelfleet.directions import direction
 from modelfleet.errors import InputError
-from modelfleet.history import History, direction
+from modelfleet.history import History
 from modelfleet.words import count, duration
 
 if TYPE_CHECKING:

@@ -61,8 +61,8 @@ class RowDivision:
         part = self._own_rows(batch) or self._rows_between(0, 1, batch)
         self._programs.program("row_gradients", (*lead, *part), batch.shared)
 
-    def step(self, lead: Lead, coefficients: Coefficients, active: Tensor, batch: Batch, pace: Pace) -> None:
-        """Take one train step of which this rank computes its own rows.
+    def step(self, lead: Lead, coefficients: Coefficients, active: Tensor, batch: Batch, pace: Pace) -> Tensor:
+        """Take one train step of which this rank computes its own rows. Return the losses `(member,)` of all rows.
 
         Raises:
             StrategyError: The rows of the batch can't be divided.
@@ -75,7 +75,7 @@ class RowDivision:
         else:
             numbers, columns = self._programs.row_gradients(lead, part, shared_data=batch.shared, pace=pace)
         self.group.sum([numbers, columns])
-        self._programs.apply("row_apply", lead, (coefficients, active, numbers, columns))
+        return self._programs.apply("row_apply", lead, (coefficients, active, numbers, columns))
 
     def _refuse_indivisible(self, lead: Lead, batch: Batch) -> None:
         reason = self.reason_against(lead, batch)
