@@ -8,6 +8,7 @@ import pytest
 from tests.frameworks.keras import models
 
 import modelfleet as mf
+from modelfleet.frameworks.keras import copy_model
 
 ROWS = {"a": 41, "b": 10}  # more steps than a call takes
 RATES = {"a": 0.01, "b": 0.02}
@@ -32,12 +33,18 @@ class Telling(keras.Sequential):
         return {**found, "largest": keras.ops.max(y_pred)}
 
 
+def eager() -> tuple[mf.Fleet, dict[str, keras.Model]]:
+    """A fleet of models that train by Keras's own steps, and copies of the models."""
+    own = {name: models.mlp(seed=seed) for seed, name in enumerate(RATES)}
+    for name, model in own.items():
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(models.adam(RATES[name]), loss, metrics=["accuracy"], run_eagerly=True)
+    return mf.Fleet(own), {name: copy_model(model) for name, model in own.items()}
+
+
 @pytest.mark.parametrize("kind", ["fused", "interleaved", "eager"])
 def test_the_losses_are_those_of_keras(kind: str) -> None:
-    fleet, expected = models.fresh(**RATES)
-    if kind == "eager":
-        for model in (*(fleet[name] for name in RATES), *expected.values()):
-            model.run_eagerly = True
+    fleet, expected = eager() if kind == "eager" else models.fresh(**RATES)
     x, y = models.data(41)
     strategy: Any = "fused" if kind == "fused" else "interleaved"
     history = fleet.fit(
