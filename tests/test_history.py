@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jupyter_client.manager import KernelManager
 
+from modelfleet.directions import direction
 from modelfleet.errors import InputError, MissingExtraError, StoreError
-from modelfleet.history import Failure, History, direction
+from modelfleet.history import Failure, History
 
 NAN = math.nan
 

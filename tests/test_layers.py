@@ -34,6 +34,7 @@ ORDER = (
     "interrupts members",
     "joining recipe",
     "each devices",
+    "directions",
     "fingerprints formatting shuffles trees unknown_names",
     "errors types",
 )

@@ -5,9 +5,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
+from modelfleet.directions import Mode, direction
 from modelfleet.errors import InputError
 from modelfleet.frameworks.conversions import wrap_keras_callbacks
-from modelfleet.history import History, Mode, direction, plain
+from modelfleet.history import History, plain
 from modelfleet.types import Json, Model
 from modelfleet.unknown_names import nearest
 

@@ -39,6 +39,7 @@ _HISTORY = {
     "stopped": {str: int},
     "kept": {str: int},
     "initial_epoch?": int,
+    "steps?": {str: {str: [(float, str)]}},
 }
 _LANE = {
     "members": [str],
@@ -127,7 +128,7 @@ def check_manifest(folder: Path, manifest: Manifest) -> None:
             if f"lane-{number}" not in manifest["files"]:
                 raise ValueError(f"it has no data file of lane {number}")
         history = manifest["history"]
-        for name in (*history["failed"], *history["stopped"], *history["kept"]):
+        for name in (*history["failed"], *history["stopped"], *history["kept"], *history.get("steps", ())):
             if name not in history["metrics"]:
                 raise ValueError(f"its history has no member {name!r}")
     except ValueError as error:

@@ -191,9 +191,10 @@ class Fit:
                             self._handle_epoch(event.reports)
                         self._save()
             if self._ctrl_c.pressed:
-                self._record_last_failures()
+                self._record_last_steps()
             stopped_by = "Ctrl-C" if self._ctrl_c.pressed else None
             self.active = self._training()
+            self._finish_members()
             self._call("on_fit_end")
             self._refuse_all_failed()
         finally:
@@ -236,7 +237,8 @@ class Fit:
     def _handle_epoch(self, reports: Reports) -> None:
         self.epoch = self._past + max(report.epoch for _, report in reports)
         took_part: set[str] = set()
-        for _, report in reports:
+        for run, report in reports:
+            self._record_steps(run, report.epoch)
             for name, values in report.values.items():
                 self.history.record(name, values)
             self._record_failures(report.failures)
@@ -263,16 +265,30 @@ class Fit:
 
     def _halve(self, run: LaneRun) -> None:
         """Replace a lane that has run out of memory by two."""
+        self._record_steps(run, run.epoch + 1)
         halves = self._halve_run(run)
         run.lane.rest(run.training())
         self.runs += halves
         self._run_of.update({name: half for half in halves for name in half.names})
 
-    def _record_last_failures(self) -> None:
-        """Record the members that have failed since the last epoch, in a run that was cut short."""
+    def _finish_members(self) -> None:
+        """End the members' training as their framework does. Weights that a callback has put back stay."""
+        for run, names in self._current_runs():
+            positions = [run.lane.positions[name] for name in names if name not in self.history.kept]
+            if positions:
+                run.bring_here(to_change=True).engine.finish(positions)
+
+    def _record_last_steps(self) -> None:
+        """Record the steps and failures since the last epoch, in a run that was cut short."""
         for run in self.runs:
             run.bring_here()
+            self._record_steps(run, run.epoch + 1)
             self._record_failures(run.find_failures(run.epoch + 1))
+
+    def _record_steps(self, run: LaneRun, epoch: int) -> None:
+        """Record the losses of single steps, which belong to this epoch of a lane."""
+        for name, losses in run.take_losses().items():
+            self.history.record_steps(name, self._past + epoch, losses)
 
     def _record_failures(self, failures: Mapping[str, Failure]) -> None:
         for name, failure in failures.items():
@@ -334,6 +350,8 @@ class Fit:
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
+        for run in self.runs if self._to_save else ():
+            self._record_steps(run, run.epoch + 1)
         for folder in dict.fromkeys(self._to_save):
             checkpoints.save(folder, self)
         self._to_save.clear()

@@ -365,6 +365,7 @@ class Fleet:
         steps_per_epoch: int | Each | None = None,
         sample_weight: Data = None,
         class_weight: dict[int, float] | None = None,
+        record_steps: bool = False,
     ) -> History:
         """Train every member. A second `fit` continues from where the members are.
 
@@ -390,6 +391,7 @@ class Fleet:
             sample_weight: For arrays, a weight for every row, which multiplies the row's loss; one array for all,
                 or `each(...)`. A loader gives weights in its batches: (x, y, weights).
             class_weight: For Keras models, {label: weight}.
+            record_steps: Record the loss of every step of every member, for `history.steps(name)`.
 
         Returns:
             The history: every member's metrics, epoch by epoch.
@@ -422,6 +424,7 @@ class Fleet:
             share=share,
             steps_per_epoch=steps_per_epoch,
             class_weight=class_weight,
+            record_steps=record_steps,
         )
         job.check()
         job = job.without_past()

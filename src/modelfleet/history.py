@@ -1,14 +1,14 @@
 """History of a fit: every member's metrics, epoch by epoch, and which members failed or were stopped."""
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
+from modelfleet.directions import Mode, direction
 from modelfleet.errors import FleetError, InputError, MissingExtraError, StoreError
 from modelfleet.formatting import count
 from modelfleet.frameworks.errors import REASONS
@@ -18,39 +18,6 @@ from modelfleet.unknown_names import unknown
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
-
-Mode = Literal["auto", "min", "max"]
-
-# The last word of a metric's name decides: "val_mean_squared_error" is an error.
-_LOWER_IS_BETTER = re.compile("loss|error|mse|mae|rmse|msle|rmsle|mape|nll|bce|crossentropy|perplexity")
-_HIGHER_IS_BETTER = re.compile("accuracy|acc|auc|auroc|auprc|r2|f1|precision|recall|iou|dice")
-_TOP_K = re.compile(r"(^|_)top_?(k|\d+)$")
-
-
-def direction(metric: str, mode: str = "auto") -> Literal["min", "max"]:
-    """Return "min" if lower values of a metric are better, "max" if higher ones are.
-
-    Args:
-        metric: The name of the metric, which decides if `mode` is "auto".
-        mode: "min" or "max" to decide regardless of the name.
-
-    Raises:
-        InputError: If the name does not say which is better, or the mode is unknown.
-    """
-    if mode == "min" or mode == "max":
-        return mode
-    if mode != "auto":
-        raise unknown("mode", mode, ("auto", "min", "max"))
-    name = re.sub(r"[^a-z0-9]+", "_", metric.lower()).replace("cross_entropy", "crossentropy")
-    words = name.removesuffix("_score").split("_")
-    if "neg" not in words:  # scikit-learn's neg_mean_squared_error is better when higher
-        if _LOWER_IS_BETTER.fullmatch(words[-1]):
-            return "min"
-        if _HIGHER_IS_BETTER.fullmatch(words[-1]) or _TOP_K.search(name):
-            return "max"
-    raise InputError(
-        f'it is unknown whether a higher or a lower {metric!r} is better. Give mode="min" or mode="max".'
-    )
 
 
 @dataclass(frozen=True)
@@ -108,6 +75,7 @@ class History:
         self.failed: dict[str, Failure] = {}
         self.stopped: dict[str, int] = {}
         self.kept: dict[str, int] = {}
+        self._steps: dict[str, dict[int, list[float]]] = {}  # losses of single steps, by member and epoch
         self.hyperparameters: dict[str, dict[str, object]] = {
             name: dict(own) for name, own in (hyperparameters or {}).items()
         }
@@ -163,10 +131,32 @@ class History:
             series.append(float(values.get(metric, math.nan)))
         self.kept.pop(name, None)
 
+    def record_steps(self, name: str, epoch: int, losses: Iterable[float]) -> None:
+        """Append the losses of steps that a member has taken in an epoch."""
+        self[name]  # raises for an unknown member
+        self._steps.setdefault(name, {}).setdefault(epoch, []).extend(losses)
+
+    def steps(self, name: str) -> dict[str, list[float]]:
+        """Return a member's loss at every step: `{"loss": [one per step]}`.
+
+        It is the loss of the step's batch, before the step has changed the weights. If the member failed, the last
+        one belongs to the step at which it failed. Metrics are recorded by epoch only.
+
+        Raises:
+            InputError: If the member is unknown, or no steps were recorded.
+        """
+        self[name]  # raises for an unknown member
+        self._check_steps()
+        return {"loss": [loss for losses in self._steps.get(name, {}).values() for loss in losses]}
+
     def fail(self, name: str, failure: Failure) -> None:
         """Record that a member was set aside."""
         self[name]  # raises for an unknown member
         self.failed[name] = failure
+        before = 0  # a turn may have more steps than the member took
+        for losses in self._steps.get(name, {}).values():
+            del losses[max(0, failure.step - before) :]
+            before += len(losses)
 
     def extend(self, other: "History") -> None:
         """Append the epochs of a later fit.
@@ -183,6 +173,8 @@ class History:
                 outcomes.pop(name, None)
             for epoch in range(_length(later)):
                 self.record(name, {metric: series[epoch] for metric, series in later.items()})
+            for epoch, losses in other._steps.get(name, {}).items():
+                self.record_steps(name, epoch + before, losses)
             if name in other.failed:
                 failure = other.failed[name]
                 self.failed[name] = replace(failure, epoch=failure.epoch + before)
@@ -248,32 +240,49 @@ class History:
             )
         return ranking[0][0]
 
-    def frame(self) -> "DataFrame":
-        """Return a pandas DataFrame with one row per member and epoch.
+    def frame(self, by: Literal["epoch", "step"] = "epoch") -> "DataFrame":
+        """Return a pandas DataFrame with one row per member and epoch, or per member and step.
 
         Its columns are `member`, `epoch` (from 1, or after `initial_epoch`), the hyperparameters, and the metrics.
-        A hyperparameter that has the name of another column gets the prefix `hyperparameter_`.
+        By step, they are `member`, `epoch`, `step` (from 1), the hyperparameters, and `loss`. A hyperparameter
+        that has the name of another column gets the prefix `hyperparameter_`.
+
+        Args:
+            by: "epoch", or "step" for the losses that `fit(record_steps=True)` has recorded.
 
         Raises:
+            InputError: If `by` is unknown, or no steps were recorded.
             MissingExtraError: If pandas is not installed.
         """
+        if by not in ("epoch", "step"):
+            raise unknown("by", by, ("epoch", "step"))
         pandas = _package("pandas", "history.frame()")
-        metrics = self.metrics
-        taken = {"member", "epoch", *metrics}
-        keys = dict.fromkeys(key for name in self._values for key in self.hyperparameters.get(name, {}))
+        columns = {name: self._columns(name) if by == "epoch" else self._step_columns(name) for name in self}
+        first = ("member", "epoch", "step") if by == "step" else ("member", "epoch")
+        last = ("loss",) if by == "step" else self.metrics
+        taken = {*first, *last}
+        keys = dict.fromkeys(key for name in self for key in self.hyperparameters.get(name, {}))
         renamed = {key: f"hyperparameter_{key}" if key in taken else key for key in keys}
-        columns: dict[str, list[object]] = {
-            column: [] for column in ("member", "epoch", *renamed.values(), *metrics)
-        }
-        for name, values in self._values.items():
-            epochs = _length(values)
-            columns["member"] += [name] * epochs
-            columns["epoch"] += range(self.initial_epoch + 1, self.initial_epoch + epochs + 1)
+        found: dict[str, list[object]] = {column: [] for column in (*first, *renamed.values(), *last)}
+        for name, own in columns.items():
+            rows = len(own["epoch"])
+            found["member"] += [name] * rows
             for key, column in renamed.items():
-                columns[column] += [self.hyperparameters.get(name, {}).get(key)] * epochs
-            for metric in metrics:
-                columns[metric] += values.get(metric, [math.nan] * epochs)
-        return pandas.DataFrame(columns)
+                found[column] += [self.hyperparameters.get(name, {}).get(key)] * rows
+            for column in (*first[1:], *last):
+                found[column] += own.get(column, [math.nan] * rows)
+        return pandas.DataFrame(found)
+
+    def _columns(self, name: str) -> dict[str, list[Any]]:
+        """Return a member's epochs and its metrics."""
+        start = self.initial_epoch + 1
+        return {**self[name], "epoch": list(range(start, start + _length(self[name])))}
+
+    def _step_columns(self, name: str) -> dict[str, list[Any]]:
+        """Return a member's steps with their epochs and losses."""
+        losses = self.steps(name)["loss"]
+        epochs = [epoch for epoch, own in self._steps.get(name, {}).items() for _ in own]
+        return {"epoch": epochs, "step": list(range(1, len(losses) + 1)), "loss": losses}
 
     def plot(self, metric: str | None = None, path: str | Path | None = None, *, mode: Mode = "auto") -> "Figure":
         """Draw every member's learning curve, with the best one highlighted.
@@ -316,7 +325,12 @@ class History:
 
         Hyperparameters are left out, because they may be any objects.
         """
+        steps = {
+            name: {str(epoch): [plain(loss) for loss in losses] for epoch, losses in epochs.items()}
+            for name, epochs in self._steps.items()
+        }
         return {
+            **({"steps": steps} if steps else {}),
             "metrics": {
                 name: {metric: [plain(value) for value in series] for metric, series in values.items()}
                 for name, values in self._values.items()
@@ -338,6 +352,9 @@ class History:
             history = cls(stored["metrics"], initial_epoch=int(stored.get("initial_epoch", 0)))
             for name, values in stored["metrics"].items():
                 history[name].update((metric, [float(v) for v in series]) for metric, series in values.items())
+            for name, epochs in stored.get("steps", {}).items():
+                for epoch, losses in epochs.items():
+                    history.record_steps(name, int(epoch), map(float, losses))
             history.failed = {name: Failure(**failure) for name, failure in stored["failed"].items()}
             history.stopped = {name: int(epoch) for name, epoch in stored["stopped"].items()}
             history.kept = {name: int(epoch) for name, epoch in stored["kept"].items()}
@@ -360,6 +377,10 @@ class History:
             return self.ranking(metric, mode=mode)
         except InputError:
             return []
+
+    def _check_steps(self) -> None:
+        if not self._steps:
+            raise InputError("no steps were recorded. Call fit with record_steps=True.")
 
     def _check_recorded(self, metric: str) -> None:
         metrics = self.metrics

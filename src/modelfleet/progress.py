@@ -9,9 +9,10 @@ from importlib.util import find_spec
 from statistics import median
 from typing import TYPE_CHECKING
 
+from modelfleet.directions import direction
 from modelfleet.errors import InputError
 from modelfleet.formatting import count, duration
-from modelfleet.history import History, direction
+from modelfleet.history import History
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

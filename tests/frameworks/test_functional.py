@@ -81,7 +81,7 @@ class LineDefinition(Definition):
             "optimizer": {**slots, "000.speed": speed},
             "metrics": found["metrics"],
         }
-        return new, jnp.isfinite(found["loss"]), jnp.isfinite(found["gradients"])
+        return new, found["loss"], jnp.isfinite(found["gradients"])
 
     def evaluate(self, state: State, metrics: Any, batch: Any, weights: Any) -> tuple[dict[str, Any], State]:
         added = self._added(metrics, *self._loss(state["params"]["000.slope"], batch, weights))
@@ -211,8 +211,8 @@ def test_trouble_stays_with_its_member(value: float, code: int) -> None:
 
 def test_a_gradient_that_is_not_finite_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     def bad(self: LineDefinition, state: State, hyper: Any, batch: Any, weights: Any) -> Any:
-        new, good_loss, _ = original(self, state, hyper, batch, weights)
-        return new, good_loss, state["optimizer"]["001.rate"] < 0.25
+        new, loss, _ = original(self, state, hyper, batch, weights)
+        return new, loss, state["optimizer"]["001.rate"] < 0.25
 
     original = LineDefinition.train
     monkeypatch.setattr(LineDefinition, "train", bad)

@@ -23,6 +23,8 @@ Hyper = Mapping[str, Tensor]
 Pace = tuple[int, float | None]
 """Number of steps that are left, and the seconds per step so far."""
 NOTHING_LEFT: Pace = (0, None)
+Record = Callable[[Tensor | np.ndarray, np.ndarray | None], None]
+"""Takes the losses `(slot,)` of a step or `(step, slot)` of several, and their slots; None for all slots."""
 ProcessGroup: TypeAlias = Any
 """Processes that compute the rows of a batch together: an instance of the adapter's `ProcessGroup`."""
 
@@ -45,6 +47,8 @@ class Engine(ABC):
     """Best number of steps for one call of `train`; 1 if more steps gain nothing."""
     parts_in_models: Collection[str] = WEIGHTS
     """Parts of the state that the members' models contain themselves: `gather` and `scatter` move these."""
+    record: Record | None = None
+    """Called after every call of `train` and `train_some` with the losses. None if nobody wants them."""
     changed: bool = False
     """True if evaluating or predicting has changed the state since the last `scatter` of all members."""
 
@@ -91,6 +95,9 @@ class Engine(ABC):
     @abstractmethod
     def stop(self) -> None:
         """Stop the work that runs during the training, such as compiling."""
+
+    def finish(self, positions: Positions) -> None:  # noqa: B027  most engines have nothing to do
+        """End the training of some members as their framework does. It may average their weights, for example."""
 
     # --- steps. `train` is `apply` of `gradients`, traced and compiled as one.
 

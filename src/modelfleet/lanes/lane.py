@@ -17,6 +17,7 @@ from modelfleet.frameworks.stacked import Given
 from modelfleet.lanes.masking import pieces, prediction_pieces
 from modelfleet.lanes.outputs import join_batches, member_rows
 from modelfleet.lanes.spec import LaneSpec
+from modelfleet.lanes.step_losses import StepLosses
 from modelfleet.lanes.step_times import StepTimes
 from modelfleet.lanes.work import Work
 from modelfleet.members import Member
@@ -62,6 +63,8 @@ class Lane:
         self._failed = np.zeros(len(members), dtype=bool)  # by slot: True if the member was set aside
         self._positions = {member.name: position for position, member in enumerate(members)}
         self._times = StepTimes()
+        self._losses: StepLosses | None = None  # of single steps, if they are wanted
+        self._live = self._on  # by slot: True if the member takes the current step
         self._active: tuple[bytes, Tensor] | None = None  # the last mask, by its bytes
         self._hyper: tuple[Columns, dict[str, Tensor]] | None = None  # the last columns, and their tensors
 
@@ -133,6 +136,7 @@ class Lane:
             live = self._on & (piece.counts > 0)
             if not live.any():
                 continue
+            self._live = live
             causes.update(self._train(piece, live, hyper, steps_left))
             live[list(causes)] = False
             self.steps[self.slots[live]] += piece.steps or 1
@@ -181,6 +185,28 @@ class Lane:
                     raise
                 causes[slot] = raised
         return causes
+
+    def record_losses(self, *, on: bool) -> None:
+        """Record the losses of single steps from now on, or stop it."""
+        self._losses = StepLosses() if on else None
+        self.engine.record = self._record if on else None
+
+    @property
+    def losses(self) -> StepLosses | None:
+        """Return the losses of single steps that were not taken yet; None if they are not recorded."""
+        return self._losses
+
+    def take_losses(self) -> dict[str, list[float]]:
+        """Return the losses of the steps since the last call by member, if they are recorded."""
+        if not self._losses:
+            return {}
+        found = self._losses.take(self.members[0].framework.arrays)
+        return {self.members[position].name: losses for position, losses in found.items()}
+
+    def _record(self, losses: Tensor | np.ndarray, slots: np.ndarray | None) -> None:
+        assert self._losses is not None
+        columns = np.flatnonzero(self._live) if slots is None else np.arange(len(slots))
+        self._losses.add(losses, columns, self.slots[columns if slots is None else slots])
 
     def ready(self, batch: Batch, kind: Kind) -> None:
         """Prepare the program for batches like this one, or raise `CannotFuseError` if it can't be fused."""

@@ -67,6 +67,7 @@ class RemoteLanes:
             run, progress, report = self.runs[lane.number], lane.progress, lane.report
             remote = _remote(run)
             remote.state = map_tree(np.array, lane.state)
+            run.add_losses(lane.losses)
             run.busy = False
             run.lane.steps[:] = progress.lane["steps"]
             run.lane.epochs[:] = progress.lane["epochs"]

@@ -60,6 +60,8 @@ class LaneUpdate:
     state: State
     progress: Progress
     report: EpochReport | None
+    losses: dict[str, list[float]]
+    """Losses of single steps since the last update, by member, if they are recorded."""
 
 
 @dataclass(frozen=True)

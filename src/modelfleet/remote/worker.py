@@ -132,8 +132,10 @@ class _WorkerLanes:
 
     def update(self, run: LaneRun, report: EpochReport | None = None) -> LaneUpdate:
         """Return a lane's state. The owner keeps it, so that nothing is lost if this worker dies."""
-        state = run.host_state() if self._reports_state else {}
-        return LaneUpdate(self._numbers[id(run)], state, run.progress(), report)
+        losses = run.take_losses()
+        if not self._reports_state:
+            return LaneUpdate(self._numbers[id(run)], {}, run.progress(), report, {})
+        return LaneUpdate(self._numbers[id(run)], run.host_state(), run.progress(), report, losses)
 
     def apply(self, reply: OwnerReply, reports: Reports) -> None:
         """Stop the members and load the states that the owner's reply names."""

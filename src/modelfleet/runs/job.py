@@ -27,6 +27,7 @@ class Job:
     share: int | Each | None = None
     steps_per_epoch: int | Each | None = None
     class_weight: dict[int, float] | None = None
+    record_steps: bool = False
     _by_name: dict[str, dict[str, Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def by_name(self, name: str) -> dict[str, Any]:

@@ -123,6 +123,7 @@ class LaneRun:
         """Error of the last step that raised."""
         self._tried: set[tuple[int, int | None]] = set()
         self._failed: dict[str, Failure] = {}
+        self._losses: dict[str, list[float]] = {}  # of single steps, by member
 
     @property
     def names(self) -> list[str]:
@@ -188,6 +189,7 @@ class LaneRun:
         columns = self.schedules.at(self.steps_done)
         kind = batch.size, batch.steps
         backup = None if kind in self._tried or self.lane.engine.undoes_steps else self._backup()
+        recorded = len(self.lane.losses or ())
         try:
             self.lane.train(batch, columns, self._steps_left())
         except StepError as error:
@@ -197,6 +199,8 @@ class LaneRun:
         except Exception as error:
             if not self.lane.engine.out_of_memory(error):
                 raise
+            if self.lane.losses is not None and backup is not None:
+                self.lane.losses.forget_after(recorded)
             self._run_out_of_memory(error, backup)
             return 0
         self._tried.add(kind)
@@ -211,6 +215,7 @@ class LaneRun:
         self.epoch += 1
         on = self.lane.on()
         values = self.lane.epoch_values()
+        self.add_losses(self.lane.take_losses())
         self._epoch_seconds += time.perf_counter() - begun  # the device has done all steps by now
         steps = self.step_in_epoch - self._first_step
         self.lane.record_time(steps, self._epoch_seconds, first=self.epoch == 1)
@@ -229,6 +234,17 @@ class LaneRun:
         self.lane.epochs[still] += 1
         results = {self.lane.members[position].name: rows[position] for position in np.flatnonzero(still)}
         return EpochReport(self.epoch, results, failures, steps, self._epoch_seconds)
+
+    def add_losses(self, losses: Mapping[str, Sequence[float]]) -> None:
+        """Keep the losses of single steps until somebody takes them."""
+        for name, own in losses.items():
+            self._losses.setdefault(name, []).extend(own)
+
+    def take_losses(self) -> dict[str, list[float]]:
+        """Return the losses of the steps since the last call by member, if they are recorded."""
+        self.add_losses(self.lane.take_losses())
+        found, self._losses = self._losses, {}
+        return found
 
     def begin(self) -> None:
         """Take members without epochs left out of the training."""
@@ -400,6 +416,7 @@ def make_runs(opened: Sequence[OpenLane], feeding: Feeding) -> list[LaneRun]:
         steps = job.limit_steps(one.feed.steps, lane.names)
         schedules = make_schedules(lane, steps, own_epochs, job.initial_epoch)
         lane.engine.clear_trouble()
+        lane.record_losses(on=job.record_steps)
         turns = max(shares[name] or 1 for name in lane.names)
         runs.append(
             LaneRun(

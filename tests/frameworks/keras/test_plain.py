@@ -1,5 +1,6 @@
 """Members whose steps are not functions of their variables: they run as their own `fit` would run them."""
 
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -201,6 +202,59 @@ def test_accumulated_gradients_with_averaged_weights_are_as_in_keras() -> None:
     mf.Fleet([model]).fit((x, x[:, :1]), batch_size=4, shuffle=False, progress=False)
     for mine, theirs in zip(model.get_weights(), expected.get_weights(), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+
+
+def averaged(kind: str) -> keras.Model:
+    """A model whose optimizer averages the weights: by itself, within another one, or for one layer."""
+    model = keras.Sequential(parts(3))
+    optimizer: Any = keras.optimizers.SGD(1.0, use_ema=True, ema_momentum=0.5)
+    if kind == "scaled":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=4.0)
+    elif kind == "by layer":
+        chosen = keras.optimizers.OptimizerMap(default_optimizer=keras.optimizers.SGD(0.5))
+        chosen[f"^{model.layers[0].name}/"] = optimizer
+        optimizer = keras.optimizers.MultiOptimizer(chosen)
+    return compiled(model, optimizer)
+
+
+@pytest.mark.parametrize("patience", [1, 9, None])
+@pytest.mark.parametrize("kind", ["itself", "scaled", "by layer"])
+def test_best_weights_are_put_back_after_the_average_as_in_keras(kind: str, patience: int | None) -> None:
+    model, expected = averaged(kind), averaged(kind)
+    x, y = models.data(16)
+    validation = models.data(16, seed=5)
+    options: Any = {"epochs": 6, "batch_size": 8, "shuffle": False}
+
+    def stop() -> list[Any]:
+        restore = patience is not None
+        return [keras.callbacks.EarlyStopping("val_loss", patience=patience or 9, restore_best_weights=restore)]
+
+    history = expected.fit(x, y, validation_data=validation, callbacks=stop(), verbose=0, **options).history
+    assert np.argmin(history["val_loss"]) < len(history["val_loss"]) - 1  # the best weights are not the last
+    found = mf.Fleet({"a": model}).fit((x, y), validation=validation, callbacks=stop(), progress=False, **options)
+    close(found["a"], history)
+    models.same(model, expected, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("patience", [1, 9])
+def test_best_weights_of_a_resumed_run_are_not_averaged(patience: int, tmp_path: Path) -> None:
+    x, y = models.data(16)
+    validation = models.data(16, seed=5)
+
+    class Weights(mf.Callback):
+        def on_epoch_end(self, run: Any) -> None:
+            weights.append(run.sync("a").get_weights())
+
+    weights: list[list[np.ndarray]] = []
+    for _ in range(2):  # the second time, nothing is left to train
+        model = averaged("itself")
+        given = [Weights(), mf.EarlyStopping(patience=patience, restore_best=True), mf.Checkpoint(tmp_path)]
+        history = mf.Fleet({"a": model}).fit(
+            (x, y), validation=validation, callbacks=given, epochs=6, batch_size=8, shuffle=False, progress=False
+        )
+        assert history.kept["a"] < len(history["a"]["loss"]) == len(weights)
+        for found, best in zip(model.get_weights(), weights[history.kept["a"] - 1], strict=True):
+            np.testing.assert_array_equal(found, best)
 
 
 @pytest.mark.skipif(keras.config.backend() == "jax", reason="Keras's own step on JAX loses metrics' masks")

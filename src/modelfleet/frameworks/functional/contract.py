@@ -63,7 +63,7 @@ class Definition(Protocol):
     ) -> tuple[State, Tensor, Tensor]:
         """Return the state, its `PARTS`, after an update by what `gradients` returned.
 
-        Also returns two scalars: if the loss was finite, and if the gradient was finite.
+        Also returns two scalars: the loss, and True if the gradient was finite.
         """
         ...
 
@@ -149,6 +149,10 @@ class Backend(Protocol):
         """* Return `new` for the members `(member,)` that are chosen, and `old` for the others."""
         ...
 
+    def is_finite(self, tensor: Tensor) -> Tensor:
+        """* Return True for each number that is finite."""
+        ...
+
     def take(self, tree: Tree, rows: Tensor) -> Tree:
         """* Return the rows `(n,)` of every tensor."""
         ...
@@ -161,10 +165,11 @@ class Backend(Protocol):
         """Return every tensor or NumPy array with a longer first axis. The new rows are never read."""
         ...
 
-    def loop(self, step: Callable[[State, Tree], State], state: State, xs: Tree, count: Tensor) -> State:
-        """* Return the state after `count` times `state = step(state, x)`, where x is the next slice of `xs`.
+    def loop(self, step: Callable[[Tree, Tree, Tensor], Tree], state: Tree, xs: Tree, count: Tensor) -> Tree:
+        """* Return the state after `count` times `state = step(state, x, number)`.
 
-        `count` may be smaller than the number of slices. It is known only when the program runs.
+        `x` is the next slice of `xs`, and `number` counts from 0. `count` may be smaller than the number of
+        slices. It is known only when the program runs.
         """
         ...
 

@@ -62,21 +62,38 @@ class FunctionalEngine(FunctionalState):
         """Take the steps of a batch for the active members."""
         data, weights, steps = batch.data, batch.weights, batch.steps
         if steps is None:
-            self.state = self.programs.run("train", batch.shared, self.state, hyper, active, data, weights)
+            args = (self.state, hyper, active, data, weights)
+            self._keep(self.programs.run("train", batch.shared, *args, *self._record_argument))
             return
         # A program for each power of two serves any number of steps: the loop ends after `steps`.
         room = 1 << (steps - 1).bit_length()
         if room > steps:
             data, weights = self.backend.lengthened((data, weights), room)
-        self.state = self.programs.run("several", batch.shared, self.state, hyper, active, data, weights, steps)
+        args = (self.state, hyper, active, data, weights, steps)
+        losses = () if self.record is None else (self.tensor(np.zeros((room, self._width))),)
+        self._keep(self.programs.run("several", batch.shared, *args, *losses), steps=steps)
 
     def train_some(self, hyper: Hyper, batch: Batch, pace: Pace = NOTHING_LEFT) -> None:
         """Take one step of the members that a batch is for.
 
         The members take turns. So programs are traced for each number of rows, but not for each number of members.
         """
-        for rows, data in self._by_slot(batch):
-            self.state = self.programs.run("one", True, self.state, rows, hyper, self._one, data)
+        for slot, (rows, data) in zip(_slots(batch), self._by_slot(batch), strict=True):
+            args = (self.state, rows, hyper, self._one, data)
+            self._keep(self.programs.run("one", True, *args, *self._record_argument), slots=np.array([slot]))
+
+    @property
+    def _record_argument(self) -> tuple[tuple[()], ...]:
+        """Return the argument that has a program return the losses, too, if they are recorded."""
+        return () if self.record is None else ((),)
+
+    def _keep(self, found: Tree, *, steps: int | None = None, slots: np.ndarray | None = None) -> None:
+        """Keep the state that a program has returned, and record the losses if there are any."""
+        if self.record is None:
+            self.state = found
+            return
+        self.state, losses = found
+        self.record(losses[:steps], slots)
 
     def gradients(self, batch: Batch) -> Tree:
         """Return what `apply` needs to finish a step of every member on a batch."""
@@ -126,8 +143,7 @@ class FunctionalEngine(FunctionalState):
 
     def _by_slot(self, batch: Batch) -> Iterator[tuple[Tensor, Tree]]:
         """Yield the slot of each member that a batch is for, as an index, and the member's rows."""
-        assert batch.slots is not None
-        for index, slot in enumerate(batch.slots.tolist()):
+        for index, slot in enumerate(_slots(batch)):
             yield self.indices([slot]), batch.member(index)
 
     def values(self, totals: Tree | None) -> dict[str, np.ndarray]:
@@ -267,6 +283,12 @@ class FunctionalEngine(FunctionalState):
         self.programs.definition.try_out(one, _two_rows(batch.data, batch.shared))
         if not self.state["metrics"]:
             self.state = {**self.state, "metrics": self._fresh_metrics()}
+
+
+def _slots(batch: Batch) -> list[int]:
+    """Return the slots of the members that a batch is for."""
+    assert batch.slots is not None
+    return batch.slots.tolist()
 
 
 def _form(batch: Batch) -> tuple[str, bool]:

@@ -3,6 +3,8 @@
 from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
+import numpy as np
+
 from modelfleet.frameworks.engine import Hyper
 from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS, CannotFuseError
 from modelfleet.frameworks.functional.contract import PARTS, Backend, Definition, Function, State
@@ -12,6 +14,9 @@ from modelfleet.types import Kind, Tensor, Tree
 StepName = Literal[
     "train", "several", "one", "gradients", "apply", "evaluate", "evaluate_one", "predict", "results"
 ]
+
+Recorded = tuple[State, Tensor]
+"""A state, and the losses of the steps that led to it."""
 
 
 class Programs:
@@ -85,10 +90,25 @@ class Programs:
     # --- steps, as functions of the stacked state
 
     def _train(
+        self,
+        shared: bool,
+        state: State,
+        hyper: Hyper,
+        active: Tensor,
+        data: Tree,
+        weights: Tensor | None,
+        record: tuple[()] | None = None,
+    ) -> State | Recorded:
+        """Take a step. With `record=()`, also return the losses `(member,)`."""
+        found = self._step(shared, state, hyper, active, data, weights)
+        return found[0] if record is None else found
+
+    def _step(
         self, shared: bool, state: State, hyper: Hyper, active: Tensor, data: Tree, weights: Tensor | None
-    ) -> State:
+    ) -> Recorded:
         args, mapped = (state, hyper, data, weights), (True, True, not shared, True)
-        return self._kept(state, active, *self._mapped(self.definition.train, args, mapped))
+        new, loss, good_gradient = self._mapped(self.definition.train, args, mapped)
+        return self._kept(state, active, new, loss, good_gradient), loss
 
     def _gradients(self, shared: bool, state: State, data: Tree, weights: Tensor | None) -> Tree:
         return self._mapped(self.definition.gradients, (state, data, weights), (True, not shared, True))
@@ -97,9 +117,9 @@ class Programs:
         args = (state, hyper, found)
         return self._kept(state, active, *self._mapped(self.definition.apply, args, (True, True, True)))
 
-    def _kept(self, state: State, active: Tensor, new: State, good_loss: Tensor, good_gradient: Tensor) -> State:
+    def _kept(self, state: State, active: Tensor, new: State, loss: Tensor, good_gradient: Tensor) -> State:
         """Return the new state of active members whose loss and gradient were finite, the old of others."""
-        where, member = self.backend.where, state["member"]
+        where, member, good_loss = self.backend.where, state["member"], self.backend.is_finite(loss)
         live = active & (member["trouble"] == FINE)
         keep = live & good_loss & good_gradient
         kept = {part: self._chosen(keep, new[part], state[part]) for part in PARTS}
@@ -120,29 +140,55 @@ class Programs:
         data: Tree,
         weights: Tensor | None,
         count: Tensor,
-    ) -> State:
+        losses: Tensor | None = None,
+    ) -> State | Recorded:
+        """Take several steps. With `losses` `(step, member)`, also return the losses in its place."""
         train = self.backend.within(*self._functions("train", shared))
 
-        def step(state: State, xs: tuple[Tree, Tree]) -> State:
+        def step(state: State, xs: tuple[Tree, Tree], _: Tensor) -> State:
             return train(state, hyper, active, *xs)
 
-        return self.backend.loop(step, state, (data, weights), count)
+        def recorded(carried: Recorded, xs: tuple[Tree, Tree], number: Tensor) -> Recorded:
+            state, loss = train(carried[0], hyper, active, *xs, ())
+            return state, self.backend.put(carried[1], number[None], loss[None])
+
+        if losses is None:
+            return self.backend.loop(step, state, (data, weights), count)
+        return self.backend.loop(recorded, (state, losses), (data, weights), count)
 
     def _several_plain(self, shared: bool) -> Function:
         def run(
-            state: State, hyper: Hyper, active: Tensor, data: Tree, weights: Tensor | None, count: int
-        ) -> State:
+            state: State,
+            hyper: Hyper,
+            active: Tensor,
+            data: Tree,
+            weights: Tensor | None,
+            count: int,
+            losses: Tensor | None = None,
+        ) -> State | Recorded:
             for number in range(count):
                 xs = map_tree(lambda leaf, number=number: leaf[number], (data, weights))
-                state = self._train(shared, state, hyper, active, *xs)
-            return state
+                state, loss = self._step(shared, state, hyper, active, *xs)
+                if losses is not None:
+                    losses = self.backend.put(losses, np.array([number]), loss[None])
+            return state if losses is None else (state, losses)
 
         return run
 
-    def _one(self, _: bool, state: State, rows: Tensor, hyper: Hyper, active: Tensor, data: Tree) -> State:
+    def _one(
+        self,
+        _: bool,
+        state: State,
+        rows: Tensor,
+        hyper: Hyper,
+        active: Tensor,
+        data: Tree,
+        record: tuple[()] | None = None,
+    ) -> State | Recorded:
         take = self.backend.take
-        part = self._train(True, take(state, rows), take(hyper, rows), active, data, None)
-        return self.backend.put(state, rows, part)
+        part, loss = self._step(True, take(state, rows), take(hyper, rows), active, data, None)
+        new = self.backend.put(state, rows, part)
+        return new if record is None else (new, loss)
 
     def _evaluate(
         self, shared: bool, state: State, totals: Tree, present: Tensor, data: Tree, weights: Tensor | None

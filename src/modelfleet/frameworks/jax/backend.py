@@ -10,7 +10,7 @@ from jax import lax
 
 from modelfleet.frameworks.jax.arrays import from_host
 from modelfleet.trees import map_tree
-from modelfleet.types import State, Tree
+from modelfleet.types import Tree
 
 Function = Callable[..., Any]
 
@@ -60,6 +60,10 @@ class JaxBackend:
         """Return `new` for the members that are chosen, and `old` for the others."""
         return jnp.where(chosen.reshape(-1, *[1] * (jnp.ndim(old) - 1)), new, old)
 
+    def is_finite(self, tensor: jax.Array) -> jax.Array:
+        """Return True for each number that is finite."""
+        return jnp.isfinite(tensor)
+
     def take(self, tree: Tree, rows: jax.Array) -> Tree:
         """Return the rows of every tensor."""
         return map_tree(lambda t: t[rows], tree)
@@ -72,11 +76,12 @@ class JaxBackend:
         """Return every array with a longer first axis."""
         return map_tree(lambda leaf: _lengthened(leaf, length), tree)
 
-    def loop(self, step: Callable[[State, Tree], State], state: State, xs: Tree, count: jax.Array) -> State:
+    def loop(self, step: Callable[[Tree, Tree, jax.Array], Tree], state: Tree, xs: Tree, count: jax.Array) -> Tree:
         """Return the state after `count` steps."""
 
-        def body(number: jax.Array, state: State) -> State:
-            return step(state, map_tree(lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), xs))
+        def body(number: jax.Array, state: Tree) -> Tree:
+            x = map_tree(lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), xs)
+            return step(state, x, number)
 
         return lax.fori_loop(0, count, body, state)
 

@@ -98,7 +98,7 @@ class JaxDefinition(Definition):
         }
         kept: State = {part: _as_before(tensors, state[part]) for part, tensors in new.items()}
         kept["metrics"] = found["metrics"]
-        return kept, jnp.isfinite(loss), finite
+        return kept, loss, finite
 
     def gradients(self, state: State, batch: Tree, weights: Tensor | None) -> dict[str, Tree]:
         """Return what `apply` needs to finish a step on a batch."""

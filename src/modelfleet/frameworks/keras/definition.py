@@ -66,13 +66,13 @@ class KerasDefinition(Definition):
 
     def apply(self, state: State, hyper: Hyper, found: dict[str, Tree]) -> tuple[State, Tensor, Tensor]:
         """Return the state after an update by the model's own optimizer."""
-        gradients, good_loss = found["gradients"], ops.isfinite(found["loss"])
+        gradients, loss = found["gradients"], found["loss"]
         params, optimizer = self.steps.apply(state["params"], state["optimizer"], gradients)
         # An optimizer that scales the loss skips gradients that are not finite, and tries a smaller scale.
         scales = self.steps.scales_loss
-        good_gradient = ops.full_like(good_loss, True) if scales else _finite(gradients)
+        good_gradient = ops.ones_like(loss, dtype="bool") if scales else _finite(gradients)
         new = {"params": params, "optimizer": optimizer, "buffers": found["buffers"], "metrics": found["metrics"]}
-        return new, good_loss, good_gradient
+        return new, loss, good_gradient
 
     def evaluate(
         self, state: State, metrics: dict[str, Tensor], batch: Tree, weights: Tensor | None

@@ -66,6 +66,12 @@ def resolve(optimizer: OptimizerLike, given: dict[str, Argument], name: str) -> 
         raise InputError(f"member {name!r}: {kind.__name__}({settings}) gave {error}") from error
 
 
+def averages_weights(optimizer: OptimizerLike) -> bool:
+    """Return True if an optimizer, or one within it, replaces the weights by their averages after the training."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return any(getattr(one, "use_ema", False) for one in (inner, *getattr(inner, "optimizers", ())))
+
+
 class Update:
     """Update of a built optimizer as a pure function. The optimizer itself is not changed.
 

@@ -20,7 +20,7 @@ from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.batch_errors import batch_error
 from modelfleet.frameworks.engine import NOTHING_LEFT, Engine, Hyper, Pace
 from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS
-from modelfleet.frameworks.keras.optimizers import built, left_unbuilt
+from modelfleet.frameworks.keras.optimizers import averages_weights, built, left_unbuilt
 from modelfleet.frameworks.keras.own_functions import FunctionName, as_tuple, call_own_function, evaluation_offset
 from modelfleet.frameworks.keras.own_variables import (
     assign_rows,
@@ -86,9 +86,12 @@ class PlainEngine(Engine):
         return "Keras's own train step, eager" if self.model.run_eagerly else "Keras's own train step"
 
     def stop(self) -> None:
-        """Finish a fit as Keras does: an optimizer may replace the weights by their averages."""
+        """Do nothing: nothing runs beside the steps."""
+
+    def finish(self, positions: Positions) -> None:
+        """Finish the training as Keras does: an optimizer may replace the weights by their averages."""
         optimizer: Any = getattr(self.model, "optimizer", None)
-        if getattr(optimizer, "use_ema", False) and int(ops.convert_to_numpy(optimizer.iterations)) > 0:
+        if averages_weights(optimizer) and int(ops.convert_to_numpy(optimizer.iterations)) > 0:
             optimizer.finalize_variable_values(self.model.trainable_variables)
             for variable in self.model.trainable_variables:
                 # A copy: on JAX, a later step that donates the weights would also donate the average (Keras 3.15).
@@ -125,7 +128,7 @@ class PlainEngine(Engine):
             built(self.model)
         before = copied_values(self.model)
         with self._drawing(self._member.seed):
-            self._logs = self._called("train", batch)
+            self._logs = self._called("train", batch) if self.record is None else self._recorded(batch)
         if not _finite(self._logs.get("loss", 0.0)):
             self._trouble = LOSS
         elif not all(_finite(ops.sum(v.value * 0)) for v in self.model.trainable_variables):
@@ -134,6 +137,27 @@ class PlainEngine(Engine):
             self._step += 1
         else:
             assign_values(self.model, before)
+
+    def _recorded(self, batch: Tree) -> Logs:
+        """Take a step and record its loss. Keras's own logs have the mean since the start of the epoch."""
+        assert self.record is not None
+        means = [
+            metric
+            for metric in self.model.metrics
+            if metric.name == "loss" and isinstance(metric, keras.metrics.Mean)
+        ]
+        variables = [variable for metric in means for variable in metric.variables]
+        before = [ops.copy(variable.value) for variable in variables]
+        for metric in means:
+            metric.reset_state()
+        logs = dict(self._called("train", batch))
+        loss = np.asarray(ops.convert_to_numpy(logs.get("loss", np.nan)), dtype=np.float64)
+        self.record(loss.reshape(1), None)
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(value + variable.value)  # the sum and the count: as if they had never been reset
+        if means:
+            logs["loss"] = means[0].result()
+        return logs
 
     def ready(self, kind: Kind, hyper: Hyper, active: Tensor, batch: Batch) -> None:
         """Raise InputError for a model that is to be trained and has no trainable variable."""
@@ -353,7 +377,7 @@ def become_plain(engine: Engine, members: Sequence[Member], reason: str) -> None
     steps = engine.steps_taken()
     assert isinstance(engine.task, Task)
     plain = PlainEngine(LaneContext(members, engine.task, {}, engine.device, fused=False), reason)
-    plain._step = int(steps[0])
+    plain._step, plain.record = int(steps[0]), engine.record
     engine.__class__ = PlainEngine
     engine.__dict__.clear()
     engine.__dict__.update(vars(plain))

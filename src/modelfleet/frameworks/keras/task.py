@@ -7,6 +7,7 @@ from weakref import WeakValueDictionary
 import keras
 
 from modelfleet.fingerprints import fingerprint
+from modelfleet.frameworks.keras.optimizers import averages_weights
 from modelfleet.frameworks.keras.structure import owned_by
 from modelfleet.frameworks.keras.values import Owned, freeze, show
 from modelfleet.frameworks.structure import Opaque
@@ -96,9 +97,9 @@ def _plain_reason(model: keras.Model) -> str | None:
     if any(getattr(layer, "stateful", False) is True for layer in model._flatten_layers()):
         return "it has a stateful layer"
     optimizer = model.optimizer if model.compiled else None
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if getattr(inner, "use_ema", False):
+    if averages_weights(optimizer):
         return "its optimizer has use_ema=True"
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
     if getattr(inner, "gradient_accumulation_steps", None) and keras.backend.backend() != "jax":
         return "its optimizer has gradient_accumulation_steps"
     return None

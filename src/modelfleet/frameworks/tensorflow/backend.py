@@ -12,7 +12,7 @@ from modelfleet.frameworks.tensorflow import rules
 from modelfleet.frameworks.tensorflow.arrays import Array, from_host
 from modelfleet.frameworks.tensorflow.programs import Function, Graph, Program, live_bytes
 from modelfleet.trees import leaves, map_tree, rebuild
-from modelfleet.types import State, Tensor, Tree
+from modelfleet.types import Tensor, Tree
 
 # How long their results are depends on the numbers.
 _UNKNOWN_LENGTH = {"Where", "Unique", "UniqueV2", "UniqueWithCounts"}
@@ -93,6 +93,10 @@ class TensorFlowBackend:
             found.set_shape(old.shape)
         return found
 
+    def is_finite(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return True for each number that is finite."""
+        return tf.math.is_finite(tensor)
+
     def take(self, tree: Tree, rows: tf.Tensor) -> Tree:
         """Return the rows of every tensor."""
         return map_tree(lambda t: tf.gather(t, rows), tree)
@@ -100,17 +104,21 @@ class TensorFlowBackend:
     def put(self, tree: Tree, rows: tf.Tensor, part: Tree) -> Tree:
         """Return every tensor with some of its rows replaced."""
         places = tf.expand_dims(rows, 1)
-        return tf.nest.map_structure(lambda t, own: tf.tensor_scatter_nd_update(t, places, own), tree, part)
+
+        def replaced(tensor: tf.Tensor, own: tf.Tensor) -> tf.Tensor:
+            return tf.tensor_scatter_nd_update(tensor, places, tf.cast(own, tensor.dtype))
+
+        return tf.nest.map_structure(replaced, tree, part)
 
     def lengthened(self, tree: Tree, length: int) -> Tree:
         """Return every array with a longer first axis."""
         return map_tree(lambda leaf: _lengthened(leaf, length), tree)
 
-    def loop(self, step: Callable[[State, Tree], State], state: State, xs: Tree, count: tf.Tensor) -> State:
+    def loop(self, step: Callable[[Tree, Tree, tf.Tensor], Tree], state: Tree, xs: Tree, count: tf.Tensor) -> Tree:
         """Return the state after `count` steps."""
 
-        def body(number: tf.Tensor, state: State) -> tuple[tf.Tensor, State]:
-            return number + 1, step(state, map_tree(lambda x: x[number], xs))
+        def body(number: tf.Tensor, state: Tree) -> tuple[tf.Tensor, Tree]:
+            return number + 1, step(state, map_tree(lambda x: x[number], xs), number)
 
         return tf.while_loop(lambda number, _: number < count, body, (tf.constant(0), state))[1]
 

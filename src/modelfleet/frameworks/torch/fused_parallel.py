@@ -63,8 +63,8 @@ class RowDivision:
 
     def step(
         self, lead: Lead, coefficients: CoefficientsByParameter, active: Tensor, batch: Batch, pace: Pace
-    ) -> None:
-        """Take one train step of which this rank computes its own rows.
+    ) -> Tensor:
+        """Take one train step of which this rank computes its own rows. Return the losses `(member,)` of all rows.
 
         Raises:
             StrategyError: The rows of the batch can't be divided.
@@ -77,7 +77,7 @@ class RowDivision:
         else:
             numbers, columns = self._programs.row_gradients(lead, part, shared_data=batch.shared, pace=pace)
         self.group.sum([numbers, columns])
-        self._programs.apply("row_apply", lead, (coefficients, active, numbers, columns))
+        return self._programs.apply("row_apply", lead, (coefficients, active, numbers, columns))
 
     def _refuse_indivisible(self, lead: Lead, batch: Batch) -> None:
         reason = self.reason_against(lead, batch)

@@ -148,6 +148,8 @@ class PlainEngine(ModuleEngine):
         self._skipped = True
         try:
             loss, sums = self._backward(batch, weights, scale)
+            if self.record is not None:
+                self.record(np.array([loss]), None)
             member.trouble = self._update(scale) if math.isfinite(loss) else LOSS
         finally:
             if self._skipped:

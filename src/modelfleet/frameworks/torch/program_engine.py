@@ -102,11 +102,16 @@ class ProgramEngine(TorchEngine, StackedEngine, Generic[OwnSteps]):
 
     def train(self, hyper: Hyper, active: Tensor, batch: Batch, pace: Pace = NOTHING_LEFT) -> None:
         """Take the steps of a batch for the active members."""
-        self.stepper.train(self.state, hyper, active, batch, pace)
+        losses = self.stepper.train(self.state, hyper, active, batch, pace)
+        if self.record is not None:
+            for loss in losses:
+                self.record(loss, None)
 
     def train_some(self, hyper: Hyper, batch: Batch, pace: Pace = NOTHING_LEFT) -> None:
         """Take one step of the members in the slots that a batch is for."""
-        self.stepper.train_some(self.state, hyper, batch, pace)
+        loss = self.stepper.train_some(self.state, hyper, batch, pace)
+        if self.record is not None:
+            self.record(loss, batch.slots)
 
     def gradients(self, batch: Batch) -> dict[str, Tree]:
         """Return what `apply` needs of a batch."""

@@ -120,8 +120,8 @@ class Programs(Generic[OwnSteps]):
         known = [runner.program.working_bytes for runner in self._all(*TRAINING)]
         return max((size for size in known if size is not None), default=None)
 
-    def train(self, lead: Args, rest: Args, *, shared_data: bool, pace: Pace) -> frozenset[str]:
-        """Take one step of every active member, in place, and return the parameters that took no part in it.
+    def train(self, lead: Args, rest: Args, *, shared_data: bool, pace: Pace) -> tuple[Tensor, frozenset[str]]:
+        """Take one step of every active member, in place. Return the losses, and the parameters that took no part.
 
         Args:
             lead: The first arguments of `Steps.train`: the state and the shared tensors.
@@ -129,7 +129,8 @@ class Programs(Generic[OwnSteps]):
             shared_data: True if the data have no member axis.
             pace: The number of steps left of this kind, and the seconds per step.
         """
-        return self._run_compiled("train", lead, rest, shared_data, pace)[0].unused
+        program, (loss,) = self._run_compiled("train", lead, rest, shared_data, pace)
+        return loss, program.unused
 
     def row_gradients(self, lead: Args, rest: Args, *, shared_data: bool, pace: Pace) -> tuple[Tensor, Tensor]:
         """Compute the first half of a train step on some rows of a batch. Its results are summed over all rows."""
@@ -151,12 +152,15 @@ class Programs(Generic[OwnSteps]):
         args = (*lead, *rest)
         return self.program("gradients", args, shared_data).program(leaves(args))
 
-    def apply(self, kind: str, lead: Args, rest: Args) -> None:
-        """Run the second part of a train step in place: "apply", or "row_apply" for rows on several devices."""
+    def apply(self, kind: str, lead: Args, rest: Args) -> Tensor:
+        """Run the second part of a train step in place, and return the losses `(member,)`.
+
+        It is "apply", or "row_apply" for rows on several devices.
+        """
         # Never compiled: the devices of a group would compile it at different steps, and round differently.
         program = self.program(kind, (*lead, *rest), False).program
         with torch.no_grad():  # tensors outside of the step may take gradients
-            program.run(*self._flat(lead), *leaves(rest), *program.outside)
+            return program.run(*self._flat(lead), *leaves(rest), *program.outside)[0]
 
     def evaluate(self, args: Args, *, shared_data: bool) -> dict[str, Tensor]:
         """Return the sums `(member, …)` of the loss and the metrics over a batch."""

@@ -74,22 +74,26 @@ class Stepper(Generic[OwnSteps]):
         self._divergence = divergence
         self._unfusable: dict[Hashable, CannotFuseError] = {}  # by kind and form of a batch
 
-    def train(self, state: State, hyper: Hyper, active: Tensor, batch: Batch, pace: Pace) -> None:
-        """Take the steps of a batch for the active members, in place."""
+    def train(self, state: State, hyper: Hyper, active: Tensor, batch: Batch, pace: Pace) -> list[Tensor]:
+        """Take the steps of a batch for the active members, in place. Return the losses `(slot,)` of each step."""
+        losses = []
         for number in range(batch.steps or 1):
             step = batch if batch.steps is None else batch.step(number)
-            self._step(state, self.coefficients.next(state, hyper, active), active, step, pace)
+            coefficients = self.coefficients.next(state, hyper, active)
+            losses.append(self._step(state, coefficients, active, step, pace))
+        return losses
 
-    def train_some(self, state: State, hyper: Hyper, batch: Batch, pace: Pace) -> None:
-        """Take one step of the members in the slots that a batch is for."""
+    def train_some(self, state: State, hyper: Hyper, batch: Batch, pace: Pace) -> Tensor:
+        """Take one step of the members in the slots that a batch is for, and return their losses."""
         assert batch.slots is not None
         rows = torch.from_numpy(batch.slots).to(state["member"]["seed"].device)
         part = states.select(state, rows)
         some = {name: column.index_select(0, rows) for name, column in hyper.items()}
         active = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
         self.coefficients.forget()
-        self._step(part, self.coefficients.one(part, some), active, batch, pace)
+        loss = self._step(part, self.coefficients.one(part, some), active, batch, pace)
         states.put(state, rows, part)
+        return loss
 
     def gradients(self, state: State, batch: Batch) -> dict[str, Tree]:
         """Return what `apply` needs of a batch."""
@@ -106,8 +110,8 @@ class Stepper(Generic[OwnSteps]):
 
     def _step(
         self, state: State, coefficients: CoefficientsByParameter, active: Tensor, batch: Batch, pace: Pace
-    ) -> None:
-        """Take one train step of a state, alone or together with the other ranks.
+    ) -> Tensor:
+        """Take one train step of a state, alone or together with the other ranks. Return the losses.
 
         Raises:
             CannotFuseError: A batch of this form can't be fused, and it is for more than one member.
@@ -117,23 +121,24 @@ class Stepper(Generic[OwnSteps]):
                 self.check_members()
         lead, rest = (state, self.shared), (coefficients, active, batch.data, batch.weights)
         if self._division is not None and self._division.group is not None:
-            self._division.step(lead, coefficients, active, batch, pace)
+            loss = self._division.step(lead, coefficients, active, batch, pace)
             self.coefficients.stepped(None)
-            return
+            return loss
         try:
             self.refuse_unfusable("train", batch)
             with self.refusing_state():
-                unused = self._programs.train(lead, rest, shared_data=batch.shared, pace=pace)
+                loss, unused = self._programs.train(lead, rest, shared_data=batch.shared, pace=pace)
             self.coefficients.stepped(unused if self._programs.fused else None)
-            return
+            return loss
         except CannotFuseError as error:
             self.remember_unfusable("train", batch, error)
             if len(state["member"]["seed"]) > 1:
                 raise
         steps = self._programs.steps
         with locked_in_mode(steps, train=True):
-            steps.train(*lead, *rest, How(batch.shared, fused=False))
+            loss = steps.train(*lead, *rest, How(batch.shared, fused=False))
         self.coefficients.stepped(None)
+        return loss
 
     def refuse_unfusable(self, kind: Kind, batch: Batch) -> None:
         """Raise the same CannotFuseError for batches of a form that could not be fused, without tracing them."""
