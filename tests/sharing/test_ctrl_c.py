@@ -125,3 +125,21 @@ def test_a_ctrl_c_that_is_swallowed_while_a_fit_is_prepared_ends_it_all_the_same
     assert looked == [1]
     assert signal.getsignal(signal.SIGINT) is before
     assert len(fit(fleet, batches)["a"]["loss"]) == 1
+
+
+class Hanging:
+    """A loader whose second batch never comes. It has Ctrl-C pressed twice instead."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield X[:8], Y[:8]
+        for _ in range(2):
+            press()
+            time.sleep(0.2)  # two signals at once would be one
+        threading.Event().wait()
+
+
+def test_a_second_ctrl_c_ends_a_fit_whose_loader_hangs() -> None:
+    fleet = fleet_of("cpu")
+    with pytest.raises(KeyboardInterrupt):
+        fit(fleet, Hanging(), epochs=1)
+    fit(fleet, (X, Y), epochs=1, batch_size=8)

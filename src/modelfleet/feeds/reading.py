@@ -147,7 +147,8 @@ def batch_count(loader: Data) -> int | None:
 def read_ahead(source: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
     """Yield the items of `source`, which a background thread reads up to `depth` items ahead.
 
-    An exception in `source` is raised here. Closing this generator ends the thread and closes `source`.
+    An exception in `source` is raised here. Closing this generator ends the thread and closes `source`. After
+    Ctrl-C the thread is left behind, because a source that hangs would hold up the end for ever.
     """
     ready: SimpleQueue[tuple[Any, BaseException | None, bool]] = SimpleQueue()
     room = Semaphore(depth)
@@ -170,6 +171,7 @@ def read_ahead(source: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
 
     thread = Thread(target=work, name="modelfleet-feed", daemon=True)
     thread.start()
+    interrupted = False
     try:
         while True:
             item, error, ended = ready.get()
@@ -179,7 +181,11 @@ def read_ahead(source: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
                 return
             room.release()
             yield item
+    except KeyboardInterrupt:
+        interrupted = True
+        raise
     finally:
         closed = True
         room.release()
-        thread.join()
+        if not interrupted:
+            thread.join()

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 
-from modelfleet.remote.lanes import RemoteLanes, fail_runs
+from modelfleet.remote.lanes import RemoteLanes
 from modelfleet.remote.messages import LaneOrder, OrderWriter, OwnerReply
 from modelfleet.remote.worker import run_lanes
 from modelfleet.runs.events import EpochsEnded, Event, Reports, RunOptions, StepsTaken
@@ -57,7 +57,6 @@ class Dispatcher:
         seats: The places for workers.
         assignments: The lanes of each worker.
         options: How the lanes run.
-        replaces_workers: True if another worker continues the lanes of one that died. False: their members fail.
     """
 
     def __init__(
@@ -66,11 +65,8 @@ class Dispatcher:
         seats: list[WorkerSeat],
         assignments: list[RemoteLanes],
         options: RunOptions,
-        *,
-        replaces_workers: bool,
     ) -> None:
         self._writer, self._seats, self._queue, self._options = writer, seats, list(assignments), options
-        self._replaces_workers = replaces_workers
         self._runs = [run for own in assignments for run in own.runs]
         # Lanes that wait for the others at the end of an epoch. Some have given their worker to other lanes.
         self._held: list[tuple[RemoteLanes, Reports]] = []
@@ -81,7 +77,7 @@ class Dispatcher:
     def run(self) -> Iterator[Event]:
         """Run all lanes to their end."""
         try:
-            if self._replaces_workers and self._writer.data is not None:
+            if self._writer.data is not None:
                 self._data = self._seats[0].supervisor.place.publish(self._writer.data, "the data")
             while True:
                 self._assign()
@@ -125,7 +121,7 @@ class Dispatcher:
     def _take_over(self) -> None:
         """Let workers that are idle, or wait for others, start lanes that are stuck elsewhere."""
         while True:
-            stuck = [seat for seat in self._busy() if self._may_be_stuck(seat)]
+            stuck = [seat for seat in self._busy() if seat.supervisor.may_be_stuck()]
             if not stuck and not self._queue:
                 return
             free = [seat for seat in self._seats if seat.lanes is None and seat.supervisor.worker is not None]
@@ -140,9 +136,6 @@ class Dispatcher:
                 lanes = stuck[0].lanes
                 stuck[0].drop()
             self._give(free[0], lanes)
-
-    def _may_be_stuck(self, seat: WorkerSeat) -> bool:
-        return self._replaces_workers and seat.supervisor.may_be_stuck()
 
     def _free_worker(self) -> list[WorkerSeat]:
         """Free a worker whose lanes are at the end of an epoch. Their state is here: they can continue later."""
@@ -196,13 +189,13 @@ class Dispatcher:
         """
         busy = self._busy()
         workers = [seat.worker for seat in busy]
-        stuck = [seat for seat in busy if self._may_be_stuck(seat)]
+        stuck = [seat for seat in busy if seat.supervisor.may_be_stuck()]
         while not all(seat.started for seat in busy):
             ready = [seat for seat, worker in zip(busy, workers, strict=True) if worker.poll(0.05 / len(busy))]
             late = [seat for seat in busy if seat.supervisor.is_late()]
             if ready or late or self._options.stopped():
                 return [*ready, *(seat for seat in late if seat not in ready)]
-            if any(self._may_be_stuck(seat) for seat in busy if seat not in stuck):
+            if any(seat.supervisor.may_be_stuck() for seat in busy if seat not in stuck):
                 return []
         told: list[Worker] = []
         while not told and not (self._options.stopped() and not all(seat.interrupted for seat in busy)):
@@ -270,13 +263,9 @@ class Dispatcher:
             self._handle_death(seat, error)
 
     def _handle_death(self, seat: WorkerSeat, error: WorkerDiedError) -> None:
-        """Fail the lanes of a worker that died, or queue them for another."""
+        """Queue the lanes of a worker that died for another, or fail those that too many workers have died on."""
         lanes, seat.lanes = seat.lanes, None
         assert lanes is not None
-        end = seat.supervisor.lose(error)
-        if not self._replaces_workers:
-            self._ended += fail_runs(lanes.runs, end.reason)
-            return
-        reports, left = lanes.after_worker_end(end)
+        reports, left = lanes.after_worker_end(seat.supervisor.lose(error))
         self._ended += reports
         self._queue += left

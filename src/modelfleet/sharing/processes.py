@@ -1,8 +1,8 @@
 """Lanes in workers: in processes of this machine, or on a Ray cluster.
 
-On one device a few workers get some lanes each; a worker that dies fails its members. With several devices each
-device has a worker, which gets the device's lanes one at a time, and then lanes that wait for another device. When
-a worker dies, another continues its lanes from their last whole epoch.
+On one device a few workers get some lanes each. With several devices each device has a worker, which gets the
+device's lanes one at a time, and then lanes that wait for another device. When a worker dies, another continues
+its lanes one by one, from their last whole epoch. A lane on which workers die again fails.
 """
 
 import os
@@ -19,7 +19,7 @@ from modelfleet.workers.process import ProcessPlace
 
 
 def on_one_device(writer: OrderWriter, runs: Sequence[LaneRun], options: RunOptions) -> Iterator[Event]:
-    """Run the lanes of one device in a few worker processes. If a worker dies, its members fail.
+    """Run the lanes of one device in a few worker processes. If a worker dies, another continues its lanes.
 
     Lanes of a later wave start when the earlier waves are done.
     """
@@ -30,7 +30,7 @@ def on_one_device(writer: OrderWriter, runs: Sequence[LaneRun], options: RunOpti
             assignments = _divide(own, cores)
             env = {"OMP_NUM_THREADS": str(max(1, cores // len(assignments)))}
             seats = [WorkerSeat(ProcessPlace("", "", env), None) for _ in assignments]
-            yield from Dispatcher(writer, seats, assignments, options, replaces_workers=False).run()
+            yield from Dispatcher(writer, seats, assignments, options).run()
 
 
 def on_places(
@@ -51,7 +51,7 @@ def on_places(
             pickle_value(writer.order(own.runs), own.description)
     if assignments:
         seats = [WorkerSeat(place, place.device) for place in places]
-        yield from Dispatcher(writer, seats, assignments, options, replaces_workers=True).run()
+        yield from Dispatcher(writer, seats, assignments, options).run()
 
 
 def _divide(runs: Sequence[LaneRun], count: int) -> list[RemoteLanes]:
