@@ -3,6 +3,7 @@
 A message is a short header and a body. File descriptors travel beside the header (SCM_RIGHTS).
 """
 
+import errno
 import fcntl
 import os
 import select
@@ -169,6 +170,10 @@ class Channel:
             end = start + _HEADER.size + size
             if len(self._bytes) < end:
                 break
+            if len(self._descriptors) < count:  # the system drops those for which there is no room
+                raise OSError(
+                    errno.EMFILE, "too many open files: memory of a message was lost. Raise the limit (ulimit -n)"
+                )
             body = bytes(memoryview(self._bytes)[start + _HEADER.size : end])
             self._messages.append((body, [self._descriptors.popleft() for _ in range(count)]))
             start = end
