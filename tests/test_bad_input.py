@@ -76,6 +76,14 @@ def test_models_must_be_models() -> None:
     refused(lambda: fleet.add("b", None), "member 'b'", "torch.nn.Module")
 
 
+def test_one_model_is_not_taken_for_its_layers() -> None:
+    for model in (nn.Sequential(nn.Linear(4, 2), nn.Tanh()), nn.ModuleList([mlp()]), mlp()):
+        given: Any = model
+        refused(lambda given=given: mf.Fleet(given), "models is one model", type(model).__name__, "[model]")
+    assert len(mf.Fleet(list(nn.ModuleList([mlp(), mlp()])))) == 2
+    assert len(mf.Fleet((mlp(), mlp()))) == 2
+
+
 def test_one_model_may_not_be_two_members() -> None:
     model = mlp()
     refused(lambda: mf.Fleet([model, model]), "'0' and '1' are one model object", "copy.deepcopy")
