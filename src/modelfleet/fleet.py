@@ -198,6 +198,9 @@ class Fleet:
             return member.model
 
     def _subset(self, names: Sequence[str]) -> "Fleet":
+        for name in names:
+            if names.count(name) > 1:
+                raise InputError(f"fleet[[...]] has {name!r} twice. Give every name once, or use clone.")
         with self._gate.changing("[[...]]"):
             devices = self._pool.devices
             subset = Fleet(
@@ -616,6 +619,11 @@ class Fleet:
         return {key: value for key, value in found.items() if isinstance(value, str | int | float | np.number)}
 
     def _member(self, name: str) -> Member:
+        if not isinstance(name, str | int):
+            raise InputError(
+                f"{name!r} is no name of a member. Give one name, such as {self.names[0]!r}. For a fleet of some "
+                f"members, give their names in a list: fleet[fleet.names[:2]]."
+            )
         if name not in self._members:
             raise unknown("member", name, self._members)
         return self._members[name]
