@@ -76,6 +76,42 @@ def test_models_must_be_models() -> None:
     refused(lambda: fleet.add("b", None), "member 'b'", "torch.nn.Module")
 
 
+def test_what_is_no_name_is_told() -> None:
+    fleet: Any = fleet_of(["a", "b"])
+    for call in (
+        lambda: fleet[0:1],
+        lambda: fleet["a", "b"],
+        lambda: fleet[[["a"]]],
+        lambda: fleet.drop(["a"]),
+        lambda: fleet.clone(["a"], as_="c"),
+        lambda: fleet.compile("sgd", "mse", lr=0.1, members=[["a"]]),
+    ):
+        refused(call, "is no name of a member", "such as 'a'")
+    refused(lambda: fleet[["a", "b", "a"]], "has 'a' twice")
+    assert fleet.names == ["a", "b"]
+
+
+def test_a_number_in_quotes_is_no_number() -> None:
+    fleet = fleet_of(["a", "b"])
+    for rate in ("0.1", mf.each(["0.1", "0.2"])):
+        refused(lambda rate=rate: fleet.compile("sgd", "mse", lr=rate), "lr is '0.1', expected a number")
+
+
+def test_a_data_function_that_takes_arguments_is_told() -> None:
+    fleet = fleet_of(["a", "b"])
+    data: Any = lambda epoch: iter([(X, Y)])  # noqa: E731
+    refused(lambda: fit(fleet, data), "takes arguments", "without any")
+    refused(lambda: fleet.predict(data), "takes arguments", "without any")
+
+
+def test_one_model_is_not_taken_for_its_layers() -> None:
+    for model in (nn.Sequential(nn.Linear(4, 2), nn.Tanh()), nn.ModuleList([mlp()]), mlp()):
+        given: Any = model
+        refused(lambda given=given: mf.Fleet(given), "models is one model", type(model).__name__, "[model]")
+    assert len(mf.Fleet(list(nn.ModuleList([mlp(), mlp()])))) == 2
+    assert len(mf.Fleet((mlp(), mlp()))) == 2
+
+
 def test_one_model_may_not_be_two_members() -> None:
     model = mlp()
     refused(lambda: mf.Fleet([model, model]), "'0' and '1' are one model object", "copy.deepcopy")

@@ -2,9 +2,13 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import modelfleet as mf
 from modelfleet.callbacks import Callback, Checkpoint, EarlyStopping, Run
 from modelfleet.errors import InputError
 from modelfleet.history import Failure, History
@@ -89,6 +93,17 @@ def test_steps_are_wanted_once_overridden() -> None:
     callback = Counting()
     fit(callback, {"a": [1.0, 1.0, 1.0]})
     assert callback.steps == 3
+
+
+def test_steps_are_wanted_once_set_on_the_callback_itself() -> None:
+    steps: list[int] = []
+    callback: Any = Callback()
+    callback.on_step_end = lambda run: steps.append(run.step)
+    assert callback.wants_steps
+    fleet = mf.Fleet([nn.Linear(2, 1)])
+    fleet.compile("sgd", "mse", lr=0.1)
+    fleet.fit((torch.ones(4, 2), torch.ones(4, 1)), batch_size=2, callbacks=[callback], progress=False)
+    assert steps == [1, 2]
 
 
 def test_each_member_is_stopped_by_its_own_patience() -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import modelfleet as mf
 from modelfleet.frameworks.torch import losses
 from modelfleet.frameworks.torch.task import Task
-from modelfleet.types import Strategy
+from modelfleet.types import LossLike, Strategy
 
 ROWS, BATCH = 21, 8  # the last batch is short
 X, Y = (torch.from_numpy(part) for part in toy(ROWS))
@@ -27,7 +27,7 @@ LOSSES: dict[str, tuple[Any, Tensor]] = {
 }
 
 
-def doubles(members: int, loss: str, normed: bool = False) -> mf.Fleet:
+def doubles(members: int, loss: LossLike, normed: bool = False) -> mf.Fleet:
     models = []
     for seed in range(members):
         torch.manual_seed(seed)
@@ -208,6 +208,63 @@ def test_bad_weights_are_refused_before_the_first_step(weight: Any, told: str) -
 def test_what_can_not_be_weighed_is_refused(strategy: Strategy, recipe: Any, data: Any, told: str) -> None:
     with pytest.raises(mf.InputError, match=told):
         fit(fleet_of(2, **recipe), data, sample_weight=W, strategy=strategy)
+
+
+def per_row(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target, reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (per_row, r"'per_row' returns \(21,\) for the batch"),
+        (nn.CrossEntropyLoss(reduction="none"), r"returns \(21,\) for the batch.*reduction='mean'"),
+        (nn.CrossEntropyLoss(weight=torch.ones(3)), "divides by the sum of the classes"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["fused", "interleaved"])
+def test_a_loss_that_has_no_mean_over_rows_says_so(strategy: Strategy, loss: Any, told: str) -> None:
+    with pytest.raises(mf.InputError, match=told):
+        fit(fleet_of(2, loss=loss), (X.float(), Y), sample_weight=W, strategy=strategy, batch_size=21)
+
+
+@pytest.mark.parametrize(
+    ("loss", "target"),
+    [
+        (nn.CrossEntropyLoss(label_smoothing=0.2), Y),
+        (nn.CrossEntropyLoss(ignore_index=1), Y),
+        (nn.HuberLoss(delta=0.3), X[:, :3]),
+        (nn.BCEWithLogitsLoss(pos_weight=torch.tensor([1.0, 2.0, 3.0]).double()), (X[:, :3] > 0).double()),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("strategy", ["fused", "interleaved"])
+def test_losses_of_torch_with_options_weigh_rows(strategy: Strategy, loss: Any, target: Tensor) -> None:
+    """Rows that count twice give the loss of rows that are there twice, and ones change nothing."""
+    twice = torch.arange(ROWS) % 2 + 1
+
+    def trained(rows: Any, weights: Any) -> mf.Fleet:
+        fleet = doubles(2, loss)
+        fit(fleet, rows, sample_weight=weights, batch_size=2 * ROWS, shuffle=False, strategy=strategy)
+        return fleet
+
+    once, ones = trained((X, target), None), trained((X, target), torch.ones(ROWS))
+    for name in once.names:
+        np.testing.assert_allclose(once[name][0].weight.detach(), ones[name][0].weight.detach(), **CLOSE)
+
+    model = doubles(1, loss)["0"]
+    found = losses.by_row(losses.resolve(loss), model(X), target, twice)
+    sums, counts = found[0].detach(), found[1]
+    repeated = loss(*(part.repeat_interleave(twice, 0) for part in (model(X), target)))
+    all_counts = (counts * twice).sum()
+    np.testing.assert_allclose(float(sums.sum() / all_counts), repeated.item(), **CLOSE)
+
+
+def test_whole_numbers_in_the_data_could_be_labels_and_are_told_how_to_be_weights() -> None:
+    counts = torch.arange(ROWS) % 3
+    with pytest.raises(mf.InputError, match=r"int64.*could be labels.*sample_weight=w"):
+        fit(fleet_of(2), (X.float(), Y, counts))
+    fit(fleet_of(2), (X.float(), Y), sample_weight=counts)
 
 
 def test_rows_on_several_devices_add_up_to_the_whole_batch() -> None:

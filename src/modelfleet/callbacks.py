@@ -101,7 +101,7 @@ class Callback:
     @property
     def wants_steps(self) -> bool:
         """True if `on_step_end` should be called."""
-        return type(self).on_step_end is not Callback.on_step_end
+        return getattr(self.on_step_end, "__func__", None) is not Callback.on_step_end
 
     def state(self) -> dict[str, Json]:
         """Return the state to keep in a checkpoint, as values that JSON can hold."""

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self, get_args, overload
 
@@ -197,6 +198,9 @@ class Fleet:
             return member.model
 
     def _subset(self, names: Sequence[str]) -> "Fleet":
+        for name in names:
+            if names.count(name) > 1:
+                raise InputError(f"fleet[[...]] has {name!r} twice. Give every name once, or use clone.")
         with self._gate.changing("[[...]]"):
             devices = self._pool.devices
             subset = Fleet(
@@ -481,7 +485,8 @@ class Fleet:
         found: dict[str, dict[str, float]] = {}
         with self._gate.reading("evaluate"), computing():
             opened, in_step = self._open_to_read("evaluate", data, batch_size)
-            results = for_each_lane(opened, Lane.evaluating, in_step=in_step)
+            with self._undoing_changes(opened):
+                results = for_each_lane(opened, Lane.evaluating, in_step=in_step)
             for one, values in zip(opened, results, strict=True):
                 one.lane.refuse_failures(one.feed)
                 self._keep_changes(one.lane)
@@ -500,7 +505,8 @@ class Fleet:
         found: dict[str, Tree] = {}
         with self._gate.reading("predict"), computing():
             opened, in_step = self._open_to_read("predict", data, batch_size)
-            results = for_each_lane(opened, Lane.predicting, in_step=in_step)
+            with self._undoing_changes(opened):
+                results = for_each_lane(opened, Lane.predicting, in_step=in_step)
             for one, outputs in zip(opened, results, strict=True):
                 self._keep_changes(one.lane)
                 found.update(zip(one.lane.names, outputs, strict=True))
@@ -554,6 +560,14 @@ class Fleet:
         """Return the members whose models may hold newer weights than their lanes, for a verb that only reads."""
         return set(self._members) if self._gate.nested else self._exposed
 
+    @contextmanager
+    def _undoing_changes(self, opened: Sequence[OpenLane]) -> Iterator[None]:
+        """Within another verb, undo what evaluating and predicting change in models that are trained in place."""
+        with ExitStack() as stack:
+            for one in opened if self._gate.nested else ():
+                stack.enter_context(one.lane.engine.undoing_changes())
+            yield
+
     def _keep_changes(self, lane: Lane) -> None:
         """Write what evaluating or predicting has changed into the models, and into a running fit."""
         if lane.engine.changed:
@@ -605,6 +619,11 @@ class Fleet:
         return {key: value for key, value in found.items() if isinstance(value, str | int | float | np.number)}
 
     def _member(self, name: str) -> Member:
+        if not isinstance(name, str | int):
+            raise InputError(
+                f"{name!r} is no name of a member. Give one name, such as {self.names[0]!r}. For a fleet of some "
+                f"members, give their names in a list: fleet[fleet.names[:2]]."
+            )
         if name not in self._members:
             raise unknown("member", name, self._members)
         return self._members[name]
@@ -616,6 +635,12 @@ def _check_strategy(strategy: str) -> None:
 
 
 def _listed(models: object) -> list[Model]:
+    if not isinstance(models, list | tuple) and frameworks.is_model(models):
+        raise InputError(
+            f"models is one model, a {type(models).__name__}; expected a mapping from name to model, or a "
+            f"sequence of models. Give [model] for a fleet of one, or use Fleet.build to make many. If its parts "
+            f"are to be the members, give list(model)."
+        )
     if isinstance(models, str | bytes) or not isinstance(models, Iterable):
         raise InputError(
             f"models is a {type(models).__name__}; give a mapping from name to model, or a sequence of models."

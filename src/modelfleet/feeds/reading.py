@@ -1,5 +1,6 @@
 """Reading loaders: in the background while the device computes, and once for all lanes that step side by side."""
 
+import inspect
 from collections.abc import Callable, Generator, Iterator
 from queue import SimpleQueue
 from threading import Semaphore, Thread
@@ -128,12 +129,27 @@ class Source:
 def open_loader(loader: Data, label: str) -> Iterator[RawBatch]:
     """Return an iterator over the batches of a loader, from the first one."""
     is_function = callable(loader) and not hasattr(loader, "__iter__")
+    if is_function and _needs_arguments(loader):
+        raise InputError(
+            f"{label} is a function that takes arguments. It is called without any, once an epoch: give a "
+            f"function without arguments that returns an iterator of batches, such as lambda: batches(...)."
+        )
     batches = loader() if is_function else loader
     if not hasattr(batches, "__iter__"):
         raise InputError(
             f"{label} is a function that returned {type(batches).__name__}. It must return an iterator of batches."
         )
     return iter(batches)
+
+
+def _needs_arguments(function: Callable[..., object]) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return True
+    except ValueError:  # a builtin that does not tell
+        return False
+    return False
 
 
 def batch_count(loader: Data) -> int | None:

@@ -75,6 +75,11 @@ def adapter_of(model: Model, name: str) -> Adapter:
     )
 
 
+def is_model(value: object) -> bool:
+    """Return True if a framework knows a value as a model."""
+    return any(adapter(framework).is_model(value) for framework in frameworks_of(value))
+
+
 def frameworks_of(model: Model) -> list[str]:
     """Return the frameworks that a model may belong to, the most specific first."""
     if isinstance(model, tuple) and len(model) == 2 and callable(model[1]):

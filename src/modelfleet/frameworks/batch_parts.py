@@ -37,7 +37,8 @@ def unpack(batch: Tree, loss: str) -> tuple[Tree, Tree, Tensor | None]:
             raise InputError(
                 f"the loss {loss!r} needs (x, y), but the data hold 3 arrays, which is more than (x, y). A third "
                 f"is taken as sample_weight, one floating-point number for every row, and this one is {form}. "
-                f"Give such weights, or compile with an objective, which takes any batch."
+                f"Give such weights, or compile with an objective, which takes any batch. Whole numbers could be "
+                f"labels: if they are weights, give fit((x, y), sample_weight=w), or have a loader give floats."
             )
         return x, y, weights
     if isinstance(batch, Mapping):

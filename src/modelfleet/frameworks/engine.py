@@ -6,7 +6,7 @@ An engine holds the stacked state of a lane's members on a device and runs the l
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -292,6 +292,10 @@ class Engine(ABC):
     def objects(self) -> Iterable[tuple[str, object]]:
         """Return the objects, by name, whose mode a step changes while it runs. Other models may hold them."""
         return ()
+
+    def undoing_changes(self) -> AbstractContextManager[None]:
+        """Return a context that undoes what evaluating changes in a model that is trained in place."""
+        return nullcontext()
 
     @abstractmethod
     def stream(self) -> AbstractContextManager[object]:

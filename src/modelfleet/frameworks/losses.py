@@ -34,9 +34,19 @@ def find_loss(loss: LossLike, known: Mapping[str, Loss]) -> Loss | None:
     return None
 
 
-def no_loss_by_row(name: str) -> InputError:
-    """Return the error for sample weights beside a function that returns one number for a whole batch."""
+def no_loss_by_row(name: str, shape: tuple[int, ...] = ()) -> InputError:
+    """Return the error for sample weights beside a function that is not known to be a mean over the rows.
+
+    Args:
+        name: The name of the loss.
+        shape: What it returns for a batch.
+    """
+    if shape:
+        returns = f"{shape} for the batch, where the mean, one number, is expected"
+    else:
+        returns = "one number for the batch"
     return InputError(
-        f"sample_weight needs the loss of every row, and the loss {name!r} returns one number for the batch. Use "
-        f"a loss with a name, or compile with an objective: fit((x, y, w)) gives it the weights in its batch."
+        f"sample_weight needs the loss of every row, and the loss {name!r} returns {returns}. Use a loss with a "
+        f"name or, for torch, a module of torch.nn with reduction='mean'. Or compile with an objective: "
+        f"fit((x, y, w)) gives it the weights in its batch."
     )

@@ -240,7 +240,7 @@ def _settings(
 
 
 def _number(name: str, value: Any) -> float:
-    number = float(value)
+    number = math.nan if isinstance(value, str) else float(value)
     if not math.isfinite(number) or number < 0:
         raise InputError(f"{name} is {value!r}, expected a finite number, 0 or more.")
     return number

@@ -40,10 +40,10 @@ def resolve(optimizer: OptimizerLike, given: dict[str, Argument], name: str) -> 
     if "betas" in given:
         given["beta_1"], given["beta_2"] = given.pop("betas")
     rate = given.get("learning_rate")
-    if isinstance(rate, int | float | np.number) and not isinstance(rate, bool):
-        given["learning_rate"] = float(rate)
-        if not 0 <= given["learning_rate"] < float("inf"):
+    if isinstance(rate, str | int | float | np.number) and not isinstance(rate, bool):
+        if isinstance(rate, str) or not 0 <= float(rate) < float("inf"):
             raise InputError(f"lr of member {name!r} is {rate!r}; expected a number of at least 0.")
+        given["learning_rate"] = float(rate)
     config: dict[str, Argument] = {}
     if isinstance(optimizer, keras.optimizers.Optimizer):
         kind, config = type(optimizer), _config(optimizer)

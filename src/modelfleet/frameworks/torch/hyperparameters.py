@@ -133,6 +133,8 @@ def _always_zero(value: object) -> bool:
 
 def _number(member: str, name: str, value: object) -> float:
     try:
+        if isinstance(value, str):  # float would read it
+            raise TypeError
         number = float(value)  # pyrefly: ignore[bad-argument-type]  # a value that is no number raises
     except (TypeError, ValueError):
         raise _wrong_value(member, name, value, "a number") from None

@@ -1,5 +1,6 @@
 """Losses of torch members, computed per row so that padded rows can be left out."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from modelfleet.errors import InputError
 from modelfleet.frameworks.losses import find_loss, no_loss_by_row
 from modelfleet.frameworks.target_checks import IGNORED, TargetKind, takes_classes
 from modelfleet.frameworks.torch.structure import signature
@@ -35,6 +37,8 @@ class Loss:
 
     The batch's loss is the sum of all sums over the sum of all counts. If the count is None, the loss is a sum.
     """
+    weighable: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    """For some losses without `rows`: what `rows` returns, for batches with sample weights only."""
 
 
 def resolve(loss: LossLike) -> Loss:
@@ -45,7 +49,32 @@ def resolve(loss: LossLike) -> Loss:
     for stock, function, module in _STOCK:
         if loss is function or (type(loss) is module and signature(loss) == signature(module())):
             return stock
-    return Loss(getattr(loss, "__name__", type(loss).__name__), None, loss, parts=_parts(loss))
+    name = getattr(loss, "__name__", type(loss).__name__)
+    return Loss(name, None, loss, parts=_parts(loss), weighable=_weighable(loss))
+
+
+def _weighable(loss: LossLike) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    """Return `Loss.weighable` for torch's own modules whose loss is a mean over the elements."""
+    if type(loss) not in {module for _, _, module in _STOCK} or loss.reduction != "mean":
+        return None
+
+    def rows(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        own = copy.copy(loss)  # at every call: its options may change
+        own.reduction = "none"
+        values = own(output, target).unsqueeze(-1)
+        counted = torch.ones_like(values)
+        if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+            if loss.weight is not None:
+                raise InputError(
+                    f"sample_weight was given beside {type(loss).__name__}(weight=...), which divides by the sum "
+                    f"of the classes' weights, so it is no mean of the losses of rows. Leave out weight=, and "
+                    f"multiply sample_weight by the weight of each row's class."
+                )
+            if not target.is_floating_point():
+                counted = (target != loss.ignore_index).unsqueeze(-1)
+        return _per_row(values, counted)
+
+    return rows
 
 
 def _parts(loss: LossLike) -> PartsOfBatch | None:
@@ -103,9 +132,10 @@ def by_row(loss: Loss, output: Tree, target: Tree, own: Tensor | None) -> tuple[
     Raises:
         InputError: The loss is a function that returns one number for a whole batch.
     """
-    if loss.rows is None:
-        raise no_loss_by_row(loss.name)
-    sums, counts = loss.rows(output, target)
+    rows = loss.rows or loss.weighable
+    if rows is None:
+        raise no_loss_by_row(loss.name, tuple(getattr(loss.plain(output, target), "shape", ())))
+    sums, counts = rows(output, target)
     return (sums if own is None else own.to(sums.dtype) * sums), counts
 
 

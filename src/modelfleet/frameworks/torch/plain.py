@@ -8,6 +8,7 @@ finite is not taken: the member keeps its last good weights and buffers.
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -23,10 +24,12 @@ from modelfleet.frameworks.stacked import Given, Positions
 from modelfleet.frameworks.torch import plain_optimizer, plain_parallel
 from modelfleet.frameworks.torch import state as states
 from modelfleet.frameworks.torch.base import ModuleEngine, TorchEngine, on_host
+from modelfleet.frameworks.torch.global_modes import KeepingModes
 from modelfleet.frameworks.torch.plain_contexts import PlainContexts
 from modelfleet.frameworks.torch.plain_member import PlainMember, copy_weights, exact
 from modelfleet.frameworks.torch.plain_trials import PlainTrials
 from modelfleet.frameworks.torch.process_group import ProcessGroup
+from modelfleet.frameworks.torch.python_state.undo import undoing_own_changes
 from modelfleet.frameworks.torch.random.streams import DrawShapes
 from modelfleet.frameworks.torch.task import Task, call, logits
 from modelfleet.frameworks.torch.updating import GROWTH_STEPS, SMALLEST_SCALE
@@ -109,7 +112,8 @@ class PlainEngine(ModuleEngine):
         scale = self._loss_scale()
         try:
             weights = None if batch.weights is None else batch.weights[0]
-            loss, sums = self._backward(_own_copy(batch), weights, scale)
+            with KeepingModes(self.device.type):
+                loss, sums = self._backward(_own_copy(batch), weights, scale)
             gradients = {name: p.grad.unsqueeze(0) for name, p in member.params.items() if p.grad is not None}
             buffers = {name: tensor.clone().unsqueeze(0) for name, tensor in self.model.named_buffers()}
         finally:
@@ -147,7 +151,8 @@ class PlainEngine(ModuleEngine):
         scale = self._loss_scale()
         self._skipped = True
         try:
-            loss, sums = self._backward(batch, weights, scale)
+            with KeepingModes(self.device.type):
+                loss, sums = self._backward(batch, weights, scale)
             if self.record is not None:
                 self.record(np.array([loss]), None)
             member.trouble = self._update(scale) if math.isfinite(loss) else LOSS
@@ -261,6 +266,10 @@ class PlainEngine(ModuleEngine):
             return logits(call(self.model, map_tree(lambda leaf: leaf[:count], _own_copy(batch))))
 
         return map_tree(lambda tensor: on_host(tensor)[None], self._contexts.evaluate(outputs))
+
+    def undoing_changes(self) -> AbstractContextManager[None]:
+        """Return a context that undoes what evaluating and predicting change in the model."""
+        return undoing_own_changes(self.model)
 
     # --- state ---------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import torch
 
+from modelfleet.frameworks.torch.global_modes import KeepingModes
 from modelfleet.frameworks.torch.modes import in_mode, training_modes
 from modelfleet.frameworks.torch.plain_member import PlainMember
 from modelfleet.frameworks.torch.random.detection import DrawDetector
@@ -59,7 +60,8 @@ class PlainContexts:
 
     def evaluate(self, run: Callable[[], Result]) -> Result:
         """Call a function with the model in evaluation mode, with gradients only if the function needs them."""
-        with self.mode(train=False), self.draws("evaluate"), self.autocast():
+        kept = KeepingModes(self._member.device.type)
+        with kept, self.mode(train=False), self.draws("evaluate"), self.autocast():
             if not self._needs_grad:
                 try:
                     with torch.no_grad():

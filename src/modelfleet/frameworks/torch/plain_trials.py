@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from modelfleet.frameworks.torch.base import explained
+from modelfleet.frameworks.torch.global_modes import KeepingModes
 from modelfleet.frameworks.torch.modes import in_mode
 from modelfleet.frameworks.torch.plain_contexts import PlainContexts
 from modelfleet.frameworks.torch.plain_member import PlainMember
@@ -42,6 +43,7 @@ class PlainTrials:
                 return None
             with (
                 explained(name, self._member.model, data),
+                KeepingModes(self._member.device.type),
                 undoing_side_effects(("self", model), ("the loss", task.loss and task.loss.plain)),
                 torch.random.fork_rng(devices=[]),
                 in_mode(model, train=False),

@@ -105,13 +105,11 @@ class Task:
             return mean * sums["rows"], sums["rows"], sums
         x, target, own = unpack(batch, loss.name)
         output = logits(call(model, x))
-        if loss.rows is not None:
+        if loss.rows is not None or own is not None:
             totals, counts = by_row(loss, output, target, own)
             if weights is not None:
                 totals, counts = weights * totals, weights * counts
             total, count = totals.sum(), counts.sum()
-        elif own is not None:
-            raise no_loss_by_row(loss.name)
         else:
             assert loss.parts is not None
             total, count = loss.parts(output, target)

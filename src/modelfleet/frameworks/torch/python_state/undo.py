@@ -35,6 +35,25 @@ def undoing_side_effects(*roots: tuple[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
+def undoing_own_changes(model: nn.Module) -> Iterator[None]:
+    """Run a model, and put its weights, its buffers and its Python attributes back afterwards.
+
+    What it changes outside of itself stays: a hook may have collected activations for the caller.
+    """
+    watched = [one for one in PythonSnapshot([("self", model)]).watched if one.name.startswith("self")]
+    copies = [(tensor, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())]
+    try:
+        yield
+    finally:
+        for one in watched:
+            if one.moved():
+                one.restore()
+        with torch.no_grad():
+            for tensor, before in copies:
+                tensor.copy_(before)
+
+
+@contextmanager
 def restoring_python(
     snapshot: PythonSnapshot, *, strictly: bool = True, harmless: Callable[[], bool] = lambda: False
 ) -> Iterator[None]:
