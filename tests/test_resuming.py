@@ -1,12 +1,15 @@
 """What a checkpoint must hold beside the weights: epochs that wait to be ended, and where the data are."""
 
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from tests.helpers import all_weights, equal, fit, toy
+from tests.helpers import all_weights, equal, fit, fleet_of, toy
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import modelfleet as mf
 from modelfleet.history import History
@@ -59,3 +62,32 @@ def test_a_lane_that_waits_for_others_keeps_its_epoch(strategy: str, tmp_path: P
         assert equal(resumed, weights)
         assert after == seen[len(seen) - len(after) :]  # no step is left out
         assert after[0] == die or die == 4
+
+
+def weighted_loader() -> Any:
+    rows = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y), torch.ones(len(X)))
+    return DataLoader(rows, batch_size=6)
+
+
+def plain_loader() -> Any:
+    return DataLoader(TensorDataset(torch.from_numpy(X), torch.from_numpy(Y)), batch_size=6)
+
+
+@pytest.mark.parametrize(
+    ("plain", "weighted"),
+    [
+        ({"data": (X, Y)}, {"data": (X, Y), "sample_weight": np.ones(len(X))}),
+        ({"data": (X, Y)}, {"data": (X, Y, np.ones(len(X), np.float32))}),
+        ({"data": plain_loader()}, {"data": weighted_loader()}),
+    ],
+    ids=["sample_weight", "triple", "loader"],
+)
+def test_a_run_without_sample_weights_does_not_go_on_with_them(plain: Any, weighted: Any, tmp_path: Path) -> None:
+    words = {id(plain): "(x, y)", id(weighted): "(x, y, sample_weight)"}
+    for first, second in [(plain, weighted), (weighted, plain)]:
+        callbacks = [mf.Checkpoint(tmp_path / str(id(first)))]
+        fit(fleet_of(2), **first, epochs=2, callbacks=callbacks)
+        told = re.escape(f"its data are ['{words[id(first)]}'], here they are ['{words[id(second)]}']")
+        with pytest.raises(mf.StoreError, match=told):
+            fit(fleet_of(2), **second, epochs=2, callbacks=callbacks)
+        fit(fleet_of(2), **first, epochs=2, callbacks=callbacks)
