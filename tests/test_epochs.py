@@ -133,7 +133,7 @@ def test_a_checkpoint_is_resumed_at_its_epoch(tmp_path: Path) -> None:
         fit(killed, (X, Y), callbacks=[mf.Checkpoint(tmp_path, every=2), Late(6)], **options)
     late = Late(99)
     callbacks = [mf.Checkpoint(tmp_path, every=2), late]
-    with pytest.raises(mf.StoreError, match="initial epoch are 3, here they are 2"):
+    with pytest.raises(mf.StoreError, match="its initial epoch is 3, here it is 2"):
         fit(again, (X, Y), callbacks=callbacks, epochs=7, initial_epoch=2)
     found = fit(again, (X, Y), callbacks=callbacks, **options)
     assert late.seen == [5, 6, 7]

@@ -23,6 +23,7 @@ from modelfleet.types import Json, SharingName, State, Tensor
 KIND = "checkpoint"
 IN_WORDS = {"params": "", "frozen": "a frozen ", "buffers": "a buffer "}  # the parts in WEIGHTS
 FINGERPRINTS = ("tasks", "schedules")  # the parts of an identity that hold them
+SINGULAR = ("initial epoch",)  # the parts of an identity that are one thing
 MAX_TEXT = 80  # characters of a setting in an error
 
 # Schema of a manifest. A question mark marks an entry that may be missing.
@@ -242,7 +243,8 @@ def _read(saved: Saved, fit: CheckpointedFit) -> tuple[Manifest, Tensors] | None
     """Return the manifest and the tensors of a checkpoint; None if it is of another fit of the same fleet."""
     folder, manifest = saved.folder, saved.manifest
     check_manifest(folder, manifest)
-    then, now = {"initial epoch": 0, **manifest["run"]}, _identity(fit)
+    now = _identity(fit)
+    then = {"initial epoch": 0, "data": now["data"], **manifest["run"]}  # earlier versions did not store these
     if then != now:
         same_fleet = all(_by_name(then, key) == _by_name(now, key) for key in ("members", "seeds"))
         if same_fleet and _by_name(then, "started") != _by_name(now, "started"):
@@ -250,8 +252,9 @@ def _read(saved: Saved, fit: CheckpointedFit) -> tuple[Manifest, Tensors] | None
         found = _difference(then, now)
         if found is not None:
             what, there, here = found
+            its, here_it = ("is", "it is") if what in SINGULAR else ("are", "they are")
             raise StoreError(
-                f"{folder} holds a checkpoint of another run: its {what} are {there}, here they are {here}. "
+                f"{folder} holds a checkpoint of another run: its {what} {its} {there}, here {here_it} {here}. "
                 f"Give another folder, or delete this one. To continue that run, use the settings it started with."
             )
     if len(manifest["callbacks"]) != len(fit.callbacks):
@@ -311,6 +314,7 @@ def _identity(fit: CheckpointedFit) -> Identity:
         "epochs": [(fit.history.initial_epoch + run.epochs).tolist() for run in fit.runs],
         "initial epoch": fit.history.initial_epoch,
         "batches": [run.batches for run in fit.runs],
+        "data": [run.feed.form for run in fit.runs],
         "rows": [None if run.rows is None else run.rows.tolist() for run in fit.runs],
         "steps per epoch": [None if s.known_steps is None else s.known_steps.tolist() for s in fit.runs],
         "callbacks": [

@@ -219,8 +219,8 @@ class Fit:
     def _handle_step(self, stepped: LaneRun) -> None:
         now = stepped.epoch, stepped.step_in_epoch
         if self._options.watched:
-            working = [run for run in self.runs if run.working]
-            if now <= self._last_step or any((run.epoch, run.step_in_epoch) < now for run in working):
+            stepping = [run for run in self.runs if run.working and not (run.at_end and run.epoch == now[0])]
+            if now <= self._last_step or any((run.epoch, run.step_in_epoch) < now for run in stepping):
                 return  # callbacks see a step when all lanes have taken it
         self._last_step = now
         self.step = max(int(run.steps_done.max()) for run in self.runs)

@@ -32,6 +32,11 @@ class Feed(Protocol):
         """Settings that decide how rows become batches."""
         return {}
 
+    @property
+    def form(self) -> str:
+        """Parts of a batch, in words; empty if no batch has been read yet."""
+        ...
+
     def epoch(self, number: int, *, start: int = 0, several: int = 1) -> Generator[Batch, None, None]:
         """Yield the batches of one epoch. Close the generator to stop early.
 

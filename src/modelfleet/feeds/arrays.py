@@ -7,7 +7,7 @@ import numpy as np
 
 from modelfleet.errors import InputError
 from modelfleet.feeds._base import ArrayOperations, Batch
-from modelfleet.feeds.checking import describe_difference, row_spec
+from modelfleet.feeds.checking import describe_difference, form_of, row_spec
 from modelfleet.shuffles import permutations
 from modelfleet.trees import leaves, map_tree, rebuild
 from modelfleet.types import Json, NativeDevice, Tensor, Tree
@@ -78,6 +78,11 @@ class ArrayFeed:
     def settings(self) -> dict[str, Json]:
         """Return the sizes of the batches, and whether rows are shuffled."""
         return {"sizes": self._batch_sizes.tolist(), "shuffled": self._shuffle}
+
+    @property
+    def form(self) -> str:
+        """Return the parts of a batch in words."""
+        return form_of(self._tree)
 
     def rewind(self) -> None:
         """Do nothing: the number of an epoch alone decides its order."""

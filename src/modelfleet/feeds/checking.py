@@ -11,6 +11,7 @@ from modelfleet.types import Data, Tensor, Tree
 
 RowSpec: TypeAlias = tuple[tuple[str, tuple[int, ...], str], ...]
 """Path, shape of a row and dtype of every leaf."""
+FORMS = {2: "(x, y)", 3: "(x, y, sample_weight)"}
 
 
 def as_arrays(tree: Data, arrays: ArrayOperations, label: str) -> tuple[Tree, int]:
@@ -42,6 +43,11 @@ def as_arrays(tree: Data, arrays: ArrayOperations, label: str) -> tuple[Tree, in
     if rows == 0:
         raise InputError(f"{label} has no rows. Give at least one, or leave the member out.")
     return rebuild(tree, values, is_number_list), rows
+
+
+def form_of(data: Data) -> str:
+    """Return the parts of a batch in words: (x, y), or with sample weights (x, y, sample_weight)."""
+    return FORMS.get(len(data), f"{len(data)} parts") if isinstance(data, tuple | list) else "x"
 
 
 def row_spec(tree: Tree) -> RowSpec:

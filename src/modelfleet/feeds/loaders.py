@@ -64,6 +64,11 @@ class LoaderFeed:
             return None
         return np.array(steps * self._members if self.shared else steps, dtype=np.int64)
 
+    @property
+    def form(self) -> str:
+        """Return the parts of the first batch that was read, in words."""
+        return next((source.form for source in self._sources if source.form), "")
+
     def epoch(self, number: int, *, start: int = 0, several: int = 1) -> Generator[Batch, None, None]:
         """Yield the batches of one epoch, without the first `start`, with up to `several` steps in one."""
         if several > 1:

@@ -7,6 +7,7 @@ from threading import Semaphore, Thread
 from typing import Any, TypeAlias, TypeVar
 
 from modelfleet.errors import InputError
+from modelfleet.feeds.checking import form_of
 from modelfleet.types import Data
 
 T = TypeVar("T")
@@ -83,6 +84,8 @@ class Source:
 
     def __init__(self, loader: Data, label: str) -> None:
         self.label = label
+        self.form = ""
+        """Parts of its batches, in words; empty before the first one."""
         self._loader = loader
         self._batches: Iterator[RawBatch] | None = None
         self._peeked: list[RawBatch] = []
@@ -104,7 +107,7 @@ class Source:
             batches, self._batches = self._batches, None  # after an error, the next try opens the loader again
             assert batches is not None
             for first in batches:
-                self._peeked, self._batches = [first], batches
+                self._peeked, self._batches, self.form = [first], batches, form_of(first)
                 break
             else:
                 raise InputError(

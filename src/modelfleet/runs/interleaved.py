@@ -5,18 +5,17 @@ This sharing is not in `sharing/`, because workers run their lanes with it, too 
 
 from collections.abc import Iterator, Sequence
 
-from modelfleet.runs.events import EpochsEnded, Event, RunOptions, StepsTaken, due, end_epochs, next_wave
-from modelfleet.runs.lane_run import EpochReport, LaneRun, TooWideError
+from modelfleet.runs.events import EpochsEnded, Event, RunOptions, StepsTaken, due, end_epochs
+from modelfleet.runs.lane_run import LaneRun, TooWideError
 
 
 def interleaved(runs: Sequence[LaneRun], options: RunOptions) -> Iterator[Event]:
     """Take turns until all lanes are done. A lane of share 3 takes three turns while another takes one."""
-    waiting: dict[int, tuple[LaneRun, EpochReport]] = {}
-    ended: dict[int, LaneRun] = {}  # lanes that read one loader, and so read the validation data in step, too
+    ended: dict[int, LaneRun] = {}  # lanes that wait for the others at the end of their epoch
     while (working := due(runs, options)) and not options.stopped():
         for run in working:
             for _ in range(1 if options.in_step else run.turns):
-                if id(run) in waiting or id(run) in ended or not run.working or options.stopped():
+                if id(run) in ended or not run.working or options.stopped():
                     break
                 try:
                     steps = run.turn()
@@ -25,15 +24,14 @@ def interleaved(runs: Sequence[LaneRun], options: RunOptions) -> Iterator[Event]
                     break
                 if steps:
                     yield StepsTaken(run, steps)
-                elif options.in_step:
+                elif options.in_step or options.together:
+                    # Its epoch ends with that of the others: a checkpoint until then must have the whole epoch.
                     ended[id(run)] = run
-                elif options.together:
-                    waiting[id(run)] = end_epochs([run])[0]
                 else:
                     yield EpochsEnded(end_epochs([run]))
         if ended and all(id(run) in ended for run in due(runs, options)):
-            yield EpochsEnded(end_epochs(list(ended.values())))
+            runs_ended = list(ended.values())
+            # Lanes that read one loader read the validation data in step, too.
+            groups = [runs_ended] if options.in_step else [[run] for run in runs_ended]
+            yield EpochsEnded([report for group in groups for report in end_epochs(group)])
             ended.clear()
-        if waiting and all(id(run) in waiting for run in next_wave(runs)):
-            yield EpochsEnded(list(waiting.values()))
-            waiting.clear()

@@ -108,6 +108,7 @@ class LaneRun:
     generators: GeneratorState | None = field(default=None, repr=False)
     """State of the generators at the start of the current epoch, if a worker takes the steps."""
     _batches: Generator[Batch, None, None] | None = field(default=None, repr=False)
+    _read_up: bool = False  # the feed has no more batches in this epoch
     _epoch_seconds: float = 0.0
     _first_step: int = 0
 
@@ -134,6 +135,13 @@ class LaneRun:
     def working(self) -> bool:
         """Return True while any member is training."""
         return bool(self.lane.on().any())
+
+    @property
+    def at_end(self) -> bool:
+        """Return True if all steps of the epoch are done, and the epoch has not been ended yet."""
+        on = self.lane.on()
+        known = None if self.known_steps is None else self.known_steps[on].max(initial=0)
+        return self._read_up or (known is not None and self.step_in_epoch >= known)
 
     @property
     def steps_done(self) -> np.ndarray:
@@ -174,9 +182,10 @@ class LaneRun:
             self._batches = self.feed.epoch(self.epoch, start=self.step_in_epoch, several=self.max_steps)
             self._epoch_seconds, self._first_step = 0.0, self.step_in_epoch
         limits = self.steps_per_epoch
-        if limits is not None and self.step_in_epoch >= limits[self.lane.on()].max():
-            return None
-        return next(self._batches, None)
+        over = limits is not None and self.step_in_epoch >= limits[self.lane.on()].max()
+        batch = None if over else next(self._batches, None)
+        self._read_up = batch is None
+        return batch
 
     def step(self, batch: Batch) -> int:
         """Train on a batch. Return the number of steps: 0 if no member is left.
@@ -222,7 +231,7 @@ class LaneRun:
         if self.validation is not None:
             for name, column in (yield from self.lane.evaluating(self.validation)).items():
                 values[f"val_{name}"] = column
-        self.step_in_epoch = 0
+        self.step_in_epoch, self._read_up = 0, False
         failures = self.find_failures(self.epoch)
         still = on & self.lane.on()
         rows: list[dict[str, float]] = [{} for _ in self.lane.members]
