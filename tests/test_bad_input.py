@@ -104,6 +104,11 @@ def test_a_data_function_that_takes_arguments_is_told() -> None:
     refused(lambda: fleet.predict(data), "takes arguments", "without any")
 
 
+def test_weights_are_no_part_of_what_is_predicted() -> None:
+    fleet = fleet_of(["a", "b"])
+    refused(lambda: fleet.predict((X, Y, X[:, 0])), "more than (x, y)", "To predict, give x or (x, y)")
+
+
 def test_one_model_is_not_taken_for_its_layers() -> None:
     for model in (nn.Sequential(nn.Linear(4, 2), nn.Tanh()), nn.ModuleList([mlp()]), mlp()):
         given: Any = model

@@ -47,8 +47,8 @@ def batch_error(name: str, kind: str, shapes: str, error: Exception, *, memory: 
     advice = "Check the shapes and dtypes of the data against what the model expects."
     if isinstance(error, TypeError) and shapes.count("(") > 2:
         advice = (
-            "The batch holds more than (x, y), and all of it went into the model. Give (x, y), or compile with an "
-            "objective, which takes any batch."
+            "The batch holds more than (x, y), and all of it went into the model. To predict, give x or (x, y). "
+            "To train, give (x, y), or compile with an objective, which takes any batch."
         )
     return InputError(
         f"member {name!r} can't take this batch: {shapes} into {kind} gave {reason}{place}. {advice}"

@@ -89,6 +89,7 @@ def test_a_schedule_of_optax_gives_the_rate() -> None:
             "unknown hyperparameter of sgd 'momentom'. Did you mean 'momentum'",
         ),
         ({"hyperparameters": {"lr": -1}}, "lr is -1, expected a finite number, 0 or more"),
+        ({"hyperparameters": {"lr": "0.1"}}, "lr is '0.1', expected a finite number, 0 or more"),
         ({"hyperparameters": {"betas": 0.9}}, "betas is 0.9, expected two numbers"),
         ({"hyperparameters": {"lr": mf.each([1, 2])}}, "lr: each.* has 2 values, but the fleet has 3 members"),
         (

@@ -187,6 +187,8 @@ def _resolve(
     own, fixed = {}, {}
     for key, value in settings.items():
         asked = "lr" if key == rate else key
+        if key == rate and isinstance(value, str):
+            raise InputError(f"{asked} is {value!r}, expected a finite number, 0 or more.")
         number = isinstance(value, int | float) or getattr(value, "shape", None) == ()
         differs = asked in varied or (asked in ("b1", "b2") and "betas" in varied)
         if number and not isinstance(value, bool) and (key == rate or differs):
@@ -240,7 +242,7 @@ def _settings(
 
 
 def _number(name: str, value: Any) -> float:
-    number = math.nan if isinstance(value, str) else float(value)
+    number = float(value)
     if not math.isfinite(number) or number < 0:
         raise InputError(f"{name} is {value!r}, expected a finite number, 0 or more.")
     return number
