@@ -49,7 +49,7 @@ def unlike(folder: Path, strategy: Any, die: int | None = None) -> tuple[dict[st
     return all_weights(fleet), history, watch.seen
 
 
-@pytest.mark.parametrize("strategy", ["interleaved", "threads"])
+@pytest.mark.parametrize("strategy", ["interleaved", "threads", "processes"])
 def test_a_lane_that_waits_for_others_keeps_its_epoch(strategy: str, tmp_path: Path) -> None:
     weights, history, seen = unlike(tmp_path / "whole", strategy)
     epochs = [[*range(first, first + 3), ("a", "b")] for first in (1, 4, 7)]
