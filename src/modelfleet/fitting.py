@@ -1,6 +1,7 @@
 """One fit: runs its lanes, and keeps the history, callbacks, checkpoints and progress."""
 
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,7 +10,9 @@ from typing import Protocol
 
 from modelfleet import checkpoints
 from modelfleet.callbacks import Callback
-from modelfleet.errors import AllFailedError, BusyError, InputError
+from modelfleet.errors import AllFailedError, BusyError, FleetWarning, InputError
+from modelfleet.feeds import Feed
+from modelfleet.feeds.loader_state import with_prefix
 from modelfleet.frameworks import global_generators
 from modelfleet.frameworks.adapter_protocol import Adapter
 from modelfleet.frameworks.stacked import WEIGHTS
@@ -78,7 +81,7 @@ class Fit:
         self.epochs = self._past + max(int(run.epochs.max()) for run in runs)
         self.active: tuple[str, ...] = ()
         self.callbacks = list(callbacks)
-        self.generators = dict(generators)
+        self.generators = {**generators, **self._loader_states()}
         """State of the random generators at the start of the current epoch."""
         self.devices = list(devices)
         self.epoch_seconds: float | None = None
@@ -90,6 +93,7 @@ class Fit:
         self._to_save: list[Path] = []
         self._ctrl_c = StopRequest()
         self._over = False
+        self._warned = False
         self._last_step = 0, 0  # the last epoch and step that callbacks have seen
         self._shown = 0
         self._first_shown: tuple[int, float] | None = None
@@ -248,7 +252,7 @@ class Fit:
         for run, _ in reports:
             run.leave(self._take_stopped(run))
         self.active = self._training()
-        self.generators = global_generators.state()
+        self.generators = {**global_generators.state(), **self._loader_states()}
         for run, _ in reports:  # a loader that a worker reads draws there
             if run.remote is not None:
                 self.generators.update(run.generators or {})
@@ -352,6 +356,8 @@ class Fit:
     def _save(self) -> None:
         for run in self.runs if self._to_save else ():
             self._record_steps(run, run.epoch + 1)
+        if self._to_save:
+            self._warn_of_remote_loaders()
         for folder in dict.fromkeys(self._to_save):
             checkpoints.save(folder, self)
         self._to_save.clear()
@@ -372,11 +378,38 @@ class Fit:
     def _rewind(self) -> None:
         """Set the random generators so that loaders shuffle as they did in the epoch that is resumed."""
         global_generators.restore(self.generators)
-        for feed in [*(run.feed for run in self.runs), *(run.validation for run in self.runs)]:
-            if feed is not None:
-                feed.rewind()
-                if self.epoch == self._past:  # all loaders are looked into before the first epoch
-                    feed.first()
+        for number, _, feed in self._feeds():
+            feed.rewind(with_prefix(self.generators, f"feed-{number}/"))
+        if self.epoch == self._past:  # all loaders are looked into before the first epoch
+            for _, _, feed in self._feeds():
+                feed.first()
+
+    def _loader_states(self) -> global_generators.State:
+        """Return where the loaders of this process are at the start of their next epoch."""
+        return {
+            f"feed-{number}/{name}": state
+            for number, run, feed in self._feeds()
+            if run.remote is None
+            for name, state in feed.state().items()
+        }
+
+    def _feeds(self) -> list[tuple[int, LaneRun, Feed]]:
+        """Return the feeds of all lanes, those of the validation data last, each with a number and its run."""
+        found = [*((run, run.feed) for run in self.runs), *((run, run.validation) for run in self.runs)]
+        return [(number, run, feed) for number, (run, feed) in enumerate(found) if feed is not None]
+
+    def _warn_of_remote_loaders(self) -> None:
+        """Warn if a worker reads a loader whose place only the worker knows."""
+        remote = [run for _, run, feed in self._feeds() if run.remote is not None and feed.has_state]
+        if remote and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the data of member {remote[0].names[0]!r} are a loader with its own generator, or with "
+                f"steps_per_epoch, which a worker reads. A checkpoint does not hold where it is, so a resumed run "
+                f'will see other batches. Use strategy="interleaved", or a loader without these.',
+                FleetWarning,
+                stacklevel=2,
+            )
 
     # --- small parts ---------------------------------------------------------------------------------------------
 

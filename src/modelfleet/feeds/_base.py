@@ -1,6 +1,6 @@
 """Protocol of every feed, and the array operations that a feed needs from a framework."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -52,8 +52,17 @@ class Feed(Protocol):
         """Return a batch shaped like those to come, without consuming anything."""
         ...
 
-    def rewind(self) -> None:
-        """Forget what was read ahead of the next epoch, for a run that resumes from a checkpoint."""
+    def state(self) -> dict[str, np.ndarray]:
+        """Return where the loaders are at the start of the next epoch, beside the global generators."""
+        ...
+
+    @property
+    def has_state(self) -> bool:
+        """True if `state` is needed to read on: the global generators do not suffice."""
+        ...
+
+    def rewind(self, state: Mapping[str, np.ndarray]) -> None:
+        """Forget what was read ahead, and go back to a `state`, for a run that resumes from a checkpoint."""
         ...
 
     def select(self, keep: Sequence[int]) -> "Feed":

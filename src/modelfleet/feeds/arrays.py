@@ -1,6 +1,6 @@
 """Feeds of arrays: stored once on the device, and gathered there by index."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from copy import copy
 
 import numpy as np
@@ -84,7 +84,16 @@ class ArrayFeed:
         """Return the parts of a batch in words."""
         return form_of(self._tree)
 
-    def rewind(self) -> None:
+    def state(self) -> dict[str, np.ndarray]:
+        """Return nothing: the number of an epoch alone decides its order."""
+        return {}
+
+    @property
+    def has_state(self) -> bool:
+        """Return False."""
+        return False
+
+    def rewind(self, state: Mapping[str, np.ndarray]) -> None:
         """Do nothing: the number of an epoch alone decides its order."""
 
     def _store(self, column: Sequence[Tensor]) -> None:

@@ -1,6 +1,6 @@
 """Feeds of loaders: anything that yields batches, read in the background while the device computes."""
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from copy import copy
 from dataclasses import replace
@@ -10,6 +10,7 @@ import numpy as np
 from modelfleet.errors import InputError
 from modelfleet.feeds._base import ArrayOperations, Batch
 from modelfleet.feeds.checking import RowSpec, as_arrays, row_spec
+from modelfleet.feeds.loader_state import with_prefix
 from modelfleet.feeds.reading import RawBatch, SharedLoader, Source, read_ahead
 from modelfleet.feeds.step_stacking import group_steps
 from modelfleet.trees import leaves, map_tree, rebuild
@@ -123,10 +124,20 @@ class LoaderFeed:
             raise InputError("no member's data could be read.") from next(iter(self.failures.values()), None)
         return batch
 
-    def rewind(self) -> None:
-        """Forget the batch that was peeked at: the next epoch opens its loaders again."""
-        for source in self._sources:
-            source.forget()
+    def state(self) -> dict[str, np.ndarray]:
+        """Return where the loaders are at the start of the next epoch."""
+        states = [source.state() for source in self._sources]
+        return {f"{n}/{name}": value for n, own in enumerate(states) for name, value in own.items()}
+
+    @property
+    def has_state(self) -> bool:
+        """Return True if a loader has generators of its own, or goes on over several epochs."""
+        return any(source.has_state for source in self._sources)
+
+    def rewind(self, state: Mapping[str, np.ndarray]) -> None:
+        """Forget the batch that was peeked at: the next epoch opens its loaders again, as they were in `state`."""
+        for number, source in enumerate(self._sources):
+            source.rewind(with_prefix(state, f"{number}/"))
 
     def select(self, keep: Sequence[int]) -> "LoaderFeed":
         """Return a feed for the members at these positions, in this order, on the same loaders."""

@@ -1,13 +1,16 @@
 """Reading loaders: in the background while the device computes, and once for all lanes that step side by side."""
 
 import inspect
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from queue import SimpleQueue
 from threading import Semaphore, Thread
 from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
+
 from modelfleet.errors import InputError
 from modelfleet.feeds.checking import form_of
+from modelfleet.feeds.loader_state import LoaderState, has_state, loader_state, restore_loader
 from modelfleet.types import Data
 
 T = TypeVar("T")
@@ -89,6 +92,7 @@ class Source:
         self._loader = loader
         self._batches: Iterator[RawBatch] | None = None
         self._peeked: list[RawBatch] = []
+        self._opened_at: LoaderState = {}
 
     @property
     def steps(self) -> int | None:
@@ -98,6 +102,7 @@ class Source:
     def open(self) -> None:
         """Begin the next epoch, if it has not begun."""
         if self._batches is None:
+            self._opened_at = loader_state(self._loader)
             self._batches = open_loader(self._loader, self.label)
 
     def peek(self) -> RawBatch:
@@ -116,9 +121,19 @@ class Source:
                 )
         return self._peeked[0]
 
-    def forget(self) -> None:
-        """Drop what was read of the next epoch. It will open the loader again."""
+    def state(self) -> LoaderState:
+        """Return where the loader is at the start of the next epoch, which may have been peeked at."""
+        return loader_state(self._loader) if self._batches is None else self._opened_at
+
+    @property
+    def has_state(self) -> bool:
+        """Return True if the loader has state of its own."""
+        return has_state(self._loader)
+
+    def rewind(self, state: Mapping[str, np.ndarray]) -> None:
+        """Drop what was read of the next epoch. It will open the loader again, as it was in `state`."""
         self._batches, self._peeked = None, []
+        restore_loader(self._loader, state)
 
     def read(self) -> Generator[RawBatch, None, None]:
         """Yield the batches of the epoch."""

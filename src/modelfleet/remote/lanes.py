@@ -5,9 +5,11 @@ state. So if it dies, everything up to then is in this process, and another work
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from modelfleet.frameworks.stacked import WEIGHTS
 from modelfleet.history import Failure
 from modelfleet.remote.messages import OwnerReply, WorkerUpdate
 from modelfleet.runs.events import Reports, next_wave
@@ -27,6 +29,7 @@ class RemoteLanes:
     def __init__(self, runs: Sequence[LaneRun], home: int) -> None:
         self.runs = list(runs)
         self.home = home
+        self._held: WorkerUpdate | None = None
         for run in runs:
             run.remote = run.remote or RemoteState()
 
@@ -86,6 +89,31 @@ class RemoteLanes:
             for run in self.runs:
                 run.busy = False
         return reports, stepped
+
+    def hold(self, update: WorkerUpdate) -> None:
+        """Keep the update of an ended epoch until all lanes have ended theirs.
+
+        A checkpoint that is saved until then must have the whole epoch.
+        """
+        states = [replace(lane, state=map_tree(np.array, lane.state)) for lane in update.lanes]
+        generators = {name: np.array(state) for name, state in update.generators.items()}
+        self._held = WorkerUpdate(states, generators)
+        for run in self.runs:
+            run.busy = False
+            run.read_up = True
+
+    def take_held(self) -> Reports:
+        """Take in the update that was held, and return its reports. Weights that a callback has changed stay."""
+        held, self._held = self._held, None
+        if held is None:
+            return []
+        changed = [(run, run.lane.read(run.names, WEIGHTS)) for run in self.runs if _remote(run).changed]
+        reports, _ = self.receive(held, watched=True)
+        for run in self.runs:
+            run.read_up = False
+        for run, weights in changed:
+            run.bring_here(to_change=True).write(run.names, weights)
+        return reports
 
     def reply(self) -> OwnerReply:
         """Return the decisions of this process since the last update."""

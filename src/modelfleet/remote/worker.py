@@ -110,7 +110,7 @@ class _WorkerLanes:
         if any(progress.epoch or progress.step for progress in order.progress):
             global_generators.restore(order.generators)
             for feed in (feed for run in self.runs for feed in run.feeds):
-                feed.rewind()
+                feed.rewind({})
 
     @staticmethod
     def _resume(run: LaneRun, progress: Progress) -> None:

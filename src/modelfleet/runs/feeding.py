@@ -11,6 +11,7 @@ from modelfleet.each import Each
 from modelfleet.errors import InputError
 from modelfleet.feeds import ArrayOperations, Batch, Feed, LoaderFeed, SharedLoader, is_loader, make_feed
 from modelfleet.feeds.checking import RowSpec, as_arrays, describe_difference, row_spec
+from modelfleet.feeds.loader_state import ContinuedLoader
 from modelfleet.frameworks.adapter_protocol import Adapter
 from modelfleet.frameworks.batch_parts import has_target
 from modelfleet.lanes import Groups, Lane, LaneSpec
@@ -299,34 +300,3 @@ def _refuse_endless(data: Data, field: Field) -> None:
         raise InputError(
             f"{field} is a data set that never ends, so no epoch would. {instead}, or leave out repeat()."
         )
-
-
-class ContinuedLoader:
-    """A loader in epochs of a fixed number of steps.
-
-    Each epoch continues where the last one stopped. At its end the loader starts again.
-    """
-
-    def __init__(self, loader: Data, steps: int) -> None:
-        self._loader = loader
-        self._steps = steps
-        self._batches: Iterator[object] | None = None
-
-    def __len__(self) -> int:
-        return self._steps
-
-    def __iter__(self) -> Iterator[object]:
-        taken = 0
-        while taken < self._steps:
-            fresh = self._batches is None
-            if self._batches is None:
-                called = callable(self._loader) and not hasattr(self._loader, "__iter__")
-                self._batches = iter(self._loader() if called else self._loader)
-            batch = next(self._batches, None)
-            if batch is None:
-                self._batches = None
-                if fresh:
-                    return
-                continue
-            yield batch
-            taken += 1

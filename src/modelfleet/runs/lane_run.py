@@ -101,6 +101,8 @@ class LaneRun:
     """Epochs finished in this fit."""
     step_in_epoch: int = 0
     """Steps done in the current epoch."""
+    read_up: bool = False
+    """True if the feed has no more batches in this epoch."""
     busy: bool = False
     """True while a thread or a worker is taking steps."""
     remote: RemoteState | None = field(default=None, repr=False)
@@ -108,7 +110,6 @@ class LaneRun:
     generators: GeneratorState | None = field(default=None, repr=False)
     """State of the generators at the start of the current epoch, if a worker takes the steps."""
     _batches: Generator[Batch, None, None] | None = field(default=None, repr=False)
-    _read_up: bool = False  # the feed has no more batches in this epoch
     _epoch_seconds: float = 0.0
     _first_step: int = 0
 
@@ -141,7 +142,7 @@ class LaneRun:
         """Return True if all steps of the epoch are done, and the epoch has not been ended yet."""
         on = self.lane.on()
         known = None if self.known_steps is None else self.known_steps[on].max(initial=0)
-        return self._read_up or (known is not None and self.step_in_epoch >= known)
+        return self.read_up or (known is not None and self.step_in_epoch >= known)
 
     @property
     def steps_done(self) -> np.ndarray:
@@ -184,7 +185,7 @@ class LaneRun:
         limits = self.steps_per_epoch
         over = limits is not None and self.step_in_epoch >= limits[self.lane.on()].max()
         batch = None if over else next(self._batches, None)
-        self._read_up = batch is None
+        self.read_up = batch is None
         return batch
 
     def step(self, batch: Batch) -> int:
@@ -231,7 +232,7 @@ class LaneRun:
         if self.validation is not None:
             for name, column in (yield from self.lane.evaluating(self.validation)).items():
                 values[f"val_{name}"] = column
-        self.step_in_epoch, self._read_up = 0, False
+        self.step_in_epoch, self.read_up = 0, False
         failures = self.find_failures(self.epoch)
         still = on & self.lane.on()
         rows: list[dict[str, float]] = [{} for _ in self.lane.members]

@@ -220,6 +220,10 @@ class Dispatcher:
         if not has_started:
             lanes.note_started()
         seat.ready = has_started  # with its second update a worker is about to take steps
+        if self._options.together and self._options.watched and any(lane.report for lane in update.lanes):
+            lanes.hold(update)
+            self._held.append((lanes, []))
+            return
         reports, stepped = lanes.receive(update, watched=self._options.watched)
         if stepped is not None and self._options.watched:
             self._paused.append((seat, stepped))
@@ -244,7 +248,7 @@ class Dispatcher:
     def _all_ended(self) -> Iterator[Event]:
         """End the epoch of all lanes that wait for each other. Some may be lost."""
         held, self._held = self._held, []
-        reports = [pair for _, reports in held for pair in reports] + self._ended
+        reports = [pair for lanes, own in held for pair in own or lanes.take_held()] + self._ended
         self._ended = []
         if reports:
             yield EpochsEnded(reports)
