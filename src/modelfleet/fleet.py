@@ -217,7 +217,10 @@ class Fleet:
         return f"<Fleet of {len(self)}: {', '.join(sorted(kinds))} on {', '.join(devices)}>"
 
     def add(self, name: str, model: Model) -> None:
-        """Add a member. If hyperparameters were given by `each`, compile again to give the new member a value.
+        """Add a member, which is trained as the others are.
+
+        If hyperparameters were given by `each`, the new member has none yet: `compile(..., members=[name])` before
+        the next `fit` or `evaluate` gives it its own. The others keep their optimizer state.
 
         Args:
             name: The name of the new member.
@@ -257,7 +260,12 @@ class Fleet:
         with self._gate.changing("clone"):
             member = self._member(name)
             clone = self._enlist(as_, member.framework.copy_model(member.model))
-            self._recipes[clone] = self._recipes[name]
+            self._recipes[clone] = recipe = self._recipes[name]
+            if recipe is not None:
+                # Members of one recipe have one object. Fleets that share it must not see the clone.
+                wider = recipe.with_copy(name, clone)
+                self._recipes.update({key: wider for key, own in self._recipes.items() if own is recipe})
+                self._recipe = wider if self._recipe is recipe else self._recipe
             self._live_lanes.copy_state(name, clone)
             if name in self._origins:
                 self._origins[clone] = self._origins[name]
@@ -336,7 +344,10 @@ class Fleet:
         with self._gate.reading("plan"), global_generators.kept(), computing():
             lanes, changed = self._lanes_to_read(), self._changed()
             if data is None:
-                compiled = all(recipe and not recipe.missing for recipe in self._recipes.values())
+                compiled = all(
+                    recipe and not recipe.missing and not recipe.lacking(name)
+                    for name, recipe in self._recipes.items()
+                )
                 plan, built = lanes.plan_without_data("train" if compiled else "predict", changed)
                 return describe(plan, [(lane, None) for lane in built], None, self._epoch_seconds)
             job = Job(

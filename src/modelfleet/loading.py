@@ -75,10 +75,13 @@ def _compile(fleet: Fleet, found: SavedFleet, allow_import: bool) -> None:
             fleet._recipes[name] = recipe_json.decode(compiled["lost"], allow_import=allow_import)
     by_recipe: dict[int, list[Member]] = {}
     for name, member in members.items():
-        by_recipe.setdefault(id(fleet._recipes[name]), []).append(member)
+        recipe = fleet._recipes[name]
+        if recipe is not None and not recipe.lacking(name):
+            by_recipe.setdefault(id(recipe), []).append(member)
     for together in by_recipe.values():
         recipe = fleet._recipes[together[0].name]
-        if recipe is None or recipe.missing:
+        assert recipe is not None
+        if recipe.missing:
             continue
         try:
             compile_all(recipe, together)

@@ -58,6 +58,22 @@ class Recipe:
 
         return self._mapped(narrow)
 
+    def with_copy(self, name: str, copy: str) -> "Recipe":
+        """Return this recipe with the values of a member for its copy, too."""
+
+        def widen(value: Each, argument: str) -> Each:
+            assert isinstance(value.values, dict)
+            others = {other: own for other, own in value.values.items() if other != copy}
+            return Each(others | ({copy: value.values[name]} if name in value.values else {}))
+
+        return self._mapped(widen)
+
+    def lacking(self, name: str) -> list[str]:
+        """Return the arguments that have no value for a member: those of a member that joined after `compile`."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        given |= self.hyperparameters or {}
+        return [key for key, own in given.items() if isinstance(own, Each) and name not in own.values]
+
     def _mapped(self, change: Callable[[Each, str], Each]) -> "Recipe":
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         given["hyperparameters"] = dict(self.hyperparameters or {})
