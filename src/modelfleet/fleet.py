@@ -1,6 +1,7 @@
 """A fleet: a named set of members, and the verbs people use on it."""
 
 import secrets
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, get_args, overload
@@ -11,7 +12,7 @@ from modelfleet import checkpoints, frameworks, saving
 from modelfleet.callbacks import refuse_missing_validation, wrap_callbacks
 from modelfleet.devices import parse_devices
 from modelfleet.each import Each, per_member
-from modelfleet.errors import InputError, StrategyError
+from modelfleet.errors import FleetWarning, InputError, StrategyError
 from modelfleet.fitting import Fit
 from modelfleet.frameworks import global_generators
 from modelfleet.frameworks.contexts import computing
@@ -311,6 +312,7 @@ class Fleet:
             recipe = given.by_name(chosen)
             compile_all(recipe, [self._members[name] for name in chosen])
             anew = [name for name in chosen if not completes(recipe, self._recipes[name])]
+            self._warn_of_dropped_state(anew)
             self._recipes.update(dict.fromkeys(chosen, recipe))
             if members is None:
                 self._recipe = recipe
@@ -601,6 +603,19 @@ class Fleet:
         self._recipes[text] = self._recipe
         self._by_model[id(model)] = text
         return text
+
+    def _warn_of_dropped_state(self, names: Iterable[str]) -> None:
+        """Warn if members of a loaded fleet whose recipe was incomplete lose their state to another optimizer."""
+        incomplete = {name: own for name in names if (own := self._recipes[name]) is not None and own.missing}
+        dropped = {name: own.optimizer for name, own in incomplete.items() if self._live_lanes.has_saved(name)}
+        if dropped:
+            first, others = next(iter(dropped)), f" (and {len(dropped) - 1} more)" if len(dropped) > 1 else ""
+            warnings.warn(
+                f"member {first!r}{others} was saved with the optimizer {dropped[first]!r}, and is compiled with "
+                f"another: the saved optimizer state is dropped. Compile with the same optimizer to keep it.",
+                FleetWarning,
+                stacklevel=3,
+            )
 
     def _hyperparameters(self, name: str) -> dict[str, Any]:
         """Return the plain values that a member was built and compiled with."""
