@@ -16,7 +16,7 @@ from modelfleet.errors import FleetWarning, InputError, StrategyError
 from modelfleet.fitting import Fit
 from modelfleet.frameworks import global_generators
 from modelfleet.frameworks.contexts import computing
-from modelfleet.frameworks.model_building import build_model
+from modelfleet.frameworks.model_building import build_model, check_factory
 from modelfleet.frameworks.recipe import compile_all
 from modelfleet.gate import Gate
 from modelfleet.history import History
@@ -130,8 +130,7 @@ class Fleet:
         Example:
             >>> fleet = mf.Fleet.build(make_net, 50, seed=0, width=mf.each(widths))
         """
-        if not callable(factory):
-            raise InputError(f"the factory is {factory!r}; expected a function that returns a new model.")
+        check_factory(factory)
         if isinstance(members, int | np.integer) and not isinstance(members, bool):
             members = [str(number) for number in range(int(members))]
         elif isinstance(members, str) or not isinstance(members, Iterable):
