@@ -176,6 +176,12 @@ def test_nothing_to_train_is_told() -> None:
     refused(lambda: fit(fleet, (X, Y)), "member 'a' has no parameter that takes a gradient", "requires_grad=True")
 
 
+def test_numbers_are_not_flags() -> None:
+    fleet = mf.Fleet([mlp(), mlp()])
+    refused(lambda: fleet.compile("sgd", "cross_entropy", lr=True), "lr is True; expected a number")
+    refused(lambda: fleet.compile("sgd", "cross_entropy", clip_norm=mf.each([1.0, True])), "clip_norm is True")
+
+
 def test_factories_must_be_functions_that_make_models() -> None:
     build: Callable[..., mf.Fleet] = mf.Fleet.build
     refused(lambda: build("mlp", 2), "factory is 'mlp'")

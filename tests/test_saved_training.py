@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import modelfleet as mf
+from modelfleet.recipe import Missing, Recipe
 from modelfleet.store import recipe_json
 
 X, Y = (torch.tensor(array) for array in toy(22))
@@ -262,10 +263,44 @@ def test_with_another_optimizer_nothing_goes_on(tmp_path: Path) -> None:
     fleet = compiled(loss=lambda output, target: loss(output, target))
     fit(fleet)
     loaded = saved(fleet, tmp_path)
+    fleet.compile("adamw", loss, lr=RATES)
+    with pytest.warns(mf.FleetWarning, match=r"'a' \(and 2 more\) was saved with the optimizer 'adam'.*dropped"):
+        loaded.compile("adamw", loss, lr=RATES)
     for one in (fleet, loaded):
-        one.compile("adamw", loss, lr=RATES)
         fit(one)
     same(loaded, fleet)
+
+
+class Adam(torch.optim.Adam):
+    """Another optimizer, with a name that is taken."""
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("adam", torch.optim.Adam),
+        (torch.optim.Adam, "adam"),
+        ("adam", functools.partial(torch.optim.Adam, eps=1e-8)),
+        (functools.partial(torch.optim.Adam, eps=1e-8), "adam"),
+    ],
+)
+def test_an_optimizer_is_the_same_by_name_and_by_class(before: Any, after: Any, tmp_path: Path) -> None:
+    fleet = compiled(optimizer=before, loss=lambda output, target: loss(output, target))
+    fit(fleet)
+    loaded = saved(fleet, tmp_path)
+    loaded.compile(after, loss, lr=RATES)
+    for one in (fleet, loaded):
+        fit(one)
+    same(loaded, fleet)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [(Adam, False), (optax.adam(0.1), False), (optax.adam, True), (functools.partial(optax.adam, b1=0.8), True)],
+)
+def test_an_optimizer_of_ones_own_is_not_the_one_of_that_name(optimizer: Any, expected: bool) -> None:
+    incomplete = Recipe("adam", missing={"loss": Missing("was a lambda", None)})
+    assert recipe_json.completes(Recipe(optimizer), incomplete) == expected
 
 
 @pytest.mark.parametrize(
@@ -352,6 +387,14 @@ def test_a_folder_of_an_earlier_version_loads(tmp_path: Path) -> None:
         (("members", 0, "training", "row"), 3, "the data file of member 'a' has no row 3"),
         (("members", 0, "training", "file"), "optimizer-9", "no data file 'optimizer-9' for member 'a'"),
         (("members", 0, "training", "steps"), "9", r"\['steps'\] is '9', expected a whole number"),
+        (("members", 0, "training", "steps"), 10**30, r"\['steps'\] is 10+, expected a whole number from 0 to"),
+        (("members", 0, "training", "epochs"), 10**30, r"\['epochs'\] is 10+, expected a whole number from 0 to"),
+        (("members", 0, "training", "steps"), -1, r"\['steps'\] is -1, expected a whole number from 0"),
+        (("members", 0, "training", "epochs"), -2, r"\['epochs'\] is -2, expected a whole number from 0"),
+        (("members", 0, "training", "file"), "group-0", "'group-0' is no optimizer-file, which member 'a' needs"),
+        (("members", 0, "file"), "optimizer-0", "'optimizer-0' is no group-file, which member 'a' needs"),
+        (("recipes", 0, "lr"), True, r"\['lr'\] is True, expected a number"),
+        (("recipes", 0, "lr"), {"$each": [["a", True]]}, r"\['lr'\]\['\$each'\]\[0\]\[1\] is True, expected"),
         (("recipes",), {}, r"\['recipes'\] is \{\}, expected a list"),
     ],
 )
@@ -430,7 +473,8 @@ def test_an_optimizer_with_other_state_than_the_one_that_was_lost_starts_anew(tm
     fleet.save(tmp_path)
     loaded = mf.load(tmp_path, pair)
     loaded.compile(optax.chain(optax.trace(0.9), optax.adabelief(0.1)), "cross_entropy")
-    loaded.plan(data, batch_size=8)
+    with pytest.warns(mf.FleetWarning, match="optimizer state of 'a' does not fit the optimizer, which starts"):
+        loaded.plan(data, batch_size=8)
     (lane,) = loaded._lanes
     state = lane.read(["a"], ("optimizer", "member"))
     assert int(state["member"]["step"][0]) == 0

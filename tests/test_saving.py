@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import modelfleet as mf
 from modelfleet.frameworks.torch import files
+from modelfleet.store.checksums import checksum_of
 
 X, Y = toy(20)
 
@@ -243,6 +244,65 @@ def test_keywords_that_json_cannot_hold_are_told_when_loading(tmp_path: Path) ->
     with pytest.raises(mf.StoreError, match=r"member '0' .* arguments that JSON can't hold"):
         mf.load(tmp_path, lambda layer: nn.Sequential(layer(4, 3)))
 
+    model = nn.Sequential(nn.Linear(4, 3))
+    loaded = mf.load(tmp_path, {"0": model})
+    assert loaded["0"] is model
+    assert equal(weights(model), weights(fleet["0"]))
+
+
+# --- a factory for each member
+
+
+@pytest.fixture
+def unlike(tmp_path: Path) -> mf.Fleet:
+    """A fleet of unlike models, saved in `tmp_path`."""
+    fleet = mf.Fleet({"a": mlp(3), "b": mlp(5)})
+    fleet.save(tmp_path)
+    return fleet
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        {"a": lambda: mlp(3), "b": lambda: mlp(5)},
+        {"b": mlp(5), "a": lambda: mlp(3)},
+        mf.each([lambda: mlp(3), mlp(5)]),
+        mf.each({"a": mlp(3), "b": mlp(5)}),
+    ],
+)
+def test_unlike_models_come_back_with_a_factory_or_a_model_each(
+    factory: Any, unlike: mf.Fleet, tmp_path: Path
+) -> None:
+    assert equal(all_weights(mf.load(tmp_path, factory)), all_weights(unlike))
+    own = mf.each([mlp(5)]) if isinstance(factory, mf.Each) else factory
+    some = mf.load(tmp_path, own, members=["b"])
+    assert equal(weights(some["b"]), weights(unlike["b"]))
+
+
+@pytest.mark.usefixtures("unlike")
+@pytest.mark.parametrize(
+    ("factory", "error", "told"),
+    [
+        (None, mf.StoreError, r"build member 'a' .*unlike, give a factory or a model for each: factory=\{'a'"),
+        (lambda: mlp(3), mf.StoreError, r"member 'b' .*does not fit.*unlike, give each its own: \{'b': make, …\}"),
+        ({"a": mlp}, mf.InputError, r"factory: each\(...\) has no value for 'b'"),
+        ({"a": mlp, "b": mlp, "c": mlp}, mf.InputError, "names 'c', which the fleet does not have"),
+        ({"a": mlp, "b": "mlp"}, mf.InputError, "the factory is 'mlp'; expected a function"),
+        (mlp(3), mf.InputError, r"the factory is a model, a Sequential; .*one for each member: factory=\{name"),
+        (3, mf.InputError, "the factory is 3; expected a function that returns a new model"),
+    ],
+)
+def test_a_factory_that_does_not_do_is_told_what_does(
+    factory: Any, error: type[Exception], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=told):
+        mf.load(tmp_path, factory)
+
+
+def test_a_fleet_is_not_built_by_a_model() -> None:
+    with pytest.raises(mf.InputError, match="the factory is a model, a Sequential; expected a function"):
+        mf.Fleet.build(mlp(), 2)
+
 
 # --- damaged and foreign folders
 
@@ -270,6 +330,12 @@ def forget(folder: Path) -> None:
 def halve(folder: Path) -> None:
     path = folder / "manifest.json"
     path.write_text(path.read_text()[:100])
+
+
+def twice(folder: Path) -> None:
+    path = folder / "manifest.json"
+    rest = path.read_bytes().partition(b", ")[2].replace(b'"seed": ', b'"seed": 1, "seed": ', 1)
+    path.write_bytes(b'{"checksum": "%s", %s' % (checksum_of(rest).encode(), rest))
 
 
 def without(key: str) -> Callable[[Path], None]:
@@ -308,6 +374,9 @@ def edited(*path: Any, value: object) -> Callable[[Path], None]:
         (edited("members", 0, "seed", value=1.5), r"\['seed'\] is 1.5, expected a whole number"),
         (edited("members", value=[]), r"it has no members"),
         (edited("members", value={}), r"\['members'\] is \{\}, expected a list"),
+        (edited("members", 0, "seed", value=2**70), r"\['seed'\] is 11805\d+, expected a whole number from 0"),
+        (edited("members", 0, "seed", value=-1), r"\['seed'\] is -1, expected a whole number from 0"),
+        (twice, r"manifest.json can't be used: it is not valid JSON \(it has the key 'seed' twice\)"),
         (edited("seed", value="zero"), r"\['seed'\] is 'zero', expected a whole number"),
         (edited("files", "group-0", "rows", value=["0" * 32]), r"checksums of 1 rows for group-0.*which has 2"),
         (edited("files", "group-0", "rows", value=["0" * 32] * 2), r"the checksum of row 0 is .*expected 0000"),
@@ -319,6 +388,28 @@ def test_a_damaged_folder_is_refused(damage: Callable[[Path], None], message: st
     damage(tmp_path)
     with pytest.raises(mf.StoreError, match=message):
         mf.load(tmp_path, mlp)
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (ModuleNotFoundError("No module named 'safetensors'"), "'safetensors', which is not installed"),
+        (ImportError("failed to map segment from shared object"), "failed to map segment"),
+    ],
+)
+def test_only_a_package_that_is_not_there_is_to_be_installed(
+    raised: ImportError, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> None:
+            if name == "safetensors":
+                raise raised
+
+    monkeypatch.delitem(sys.modules, "safetensors")
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    with pytest.raises(ImportError, match=told):
+        mf.Fleet([mlp()]).save(tmp_path)
 
 
 def test_foreign_folders_are_refused(tmp_path: Path) -> None:

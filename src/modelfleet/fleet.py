@@ -1,6 +1,7 @@
 """A fleet: a named set of members, and the verbs people use on it."""
 
 import secrets
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,11 +13,11 @@ from modelfleet import checkpoints, frameworks, saving
 from modelfleet.callbacks import refuse_missing_validation, wrap_callbacks
 from modelfleet.devices import parse_devices
 from modelfleet.each import Each, per_member
-from modelfleet.errors import InputError, StrategyError
+from modelfleet.errors import FleetWarning, InputError, StrategyError
 from modelfleet.fitting import Fit
 from modelfleet.frameworks import global_generators
 from modelfleet.frameworks.contexts import computing
-from modelfleet.frameworks.model_building import build_model
+from modelfleet.frameworks.model_building import build_model, check_factory
 from modelfleet.frameworks.recipe import compile_all
 from modelfleet.gate import Gate
 from modelfleet.history import History
@@ -130,8 +131,7 @@ class Fleet:
         Example:
             >>> fleet = mf.Fleet.build(make_net, 50, seed=0, width=mf.each(widths))
         """
-        if not callable(factory):
-            raise InputError(f"the factory is {factory!r}; expected a function that returns a new model.")
+        check_factory(factory)
         if isinstance(members, int | np.integer) and not isinstance(members, bool):
             members = [str(number) for number in range(int(members))]
         elif isinstance(members, str) or not isinstance(members, Iterable):
@@ -221,7 +221,10 @@ class Fleet:
         return f"<Fleet of {len(self)}: {', '.join(sorted(kinds))} on {', '.join(devices)}>"
 
     def add(self, name: str, model: Model) -> None:
-        """Add a member. If hyperparameters were given by `each`, compile again to give the new member a value.
+        """Add a member, which is trained as the others are.
+
+        If hyperparameters were given by `each`, the new member has none yet: `compile(..., members=[name])` before
+        the next `fit` or `evaluate` gives it its own. The others keep their optimizer state.
 
         Args:
             name: The name of the new member.
@@ -261,7 +264,12 @@ class Fleet:
         with self._gate.changing("clone"):
             member = self._member(name)
             clone = self._enlist(as_, member.framework.copy_model(member.model))
-            self._recipes[clone] = self._recipes[name]
+            self._recipes[clone] = recipe = self._recipes[name]
+            if recipe is not None:
+                # Members of one recipe have one object. Fleets that share it must not see the clone.
+                wider = recipe.with_copy(name, clone)
+                self._recipes.update({key: wider for key, own in self._recipes.items() if own is recipe})
+                self._recipe = wider if self._recipe is recipe else self._recipe
             self._live_lanes.copy_state(name, clone)
             if name in self._origins:
                 self._origins[clone] = self._origins[name]
@@ -307,6 +315,7 @@ class Fleet:
             recipe = given.by_name(chosen)
             compile_all(recipe, [self._members[name] for name in chosen])
             anew = [name for name in chosen if not completes(recipe, self._recipes[name])]
+            self._warn_of_dropped_state(anew)
             self._recipes.update(dict.fromkeys(chosen, recipe))
             if members is None:
                 self._recipe = recipe
@@ -340,7 +349,10 @@ class Fleet:
         with self._gate.reading("plan"), global_generators.kept(), computing():
             lanes, changed = self._lanes_to_read(), self._changed()
             if data is None:
-                compiled = all(recipe and not recipe.missing for recipe in self._recipes.values())
+                compiled = all(
+                    recipe and not recipe.missing and not recipe.lacking(name)
+                    for name, recipe in self._recipes.items()
+                )
                 plan, built = lanes.plan_without_data("train" if compiled else "predict", changed)
                 return describe(plan, [(lane, None) for lane in built], None, self._epoch_seconds)
             job = Job(
@@ -604,6 +616,19 @@ class Fleet:
         self._recipes[text] = self._recipe
         self._by_model[id(model)] = text
         return text
+
+    def _warn_of_dropped_state(self, names: Iterable[str]) -> None:
+        """Warn if members of a loaded fleet whose recipe was incomplete lose their state to another optimizer."""
+        incomplete = {name: own for name in names if (own := self._recipes[name]) is not None and own.missing}
+        dropped = {name: own.optimizer for name, own in incomplete.items() if self._live_lanes.has_saved(name)}
+        if dropped:
+            first, others = next(iter(dropped)), f" (and {len(dropped) - 1} more)" if len(dropped) > 1 else ""
+            warnings.warn(
+                f"member {first!r}{others} was saved with the optimizer {dropped[first]!r}, and is compiled with "
+                f"another: the saved optimizer state is dropped. Compile with the same optimizer to keep it.",
+                FleetWarning,
+                stacklevel=3,
+            )
 
     def _hyperparameters(self, name: str) -> dict[str, Any]:
         """Return the plain values that a member was built and compiled with."""

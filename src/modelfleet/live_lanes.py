@@ -235,6 +235,10 @@ class LiveLanes:
         """Have members start with their saved state, given by name."""
         self._saved.update(states)
 
+    def has_saved(self, name: str) -> bool:
+        """Return True if a member still has its saved state to start with."""
+        return name in self._saved
+
     def training_states(self) -> list[tuple[list[str], TrainingState]]:
         """Return the state of the members that have taken steps, those of one lane together."""
         found: list[tuple[list[str], TrainingState]] = []

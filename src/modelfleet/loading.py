@@ -1,6 +1,6 @@
 """Loading fleets that `Fleet.save` has saved."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,13 @@ from modelfleet.frameworks.recipe import compile_all
 from modelfleet.lanes.saved_state import TrainingState
 from modelfleet.members import Member
 from modelfleet.recipe import Missing, Recipe
-from modelfleet.saving import SavedFleet
+from modelfleet.saving import Factory, SavedFleet
 from modelfleet.store import recipe_json
-from modelfleet.types import Model
 
 
 def load(
     folder: str | Path,
-    factory: Callable[..., Model] | None = None,
+    factory: Factory = None,
     *,
     members: Sequence[str] | None = None,
     allow_import: bool = False,
@@ -34,7 +33,9 @@ def load(
 
     Args:
         folder: The folder.
-        factory: Makes a model to fill with weights. It gets the keywords that the member was built with.
+        factory: Makes a model to fill with weights. It gets the keywords that the member was built with. For
+            members that are unlike, give a factory or a model for each: `{"a": make_a, "b": model_b}`, or
+            `each(...)`.
         members: Load only these, without reading the others.
         allow_import: Import the functions of the recipes, and the factory if none is given, by the names in the
             folder. This runs code that the folder chooses: use it only with folders you trust.
@@ -46,6 +47,7 @@ def load(
 
     Raises:
         StoreError: The folder is damaged, or holds no fleet.
+        InputError: A factory can't be called, or there is none for a member.
     """
     found = saving.read(Path(folder), factory, allow_import, members, verify=verify)
     fleet = Fleet({name: member.model for name, member in found.members.items()}, seed=found.seed, devices=devices)
@@ -75,10 +77,13 @@ def _compile(fleet: Fleet, found: SavedFleet, allow_import: bool) -> None:
             fleet._recipes[name] = recipe_json.decode(compiled["lost"], allow_import=allow_import)
     by_recipe: dict[int, list[Member]] = {}
     for name, member in members.items():
-        by_recipe.setdefault(id(fleet._recipes[name]), []).append(member)
+        recipe = fleet._recipes[name]
+        if recipe is not None and not recipe.lacking(name):
+            by_recipe.setdefault(id(recipe), []).append(member)
     for together in by_recipe.values():
         recipe = fleet._recipes[together[0].name]
-        if recipe is None or recipe.missing:
+        assert recipe is not None
+        if recipe.missing:
             continue
         try:
             compile_all(recipe, together)

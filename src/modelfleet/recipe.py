@@ -5,8 +5,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from modelfleet.each import Each, per_member, refuse_list
+from modelfleet.errors import InputError
 from modelfleet.types import Json, LossLike, MetricLike, Model, OptimizerLike, ScheduleLike, Tree
 
+NUMBERS = ("lr", "clip_norm")
+"""Arguments that are never True or False."""
 _SEVERAL_NUMBERS = {"betas", "etas", "step_sizes"}  # hyperparameters that are a tuple for one member, too
 
 
@@ -41,6 +44,7 @@ class Recipe:
         Raises:
             InputError: If an `each` does not have one value for every member, or a hyperparameter is a plain list.
         """
+        self._refuse_flags()
         for key, value in {"clip_norm": self.clip_norm, **(self.hyperparameters or {})}.items():
             if key not in _SEVERAL_NUMBERS:
                 refuse_list(value, key, names)
@@ -57,6 +61,32 @@ class Recipe:
             return Each({name: own for name, own in value.values.items() if name in kept})
 
         return self._mapped(narrow)
+
+    def with_copy(self, name: str, copy: str) -> "Recipe":
+        """Return this recipe with the values of a member for its copy, too."""
+
+        def widen(value: Each, argument: str) -> Each:
+            assert isinstance(value.values, dict)
+            others = {other: own for other, own in value.values.items() if other != copy}
+            return Each(others | ({copy: value.values[name]} if name in value.values else {}))
+
+        return self._mapped(widen)
+
+    def lacking(self, name: str) -> list[str]:
+        """Return the arguments that have no value for a member: those of a member that joined after `compile`."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        given |= self.hyperparameters or {}
+        return [key for key, own in given.items() if isinstance(own, Each) and name not in own.values]
+
+    def _refuse_flags(self) -> None:
+        """Raise InputError if a number is True or False, which would count as 1 or 0."""
+        given = {"clip_norm": self.clip_norm, **(self.hyperparameters or {})}
+        for key in NUMBERS:
+            value = given.get(key)
+            values = [value] if not isinstance(value, Each) else value.values
+            for own in values.values() if isinstance(values, dict) else values:
+                if isinstance(own, bool):
+                    raise InputError(f"{key} is {own}; expected a number.")
 
     def _mapped(self, change: Callable[[Each, str], Each]) -> "Recipe":
         given = {field.name: getattr(self, field.name) for field in fields(self)}

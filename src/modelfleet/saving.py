@@ -4,7 +4,7 @@ The weights of a group are in `group-N`, a row for each member. The training sta
 is in `optimizer-N`, also a row for each. Their recipes are in the manifest.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -12,14 +12,15 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from modelfleet import frameworks
+from modelfleet.each import Each, per_member
 from modelfleet.errors import StoreError
 from modelfleet.formatting import without_period
-from modelfleet.frameworks.model_building import build_model
+from modelfleet.frameworks.model_building import build_model, check_factory, is_made
 from modelfleet.frameworks.stacked import by_part, by_path
 from modelfleet.lanes import saved_state
 from modelfleet.lanes.saved_state import TrainingState
 from modelfleet.members import Member
-from modelfleet.recipe import Recipe
+from modelfleet.recipe import NUMBERS, Recipe
 from modelfleet.store import Saved, read_folder, recipe_json, write_folder
 from modelfleet.store.json_schema import check
 from modelfleet.store.manifest import plain
@@ -33,11 +34,17 @@ Origin: TypeAlias = dict[str, Any]
 Trained: TypeAlias = tuple[Sequence[str], TrainingState]
 """Training state of some members, and their names."""
 
+Factory: TypeAlias = Callable[..., Model] | Mapping[str, Callable[..., Model] | Model] | Each | None
+"""Factory for all members, or for each member a factory or a model to fill. None to import the saved one."""
+
 KIND = "fleet"
 UNTRAINED = TrainingState({}, np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
+_COUNT = range(2**63)  # whole numbers that fit a signed integer of every framework
+_NUMBER = (float, str, None, {"$each?": [[(float, str, None, {str: object})]]})  # of a recipe: anything but true
+_RECIPE = {f"{name}?": _NUMBER for name in NUMBERS}
 _MEMBER = {  # the schema of a member's entry in the manifest
     "name": str,
-    "seed": int,
+    "seed": _COUNT,
     "framework": str,
     "file": str,
     "row": int,
@@ -47,9 +54,9 @@ _MEMBER = {  # the schema of a member's entry in the manifest
     # Since recipes and training states are saved:
     "recipe?": (int, None),
     "compiled?": (None, {"config?": {str: object}, "lost?": {str: object}}),
-    "training?": (None, {"file": str, "row": int, "steps": int, "epochs": int}),
+    "training?": (None, {"file": str, "row": int, "steps": _COUNT, "epochs": _COUNT}),
 }
-_FLEET = {"seed": int, "members": [_MEMBER], "recipe?": (int, None), "recipes?": [{str: object}]}
+_FLEET = {"seed": int, "members": [_MEMBER], "recipe?": (int, None), "recipes?": [_RECIPE]}
 
 
 @dataclass(frozen=True)
@@ -174,9 +181,11 @@ def check_manifest(folder: Path, manifest: Mapping[str, Json]) -> None:
             if not name.strip() or name in names:
                 raise ValueError(f"it has two members named {name!r}" if name in names else "a name is empty")
             names.add(name)
-            for place in (entry, entry.get("training")):
+            for place, kind in ((entry, "group-"), (entry.get("training"), "optimizer-")):
                 if place is not None:
                     _check_row(name, place["file"], place["row"], manifest["files"])
+                    if not place["file"].startswith(kind):
+                        raise ValueError(f"{place['file']!r} is no {kind}file, which member {name!r} needs")
         for number in (manifest.get("recipe"), *(entry.get("recipe") for entry in manifest["members"])):
             if number is not None and not 0 <= number < len(manifest.get("recipes", [])):
                 raise ValueError(f"it has no recipe {number}")
@@ -196,7 +205,7 @@ def _check_row(name: str, file: str, row: int, files: Mapping[str, Json]) -> Non
 
 def read(
     folder: Path,
-    factory: Callable[..., Model] | None,
+    factory: Factory,
     allow_import: bool,
     members: Sequence[str] | None,
     *,
@@ -206,7 +215,7 @@ def read(
 
     Args:
         folder: The folder that `save` wrote.
-        factory: Makes a model to fill with weights; None to import the saved one.
+        factory: Makes the models to fill with weights.
         allow_import: Allow to import and call the factory that the folder names.
         members: The members to read; None for all.
         verify: Compare checksums.
@@ -216,12 +225,13 @@ def read(
         InputError: If a member does not exist.
     """
     built: dict[str, tuple[dict[str, Json], Model]] = {}  # so that reading again builds no model twice
+    factories: dict[str, Any] = {}  # by member
 
     def model_of(entry: dict[str, Json]) -> Model:
         known = {key: entry[key] for key in ("framework", "factory", "arguments", "seed")}
         name = entry["name"]
         if name not in built or built[name][0] != known:
-            built[name] = known, _build(folder, entry, factory, allow_import)
+            built[name] = known, _build(folder, entry, factories[name], allow_import)
         return built[name][1]
 
     def read_all(saved: Saved) -> SavedFleet:
@@ -231,6 +241,7 @@ def read(
         for name in chosen:
             if name not in entries:
                 raise unknown("member", name, entries)
+        factories.update(_by_member(factory, chosen, entries))
         known = [recipe_json.decode(own, allow_import=allow_import) for own in saved.manifest.get("recipes", [])]
         found: dict[str, Member] = {}
         trained: list[Trained] = []
@@ -257,10 +268,28 @@ def read(
     return read_folder(folder, read_all, kind=KIND, verify=verify)
 
 
-def _build(
-    folder: Path, entry: Mapping[str, Json], factory: Callable[..., Model] | None, allow_import: bool
-) -> Model:
-    """Build a member's model, without its saved weights."""
+def _by_member(factory: Factory, chosen: Sequence[str], known: Collection[str]) -> dict[str, Any]:
+    """Return each member's factory, or the model to fill. A mapping may name members that are not to be read.
+
+    Raises:
+        InputError: There is none for a member, or it is neither a factory nor a model.
+    """
+    if not isinstance(factory, Each | Mapping):
+        if factory is not None:
+            check_factory(factory, " To fill models, give one for each member: factory={name: model}.")
+        return dict.fromkeys(chosen, factory)
+    given = factory if isinstance(factory, Each) else Each(factory)
+    if isinstance(given.values, dict):
+        given = Each({name: own for name, own in given.values.items() if name in chosen or name not in known})
+    found = dict(zip(chosen, per_member(given, chosen, "factory"), strict=True))
+    for own in found.values():
+        if not is_made(own):
+            check_factory(own)
+    return found
+
+
+def _build(folder: Path, entry: Mapping[str, Json], factory: Any, allow_import: bool) -> Model:
+    """Build a member's model, without its saved weights. A model that is given in place of a factory is used."""
     name = entry["name"]
     if entry["framework"] not in frameworks.ADAPTERS:
         raise StoreError(
@@ -268,12 +297,15 @@ def _build(
             f"know. Upgrade modelfleet."
         )
     framework = frameworks.adapter(entry["framework"])
-    make = _factory(folder, entry, factory, allow_import)
-    model = build_model(make, entry["arguments"], entry["seed"], name)
+    if is_made(factory):
+        model = factory
+    else:
+        make = _factory(folder, entry, factory, allow_import)
+        model = build_model(make, entry["arguments"], entry["seed"], name)
     if not framework.is_model(model):
         raise StoreError(
             f"the factory made a {type(model).__name__} for member {name!r} of {folder}, which was of "
-            f"{framework.NAME}. Give the factory that the fleet was built with."
+            f"{framework.NAME}. {_advice(name)}"
         )
     return model
 
@@ -286,8 +318,13 @@ def _fill(saved: Saved, entry: Mapping[str, Json], model: Model) -> None:
     if difference:
         raise StoreError(
             f"member {entry['name']!r} of {saved.folder} does not fit the model that the factory made: "
-            f"{difference}. Give the factory that the fleet was built with."
+            f"{difference}. {_advice(entry['name'])}"
         )
+
+
+def _advice(name: str) -> str:
+    own = f"{{{name!r}: make, …}}"
+    return f"Give the factory that makes its model. If members are unlike, give each its own: {own}."
 
 
 def _chosen(known: Sequence[Recipe], number: int | None) -> Recipe | None:
@@ -302,13 +339,12 @@ def _training(saved: Saved, entry: Mapping[str, Json]) -> TrainingState:
     return TrainingState(state, np.array([place["steps"]]), np.array([place["epochs"]]))
 
 
-def _factory(
-    folder: Path, entry: Mapping[str, Json], factory: Callable[..., Model] | None, allow_import: bool
-) -> Callable[..., Model]:
+def _factory(folder: Path, entry: Mapping[str, Json], factory: Any, allow_import: bool) -> Callable[..., Model]:
     if entry["arguments"] is None:
         raise StoreError(
             f"member {entry['name']!r} of {folder} was built with arguments that JSON can't hold. "
-            f"Build the fleet again, and load its weights member by member."
+            f"Build its model, and give it in place of the factory: "
+            f"mf.load(folder, factory={{{entry['name']!r}: model, …}})."
         )
     return _imported(folder, entry, allow_import) if factory is None else factory
 
@@ -318,7 +354,8 @@ def _imported(folder: Path, entry: Mapping[str, Json], allow_import: bool) -> Ca
     if path is None:
         raise StoreError(
             f"{folder} does not say how to build member {entry['name']!r} (a {entry['class']}). "
-            f"Give load a factory: mf.load(folder, factory=make_net)."
+            f"Give load a factory: mf.load(folder, factory=make_net). If members are unlike, give a factory or a "
+            f"model for each: factory={{{entry['name']!r}: make_net, …}}."
         )
     if not allow_import:
         raise StoreError(

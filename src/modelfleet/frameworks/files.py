@@ -79,6 +79,6 @@ def _import_safetensors(library: Library) -> ModuleType:
     extra = "torch" if library == "torch" else "keras"
     try:
         import safetensors
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise MissingExtraError("safetensors", extra, "saving and loading weights") from error
     return safetensors

@@ -42,6 +42,22 @@ def build_model(factory: Callable[..., Model], arguments: Mapping[str, Any], see
     return model
 
 
+def check_factory(factory: object, advice: str = "") -> None:
+    """Raise InputError if a factory is a model, or can't be called."""
+    if is_made(factory):
+        raise InputError(
+            f"the factory is a model, a {type(factory).__name__}; expected a function that returns a new model at "
+            f"every call.{advice}"
+        )
+    if not callable(factory):
+        raise InputError(f"the factory is {factory!r}; expected a function that returns a new model.{advice}")
+
+
+def is_made(value: object) -> bool:
+    """Return True for a model. Its class is a factory, like any other function that makes models."""
+    return not isinstance(value, type) and bool(frameworks_of(value))
+
+
 def _signature(factory: Callable[..., Any]) -> inspect.Signature | None:
     """Return a factory's signature, or None if it has none, like functions written in C."""
     try:

@@ -75,7 +75,8 @@ class Groups:
         self.epochs: dict[str, int] = {}
         """Epochs that each member has finished, as far as its lanes have reported them."""
         self._trainable = False
-        for framework, recipe, own in _by_recipe(members, recipes):
+        usable = {member.name: _usable(recipes.get(member.name), member.name, kind) for member in members}
+        for framework, recipe, own in _by_recipe(members, usable):
             self._add(framework, recipe, own)
 
     def _add(self, framework: Adapter, recipe: Recipe | None, members: Sequence[Member]) -> None:
@@ -144,6 +145,21 @@ class Groups:
     def on_first_device(self, specs: Sequence[LaneSpec]) -> list[LaneSpec]:
         """Return the specs. Those without a device get the first one that they may run on."""
         return [replace(s, device=str(self.devices(s)[0])) if s.device is None else s for s in specs]
+
+
+def _usable(recipe: Recipe | None, name: str, kind: Kind) -> Recipe | None:
+    """Return the recipe of a member. To predict, a member that joined after `compile` needs none.
+
+    Raises:
+        InputError: The recipe has no value for the member.
+    """
+    lacking = [] if recipe is None or recipe.missing else recipe.lacking(name)
+    if lacking and kind != "predict":
+        raise InputError(
+            f"{lacking[0]}: each(...) has no value for {name!r}, which joined after compile. Give it its own: "
+            f"fleet.compile(..., members=[{name!r}])."
+        )
+    return None if lacking else recipe
 
 
 def _prepare(framework: Adapter, recipe: Recipe | None, members: Sequence[Member], kind: Kind) -> Prepared:

@@ -1,10 +1,12 @@
 """Training state of members outside of any lane: a saved fleet keeps it, and a later lane takes it over."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from modelfleet.errors import FleetWarning
 from modelfleet.frameworks.stacked import CARRIED, fitting
 from modelfleet.lanes.lane import COUNTS, Lane
 from modelfleet.trees import map_tree
@@ -64,6 +66,13 @@ def write(lane: Lane, states: Mapping[str, TrainingState]) -> None:
         own = lane.read(names, CARRIED)
         theirs, ours = joined.state.get("optimizer", {}).keys(), own.get("optimizer", {}).keys()
         if theirs and not (theirs <= ours or ours <= theirs):
+            listed = ", ".join(map(repr, names))
+            warnings.warn(
+                f"the saved optimizer state of {listed} does not fit the optimizer, which starts from the "
+                f"beginning. Compile with the optimizer that was saved to keep its state.",
+                FleetWarning,
+                stacklevel=2,
+            )
             continue
         fits = map_tree(arrays.host, fitting(joined.state, own, parts=CARRIED))
         lane.write(names, {**fits, COUNTS: {"steps": joined.steps, "epochs": joined.epochs}})

@@ -4,6 +4,7 @@ A schema is one of these:
 
 - a type: `float` accepts whole numbers, `int` no booleans, `object` anything;
 - None;
+- a range, for the whole numbers in it;
 - a tuple of schemas, of which one must match (at most one of them a list or a mapping);
 - `[schema]` for a list of any length;
 - `{str: schema}` for a mapping;
@@ -23,7 +24,7 @@ _LONGEST_VALUE = 60  # characters shown of a wrong value
 def check(value: Json, schema: Schema, path: str) -> None:
     """Raise ValueError if a value does not match the schema. The message names the part by its path."""
     if isinstance(schema, tuple):
-        plain = [one for one in schema if isinstance(one, type) or one is None]
+        plain = [one for one in schema if isinstance(one, type | range) or one is None]
         if any(_matches(value, one) for one in plain):
             return
         nested = [one for one in schema if one not in plain]
@@ -54,9 +55,11 @@ def _check_keys(value: dict[str, Json], schema: dict[Any, Schema], path: str) ->
             raise ValueError(f"{path} has no {key!r}")
 
 
-def _matches(value: Json, schema: type | None) -> bool:
+def _matches(value: Json, schema: type | range | None) -> bool:
     if schema is None:
         return value is None
+    if isinstance(schema, range):
+        return type(value) is int and value in schema
     if schema is int:
         return type(value) is int
     if schema is float:
@@ -73,6 +76,8 @@ def _mismatch(value: Json, schema: Schema, path: str) -> ValueError:
 def _describe(schema: Schema) -> str:
     if isinstance(schema, tuple):
         return " or ".join(_describe(one) for one in schema)
+    if isinstance(schema, range):
+        return f"a whole number from {schema[0]} to {schema[-1]}"
     if isinstance(schema, list):
         return "a list"
     if isinstance(schema, dict):

@@ -66,7 +66,7 @@ def encode(manifest: Mapping[str, Json]) -> bytes:
 def decode(text: bytes, *, verify: bool = True) -> dict[str, Json]:
     """Return the manifest in a JSON text. Raise `UnusableError` if a check fails."""
     try:
-        manifest = json.loads(text, object_hook=_float_hook, parse_constant=_refuse_constant)
+        manifest = json.loads(text, object_pairs_hook=_mapping, parse_constant=_refuse_constant)
     except RecursionError:
         raise UnusableError("it is nested too deeply") from None
     except ValueError as error:
@@ -119,7 +119,12 @@ def plain(value: object, path: str = "manifest") -> Json:
     )
 
 
-def _float_hook(value: dict[str, Json]) -> Json:
+def _mapping(pairs: list[tuple[str, Json]]) -> Json:
+    """Return a mapping of JSON, or the special float that it stands for."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"it has the key {next(key for key in keys if keys.count(key) > 1)!r} twice")
     if value.keys() != {_FLOAT}:
         return value
     name = value[_FLOAT]

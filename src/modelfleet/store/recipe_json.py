@@ -72,7 +72,17 @@ def completes(recipe: Recipe, saved: Recipe | None) -> bool:
     if saved is None or not saved.missing:
         return False
     unknown = bool(saved.missing.keys() & {"optimizer", "compile"})
-    return unknown or encode_value(saved.optimizer) == encode_value(recipe.optimizer)
+    return unknown or _kind(saved.optimizer) == _kind(recipe.optimizer)
+
+
+def _kind(optimizer: Any) -> object:
+    """Return which optimizer it is. A framework's own is the same by its name, as a class, partial or object."""
+    if isinstance(optimizer, functools.partial):
+        return _kind(optimizer.func)
+    if isinstance(optimizer, str):
+        return optimizer.lower()
+    path = import_path(optimizer) or import_path(type(optimizer)) or ""
+    return path.rpartition(":")[2].lower() if _is_trusted(path) else encode_value(optimizer)
 
 
 def left_out(value: object) -> dict[str, Json]:
@@ -198,11 +208,15 @@ def _decoded(value: Json, allow_import: bool) -> Any:
     return own
 
 
+def _is_trusted(path: str) -> bool:
+    """Return True if an import path leads to a function or class of a framework."""
+    module = path.partition(":")[0]
+    return any(module == name or module.startswith(f"{name}.") for name in TRUSTED)
+
+
 def _trusted(path: str, allow_import: bool) -> Any:
     """Import a function or class, if it is one of the frameworks' own, or if anything may be imported."""
-    module = path.partition(":")[0]
-    known = any(module == name or module.startswith(f"{name}.") for name in TRUSTED)
-    if not (known or allow_import):
+    if not (allow_import or _is_trusted(path)):
         raise _CannotReadError(f"is {path!r}, which load imports only with allow_import=True")
     try:
         found = imported(path)

@@ -98,6 +98,27 @@ def test_early_stopping(restore: bool) -> None:
     assert found[1].stopped
 
 
+@pytest.mark.parametrize("initial_epoch", [0, 2])
+def test_the_history_knows_which_weights_early_stopping_restored(initial_epoch: int) -> None:
+    fleet, history, _, _ = both(
+        lambda: callbacks.EarlyStopping("val_loss", patience=2, restore_best_weights=True),
+        epochs=initial_epoch + 8,
+        initial_epoch=initial_epoch,
+    )
+    losses = {name: history[name]["val_loss"] for name in fleet.names}
+    assert losses["b"][-1] > min(losses["b"])  # or nothing was shown
+    assert history.kept == {name: initial_epoch + 1 + int(np.argmin(own)) for name, own in losses.items()}
+    assert history.latest("val_loss") == {name: min(own) for name, own in losses.items()}
+    found = fleet.evaluate(models.data(8, seed=9))
+    for name, own in losses.items():
+        assert found[name]["loss"] == pytest.approx(min(own), rel=1e-4)
+
+
+def test_without_restored_weights_the_last_epoch_counts() -> None:
+    _, history, _, _ = both(lambda: callbacks.EarlyStopping("val_loss", patience=2), epochs=4)
+    assert not history.kept
+
+
 class Noting(callbacks.Callback):
     """Notes what it is called with, and by which learning rate the model trains then."""
 

@@ -251,6 +251,6 @@ def _number(name: str, value: Any) -> float:
 def _optax() -> ModuleType:
     try:
         import optax
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise MissingExtraError("optax", "jax", "training JAX models") from error
     return optax

@@ -108,6 +108,8 @@ class PerMember:
             model = self._synced(run, name)
             for own in owns:
                 own.on_train_end(dict(self._logs.get(name, {})))
+                if isinstance(own, callbacks.EarlyStopping) and own.best_weights is not None:
+                    run.history.kept[name] = own.best_epoch + 1  # it has restored the weights of that epoch
             self._take(run, name, model, over=True)
         self._paths.restore()
 
