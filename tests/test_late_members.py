@@ -9,6 +9,7 @@ from tests.helpers import fit, mlp, toy, weights
 from torch import nn
 
 import modelfleet as mf
+from modelfleet.types import Strategy
 
 X, Y = (torch.tensor(array) for array in toy(24))
 DATA = X.double(), Y
@@ -104,3 +105,18 @@ def test_the_others_do_not_wait_for_the_value_of_a_new_member(path: str, tmp_pat
     for name, rate in RATES.items():
         assert_like(fleet, name, alone(rate, initial(name), 4))
     assert_like(fleet, "d", alone(0.03, new, 2))
+
+
+@pytest.mark.parametrize("strategy", ["fused", "interleaved"])
+def test_a_clone_is_saved_with_its_originals_state(tmp_path: Path, strategy: Strategy) -> None:
+    fleet = mf.Fleet.build(net, ["a", "b"], seed=1)
+    fleet.compile("adam", "cross_entropy", lr=0.05)
+    fit(fleet, DATA, epochs=2, batch_size=24, shuffle=False, strategy=strategy)
+    fleet.clone("a", as_="c")
+    fleet.save(tmp_path)
+    loaded = mf.load(tmp_path, factory=net)
+    for one in (fleet, loaded):
+        fit(one, DATA, epochs=2, batch_size=24, shuffle=False, strategy=strategy)
+    for name in fleet.names:
+        found, expected = weights(loaded[name]), weights(fleet[name])
+        assert all(torch.equal(found[key], tensor) for key, tensor in expected.items()), name

@@ -243,11 +243,17 @@ class LiveLanes:
         """Return the state of the members that have taken steps, those of one lane together."""
         found: list[tuple[list[str], TrainingState]] = []
         for lane, names in self._by_holder(self._holders).items():
-            sources = {name: self._holders[name][1] for name in names}
-            # A member that still has its loaded state has taken no step in its lane.
-            stepped = [name for name in names if lane.steps[lane.positions[sources[name]]]]
-            if stepped:
-                found.append((stepped, saved_state.read(lane, [sources[name] for name in stepped])))
+            by_source: dict[str, list[str]] = {}  # several for a member that was cloned
+            for name in names:
+                source = self._holders[name][1]
+                if lane.steps[lane.positions[source]]:  # not of a member that still has its loaded state
+                    by_source.setdefault(source, []).append(name)
+            if by_source:
+                found.append(
+                    ([first for first, *_ in by_source.values()], saved_state.read(lane, list(by_source)))
+                )
+            for source, (_, *clones) in by_source.items():
+                found += [([clone], saved_state.read(lane, [source])) for clone in clones]
         return [*found, *(([name], saved) for name, saved in self._saved.items())]
 
     def halve(self, run: LaneRun) -> list[LaneRun]:

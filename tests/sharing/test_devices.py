@@ -218,7 +218,7 @@ def test_a_device_that_is_done_takes_over_what_waits_for_others(monkeypatch: pyt
     give = dispatcher.Dispatcher._give
 
     def noted(self: Any, hand: Any, own: Any) -> None:
-        taken.append((own.home, self._slots.index(hand)))
+        taken.append((own.home, self._seats.index(hand)))
         give(self, hand, own)
 
     def all_on_the_first(self: Any, shifts: Any, home: int) -> None:
