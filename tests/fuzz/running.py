@@ -239,7 +239,7 @@ class _Check:
                 self.reference.clone(name, new)
             case Reload():
                 with tempfile.TemporaryDirectory() as folder:
-                    fleet.save(folder)
+                    fleet.save(folder, optimizer=False)  # the recipe that follows may have another optimizer
                     names = iter(fleet.names)
                     self.fleet = mf.load(
                         folder, lambda name=None: self._factory(next(names)), devices=self.program.devices
