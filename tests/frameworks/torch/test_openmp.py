@@ -70,7 +70,7 @@ def test_a_team_is_released_when_the_others_are_done(monkeypatch: pytest.MonkeyP
     crowded = True
     monkeypatch.setattr(openmp, "is_crowded", lambda: crowded)
     with openmp.sharing_cores():
-        assert threads() == {"modelfleet-openmp", "modelfleet-openmp-team"}
+        wait_until({"modelfleet-openmp", "modelfleet-openmp-team"})
         crowded = False
         wait_until({"modelfleet-openmp"})
     wait_until(set())

@@ -21,7 +21,9 @@ from pathlib import Path
 import torch
 
 CHECK_SECONDS = 0.25  # between two checks for busy processes
-CALM_LOOKS = 8  # checks in a row without other busy processes, after which threads may spin again
+# Checks in a row after which threads sleep, or spin again. To sleep in vain can double the time of a small step.
+CROWDED_CHECKS = 4
+CALM_CHECKS = 2
 IDLE_SECONDS = 1.0  # without a computation, after which the checks end
 
 _GRAIN = 1 << 15  # numbers for which torch's operations use one more thread
@@ -62,8 +64,6 @@ class Watch:
         with self._lock:
             self._scopes += 1
             if self._thread is None:
-                if is_crowded():  # now: many computations are over before the first look of the thread
-                    self.team = SleepingTeam()
                 self._thread = threading.Thread(target=self._run, name="modelfleet-openmp", daemon=True)
                 self._thread.start()
 
@@ -74,7 +74,7 @@ class Watch:
             self._ended = time.monotonic()
 
     def _run(self) -> None:
-        calm = 0
+        crowded = calm = 0  # checks in a row
         while True:
             time.sleep(CHECK_SECONDS)
             with self._lock:
@@ -82,11 +82,10 @@ class Watch:
                     self._thread = None
                     self._release()
                     return
-                crowded = is_crowded()
-                calm = 0 if crowded else calm + 1
-                if crowded and self.team is None:
+                crowded, calm = (crowded + 1, 0) if is_crowded() else (0, calm + 1)
+                if crowded >= CROWDED_CHECKS and self.team is None:
                     self.team = SleepingTeam()
-                elif calm >= CALM_LOOKS:
+                elif calm >= CALM_CHECKS:
                     self._release()
 
     def _release(self) -> None:
