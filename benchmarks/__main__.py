@@ -31,7 +31,7 @@ def main() -> None:
             report.rows.append((row, measure_row(row, quick=arguments.quick, say=console.log)))
     for name, contest in CONTESTS.items():
         if name in wanted:
-            report.rows.append((contest, measure_contest(contest, quick=arguments.quick, say=console.log)))
+            report.rows += measure_contest(contest, quick=arguments.quick, say=console.log)
     if "cold" in wanted:
         report.cold = measure_cold(quick=arguments.quick, say=console.log)
     if "growth" in wanted:

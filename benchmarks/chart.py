@@ -28,8 +28,8 @@ def main() -> None:
 
 
 def draw(results: dict[str, Any]) -> Figure:
-    """A panel of bars for every row: member-steps per second of modelfleet and of its peers."""
-    rows = results["rows"]
+    """A panel of bars for every row in steady state: member-steps per second of modelfleet and of its peers."""
+    rows = [row for row in results["rows"] if row["steady"] and not row["case"]]
     columns = min(2, len(rows))
     lines = -(-len(rows) // columns)
     figure = Figure(figsize=(10, 0.6 + 1.7 * lines), layout="constrained")

@@ -1,17 +1,11 @@
 """What is measured beside the rows of equal torch networks: Keras models against `fit`, the planner's choice, and
-several devices.
-
-A contest names its peers, each a module of `benchmarks.peers` with its arguments and environment, and the ratios
-that modelfleet is to reach against them. Knows no framework.
+several devices, all in steady state; and the contests of `promises.py`. Knows no framework.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from benchmarks.entrants import ALONE, FLEET, PLAIN, Contest, Entrant
+from benchmarks.promises import FIT, MIXES, PROMISES, STRATEGIES
 
-FLEET = "modelfleet"
-FIT = "keras fit, one after the other"
 LOOP = "tf.function loop by hand"
-ALONE = "one by one"
 ONE = "one device, one thread"
 THREADS = 'two devices, "threads"'
 POOL = "multiprocessing.Pool(2)"
@@ -19,43 +13,7 @@ SPAWN = "torch.multiprocessing, spawn"
 SPLIT = "DataParallel-style, 2 threads"
 RAY = "2 Ray actors by hand"
 IDEAL = "the ideal split"
-PLAIN = "a plain torch loop"
 UNWEIGHTED = "without class weights"
-STRATEGIES = ("interleaved", "threads", "processes")
-BACKENDS = ("tensorflow", "jax", "torch")
-MIXES = {
-    "mlps": "12 torch MLPs of two widths",
-    "convs": "4 equal torch CNNs",
-    "unlike": "a torch MLP, a CNN and an LSTM",
-    "keras": "three unlike Keras models on JAX",
-    "mixed": "8 torch MLPs and two Keras models on JAX",
-}
-
-
-@dataclass(frozen=True)
-class Entrant:
-    """A peer of a contest."""
-
-    module: str
-    arguments: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)
-    apart: bool = False
-    """Whether it is measured when the others are done: what it starts never rests, and would slow them."""
-
-
-@dataclass(frozen=True)
-class Contest:
-    """One table: who takes part, and what modelfleet is to reach against whom."""
-
-    name: str
-    title: str
-    entrants: Mapping[str, Entrant]
-    bars: Mapping[str, float]
-    unit: str = "member-steps"
-
-    def bar(self, peer: str) -> float | None:
-        """The ratio to reach against a peer, if there is one."""
-        return self.bars.get(peer)
 
 
 def _three(backend: str, over_fit: float) -> Contest:
@@ -86,9 +44,9 @@ def _mix(name: str) -> Contest:
     environment = {"KERAS_BACKEND": "jax", "MODELFLEET_COMPILE": "now"}
     # The fixed strategies warm up first: what their runs have taken is then known to the planner.
     strategies = [*(["fused"] if name == "convs" else []), *STRATEGIES]  # the others can't all be fused
-    entrants = {strategy: Entrant("mixes", (name, strategy), environment) for strategy in strategies}
-    entrants[ALONE] = Entrant("mixes", (name, ALONE), environment)
-    entrants[FLEET] = Entrant("mixes", (name, "auto"), environment)
+    entrants = {strategy: Entrant("mixes", (name, strategy, "again"), environment) for strategy in strategies}
+    entrants[ALONE] = Entrant("mixes", (name, ALONE, "again"), environment)
+    entrants[FLEET] = Entrant("mixes", (name, "auto", "again"), environment)
     bars = {label: 0.9 for label in entrants if label != FLEET}
     return Contest(f"auto-{name}", f'strategy="auto": {MIXES[name]}', entrants, bars)
 
@@ -184,5 +142,6 @@ CONTESTS: dict[str, Contest] = {
         *(_mix(name) for name in MIXES),
         *_devices(),
         *_first_answers(),
+        *PROMISES,
     )
 }

@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from benchmarks.contests import FLEET, Contest, Entrant
+from benchmarks.entrants import FLEET, ROUNDS, Contest, Entrant
 from benchmarks.rows import GROWTH_SIZES, JAX, TORCH, Row, growth
 
 PEERS = {
@@ -23,7 +24,6 @@ PEERS = {
     "torch, 2 processes": "torch_pool",
     JAX: "jax_vmap",
 }
-ROUNDS = 5
 WARM_UP_LIMIT = 120.0  # seconds; a peer that needs longer is left out, and the report says so
 ANSWER_LIMIT = 600.0  # seconds; after that something hangs
 
@@ -32,7 +32,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Result:
-    """What a peer did on a row; `problem` says why there is nothing."""
+    """What a peer did on a row, or in one case of a contest; `problem` says why there is nothing."""
 
     peer: str
     warm_up: float = 0.0
@@ -42,6 +42,7 @@ class Result:
     memory: float = 0.0
     problem: str | None = None
     notes: Mapping[str, float] = field(default_factory=dict)
+    case: str = ""
 
     @property
     def best(self) -> float:
@@ -80,11 +81,11 @@ class Peer:
             start_new_session=True,  # so that `close` reaches what the peer has started, too
         )
 
-    def ask(self, limit: float) -> dict[str, Any]:
-        """One round, as the peer reports it."""
+    def ask(self, limit: float, case: str = "") -> dict[str, Any]:
+        """One round of a case, as the peer reports it."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write("round\n")
+            self._process.stdin.write(f"{case}\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             raise PeerError(self._last_words()) from None
@@ -122,7 +123,15 @@ class Peer:
         return f"failed: {lines[-1]}" if lines else f"ended with status {self._process.returncode}"
 
 
-def measure(name: str, peers: Mapping[str, Entrant], *, rounds: int, quick: bool, say: Say) -> list[Result]:
+def measure(
+    name: str,
+    peers: Mapping[str, Entrant],
+    *,
+    rounds: int,
+    quick: bool,
+    say: Say,
+    cases: tuple[str, ...] = ("",),
+) -> list[Result]:
     """Warm up every peer, then let them take turns, `rounds` times; those that go apart follow, one by one."""
     together = {label: entrant for label, entrant in peers.items() if not entrant.apart}
     turns = [together, *({label: entrant} for label, entrant in peers.items() if entrant.apart)]
@@ -130,7 +139,7 @@ def measure(name: str, peers: Mapping[str, Entrant], *, rounds: int, quick: bool
     # measures for its plans is shared by the peers of a table, and forgotten after it.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         common = {"MODELFLEET_CACHE": cache} | ({} if quick else {"MODELFLEET_COMPILE": "now"})
-        results = [_measure(name, some, common, rounds=rounds, quick=quick, say=say) for some in turns]
+        results = [_measure(name, some, common, cases, rounds=rounds, quick=quick, say=say) for some in turns]
     return [result for some in results for result in some]
 
 
@@ -138,44 +147,53 @@ def _measure(
     name: str,
     peers: Mapping[str, Entrant],
     common: Mapping[str, str],
+    cases: tuple[str, ...],
     *,
     rounds: int,
     quick: bool,
     say: Say,
 ) -> list[Result]:
     running: dict[str, Peer] = {}
-    results: dict[str, Result] = {}
-    answers: dict[str, list[dict[str, Any]]] = {}
+    problems: dict[str, str] = {}
+    warm_ups: dict[str, float] = {}
+    answers: dict[tuple[str, str], list[dict[str, Any]]] = {(peer, case): [] for case in cases for peer in peers}
     try:
         for label, entrant in peers.items():
-            arguments = [*entrant.arguments, *(["--quick"] if quick else [])]
-            peer = Peer(entrant.module, *arguments, environment={**common, **entrant.environment})
+            peer = _start(entrant, common, quick=quick)
             try:
-                warm_up = peer.answer(ANSWER_LIMIT if label == FLEET else WARM_UP_LIMIT)["warm_up"]
+                warm_ups[label] = peer.answer(ANSWER_LIMIT if label == FLEET else WARM_UP_LIMIT)["warm_up"]
             except PeerError as error:
-                results[label] = Result(label, problem=f"warm-up {error}")
+                problems[label] = f"warm-up {error}"
                 peer.close()
                 say(f"{name}: {label}: warm-up {error}")
                 continue
-            running[label], answers[label] = peer, []
-            results[label] = Result(label, warm_up)
-            say(f"{name}: {label} is warm after {warm_up:.1f} s")
+            running[label] = peer
+            say(f"{name}: {label} is warm after {warm_ups[label]:.1f} s")
         for _ in range(rounds):
-            for label, peer in list(running.items()):
-                try:
-                    answers[label].append(peer.ask(ANSWER_LIMIT))
-                except PeerError as error:
-                    results[label] = Result(label, problem=str(error))
-                    running.pop(label).close()
+            for case in cases:
+                for label, peer in list(running.items()):
+                    try:
+                        answers[label, case].append(peer.ask(ANSWER_LIMIT, case))
+                    except PeerError as error:
+                        problems[label] = f"{case} {error}".strip()
+                        running.pop(label).close()
     finally:
         for peer in running.values():
             peer.close()
-    for label in running:
-        results[label] = _result(label, results[label].warm_up, answers[label])
-    return list(results.values())
+    return [
+        Result(label, problem=problems[label], case=case)
+        if label in problems
+        else _result(label, case, warm_ups[label], given)
+        for (label, case), given in answers.items()
+    ]
 
 
-def _result(peer: str, warm_up: float, answers: list[dict[str, Any]]) -> Result:
+def _start(entrant: Entrant, common: Mapping[str, str], *, quick: bool) -> Peer:
+    arguments = [*entrant.arguments, *(["--quick"] if quick else [])]
+    return Peer(entrant.module, *arguments, environment={**common, **entrant.environment})
+
+
+def _result(peer: str, case: str, warm_up: float, answers: list[dict[str, Any]]) -> Result:
     return Result(
         peer,
         warm_up,
@@ -184,7 +202,44 @@ def _result(peer: str, warm_up: float, answers: list[dict[str, Any]]) -> Result:
         answers[-1]["loss"],
         answers[-1]["memory"],
         notes=answers[-1].get("notes", {}),
+        case=case,
     )
+
+
+@contextmanager
+def empty_caches() -> Iterator[Mapping[str, str]]:
+    """The environment of a process that finds nothing cached: no compiled program, no measured time."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty:
+        yield {
+            "TORCHINDUCTOR_CACHE_DIR": f"{empty}/inductor",
+            "XDG_CACHE_HOME": empty,
+            "MODELFLEET_CACHE": f"{empty}/modelfleet",
+        }
+
+
+def measure_fresh(contest: Contest, *, rounds: int, quick: bool, say: Say) -> list[Result]:
+    """Ask every peer for its only case, `rounds` times in turn, each time in a new process with empty caches."""
+    answers: dict[str, list[dict[str, Any]]] = {label: [] for label in contest.entrants}
+    problems: dict[str, str] = {}
+    about = f"{contest.name} {contest.case}".strip()
+    for _ in range(rounds):
+        for label, entrant in contest.entrants.items():
+            if label in problems:
+                continue
+            with empty_caches() as environment, _start(entrant, environment, quick=quick) as peer:
+                try:
+                    peer.answer(WARM_UP_LIMIT)
+                    answers[label].append(peer.ask(ANSWER_LIMIT, contest.case))
+                    say(f"{about}: {label}: {answers[label][-1]['seconds']:.2f} s")
+                except PeerError as error:
+                    problems[label] = str(error)
+                    say(f"{about}: {label} {error}")
+    return [
+        Result(label, problem=problems[label], case=contest.case)
+        if label in problems
+        else _result(label, contest.case, 0.0, given)
+        for label, given in answers.items()
+    ]
 
 
 def measure_row(row: Row, *, quick: bool, say: Say) -> list[Result]:
@@ -197,9 +252,14 @@ def measure_row(row: Row, *, quick: bool, say: Say) -> list[Result]:
     return measure(row.name, peers, rounds=2 if quick else ROUNDS, quick=quick, say=say)
 
 
-def measure_contest(contest: Contest, *, quick: bool, say: Say) -> list[Result]:
-    """All peers of a contest."""
-    return measure(contest.name, contest.entrants, rounds=2 if quick else ROUNDS, quick=quick, say=say)
+def measure_contest(contest: Contest, *, quick: bool, say: Say) -> list[tuple[Contest, list[Result]]]:
+    """All peers of a contest, case by case."""
+    if contest.fresh:
+        rounds = 1 if quick else contest.rounds
+        return [(one, measure_fresh(one, rounds=rounds, quick=quick, say=say)) for one in contest.each_case()]
+    rounds = min(2, contest.rounds) if quick else contest.rounds
+    found = measure(contest.name, contest.entrants, rounds=rounds, quick=quick, say=say, cases=contest.cases)
+    return [(one, [result for result in found if result.case == one.case]) for one in contest.each_case()]
 
 
 def measure_growth(*, quick: bool, say: Say) -> dict[int, Result]:
@@ -228,15 +288,13 @@ def measure_cold(*, quick: bool, say: Say) -> list[ColdResult]:
     problems: dict[str, str] = {}
     for turn in range(1 if quick else 3):
         for label, kind in ((FLEET, "fleet"), (TORCH, "torch")):
-            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty:
-                environment = {"TORCHINDUCTOR_CACHE_DIR": f"{empty}/inductor", "XDG_CACHE_HOME": empty}
-                with Peer("cold", kind, *(["--quick"] if quick else []), environment=environment) as peer:
-                    try:
-                        answers[label].append(peer.answer(ANSWER_LIMIT))
-                        say(f"cold start {turn + 1}: {label}: {answers[label][-1]['seconds']:.2f} s")
-                    except PeerError as error:
-                        problems[label] = str(error)
-                        say(f"cold start {turn + 1}: {label} {error}")
+            with empty_caches() as environment, _start(Entrant("cold", (kind,)), environment, quick=quick) as peer:
+                try:
+                    answers[label].append(peer.answer(ANSWER_LIMIT))
+                    say(f"cold start {turn + 1}: {label}: {answers[label][-1]['seconds']:.2f} s")
+                except PeerError as error:
+                    problems[label] = str(error)
+                    say(f"cold start {turn + 1}: {label} {error}")
     return [
         ColdResult(
             label,

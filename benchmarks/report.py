@@ -6,7 +6,7 @@ import platform
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.contests import FLEET, Contest
+from benchmarks.entrants import FLEET, Contest
 from benchmarks.harness import ColdResult, Result
 from benchmarks.rows import COLD, TORCH, Row
 
@@ -48,7 +48,7 @@ class Report:
     @property
     def problems(self) -> list[str]:
         """What modelfleet itself could not do."""
-        own = [(row.title, result) for row, results in self.rows for result in results]
+        own = [(_title(row), result) for row, results in self.rows for result in results]
         own += [(f"growth, {members:,} members", result) for members, result in self.growth.items()]
         told = [f"{title}: {result.problem}" for title, result in own if result.peer == FLEET and result.problem]
         return told + [
@@ -98,8 +98,10 @@ def growth_lines(found: dict[int, Result]) -> list[dict[str, Any]]:
 
 def show(report: Report, console: Console) -> None:
     """Print the tables."""
-    for row, results in report.rows:
-        console.print(_row_table(row, results))
+    for _, group in groupby(report.rows, lambda line: line[0].name):
+        lines = list(group)
+        row, results = lines[0]
+        console.print(_case_table(lines) if _case(row) else _row_table(row, results))
     if report.cold:
         console.print(_cold_table(report.cold))
     if report.growth:
@@ -124,6 +126,58 @@ def _row_table(row: Row | Contest, results: list[Result]) -> Table:
     return table
 
 
+def _case(row: Row | Contest) -> str:
+    return row.case if isinstance(row, Contest) else ""
+
+
+def _title(row: Row | Contest) -> str:
+    return f"{row.title}, {_case(row)}" if _case(row) else row.title
+
+
+def _case_table(lines: list[tuple[Row | Contest, list[Result]]]) -> Table:
+    """A line for every case and peer, with the seconds of the quickest rounds for the same work."""
+    table = _table(lines[0][0].title, "", "modelfleet", "peer", "modelfleet is", "to reach", "")
+    for row, results in lines:
+        fleet = next(result for result in results if result.peer == FLEET)
+        if fleet.problem:
+            table.add_row(_case(row), "–", "", fleet.problem)
+        elif (most := within(row, fleet)) is not None:
+            limit = row.most_seconds if isinstance(row, Contest) else None
+            table.add_row(_case(row), _seconds(fleet.best), "", "", f"≤ {limit:g} s", _verdict(most))
+        for peer in results:
+            if fleet.problem or peer is fleet:
+                continue
+            where = _case(row) if len(results) == 2 else f"{_case(row)}, {peer.peer}"
+            if peer.problem:
+                table.add_row(where, _seconds(fleet.best), "–", peer.problem)
+                continue
+            theirs = fleet.member_steps / peer.rate
+            compared = _cells(ratio(row, results, peer), spread=False)
+            table.add_row(where, _seconds(fleet.best), _seconds(theirs), *compared)
+    peers = {peer.peer for _, results in lines for peer in results if peer.peer != FLEET}
+    told = [f"peer: {', '.join(sorted(peers))}"] if len(peers) == 1 else []
+    told += [
+        f"{_case(row)}, {result.peer}: {what} {value:.3g}"
+        for row, results in lines
+        for result in results
+        for what, value in result.notes.items()
+    ]
+    if told:
+        table.caption, table.caption_justify = "\n".join(told), "left"
+    return table
+
+
+def within(row: Row | Contest, fleet: Result) -> bool | None:
+    """Whether modelfleet took no longer than a contest without peers allows; `None` for all others."""
+    if not isinstance(row, Contest) or row.most_seconds is None or fleet.problem:
+        return None
+    return fleet.best <= row.most_seconds
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
 def _cold_table(results: list[ColdResult]) -> Table:
     table = _table(COLD.title, "", "seconds", "with imports", "modelfleet is", "to reach", "")
     for cold in results:
@@ -143,12 +197,12 @@ def _table(title: str, *headings: str) -> Table:
     return table
 
 
-def _cells(compared: Ratio | None) -> list[str]:
+def _cells(compared: Ratio | None, *, spread: bool = True) -> list[str]:
     """The ratio by the best rounds, its range over the rounds, the bar and the verdict."""
     if compared is None:
         return []
-    cells = [f"{compared.value:.3g} × ({compared.low:.3g}–{compared.high:.3g})"]
-    return cells if compared.bar is None else [*cells, f"≥ {compared.bar:g} ×", _verdict(compared.reached)]
+    cells = [f"{compared.value:.3g} ×" + (f" ({compared.low:.3g}–{compared.high:.3g})" if spread else "")]
+    return cells if compared.bar is None else [*cells, f"≥ {compared.bar:.3g} ×", _verdict(compared.reached)]
 
 
 def _verdict(reached: bool | None) -> str:
@@ -178,10 +232,13 @@ def save(report: Report, path: Path) -> None:
         {
             "row": row.name,
             "title": row.title,
+            "case": _case(row),
+            "steady": not (isinstance(row, Contest) and row.fresh),
             "peers": [
                 asdict(result)
                 | ({} if result.problem else {"rate": result.rate, "spread": result.spread})
                 | {"modelfleet_is": _plain(ratio(row, results, result))}
+                | ({"within": within(row, result)} if result.peer == FLEET else {})
                 for result in results
             ],
         }

@@ -75,7 +75,7 @@ MLP_64 = Row(
     alone=12,
     own_rates=True,
     over_torch=35,
-    over_jax=1.15,
+    over_jax=1.3,
 )
 MLP_2000 = Row(
     name="mlp-2000",
@@ -89,7 +89,7 @@ MLP_2000 = Row(
     alone=50,
     own_data=True,
     over_torch=100,
-    over_jax=1.5,
+    over_jax=1.3,
 )
 ROWS: dict[str, Row] = {
     row.name: row
@@ -107,7 +107,7 @@ ROWS: dict[str, Row] = {
             epochs=3,
             alone=12,
             over_torch=1.8,
-            over_jax=1.3,
+            over_jax=1.2,
         ),
         Row(
             name="cnn",
@@ -118,7 +118,7 @@ ROWS: dict[str, Row] = {
             examples=256,
             epochs=2,
             alone=8,
-            over_torch=1.8,
+            over_torch=2,
             over_jax=1,
         ),
         Row(
@@ -131,7 +131,7 @@ ROWS: dict[str, Row] = {
             epochs=6,
             alone=8,
             over_torch=6,
-            over_jax=1,
+            over_jax=1.3,
         ),
         Row(
             name="lstm",
@@ -142,8 +142,8 @@ ROWS: dict[str, Row] = {
             examples=256,
             epochs=8,
             alone=8,
-            over_torch=4,
-            over_jax=1,
+            over_torch=4.5,
+            over_jax=1.3,
         ),
     )
 }

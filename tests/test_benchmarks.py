@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from benchmarks import crowds
+from benchmarks import crowds, harness, jobs
 from benchmarks.contests import CONTESTS, FLEET, IDEAL
+from benchmarks.entrants import PLAIN, Contest, Entrant
 from benchmarks.harness import Result
-from benchmarks.peers import balance, jax_vmap, map_split
+from benchmarks.peers import balance, jax_vmap, map_split, predicting
 from benchmarks.peers.torch_loop import Trainee, trainees
 from benchmarks.report import Report, growth_lines, ratio, show
 from benchmarks.rows import JAX, ROWS, TORCH, Row, datasets
@@ -226,5 +227,142 @@ def test_every_entrant_has_its_module() -> None:
     for contest in CONTESTS.values():
         assert FLEET in contest.entrants
         assert set(contest.bars) <= set(contest.entrants) - {FLEET}
+        assert set(contest.case_bars) <= set(contest.cases)
+        assert contest.bars or contest.most_seconds
         for entrant in contest.entrants.values():
             assert find_spec(f"benchmarks.peers.{entrant.module}") is not None
+
+
+def cases() -> Contest:
+    entrants = {FLEET: Entrant("fleet", ()), PLAIN: Entrant("torch_loop", ())}
+    return Contest(
+        "cases", "two cases", entrants, {PLAIN: 0.95}, cases=("small", "large"), case_bars={"large": 5}, rounds=2
+    )
+
+
+def test_a_case_may_have_its_own_bar() -> None:
+    small, large = cases().each_case()
+    assert (small.case, small.bar(PLAIN)) == ("small", 0.95)
+    assert (large.case, large.bar(PLAIN)) == ("large", 5)
+    assert large.bar(FLEET) is None
+
+
+class ScriptedPeer:
+    """Answers as a peer does, and records what it was asked and with which caches."""
+
+    asked: list[tuple[str, str, str | None]]
+
+    def __init__(self, module: str, *arguments: str, environment: dict[str, str]) -> None:
+        self.module, self.cache = module, environment.get("TORCHINDUCTOR_CACHE_DIR")
+
+    def __enter__(self) -> "ScriptedPeer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def answer(self, limit: float) -> dict[str, Any]:
+        return {"warm_up": 0.0}
+
+    def ask(self, limit: float, case: str = "") -> dict[str, Any]:
+        self.asked.append((self.module, case, self.cache))
+        if self.module == "torch_loop" and case == "large":
+            raise harness.PeerError("failed: too large")
+        return {"seconds": 2.0, "member_steps": 10, "loss": 0.0, "memory": 0.0}
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_the_peers_take_turns_case_by_case(monkeypatch: pytest.MonkeyPatch, fresh: bool) -> None:
+    monkeypatch.setattr(ScriptedPeer, "asked", [], raising=False)
+    monkeypatch.setattr(harness, "Peer", ScriptedPeer)
+    contest = replace(cases(), fresh=fresh, rounds=1)
+    (small, found), (large, failed) = harness.measure_contest(contest, quick=False, say=lambda text: None)
+    assert [(module, case) for module, case, _ in ScriptedPeer.asked] == [
+        (module, case) for case in ("small", "large") for module in ("fleet", "torch_loop")
+    ]
+    caches = [cache for *_, cache in ScriptedPeer.asked]
+    # A fresh round finds nothing that another has cached; the others keep the caches of the machine.
+    assert len(set(caches)) == (4 if fresh else 1)
+    assert (None in caches) is not fresh
+    assert (small.case, large.case) == ("small", "large")
+    assert {result.peer: result.case for result in failed} == {FLEET: "large", PLAIN: "large"}
+    assert "too large" in str(failed[1].problem)
+    assert found[0].problem is None
+    if fresh:  # in steady state a peer that fails is out, in all cases
+        compared = ratio(small, found, found[1])
+        assert compared is not None
+        assert compared.value == 1
+
+
+def test_a_table_of_cases_shows_what_was_missed() -> None:
+    small, large = cases().each_case()
+    limited = Contest("limit", "no peer", {}, {}, cases=("build",), most_seconds=5)
+    lines: list[Any] = [
+        (small, [Result(FLEET, seconds=(1.0,), member_steps=10), Result(PLAIN, seconds=(2.0,), member_steps=10)]),
+        (large, [Result(FLEET, seconds=(1.0,), member_steps=10), Result(PLAIN, seconds=(0.4,), member_steps=1)]),
+        (limited, [Result(FLEET, seconds=(6.0,), member_steps=10)]),
+    ]
+    console = Console(width=100, record=True, file=StringIO())
+    show(Report(False, lines), console)
+    shown = {line.split()[0]: line.split() for line in console.export_text().splitlines() if line.split()}
+    assert shown["small"][-6:] == ["2", "×", "≥", "0.95", "×", "yes"]
+    assert "4.00" in shown["large"]  # of the same work: ten times what the peer did
+    assert shown["large"][-1] == "no"
+    assert shown["build"][-4:] == ["≤", "5", "s", "no"]
+
+
+def tiny_job() -> jobs.Job:
+    random = np.random.default_rng(0)
+    data = random.standard_normal((40, 20), dtype=np.float32), random.integers(0, 5, 40)
+    arguments = {"width": [4, 4, 6], "dropout": [0.0, 0.5, 0.5]}
+    return jobs.Job(jobs.mlp, arguments, [data], [1e-3, 1e-2, 3e-3], ["adam"] * 3, 2, 16, loop_epochs=1)
+
+
+def test_a_job_counts_its_steps_and_the_loop_may_train_fewer_epochs() -> None:
+    job = tiny_job()
+    assert job.steps == 6
+    assert jobs.by_loop(job).member_steps == 9
+    found = jobs.by_fleet(job)
+    assert found.member_steps == 18
+    assert found.notes["largest difference to alone"] < 1e-4
+    widths = replace(job.of([0, 1, 2]), make=jobs.mlp, arguments={"width": [4, 4, 6]})
+    assert jobs.by_lanes(widths).member_steps == 18
+
+
+def test_a_member_that_is_not_as_alone_is_refused() -> None:
+    job = tiny_job()
+    fleet, _ = jobs.train(job)
+    with torch.no_grad():
+        next(fleet["1"].parameters()).mul_(1.001)
+    with pytest.raises(RuntimeError, match="member '1' is not as alone"):
+        jobs.differences(job, fleet)
+
+
+def test_the_sweep_has_every_combination_once() -> None:
+    job = jobs.job_of("sweep", "30 epochs", quick=False)
+    members = list(zip(job.rates, job.arguments["width"], job.arguments["dropout"], job.optimizers, strict=True))
+    assert len(members) == len(set(members)) == 96
+    assert job.steps == 720
+    assert jobs.job_of("sweep-digits", "300 epochs", quick=False).data[0][0].shape == (1797, 8, 8)
+    checked = [members[member] for member in job.sample()]
+    assert [len(set(values)) for values in zip(*checked, strict=True)] == [3, 4, 4, 2]
+
+
+def test_a_case_in_steps_is_that_many_steps() -> None:
+    for name in ("mlp", "four", "equal"):
+        assert jobs.job_of(name, "1,000 steps", quick=False).steps == 1000
+
+
+def test_answers_of_a_fleet_are_compared_with_the_loop() -> None:
+    data = predicting.dataset(8)
+    for verb in ("predict", "evaluate"):
+        for origin in ("built", "handed out"):
+            predicting.call_of(FLEET, verb, origin, 2, data)()
+    right = predicting.loop_evaluate(predicting.modules(2), data)
+    with pytest.raises(AssertionError, match="1"):
+        predicting.agree(right | {"1": {**right["1"], "loss": 9.0}}, right)
+    with pytest.raises(ValueError, match="expected those of"):
+        predicting.agree({"0": right["0"]}, right)

@@ -11,7 +11,8 @@ from torch import nn
 import modelfleet as mf
 from modelfleet.callbacks import Callback, Checkpoint, EarlyStopping, Run
 from modelfleet.errors import InputError
-from modelfleet.history import Failure, History
+from modelfleet.failures import Failure
+from modelfleet.history import History
 
 NAN = math.nan
 

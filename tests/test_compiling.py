@@ -23,7 +23,7 @@ from torch._inductor import config
 import modelfleet as mf
 from modelfleet.frameworks.torch.compiling import compile_queue, compiler, decision
 from modelfleet.frameworks.torch.compiling.compile_queue import CompileQueue, Outcome
-from modelfleet.frameworks.torch.programs import Programs
+from modelfleet.frameworks.torch.fused.programs import Programs
 
 X, Y = toy(20)
 RECIPE: dict[str, Any] = {"lr": 0.01, "momentum": 0.9}

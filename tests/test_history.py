@@ -14,7 +14,8 @@ from jupyter_client.manager import KernelManager
 
 from modelfleet.directions import direction
 from modelfleet.errors import InputError, MissingExtraError, StoreError
-from modelfleet.history import Failure, History
+from modelfleet.failures import Failure
+from modelfleet.history import History
 
 NAN = math.nan
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from modelfleet.errors import InputError
-from modelfleet.history import Failure, History
+from modelfleet.failures import Failure
+from modelfleet.history import History
 from modelfleet.progress import Lines, LiveTable, Reporter, reporter
 
 NAN = math.nan

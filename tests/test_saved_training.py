@@ -300,7 +300,7 @@ def test_an_optimizer_is_the_same_by_name_and_by_class(before: Any, after: Any, 
 )
 def test_an_optimizer_of_ones_own_is_not_the_one_of_that_name(optimizer: Any, expected: bool) -> None:
     incomplete = Recipe("adam", missing={"loss": Missing("was a lambda", None)})
-    assert recipe_json.completes(Recipe(optimizer), incomplete) == expected
+    assert recipe_json.completes(Recipe(optimizer), incomplete, "a") == expected
 
 
 @pytest.mark.parametrize(

@@ -82,18 +82,22 @@ def test_the_factory_is_imported_only_when_that_is_allowed(tmp_path: Path) -> No
 def test_only_some_members_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = mf.Fleet.build(mlp, 20)
     fleet.save(tmp_path)
-    rows: list[int] = []
-    read_row = files.read_row
+    rows: list[tuple[int, int]] = []
+    read_rows = files.read_rows
 
-    def watched(path: Path, row: int) -> dict[str, Tensor]:
-        rows.append(row)
-        return read_row(path, row)
+    def watched(path: Path, start: int, stop: int) -> list[dict[str, Tensor]]:
+        rows.append((start, stop))
+        return read_rows(path, start, stop)
 
-    monkeypatch.setattr(files, "read_row", watched)
-    loaded = mf.load(tmp_path, mlp, members=["17", "3"])
-    assert loaded.names == ["17", "3"]
-    assert rows == [17, 3]
-    assert equal(weights(loaded["17"]), weights(fleet["17"]))
+    monkeypatch.setattr(files, "read_rows", watched)
+    loaded = mf.load(tmp_path, mlp, members=["17", "3", "4"])
+    assert loaded.names == ["17", "3", "4"]
+    assert rows == [(17, 18), (3, 5)]
+    for name in loaded.names:
+        assert equal(weights(loaded[name]), weights(fleet[name])), name
+    rows.clear()
+    assert equal(all_weights(mf.load(tmp_path, mlp)), all_weights(fleet))
+    assert rows == [(0, 20)]
     with pytest.raises(mf.InputError, match=r"unknown member '71'. Did you mean '7'"):
         mf.load(tmp_path, mlp, members=["71"])
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import modelfleet as mf
 from modelfleet.errors import InputError
-from modelfleet.frameworks.torch.fused import FusedEngine
+from modelfleet.frameworks.torch.fused.engine import FusedEngine
 
 X, Y = (torch.from_numpy(array) for array in toy(22))
 X = X.double()

@@ -15,7 +15,7 @@ from tests.helpers import all_weights, close, equal, fit, fleet_of, toy, weights
 
 import modelfleet as mf
 from modelfleet import testing
-from modelfleet.history import Failure
+from modelfleet.failures import Failure
 from modelfleet.types import Strategy
 
 X, Y = toy(24)

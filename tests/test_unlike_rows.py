@@ -12,7 +12,7 @@ from tests.helpers import close, fit, weights
 from torch import Tensor, nn
 
 import modelfleet as mf
-from modelfleet.frameworks.torch.fused import FusedEngine
+from modelfleet.frameworks.torch.fused.engine import FusedEngine
 from modelfleet.types import Strategy
 
 

@@ -1,8 +1,8 @@
 """The peers: each trains a row its own way, in a process of its own, one round at a time.
 
 A peer is run as `python -m benchmarks.peers.<name> <row>`. It warms up, says so, and then trains one round
-for every line it reads: so the rounds of the peers can take turns, and a slow minute of the machine falls on
-all of them. Every answer is one line of JSON.
+for every line it reads, which names the case: so the rounds of the peers can take turns, and a slow minute of the
+machine falls on all of them. Every answer is one line of JSON.
 """
 
 import argparse
@@ -41,11 +41,16 @@ def serve(prepare: Callable[[Row], Callable[[], Round]]) -> None:
     row = growth(arguments.members) if arguments.row == "growth" else ROWS[arguments.row]
     if arguments.quick:
         row = row.quick()
-    _answer_rounds(lambda: prepare(row))
+    _answer_rounds(lambda: _any_case(prepare(row)))
 
 
 def compete(prepare: Callable[..., Callable[[], Round]]) -> None:
     """Run a peer of a contest: `prepare` gets the words of its command line, and whether it is a smoke test."""
+    compete_in_cases(lambda *words: _any_case(prepare(*words)))
+
+
+def compete_in_cases(prepare: Callable[..., Callable[[str], Round]]) -> None:
+    """Run a peer of a contest with cases: what `prepare` returns gets the name of the case."""
     parser = argparse.ArgumentParser()
     parser.add_argument("words", nargs="*")
     parser.add_argument("--quick", action="store_true")
@@ -53,7 +58,11 @@ def compete(prepare: Callable[..., Callable[[], Round]]) -> None:
     _answer_rounds(lambda: prepare(*arguments.words, arguments.quick))
 
 
-def _answer_rounds(prepare: Callable[[], Callable[[], Round]]) -> None:
+def _any_case(train_round: Callable[[], Round]) -> Callable[[str], Round]:
+    return lambda case: train_round()
+
+
+def _answer_rounds(prepare: Callable[[], Callable[[str], Round]]) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a library that prints must not break the protocol
 
@@ -63,9 +72,9 @@ def _answer_rounds(prepare: Callable[[], Callable[[], Round]]) -> None:
     before, start = peak_memory(), time.perf_counter()
     train_round = prepare()
     answer(warm_up=time.perf_counter() - start)
-    for _ in sys.stdin:
+    for line in sys.stdin:
         start = time.perf_counter()
-        done = train_round()
+        done = train_round(line.strip())
         seconds = time.perf_counter() - start if done.seconds is None else done.seconds
         memory = peak_memory() - before
         answer(

@@ -79,7 +79,8 @@ def start_state(row: Row) -> State:
     return State(params, first, second, jnp.zeros(()), members, members.astype(jnp.int32))
 
 
-def prepare(row: Row) -> Callable[[], Round]:
+def trainer(row: Row) -> Callable[[], Round]:
+    """What trains one round; nothing is compiled yet."""
     data = datasets(row)
     x, y = (np.stack(arrays) for arrays in zip(*data, strict=True)) if row.own_data else data[0]
     x, y, rates = jnp.asarray(x), jnp.asarray(y, jnp.int32), jnp.asarray(row.rates())
@@ -98,6 +99,11 @@ def prepare(row: Row) -> Callable[[], Round]:
         loss = float(state.loss.mean()) / row.examples
         return Round(row.members * row.steps * row.epochs, loss)
 
+    return train_round
+
+
+def prepare(row: Row) -> Callable[[], Round]:
+    train_round = trainer(row)
     train_round()
     return train_round
 

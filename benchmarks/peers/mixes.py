@@ -1,7 +1,8 @@
 """A mix of models, trained by one strategy, by strategy="auto", or one by one with their frameworks' own loops."""
 
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -9,11 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import modelfleet as mf
-from benchmarks.contests import ALONE
+from benchmarks.checking import check
+from benchmarks.entrants import ALONE
 from benchmarks.peers import Round, compete
 from modelfleet.types import Strategy
 
 BATCH, STEPS = 32, 40
+FIRST_EPOCHS = 25  # of a first run: long enough for the planner to measure
 
 Data = tuple[np.ndarray, np.ndarray]
 
@@ -75,16 +78,29 @@ def data_of(model: Any, name: str) -> Data:
     return x, random.integers(0, 10, BATCH * STEPS)
 
 
-def prepare(mix: str, strategy: Strategy, quick: bool) -> Callable[[], Round]:
-    members = models(mix)
+def fresh_models(mix: str) -> dict[str, Any]:
+    """The members of a mix, always with the same weights."""
+    torch.manual_seed(0)
+    if mix in ("keras", "mixed"):
+        import keras
+
+        keras.utils.set_random_seed(0)
+    return models(mix)
+
+
+def prepare(mix: str, strategy: Strategy, when: Literal["first", "again"], quick: bool) -> Callable[[], Round]:
+    members = fresh_models(mix)
     data = {name: data_of(model, name) for name, model in members.items()}
-    epochs = 1 if quick else 4
+    epochs = 1 if quick else FIRST_EPOCHS if when == "first" else 4
     if strategy == ALONE:
-        return one_by_one(members, data, epochs)
-    fleet = mf.Fleet(members)
+        train = one_by_one(members, data, epochs)
+        if when == "again":
+            train()
+        return train
     own = [name for name, model in members.items() if isinstance(model, nn.Module)]
-    if own:
-        fleet.compile("adam", "cross_entropy", lr=1e-3, members=own)
+    if when == "first":
+        return lambda: first_run(mix, members, own, data, strategy, epochs)
+    fleet = build(members, own)
 
     def train_round() -> Round:
         history = fleet.fit(mf.each(data), epochs=epochs, batch_size=BATCH, strategy=strategy, progress=False)
@@ -94,6 +110,31 @@ def prepare(mix: str, strategy: Strategy, quick: bool) -> Callable[[], Round]:
     for _ in range(1 if quick else 3):
         train_round()
     return train_round
+
+
+def build(members: dict[str, Any], own: list[str]) -> mf.Fleet:
+    fleet = mf.Fleet(members)
+    if own:
+        fleet.compile("adam", "cross_entropy", lr=1e-3, members=own)
+    return fleet
+
+
+def first_run(
+    mix: str, members: dict[str, Any], own: list[str], data: dict[str, Data], strategy: Strategy, epochs: int
+) -> Round:
+    """The fleet and its first `fit`. The first torch member and the first Keras model must come out as alone."""
+    started = time.perf_counter()
+    fleet = build(members, own)
+    history = fleet.fit(mf.each(data), epochs=epochs, batch_size=BATCH, strategy=strategy, progress=False)
+    seconds = time.perf_counter() - started
+    losses = [history[name]["loss"][-1] for name in fleet.names]
+    before = fresh_models(mix)
+    others = [name for name in members if name not in own]
+    initial = {name: before[name] for name in (*own[:1], *others[:1])}
+    recipes = {name: {"optimizer": "adam", "loss": "cross_entropy", "lr": 1e-3} for name in own}
+    worst = check(fleet, initial, data, recipes=recipes, epochs=dict.fromkeys(initial, epochs), batch=BATCH)
+    notes = {"largest difference to alone": worst}
+    return Round(STEPS * epochs * len(members), sum(losses) / len(losses), seconds, notes)
 
 
 def one_by_one(members: dict[str, Any], data: dict[str, Data], epochs: int) -> Callable[[], Round]:
@@ -125,7 +166,6 @@ def one_by_one(members: dict[str, Any], data: dict[str, Data], epochs: int) -> C
         losses = [train(name, epochs) for name in members]
         return Round(STEPS * epochs * len(members), sum(losses) / len(losses))
 
-    train_round()
     return train_round
 
 

@@ -32,10 +32,11 @@ if TYPE_CHECKING:
         StoreError,
         StrategyError,
     )
+    from modelfleet.failures import Failure
     from modelfleet.feeds.tables import by
     from modelfleet.fleet import Fleet
     from modelfleet.frameworks.torch.schedules import Schedule
-    from modelfleet.history import Failure, History
+    from modelfleet.history import History
     from modelfleet.loading import load
     from modelfleet.planning.plan import Plan
     from modelfleet.replicas.mapping import Answers, imap, map
@@ -54,7 +55,7 @@ _MODULES = {
     "ClosedError": "errors",
     "DeadlineError": "errors",
     "EarlyStopping": "callbacks",
-    "Failure": "history",
+    "Failure": "failures",
     "Fleet": "fleet",
     "FleetError": "errors",
     "History": "history",

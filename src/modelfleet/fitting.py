@@ -1,7 +1,6 @@
 """One fit: runs its lanes, and keeps the history, callbacks, checkpoints and progress."""
 
 import time
-import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,19 +9,19 @@ from typing import Protocol
 
 from modelfleet import checkpoints
 from modelfleet.callbacks import Callback
-from modelfleet.errors import AllFailedError, BusyError, FleetWarning, InputError
-from modelfleet.feeds import Feed
-from modelfleet.feeds.loader_state import with_prefix
+from modelfleet.errors import BusyError, InputError
+from modelfleet.failures import Failure, all_failed
 from modelfleet.frameworks import global_generators
 from modelfleet.frameworks.adapter_protocol import Adapter
 from modelfleet.frameworks.stacked import WEIGHTS
-from modelfleet.history import Failure, History
+from modelfleet.history import History
 from modelfleet.interrupts import StopRequest
 from modelfleet.lanes import Lane, LaneSpec
 from modelfleet.planning.plan import Plan
 from modelfleet.progress import Reporter
 from modelfleet.runs.events import Event, Reports, RunOptions, Sharing, StepsTaken
 from modelfleet.runs.lane_run import LaneRun
+from modelfleet.runs.loaders import Loaders
 from modelfleet.types import Model, State
 
 
@@ -81,7 +80,8 @@ class Fit:
         self.epochs = self._past + max(int(run.epochs.max()) for run in runs)
         self.active: tuple[str, ...] = ()
         self.callbacks = list(callbacks)
-        self.generators = {**generators, **self._loader_states()}
+        self._loaders = Loaders(self.runs)
+        self.generators = {**generators, **self._loaders.state()}
         """State of the random generators at the start of the current epoch."""
         self.devices = list(devices)
         self.epoch_seconds: float | None = None
@@ -93,7 +93,6 @@ class Fit:
         self._to_save: list[Path] = []
         self._ctrl_c = StopRequest()
         self._over = False
-        self._warned = False
         self._last_step = 0, 0  # the last epoch and step that callbacks have seen
         self._shown = 0
         self._first_shown: tuple[int, float] | None = None
@@ -252,7 +251,7 @@ class Fit:
         for run, _ in reports:
             run.leave(self._take_stopped(run))
         self.active = self._training()
-        self.generators = {**global_generators.state(), **self._loader_states()}
+        self.generators = {**global_generators.state(), **self._loaders.state()}
         for run, _ in reports:  # a loader that a worker reads draws there
             if run.remote is not None:
                 self.generators.update(run.generators or {})
@@ -301,18 +300,8 @@ class Fit:
     def _refuse_all_failed(self) -> None:
         """Raise AllFailedError if every member has failed: such a fit must not look like a success."""
         failed = self.history.failed
-        if len(failed) < len(self.fleet):
-            return
-        # An exception, or a worker that died, says more about the cause than numbers that became NaN.
-        name = min(failed, key=lambda name: (failed[name].diverged, failed[name].epoch, failed[name].step))
-        failure = failed[name]
-        advice = "Often a lower lr helps, or clip_norm=1.0; look for NaN in the data. " if failure.diverged else ""
-        everybody = f"All {len(failed):,} members failed" if len(failed) > 1 else "It was the only member"
-        raise AllFailedError(
-            f"member {name!r} failed in epoch {failure.epoch}, step {failure.step:,}: {failure.reason}. {advice}"
-            f"{everybody}: the history of this error has every reason.",
-            self.history,
-        ) from (None if failure.diverged else self._cause())
+        if len(failed) == len(self.fleet):
+            raise all_failed(failed, self.history, self._cause())
 
     def _cause(self) -> BaseException | None:
         """Return the exception of a member's step or data, if it was raised in this process."""
@@ -357,7 +346,7 @@ class Fit:
         for run in self.runs if self._to_save else ():
             self._record_steps(run, run.epoch + 1)
         if self._to_save:
-            self._warn_of_remote_loaders()
+            self._loaders.warn_of_remote()
         for folder in dict.fromkeys(self._to_save):
             checkpoints.save(folder, self)
         self._to_save.clear()
@@ -372,44 +361,8 @@ class Fit:
                 self._shown = self.epoch - self._past
                 for run in self.runs:
                     run.generators = self.generators
-                self._rewind()
+                self._loaders.rewind(self.generators, first=self.epoch == self._past)
                 return
-
-    def _rewind(self) -> None:
-        """Set the random generators so that loaders shuffle as they did in the epoch that is resumed."""
-        global_generators.restore(self.generators)
-        for number, _, feed in self._feeds():
-            feed.rewind(with_prefix(self.generators, f"feed-{number}/"))
-        if self.epoch == self._past:  # all loaders are looked into before the first epoch
-            for _, _, feed in self._feeds():
-                feed.first()
-
-    def _loader_states(self) -> global_generators.State:
-        """Return where the loaders of this process are at the start of their next epoch."""
-        return {
-            f"feed-{number}/{name}": state
-            for number, run, feed in self._feeds()
-            if run.remote is None
-            for name, state in feed.state().items()
-        }
-
-    def _feeds(self) -> list[tuple[int, LaneRun, Feed]]:
-        """Return the feeds of all lanes, those of the validation data last, each with a number and its run."""
-        found = [*((run, run.feed) for run in self.runs), *((run, run.validation) for run in self.runs)]
-        return [(number, run, feed) for number, (run, feed) in enumerate(found) if feed is not None]
-
-    def _warn_of_remote_loaders(self) -> None:
-        """Warn if a worker reads a loader whose place only the worker knows."""
-        remote = [run for _, run, feed in self._feeds() if run.remote is not None and feed.has_state]
-        if remote and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"the data of member {remote[0].names[0]!r} are a loader with its own generator, or with "
-                f"steps_per_epoch, which a worker reads. A checkpoint does not hold where it is, so a resumed run "
-                f'will see other batches. Use strategy="interleaved", or a loader without these.',
-                FleetWarning,
-                stacklevel=2,
-            )
 
     # --- small parts ---------------------------------------------------------------------------------------------
 

@@ -1,41 +1,37 @@
 """A fleet: a named set of members, and the verbs people use on it."""
 
 import secrets
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, get_args, overload
-
-import numpy as np
 
 from modelfleet import checkpoints, frameworks, saving
 from modelfleet.callbacks import refuse_missing_validation, wrap_callbacks
 from modelfleet.devices import parse_devices
 from modelfleet.each import Each, per_member
-from modelfleet.errors import FleetWarning, InputError, StrategyError
+from modelfleet.errors import InputError, StrategyError
 from modelfleet.fitting import Fit
 from modelfleet.frameworks import global_generators
 from modelfleet.frameworks.contexts import computing
-from modelfleet.frameworks.model_building import build_model, check_factory
+from modelfleet.frameworks.model_building import build_model, check_factory, list_models
 from modelfleet.frameworks.recipe import compile_all
 from modelfleet.gate import Gate
 from modelfleet.history import History
 from modelfleet.interrupts import noticing
-from modelfleet.lanes import DevicePool, Lane, LaneBuilder, LaneSpec
+from modelfleet.lanes import DevicePool, Lane, LaneBuilder
 from modelfleet.live_lanes import LiveLanes
-from modelfleet.members import Member, check_name, member_seed
+from modelfleet.members import Member, check_name, member_seed, parse_names
 from modelfleet.planning.lane_facts import describe
 from modelfleet.planning.plan import Plan
 from modelfleet.planning.planner import Planner
 from modelfleet.progress import reporter
-from modelfleet.recipe import Recipe
+from modelfleet.reading import Reading
+from modelfleet.recipe import Recipe, plain_values
 from modelfleet.remote.copies import copy_loaders
 from modelfleet.remote.messages import OrderWriter
 from modelfleet.runs.job import Job
-from modelfleet.runs.lane_run import make_runs
-from modelfleet.runs.opening import OpenLane
 from modelfleet.runs.sample_weight import add_sample_weight
+from modelfleet.runs.starting import make_runs
 from modelfleet.runs.validation_split import split_validation
 from modelfleet.saving import SavedFleet
 from modelfleet.sharing import Sharings, sharings
@@ -43,7 +39,6 @@ from modelfleet.sharing.each_lane import for_each_lane
 from modelfleet.store.recipe_json import completes, import_path
 from modelfleet.types import (
     Data,
-    Kind,
     LossLike,
     MetricLike,
     Model,
@@ -84,7 +79,7 @@ class Fleet:
         seed: int = 0,
         devices: str | Sequence[str] = "auto",
     ) -> None:
-        pairs = list(models.items()) if isinstance(models, Mapping) else list(enumerate(_listed(models)))
+        pairs = list(models.items()) if isinstance(models, Mapping) else list(enumerate(list_models(models)))
         if not pairs:
             raise InputError("a fleet needs at least one member; got none.")
         self.seed = int(seed)
@@ -97,10 +92,8 @@ class Fleet:
         self._pool = DevicePool(parse_devices(devices))
         self._planner = Planner()
         self._live_lanes = LiveLanes(self._members, self._recipes, self._pool, LaneBuilder(), self._planner)
-        self._nested_lanes: LiveLanes | None = None  # the lanes of verbs that are called within others
-        self._nested_specs: list[LaneSpec] = []  # the lanes of the fit that they were made for
         self._gate = Gate()
-        self._fit: Fit | None = None  # the running fit
+        self._reading = Reading(self._live_lanes, self._members, self._exposed, self._gate, self._sharings)
         self._epoch_seconds: float | None = None  # of the last fit
         self._token = secrets.token_hex(8)  # identifies the fleet to worker processes
         for name, model in pairs:
@@ -132,16 +125,7 @@ class Fleet:
             >>> fleet = mf.Fleet.build(make_net, 50, seed=0, width=mf.each(widths))
         """
         check_factory(factory)
-        if isinstance(members, int | np.integer) and not isinstance(members, bool):
-            members = [str(number) for number in range(int(members))]
-        elif isinstance(members, str) or not isinstance(members, Iterable):
-            raise InputError(f"members is {members!r}; give a number, or a sequence of names.")
-        known: dict[str, None] = {}  # ordered, and quick to look up
-        for name in members:
-            known[check_name(name, known)] = None
-        names = list(known)
-        if not names:
-            raise InputError("a fleet needs at least one member; members is below 1 or empty.")
+        names = parse_names(members)
         by_argument = {key: per_member(value, names, key) for key, value in kwargs.items()}
         arguments = [{key: values[row] for key, values in by_argument.items()} for row in range(len(names))]
         models = {
@@ -192,19 +176,20 @@ class Fleet:
             return self._subset(name)
         member = self._member(name)
         with self._gate.reading(f"[{name!r}]"):
-            if self._fit is not None:
-                self._fit.sync(name)
+            if self._reading.fit is not None:
+                self._reading.fit.sync(name)
             self._exposed.add(name)
             return member.model
 
     def _subset(self, names: Sequence[str]) -> "Fleet":
-        for name in names:
-            if names.count(name) > 1:
-                raise InputError(f"fleet[[...]] has {name!r} twice. Give every name once, or use clone.")
         with self._gate.changing("[[...]]"):
+            models = {member.name: member.model for member in map(self._member, names)}
+            if len(models) < len(names):
+                twice = next(name for name in names if names.count(name) > 1)
+                raise InputError(f"fleet[[...]] has {twice!r} twice. Give every name once, or use clone.")
             devices = self._pool.devices
             subset = Fleet(
-                {name: self._member(name).model for name in names},
+                models,
                 seed=self.seed,
                 devices="auto" if devices is None else [str(device) for device in devices],
             )
@@ -289,12 +274,14 @@ class Fleet:
         members: Sequence[str] | None = None,
         **hyperparameters: Any,
     ) -> None:
-        """Set how the members are trained. Every hyperparameter is one value for all, or `each(...)`.
+        """Set how the members are trained. The optimizer and every hyperparameter are one for all, or `each(...)`.
 
         Keras models that are already compiled do not need it. Calling `compile` again starts the optimizers over.
 
         Args:
             optimizer: A name ("sgd", "adam", "adamw", …), a class of `torch.optim`, or a Keras or Optax optimizer.
+                With `each(...)`, hyperparameters of only some optimizers are given with `functools.partial`, or
+                in a Keras optimizer.
             loss: A name ("cross_entropy", "mse", …), or a function `loss(output, target)`.
             objective: A function `objective(model, batch)` for everything else. It returns a loss, or a loss and a
                 dict of metrics. With neither loss nor objective, the output's own `.loss` is used.
@@ -314,8 +301,8 @@ class Fleet:
             given = Recipe(optimizer, loss, objective, metrics, clip_norm, precision, schedule, hyperparameters)
             recipe = given.by_name(chosen)
             compile_all(recipe, [self._members[name] for name in chosen])
-            anew = [name for name in chosen if not completes(recipe, self._recipes[name])]
-            self._warn_of_dropped_state(anew)
+            anew = [name for name in chosen if not completes(recipe, self._recipes[name], name)]
+            self._live_lanes.warn_of_dropped_state(anew)
             self._recipes.update(dict.fromkeys(chosen, recipe))
             if members is None:
                 self._recipe = recipe
@@ -347,7 +334,7 @@ class Fleet:
         """
         _check_strategy(strategy)
         with self._gate.reading("plan"), global_generators.kept(), computing():
-            lanes, changed = self._lanes_to_read(), self._changed()
+            lanes, changed = self._reading.lanes()
             if data is None:
                 compiled = all(
                     recipe and not recipe.missing and not recipe.lacking(name)
@@ -455,8 +442,7 @@ class Fleet:
                 plan, opened, feeding = self._live_lanes.open(
                     job, "train", strategy, self._exposed, self._sharings, checkpoints.stored_plan_of(wrapped)
                 )
-                self._nested_lanes = None
-                self._fit = fit = Fit(
+                fit = Fit(
                     self,
                     plan,
                     make_runs(opened, feeding),
@@ -469,6 +455,7 @@ class Fleet:
                     devices=[str(device) for device in self._pool.of_all(members)],
                     hyperparameters={name: self._hyperparameters(name) for name in self.names},
                 )
+                self._reading.begin(fit)
                 record = self._planner.measurements.recorder(self._live_lanes.groups, plan, opened)
                 try:
                     raise_if_interrupted()
@@ -477,7 +464,7 @@ class Fleet:
                     record(fit.epoch_seconds)
                     return history
                 finally:
-                    self._fit = self._nested_lanes = None
+                    self._reading.begin(None)
                     self._live_lanes.write_back()
                     self._by_model = {id(member.model): name for name, member in self._members.items()}
             except CannotSendError as error:
@@ -495,13 +482,15 @@ class Fleet:
             batch_size: As for `fit`.
         """
         found: dict[str, dict[str, float]] = {}
-        with self._gate.reading("evaluate"), computing():
-            opened, in_step = self._open_to_read("evaluate", data, batch_size)
-            with self._undoing_changes(opened):
-                results = for_each_lane(opened, Lane.evaluating, in_step=in_step)
+        job = Job(tuple(self.names), data, batch_size=batch_size, shuffle=False)
+        with (
+            self._gate.reading("evaluate"),
+            computing(),
+            self._reading.open("evaluate", job) as (opened, in_step),
+        ):
+            results = for_each_lane(opened, Lane.evaluating, in_step=in_step)
             for one, values in zip(opened, results, strict=True):
                 one.lane.refuse_failures(one.feed)
-                self._keep_changes(one.lane)
                 for row, name in enumerate(one.lane.names):
                     found[name] = {metric: float(column[row]) for metric, column in values.items()}
         return {name: found[name] for name in self.names}
@@ -515,12 +504,10 @@ class Fleet:
             batch_size: As for `fit`.
         """
         found: dict[str, Tree] = {}
-        with self._gate.reading("predict"), computing():
-            opened, in_step = self._open_to_read("predict", data, batch_size)
-            with self._undoing_changes(opened):
-                results = for_each_lane(opened, Lane.predicting, in_step=in_step)
+        job = Job(tuple(self.names), data, batch_size=batch_size, shuffle=False)
+        with self._gate.reading("predict"), computing(), self._reading.open("predict", job) as (opened, in_step):
+            results = for_each_lane(opened, Lane.predicting, in_step=in_step)
             for one, outputs in zip(opened, results, strict=True):
-                self._keep_changes(one.lane)
                 found.update(zip(one.lane.names, outputs, strict=True))
         return {name: found[name] for name in self.names}
 
@@ -538,8 +525,8 @@ class Fleet:
                 The first `fit` of the loaded fleet then starts as after `compile`.
         """
         with self._gate.reading("save"):
-            if self._fit is not None:
-                self._fit.sync_all("save")
+            if self._reading.fit is not None:
+                self._reading.fit.sync_all("save")
             trained = self._live_lanes.training_states() if optimizer else None
             fleet = SavedFleet(self._members, self.seed, self._origins, self._recipes, self._recipe, trained)
             saving.save(Path(folder), fleet)
@@ -549,44 +536,6 @@ class Fleet:
     @property
     def _lanes(self) -> list[Lane]:
         return self._live_lanes.lanes
-
-    def _open_to_read(self, kind: Kind, data: Data, batch_size: int | Each | None) -> tuple[list[OpenLane], bool]:
-        """Return the lanes for a verb that only reads, and True if they read one loader in step."""
-        job = Job(tuple(self.names), data, batch_size=batch_size, shuffle=False)
-        lanes = self._lanes_to_read()
-        _, opened, feeding = lanes.open(job, kind, "auto", self._changed(), self._sharings)
-        return opened, len(opened) > 1 and feeding.one_loader
-
-    def _lanes_to_read(self) -> LiveLanes:
-        """Return the lanes for a verb that only reads. Within another verb, these are separate from its lanes."""
-        if not self._gate.nested:
-            return self._live_lanes
-        if self._fit is not None:
-            self._fit.sync_all(self._gate.verb)
-        specs = [] if self._fit is None else self._fit.specs()
-        if self._nested_lanes is None or self._nested_specs != specs:  # a lane may have been halved
-            self._nested_lanes, self._nested_specs = self._live_lanes.aside(specs), specs
-        return self._nested_lanes
-
-    def _changed(self) -> Collection[str]:
-        """Return the members whose models may hold newer weights than their lanes, for a verb that only reads."""
-        return set(self._members) if self._gate.nested else self._exposed
-
-    @contextmanager
-    def _undoing_changes(self, opened: Sequence[OpenLane]) -> Iterator[None]:
-        """Within another verb, undo what evaluating and predicting change in models that are trained in place."""
-        with ExitStack() as stack:
-            for one in opened if self._gate.nested else ():
-                stack.enter_context(one.lane.engine.undoing_changes())
-            yield
-
-    def _keep_changes(self, lane: Lane) -> None:
-        """Write what evaluating or predicting has changed into the models, and into a running fit."""
-        if lane.engine.changed:
-            lane.scatter(lane.names)
-            if self._fit is not None:
-                for name in lane.names:
-                    self._fit.take(name)
 
     def _sharings(self, generators: global_generators.State | None = None) -> Sharings:
         """Return the ways to share the devices."""
@@ -617,31 +566,11 @@ class Fleet:
         self._by_model[id(model)] = text
         return text
 
-    def _warn_of_dropped_state(self, names: Iterable[str]) -> None:
-        """Warn if members of a loaded fleet whose recipe was incomplete lose their state to another optimizer."""
-        incomplete = {name: own for name in names if (own := self._recipes[name]) is not None and own.missing}
-        dropped = {name: own.optimizer for name, own in incomplete.items() if self._live_lanes.has_saved(name)}
-        if dropped:
-            first, others = next(iter(dropped)), f" (and {len(dropped) - 1} more)" if len(dropped) > 1 else ""
-            warnings.warn(
-                f"member {first!r}{others} was saved with the optimizer {dropped[first]!r}, and is compiled with "
-                f"another: the saved optimizer state is dropped. Compile with the same optimizer to keep it.",
-                FleetWarning,
-                stacklevel=3,
-            )
-
     def _hyperparameters(self, name: str) -> dict[str, Any]:
         """Return the plain values that a member was built and compiled with."""
-        found = dict(self._origins.get(name, {}).get("arguments", {}))
+        arguments = self._origins.get(name, {}).get("arguments", {})
         recipe = self._recipes[name]
-        if recipe is not None:
-            given = {"optimizer": recipe.optimizer, "clip_norm": recipe.clip_norm, "schedule": recipe.schedule}
-            found |= {key: value for key, value in given.items() if value is not None}
-            found |= recipe.hyperparameters or {}
-        for key, value in found.items():
-            if isinstance(value, Each) and isinstance(value.values, dict):
-                found[key] = value.values[name]
-        return {key: value for key, value in found.items() if isinstance(value, str | int | float | np.number)}
+        return plain_values({**arguments, **({} if recipe is None else recipe.given())}, name)
 
     def _member(self, name: str) -> Member:
         if not isinstance(name, str | int):
@@ -657,17 +586,3 @@ class Fleet:
 def _check_strategy(strategy: str) -> None:
     if strategy not in STRATEGIES:
         raise unknown("strategy", strategy, STRATEGIES)
-
-
-def _listed(models: object) -> list[Model]:
-    if not isinstance(models, list | tuple) and frameworks.is_model(models):
-        raise InputError(
-            f"models is one model, a {type(models).__name__}; expected a mapping from name to model, or a "
-            f"sequence of models. Give [model] for a fleet of one, or use Fleet.build to make many. If its parts "
-            f"are to be the members, give list(model)."
-        )
-    if isinstance(models, str | bytes) or not isinstance(models, Iterable):
-        raise InputError(
-            f"models is a {type(models).__name__}; give a mapping from name to model, or a sequence of models."
-        )
-    return list(models)

@@ -2,45 +2,21 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from importlib import import_module
+from dataclasses import asdict, replace
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from modelfleet.directions import Mode, direction
-from modelfleet.errors import FleetError, InputError, MissingExtraError, StoreError
+from modelfleet.errors import InputError, StoreError
+from modelfleet.failures import Failure
 from modelfleet.formatting import count
-from modelfleet.frameworks.errors import REASONS
+from modelfleet.frames import import_package, make_frame
 from modelfleet.types import Json
 from modelfleet.unknown_names import unknown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Reason why a member was set aside.
-
-    Attributes:
-        epoch: The epoch in which it failed, counted from 1.
-        step: The step of that fit at which it failed.
-        reason: The reason in words, such as "loss is NaN".
-    """
-
-    epoch: int
-    step: int
-    reason: str
-
-    @property
-    def diverged(self) -> bool:
-        """True if the member's numbers went bad; False if an exception was raised or a worker died."""
-        return self.reason in REASONS.values()
-
-    def __str__(self) -> str:
-        return f"epoch {self.epoch}, step {self.step:,}: {self.reason}"
 
 
 class History:
@@ -256,22 +232,9 @@ class History:
         """
         if by not in ("epoch", "step"):
             raise unknown("by", by, ("epoch", "step"))
-        pandas = _package("pandas", "history.frame()")
         columns = {name: self._columns(name) if by == "epoch" else self._step_columns(name) for name in self}
         first = ("member", "epoch", "step") if by == "step" else ("member", "epoch")
-        last = ("loss",) if by == "step" else self.metrics
-        taken = {*first, *last}
-        keys = dict.fromkeys(key for name in self for key in self.hyperparameters.get(name, {}))
-        renamed = {key: f"hyperparameter_{key}" if key in taken else key for key in keys}
-        found: dict[str, list[object]] = {column: [] for column in (*first, *renamed.values(), *last)}
-        for name, own in columns.items():
-            rows = len(own["epoch"])
-            found["member"] += [name] * rows
-            for key, column in renamed.items():
-                found[column] += [self.hyperparameters.get(name, {}).get(key)] * rows
-            for column in (*first[1:], *last):
-                found[column] += own.get(column, [math.nan] * rows)
-        return pandas.DataFrame(found)
+        return make_frame(columns, self.hyperparameters, first, ("loss",) if by == "step" else self.metrics)
 
     def _columns(self, name: str) -> dict[str, list[Any]]:
         """Return a member's epochs and its metrics."""
@@ -302,7 +265,7 @@ class History:
             InputError: If the metric was not recorded, or the mode is unknown.
             MissingExtraError: If matplotlib is not installed.
         """
-        _package("matplotlib.figure", "history.plot()")
+        import_package("matplotlib.figure", "history.plot()")
         from modelfleet.plotting import Best, draw_curves
 
         metric = self._default(metric)
@@ -399,27 +362,6 @@ class History:
 def plain(value: float) -> float | str:
     """Return a number in a form that strict JSON can hold. `float` turns the result back into the number."""
     return value if math.isfinite(value) else str(value)
-
-
-class _MissingPackageError(MissingExtraError):
-    """Raised if a package is missing that no extra of modelfleet installs."""
-
-    def __init__(self, package: str, purpose: str) -> None:
-        FleetError.__init__(
-            self,
-            f"{purpose} needs the package '{package}', which is not installed. "
-            f"Install it with: pip install {package}",
-        )
-
-
-def _package(module: str, purpose: str) -> ModuleType:
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        package = module.partition(".")[0]
-        if error.name is None or error.name.partition(".")[0] != package:
-            raise  # the package is there; something that it needs is not
-        raise _MissingPackageError(package, purpose) from error
 
 
 def _length(values: Mapping[str, list[float]]) -> int:

@@ -1,7 +1,10 @@
 """Live lanes of a fleet, kept from verb to verb for the optimizer's state and the programs."""
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
+from modelfleet.errors import FleetWarning
 from modelfleet.lanes import DevicePool, Groups, Lane, LaneBuilder, LaneSpec, saved_state
 from modelfleet.lanes.saved_state import TrainingState
 from modelfleet.members import Member
@@ -60,6 +63,8 @@ class LiveLanes:
         """By member, the lane that has its current optimizer state, and its name in that lane."""
         self._saved: dict[str, TrainingState] = {}
         """State of members of a loaded fleet, until they are in a lane that trains or evaluates."""
+        self._stamps: dict[str, Any] = {}
+        """By member, a stamp of its model. While the model equals it, the lanes have the model's weights."""
 
     @property
     def groups(self) -> Groups:
@@ -96,7 +101,9 @@ class LiveLanes:
         Returns:
             The plan, its lanes with their feeds, and the feeding that made them.
         """
+        changed = self._really_changed(changed)
         specs, asked = self._specs(kind, strategy, changed, stored)
+        stamps = {} if kind == "train" else self._new_stamps(changed)
         opener = LaneOpener(self._builder, self.groups, job, kind, existing=self.lanes, changed=changed)
         split = opener.feeding.split_by_form(specs)
         if split != specs:
@@ -107,12 +114,15 @@ class LiveLanes:
         plan = self._planner.plan(opener, split, strategy, sharings, resumed)
         opened = opener.open_all(plan.lanes)
         self._keep([one.lane for one in opened], asked)
+        self._stamps.update(stamps)
         if kind == "train":
             self._sharing = plan.sharing
+            self._stamps.clear()  # training changes the lanes
         return plan, opened, opener.feeding
 
     def plan_without_data(self, kind: Kind, changed: Collection[str]) -> tuple[Plan, list[Lane]]:
         """Return what can be planned without data, and the lanes of that plan."""
+        self._stamps.clear()
         specs, asked = self._specs(kind, "auto", changed)
         existing = {lane.spec.key: lane for lane in self.lanes}
         lanes = []
@@ -186,6 +196,18 @@ class LiveLanes:
                 return True
         return not all(lane.engine.still_shared(lane.members) for lane in self.lanes)
 
+    def _really_changed(self, held: Collection[str]) -> list[str]:
+        """Return those members, of some that users hold, whose models may differ from the state of their lanes."""
+        stamps, members = self._stamps, self._members
+        return [name for name in held if name not in stamps or not stamps[name].same(members[name].model)]
+
+    def _new_stamps(self, names: Collection[str]) -> dict[str, Any]:
+        """Return stamps of members' models. They must be taken before a lane reads the models."""
+        for name in names:
+            self._stamps.pop(name, None)  # not valid again if the models can't be read now
+        members = (self._members[name] for name in names)
+        return {m.name: m.framework.ModelStamp(m.model) for m in members if hasattr(m.framework, "ModelStamp")}
+
     # --- upkeep --------------------------------------------------------------------------------------------------
 
     def _keep(self, lanes: list[Lane], asked: Asked | None) -> None:
@@ -217,6 +239,7 @@ class LiveLanes:
         for name in names:
             self._holders.pop(name, None)
             self._saved.pop(name, None)
+            self._stamps.pop(name, None)
 
     def copy_state(self, name: str, clone: str) -> None:
         """Have a member start with another's optimizer state."""
@@ -235,9 +258,18 @@ class LiveLanes:
         """Have members start with their saved state, given by name."""
         self._saved.update(states)
 
-    def has_saved(self, name: str) -> bool:
-        """Return True if a member still has its saved state to start with."""
-        return name in self._saved
+    def warn_of_dropped_state(self, names: Iterable[str]) -> None:
+        """Warn if members of a loaded fleet whose recipe was incomplete lose their state to another optimizer."""
+        incomplete = {name: own for name in names if (own := self._recipes[name]) is not None and own.missing}
+        dropped = {name: own.optimizer_of(name) for name, own in incomplete.items() if name in self._saved}
+        if dropped:
+            first, others = next(iter(dropped)), f" (and {len(dropped) - 1} more)" if len(dropped) > 1 else ""
+            warnings.warn(
+                f"member {first!r}{others} was saved with the optimizer {dropped[first]!r}, and is compiled with "
+                f"another: the saved optimizer state is dropped. Compile with the same optimizer to keep it.",
+                FleetWarning,
+                stacklevel=3,
+            )
 
     def training_states(self) -> list[tuple[list[str], TrainingState]]:
         """Return the state of the members that have taken steps, those of one lane together."""

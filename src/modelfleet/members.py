@@ -1,9 +1,11 @@
 """Members: one model each, with its name and its seed."""
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from modelfleet.errors import InputError
 from modelfleet.types import Model
@@ -37,3 +39,21 @@ def check_name(name: object, taken: Collection[str]) -> str:
     if text in taken:
         raise InputError(f"there are two members named {text!r}. Names within a fleet are unique.")
     return text
+
+
+def parse_names(members: int | Iterable[str]) -> list[str]:
+    """Return members' names from their number, or from an iterable of names.
+
+    Raises:
+        InputError: There are none, two are the same, or `members` is something else.
+    """
+    if isinstance(members, int | np.integer) and not isinstance(members, bool):
+        members = [str(number) for number in range(int(members))]
+    elif isinstance(members, str) or not isinstance(members, Iterable):
+        raise InputError(f"members is {members!r}; give a number, or a sequence of names.")
+    names: dict[str, None] = {}  # ordered, and quick to look up
+    for name in members:
+        names[check_name(name, names)] = None
+    if not names:
+        raise InputError("a fleet needs at least one member; members is below 1 or empty.")
+    return list(names)

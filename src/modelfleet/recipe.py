@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
+
 from modelfleet.each import Each, per_member, refuse_list
 from modelfleet.errors import InputError
 from modelfleet.types import Json, LossLike, MetricLike, Model, OptimizerLike, ScheduleLike, Tree
@@ -25,7 +27,7 @@ class Missing:
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """Arguments of `compile`: how members are trained. Every hyperparameter is one value, or `each`."""
+    """Arguments of `compile`: how members are trained. The optimizer and every number may be `each`."""
 
     optimizer: OptimizerLike
     loss: LossLike = None
@@ -45,6 +47,8 @@ class Recipe:
             InputError: If an `each` does not have one value for every member, or a hyperparameter is a plain list.
         """
         self._refuse_flags()
+        if isinstance(self.optimizer, list):  # a transformation of Optax is a tuple
+            refuse_list(self.optimizer, "optimizer", names)
         for key, value in {"clip_norm": self.clip_norm, **(self.hyperparameters or {})}.items():
             if key not in _SEVERAL_NUMBERS:
                 refuse_list(value, key, names)
@@ -78,6 +82,16 @@ class Recipe:
         given |= self.hyperparameters or {}
         return [key for key, own in given.items() if isinstance(own, Each) and name not in own.values]
 
+    def optimizer_of(self, name: str) -> OptimizerLike:
+        """Return the optimizer of a member; None for a member that joined after `compile`."""
+        chosen = self.optimizer
+        return chosen.values.get(name) if isinstance(chosen, Each) and isinstance(chosen.values, dict) else chosen
+
+    def given(self) -> dict[str, Any]:
+        """Return the optimizer, the schedule and the hyperparameters that were given."""
+        found = {"optimizer": self.optimizer, "clip_norm": self.clip_norm, "schedule": self.schedule}
+        return {key: own for key, own in found.items() if own is not None} | dict(self.hyperparameters or {})
+
     def _refuse_flags(self) -> None:
         """Raise InputError if a number is True or False, which would count as 1 or 0."""
         given = {"clip_norm": self.clip_norm, **(self.hyperparameters or {})}
@@ -96,3 +110,12 @@ class Recipe:
                 if isinstance(value, Each):
                     values[argument] = change(value, argument)
         return Recipe(**given)
+
+
+def plain_values(given: Mapping[str, Any], name: str) -> dict[str, str | int | float | np.number]:
+    """Return a member's own values of these arguments, as far as they are numbers or strings."""
+    own = {
+        key: value.values[name] if isinstance(value, Each) and isinstance(value.values, dict) else value
+        for key, value in given.items()
+    }
+    return {key: value for key, value in own.items() if isinstance(value, str | int | float | np.number)}

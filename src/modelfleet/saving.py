@@ -4,7 +4,7 @@ The weights of a group are in `group-N`, a row for each member. The training sta
 is in `optimizer-N`, also a row for each. Their recipes are in the manifest.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,7 +25,7 @@ from modelfleet.store import Saved, read_folder, recipe_json, write_folder
 from modelfleet.store.json_schema import check
 from modelfleet.store.manifest import plain
 from modelfleet.trees import leaves
-from modelfleet.types import Json, Model
+from modelfleet.types import Json, Model, Tensor
 from modelfleet.unknown_names import unknown
 
 Origin: TypeAlias = dict[str, Any]
@@ -36,6 +36,8 @@ Trained: TypeAlias = tuple[Sequence[str], TrainingState]
 
 Factory: TypeAlias = Callable[..., Model] | Mapping[str, Callable[..., Model] | Model] | Each | None
 """Factory for all members, or for each member a factory or a model to fill. None to import the saved one."""
+
+_Place: TypeAlias = tuple[str, str]  # a data file, and the framework whose tensors it has
 
 KIND = "fleet"
 UNTRAINED = TrainingState({}, np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
@@ -245,13 +247,16 @@ def read(
         known = [recipe_json.decode(own, allow_import=allow_import) for own in saved.manifest.get("recipes", [])]
         found: dict[str, Member] = {}
         trained: list[Trained] = []
+        weights = _rows(saved, [entries[name] for name in chosen])
+        training = [entries[name] for name in chosen if entries[name].get("training") is not None]
+        states = _rows(saved, training, "training")
         for name in chosen:
             entry = entries[name]
             model = model_of(entry)
-            _fill(saved, entry, model)
+            _fill(saved, entry, model, next(weights[_place(entry)]))
             found[name] = Member(name, model, entry["seed"], frameworks.adapter(entry["framework"]))
             if entry.get("training") is not None:
-                trained.append(([name], _training(saved, entry)))
+                trained.append(([name], _training(entry["training"], next(states[_place(entry, "training")]))))
         return SavedFleet(
             found,
             saved.manifest["seed"],
@@ -310,11 +315,31 @@ def _build(folder: Path, entry: Mapping[str, Json], factory: Any, allow_import: 
     return model
 
 
-def _fill(saved: Saved, entry: Mapping[str, Json], model: Model) -> None:
+def _rows(
+    saved: Saved, entries: Iterable[Mapping[str, Json]], part: str | None = None
+) -> dict[_Place, Iterator[dict[str, Tensor]]]:
+    """Return, by place, the rows of some members in their order. Nothing is read before the first is taken.
+
+    The file and the row are in a `part` of each entry, or in the entry itself.
+    """
+    numbers: dict[_Place, list[int]] = {}
+    for entry in entries:
+        numbers.setdefault(_place(entry, part), []).append((entry if part is None else entry[part])["row"])
+
+    def rows(place: _Place) -> Iterator[dict[str, Tensor]]:
+        file, framework = place
+        yield from saved.rows(file, numbers[place], frameworks.adapter(framework).files)
+
+    return {place: rows(place) for place in numbers}
+
+
+def _place(entry: Mapping[str, Json], part: str | None = None) -> _Place:
+    return (entry if part is None else entry[part])["file"], entry["framework"]
+
+
+def _fill(saved: Saved, entry: Mapping[str, Json], model: Model, tensors: Mapping[str, Tensor]) -> None:
     """Give a model the weights of its row."""
-    framework = frameworks.adapter(entry["framework"])
-    tensors = saved.row(entry["file"], entry["row"], framework.files)
-    difference = framework.fill(model, tensors)
+    difference = frameworks.adapter(entry["framework"]).fill(model, tensors)
     if difference:
         raise StoreError(
             f"member {entry['name']!r} of {saved.folder} does not fit the model that the factory made: "
@@ -331,10 +356,8 @@ def _chosen(known: Sequence[Recipe], number: int | None) -> Recipe | None:
     return None if number is None else known[number]
 
 
-def _training(saved: Saved, entry: Mapping[str, Json]) -> TrainingState:
-    """Return the training state of a member."""
-    place, framework = entry["training"], frameworks.adapter(entry["framework"])
-    tensors = saved.row(place["file"], place["row"], framework.files)
+def _training(place: Mapping[str, Json], tensors: Mapping[str, Tensor]) -> TrainingState:
+    """Return the training state of a member from its row."""
     state = by_part({path: tensor[None] for path, tensor in tensors.items()})
     return TrainingState(state, np.array([place["steps"]]), np.array([place["epochs"]]))
 

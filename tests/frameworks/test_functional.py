@@ -39,7 +39,7 @@ class LineDefinition(Definition):
     branches: bool = False
     counts: bool = False
     task: Any = None
-    maskable: bool = True
+    can_mask_rows: bool = True
     tried: list[Any] = field(default_factory=list)
 
     def state(self, member: Member) -> State:
@@ -254,7 +254,7 @@ def test_padding_is_weighted_out() -> None:
 
 def test_a_model_that_feels_padding_is_found_out() -> None:
     assert not engine(centered=True).can_mask_padding(batch(3, [6, 4, 6]))
-    assert not engine(maskable=False).can_mask_padding(batch(3, [6, 4, 6]))
+    assert not engine(can_mask_rows=False).can_mask_padding(batch(3, [6, 4, 6]))
 
 
 def test_evaluation_adds_up_batches() -> None:

@@ -12,6 +12,7 @@ class Some:
     """A task of its own."""
 
     summary = "some"
+    optimizer_name = "sgd"
 
 
 def compare(left: str, right: str) -> str | None:

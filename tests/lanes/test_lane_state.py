@@ -1,12 +1,16 @@
 """The state of a lane's members: read and written by name, and moved to other lanes with its counts."""
 
+from collections.abc import Collection, Sequence
+
 import numpy as np
+import pytest
 import torch
 from tests.helpers import equal, fit, fleet_of, toy, weights
 
 from modelfleet.frameworks.stacked import WEIGHTS, by_path
 from modelfleet.lanes import Lane
 from modelfleet.lanes.lane import COUNTS
+from modelfleet.types import State
 
 
 def trained(epochs: int) -> Lane:
@@ -46,6 +50,30 @@ def test_a_lane_adopts_what_the_models_do_not_hold() -> None:
     assert target.engine.steps_taken().tolist() == [6, 6, 3]
     assert equal(target.read(["b", "a"], ("optimizer",)), source.read(["c", "b"], ("optimizer",)))
     assert equal(target.read(target.names, WEIGHTS), before)
+
+
+def test_members_are_adopted_together_except_for_those_with_replaced_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, target = trained(2), trained(1)
+    fresh = target.read(["b"], ("optimizer",))["optimizer"]
+    model = source.members[1].model
+    model[0].bias = torch.nn.Parameter(model[0].bias.detach().clone())
+    reads: list[list[int]] = []
+    read = source.engine.read
+
+    def watched(positions: Sequence[int], parts: Collection[str] | None = None) -> State:
+        reads.append(list(positions))
+        return read(positions, parts)
+
+    monkeypatch.setattr(source.engine, "read", watched)
+    target.adopt(["a", "b", "c"], source, ["a", "b", "c"])
+    assert reads == [[0, 2], [1]]
+    assert equal(target.read(["a", "c"], ("optimizer",)), source.read(["a", "c"], ("optimizer",)))
+    ours, theirs = target.read(["b"])["optimizer"], source.read(["b"])["optimizer"]
+    for name, tensor in ours.items():
+        expected = fresh if name.endswith("/0.bias") else theirs
+        assert torch.equal(tensor, expected[name]), name
 
 
 def test_some_members_go_to_their_models_and_back() -> None:

@@ -64,6 +64,18 @@ def test_a_short_run_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.predicted_seconds is None
 
 
+def test_a_fleet_of_one_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Stopwatch(monkeypatch, 0.1, 0.01)
+    plan = fleet_of(1).plan((X, Y), **LONG)
+    assert watch.asked == []
+    assert plan.predicted_seconds is None
+
+
+def test_plain_steps_win_ties(monkeypatch: pytest.MonkeyPatch) -> None:
+    Stopwatch(monkeypatch, 0.01, 0.01)
+    assert [lane.fused for lane in fleet_of(2).plan((X, Y), **LONG).lanes] == [False, False]
+
+
 def test_measuring_stays_within_its_part_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Stopwatch(monkeypatch, 1e-6, 1e-9)  # the run would take milliseconds: one look, and on
     monkeypatch.setattr(measurements.Budget, "spend", lambda self, seconds: setattr(self, "_spent", 5.0))

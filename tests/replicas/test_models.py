@@ -14,7 +14,7 @@ from tests.replicas import models
 from torch import Tensor, nn
 
 import modelfleet as mf
-from modelfleet.frameworks.torch import malloc
+from modelfleet.frameworks.torch.cpu import malloc
 from modelfleet.workers.supervisor import Supervisor
 
 TWO = "cpu:0,cpu:1"

@@ -8,8 +8,8 @@ from tests.helpers import fit, fleet_of, toy
 
 import modelfleet as mf
 from modelfleet import testing
-from modelfleet.frameworks.torch.fused import FusedEngine
-from modelfleet.frameworks.torch.plain import PlainEngine
+from modelfleet.frameworks.torch.fused.engine import FusedEngine
+from modelfleet.frameworks.torch.plain.engine import PlainEngine
 
 X, Y = toy(40)
 

@@ -171,7 +171,7 @@ import safetensors.torch
 def peak():  # in kB, of this process: ru_maxrss may be its parent's
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 before = peak()
-row = files.read_row(Path(sys.argv[1]), 700)["w"]
+row = files.read_rows(Path(sys.argv[1]), 700, 701)[0]["w"]
 grown = peak() - before
 print(tuple(row.shape), row[0].item(), row.sum().item(), grown)
 """
@@ -306,7 +306,7 @@ class FailingFiles:
         raise self.error
 
     read = staticmethod(files.read)
-    read_row = staticmethod(files.read_row)
+    read_rows = staticmethod(files.read_rows)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), StoreError("bad tensor")])

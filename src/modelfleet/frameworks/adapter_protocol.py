@@ -29,7 +29,10 @@ class Prepared(Protocol):
 
     @property
     def columns(self) -> Mapping[str, np.ndarray]:
-        """Return hyperparameters `(member,)` that are not part of the state; may be empty."""
+        """Return hyperparameters `(member,)` that are not part of the state; may be empty.
+
+        NaN means that the member's optimizer does not have the hyperparameter.
+        """
         ...
 
     @property
@@ -99,12 +102,15 @@ class Adapter(Protocol):
 
     * `threads() -> int` and `use_threads(count)`, if steps on the CPU use the number of threads that is set for
       the calling thread. Logical CPU devices then have their own threads.
-    * `ProcessGroup`, like that of `frameworks.torch.process_group`, if the engines implement `split_rows_over`.
+    * `ProcessGroup`, like that of `frameworks.torch.parallel.process_group`, if the engines implement
+      `split_rows_over`.
     * `frozen(model)`, if models contain more than replicas need. Its result is sent to the replicas and given to
       `Replica` instead of the model.
     * `own_training`, a module like `frameworks.keras.own_training`, if models hold their optimizers themselves.
     * `settings()` and `using(settings)`, if a program can change a model's numbers by global settings such as a
       default dtype. Workers then compute with the settings of the process that started them.
+    * `ModelStamp(model)`, like that of `frameworks.torch.stamps`, if it is quicker to see that a model has not
+      changed than to read it again.
     * `as_loader`, like `frameworks.keras.datasets.as_loader`, if there are loaders of the framework's own.
     * `weighted`, like `frameworks.keras.class_weights.weighted`, if `fit` takes `class_weight`.
     * `GOES_ON = True`, if with `steps_per_epoch` an epoch of arrays starts where the last one stopped.

@@ -5,7 +5,7 @@
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -34,10 +34,17 @@ def read(path: Path) -> Arrays:
     return load(path, "numpy", lambda file, name: np.array(file.get_tensor(name)))
 
 
-def read_row(path: Path, row: int) -> Arrays:
-    """Read one row of every array, without reading the others."""
-    get: Get = lambda file, name: np.array(file.get_slice(name)[row])  # noqa: E731
-    return load(path, "numpy", get)
+def read_rows(path: Path, start: int, stop: int) -> list[Arrays]:
+    """Read some rows of every array, without reading the others. Return the arrays of each row."""
+    get: Get = lambda file, name: np.array(file.get_slice(name)[start:stop])  # noqa: E731
+    rows, found = range(stop - start), load(path, "numpy", get)
+    # With an ellipsis, a row of single numbers is an array, too.
+    return by_row({name: [array[row, ...] for row in rows] for name, array in found.items()}, stop - start)
+
+
+def by_row(tensors: Mapping[str, Sequence[Tensor]], count: int) -> list[dict[str, Tensor]]:
+    """Return the tensors of each of `count` rows, from the rows of each tensor."""
+    return [{name: rows[row] for name, rows in tensors.items()} for row in range(count)]
 
 
 def save(path: Path, tensors: Mapping[str, Tensor], library: Library) -> None:

@@ -18,6 +18,11 @@ class Task(Protocol):
         """Return the task as one line for checkpoints. A run can continue only with an equal summary."""
         ...
 
+    @property
+    def optimizer_name(self) -> str:
+        """Return the name of the optimizer, for a plan."""
+        ...
+
 
 OwnTask = TypeVar("OwnTask", bound=Task, covariant=True)
 OwnPrograms = TypeVar("OwnPrograms", covariant=True)

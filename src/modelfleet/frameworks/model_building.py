@@ -2,13 +2,13 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 from modelfleet.errors import InputError
 from modelfleet.formatting import without_period
-from modelfleet.frameworks import ADAPTERS, adapter, frameworks_of
+from modelfleet.frameworks import ADAPTERS, adapter, frameworks_of, is_model
 from modelfleet.types import Model
 
 
@@ -51,6 +51,21 @@ def check_factory(factory: object, advice: str = "") -> None:
         )
     if not callable(factory):
         raise InputError(f"the factory is {factory!r}; expected a function that returns a new model.{advice}")
+
+
+def list_models(models: object) -> list[Model]:
+    """Return a sequence of models as a list. Raise InputError if it is one model, or no sequence."""
+    if not isinstance(models, list | tuple) and is_model(models):
+        raise InputError(
+            f"models is one model, a {type(models).__name__}; expected a mapping from name to model, or a "
+            f"sequence of models. Give [model] for a fleet of one, or use Fleet.build to make many. If its parts "
+            f"are to be the members, give list(model)."
+        )
+    if isinstance(models, str | bytes) or not isinstance(models, Iterable):
+        raise InputError(
+            f"models is a {type(models).__name__}; give a mapping from name to model, or a sequence of models."
+        )
+    return list(models)
 
 
 def is_made(value: object) -> bool:

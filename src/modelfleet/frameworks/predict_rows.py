@@ -4,11 +4,12 @@ The numbers of members and of rows are padded to powers of two. So under load, w
 members and other numbers of rows, only a few sizes are ever traced.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from types import ModuleType
 
 import numpy as np
 
+from modelfleet.errors import InputError
 from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.engine import Engine
 from modelfleet.trees import leaves, map_tree, map_trees, structure
@@ -87,3 +88,14 @@ def _stacked(arrays: ModuleType, rows: Sequence[Tree], size: int, device: Native
         return leaf if len(leaf) == size else np.concatenate([leaf, np.repeat(leaf[:1], size - len(leaf), 0)])
 
     return map_trees(lambda found: arrays.place(np.stack([padded(leaf) for leaf in found]), device), rows)
+
+
+def refuse_unequal_rows(rows: Mapping[str, Tree]) -> None:
+    """Raise InputError if a member has no rows, or its arrays have different numbers of rows."""
+    for name, tree in rows.items():
+        lengths = {len(leaf) for leaf in leaves(tree)}
+        if len(lengths) != 1 or 0 in lengths:
+            raise InputError(
+                f"member {name!r}: its arrays have {sorted(lengths)} rows; expected the same number for all, "
+                f"and one at least. Give each member the rows that it is to predict, or leave the member out."
+            )

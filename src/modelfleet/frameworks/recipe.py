@@ -23,7 +23,7 @@ class Prepared(Generic[TaskType]):
     tasks: Sequence[TaskType]
     schedules: Sequence[ScheduleLike]
     columns: dict[str, np.ndarray] = field(default_factory=dict)
-    """Hyperparameters `(member,)` that are not part of the members' state."""
+    """Hyperparameters `(member,)` that are not part of the members' state; NaN if an optimizer has none."""
 
 
 def compile_all(recipe: Recipe, members: Sequence[Member]) -> None:

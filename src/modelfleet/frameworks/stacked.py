@@ -22,7 +22,7 @@ from modelfleet.types import State, Tensor, Tree
 
 WEIGHTS = ("params", "frozen", "buffers")
 PARTS = (*WEIGHTS, "optimizer", "member", "sums", "metrics")
-CARRIED = {"optimizer": None, "member": ("step", "scale", "good")}
+CARRIED = {"optimizer": None, "member": ("step", "scale", "finite_steps")}
 """State that moves with a member to another engine, by part: the names, or None for all."""
 Positions = Sequence[int] | np.ndarray
 Given = Mapping[str, Mapping[str, Tensor | np.ndarray]]

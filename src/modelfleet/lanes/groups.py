@@ -3,6 +3,8 @@
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from modelfleet.devices import Device
 from modelfleet.errors import InputError
 from modelfleet.frameworks.adapter_protocol import Adapter, Prepared, Task
@@ -48,13 +50,18 @@ def group(
         first = positions[0]
         reason = None
         if groups:
-            what = difference(signatures[first], signatures[0])
-            reason = f"{names[first]!r} differs from {names[0]!r}: {what or 'its optimizer has other options'}"
+            what = difference(signatures[first], signatures[0]) or _other_optimizer(tasks[first], tasks[0])
+            reason = f"{names[first]!r} differs from {names[0]!r}: {what}"
         plain = getattr(tasks[first], "plain", None)
         if plain is not None:
             reason = f"{names[first]!r} runs on its own: {plain}"
         groups.append(Group(tuple(positions), reason))
     return groups
+
+
+def _other_optimizer(task: Task, other: Task) -> str:
+    own, others = task.optimizer_name, other.optimizer_name
+    return "its optimizer has other options" if own == others else f"its optimizer is {own}, not {others}"
 
 
 class Groups:
@@ -87,7 +94,7 @@ class Groups:
                 member,
                 framework.signature(member.model),
                 prepared.tasks[position],
-                {key: column[position] for key, column in prepared.columns.items()},
+                {key: own for key, column in prepared.columns.items() if not np.isnan(own := column[position])},
                 prepared.schedules[position],
             )
         signatures = [self.tasks[name].signature for name in names]

@@ -12,7 +12,7 @@ from modelfleet.feeds import Batch, Feed
 from modelfleet.formatting import without_period
 from modelfleet.frameworks.engine import Engine
 from modelfleet.frameworks.errors import StepError
-from modelfleet.frameworks.predict_rows import predict_rows
+from modelfleet.frameworks.predict_rows import predict_rows, refuse_unequal_rows
 from modelfleet.frameworks.stacked import Given
 from modelfleet.lanes.masking import pieces, prediction_pieces
 from modelfleet.lanes.outputs import join_batches, member_rows
@@ -63,7 +63,7 @@ class Lane:
         self._failed = np.zeros(len(members), dtype=bool)  # by slot: True if the member was set aside
         self._positions = {member.name: position for position, member in enumerate(members)}
         self._times = StepTimes()
-        self._losses: StepLosses | None = None  # of single steps, if they are wanted
+        self.losses: StepLosses | None = None  # of single steps, if they are recorded
         self._live = self._on  # by slot: True if the member takes the current step
         self._active: tuple[bytes, Tensor] | None = None  # the last mask, by its bytes
         self._hyper: tuple[Columns, dict[str, Tensor]] | None = None  # the last columns, and their tensors
@@ -188,25 +188,20 @@ class Lane:
 
     def record_losses(self, *, on: bool) -> None:
         """Record the losses of single steps from now on, or stop it."""
-        self._losses = StepLosses() if on else None
+        self.losses = StepLosses() if on else None
         self.engine.record = self._record if on else None
-
-    @property
-    def losses(self) -> StepLosses | None:
-        """Return the losses of single steps that were not taken yet; None if they are not recorded."""
-        return self._losses
 
     def take_losses(self) -> dict[str, list[float]]:
         """Return the losses of the steps since the last call by member, if they are recorded."""
-        if not self._losses:
+        if not self.losses:
             return {}
-        found = self._losses.take(self.members[0].framework.arrays)
+        found = self.losses.take(self.members[0].framework.arrays)
         return {self.members[position].name: losses for position, losses in found.items()}
 
     def _record(self, losses: Tensor | np.ndarray, slots: np.ndarray | None) -> None:
-        assert self._losses is not None
+        assert self.losses is not None
         columns = np.flatnonzero(self._live) if slots is None else np.arange(len(slots))
-        self._losses.add(losses, columns, self.slots[columns if slots is None else slots])
+        self.losses.add(losses, columns, self.slots[columns if slots is None else slots])
 
     def ready(self, batch: Batch, kind: Kind) -> None:
         """Prepare the program for batches like this one, or raise `CannotFuseError` if it can't be fused."""
@@ -261,13 +256,7 @@ class Lane:
         Raises:
             InputError: A member has no rows, or its model can't take them.
         """
-        for name, tree in rows.items():
-            lengths = {len(leaf) for leaf in leaves(tree)}
-            if len(lengths) != 1 or 0 in lengths:
-                raise InputError(
-                    f"member {name!r}: its arrays have {sorted(lengths)} rows; expected the same number for all, "
-                    f"and one at least. Give each member the rows that it is to predict, or leave the member out."
-                )
+        refuse_unequal_rows(rows)
         trees, arrays = list(rows.values()), self.members[0].framework.arrays
         with self._explained(trees):
             outputs = predict_rows(self.engine, arrays, self._positions_of(rows), trees)

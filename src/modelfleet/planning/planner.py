@@ -140,7 +140,9 @@ class Planner:
         """Return the plan that measures best, if the run is long enough to measure at all."""
         begun = time.perf_counter()
         opened = opener.open_all(specs)
-        budget = Budget(max(total_steps(one, opener.job) for one in opened))
+        # A single lane of one member leaves nothing to choose, so nothing is worth measuring.
+        choice = len(opened) > 1 or (opened[0].spec.width > 1 and opened[0].lane.engine.fused)
+        budget = Budget(max(total_steps(one, opener.job) for one in opened) if choice else 0)
         chosen = [spec for one in opened for spec in self._divide(opener, one, budget)]
         chosen = [self._with_known_time(opener, opener.open(spec)) for spec in chosen]
         plan = self._share(opener, Plan(tuple(chosen), usual), sharings, others, budget)
@@ -199,11 +201,12 @@ class Planner:
         if seconds is not None:
             total = seconds * spec.width
             faster = (
-                f"apart is faster than fused: {milliseconds(total)} a step of all, "
+                f"apart is as fast as fused, or faster: {milliseconds(total)} a step of all, "
                 f"not {milliseconds(candidates[0][0])}"
             )
             apart = replace(spec, fused=False, apart_because=join_reasons(spec.apart_because, faster), split=None)
-            candidates.append((total, [replace(apart, members=(name,)) for name in spec.members]))
+            if total <= min(candidate[0] for candidate in candidates):  # plain steps win ties
+                return [replace(apart, members=(name,)) for name in spec.members]
         best = min(candidates, key=lambda candidate: candidate[0])
         return best[1] if best[0] < BETTER * candidates[0][0] else lanes
 

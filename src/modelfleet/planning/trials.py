@@ -11,8 +11,8 @@ from modelfleet.feeds.step_stacking import group_steps
 from modelfleet.lanes import Groups, Lane, LaneBuilder, LaneSpec
 from modelfleet.runs.events import EpochsEnded, RunOptions, Sharing
 from modelfleet.runs.job import Job
-from modelfleet.runs.lane_run import make_runs
 from modelfleet.runs.opening import LaneOpener, OpenLane
+from modelfleet.runs.starting import make_runs
 from modelfleet.trees import map_tree
 from modelfleet.types import Tensor
 

@@ -9,11 +9,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from modelfleet.failures import Failure
 from modelfleet.frameworks.stacked import WEIGHTS
-from modelfleet.history import Failure
 from modelfleet.remote.messages import OwnerReply, WorkerUpdate
 from modelfleet.runs.events import Reports, next_wave
-from modelfleet.runs.lane_run import EpochReport, LaneRun, RemoteState
+from modelfleet.runs.lane_run import EpochReport, LaneRun
+from modelfleet.runs.remote_state import RemoteState
 from modelfleet.trees import map_tree
 from modelfleet.workers.supervisor import WorkerEnd
 

@@ -14,8 +14,9 @@ from modelfleet.members import Member
 from modelfleet.remote.messages import LaneOrder, LaneUpdate, OwnerReply, WorkerUpdate
 from modelfleet.runs.events import EpochsEnded, Reports, RunOptions
 from modelfleet.runs.interleaved import interleaved
-from modelfleet.runs.lane_run import EpochReport, LaneRun, Progress, make_runs
+from modelfleet.runs.lane_run import EpochReport, LaneRun, Progress
 from modelfleet.runs.opening import LaneOpener
+from modelfleet.runs.starting import make_runs
 from modelfleet.trees import map_tree
 from modelfleet.workers import interrupted
 

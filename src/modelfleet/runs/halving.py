@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 
 from modelfleet.lanes import Groups, LaneBuilder
-from modelfleet.runs.lane_run import LaneRun, make_schedules
+from modelfleet.runs.lane_run import LaneRun
+from modelfleet.runs.starting import make_schedules
 
 
 def halve(builder: LaneBuilder, groups: Groups, run: LaneRun) -> list[LaneRun]:

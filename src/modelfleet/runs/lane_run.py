@@ -7,25 +7,18 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from modelfleet.errors import FleetError
+from modelfleet.failures import Failure
 from modelfleet.feeds import Batch, Feed
 from modelfleet.frameworks.adapter_protocol import Schedules
 from modelfleet.frameworks.errors import REASONS, CannotFuseError, StepError
 from modelfleet.frameworks.global_generators import State as GeneratorState
-from modelfleet.history import Failure
 from modelfleet.lanes.lane import Lane
 from modelfleet.lanes.work import Work
-from modelfleet.runs.feeding import Feeding
-from modelfleet.runs.opening import OpenLane
+from modelfleet.runs.remote_state import RemoteState
 from modelfleet.trees import map_tree
 from modelfleet.types import Json, State
-from modelfleet.workers.supervisor import Policy, RestartBudget
 
 MAX_BACKUP_BYTES = 1 << 26  # a larger state on the host is not copied before the first step of a kind
-
-WORKER_POLICY = Policy(
-    start_timeout=300.0, patience=10.0, max_failed_starts=3, max_failed_restarts=3, max_deaths=2
-)
-"""Decides when a lane's worker is given up, and how many workers may be lost before the lane's members fail."""
 
 
 class TooWideError(FleetError):
@@ -61,20 +54,6 @@ class Progress:
     """Steps done in the current epoch."""
     before: dict[str, list[int]]
     """`LaneRun.before`."""
-
-
-@dataclass
-class RemoteState:
-    """State of a lane while a worker takes its steps, as the worker reported it last."""
-
-    state: State | None = None
-    """Everything, on the host. None if the lane in this process holds it."""
-    changed: bool = False
-    """True if the lane in this process was changed, and the worker does not know it yet."""
-    stopped: list[str] = field(default_factory=list)
-    """Members that were stopped, and the worker does not know it yet."""
-    budget: RestartBudget = field(default_factory=lambda: RestartBudget(WORKER_POLICY))
-    """Counts the workers that were lost since the lane's last epoch ended."""
 
 
 @dataclass
@@ -409,42 +388,3 @@ class LaneRun:
             return batch
         pieces = [replace(one, counts=one.counts * (left > 0), others=()) for one in batch.by_shape]
         return replace(pieces[0], others=tuple(pieces[1:]))
-
-
-def make_runs(opened: Sequence[OpenLane], feeding: Feeding) -> list[LaneRun]:
-    """Return the runs of open lanes. Their validation data are checked."""
-    job = feeding.job
-    epochs, shares = job.by_name("epochs"), job.by_name("share")
-    validation = [None if job.validation is None else feeding.feed(one.lane, "validation") for one in opened]
-    for one, feed in zip(opened, validation, strict=True):
-        if feed is not None:
-            feeding.check(one.lane, feed, "validation")
-    runs = []
-    for one, feed in zip(opened, validation, strict=True):
-        lane = one.lane
-        own_epochs = np.array([epochs[name] for name in lane.names])
-        steps = job.limit_steps(one.feed.steps, lane.names)
-        schedules = make_schedules(lane, steps, own_epochs, job.initial_epoch)
-        lane.engine.clear_trouble()
-        lane.record_losses(on=job.record_steps)
-        turns = max(shares[name] or 1 for name in lane.names)
-        runs.append(
-            LaneRun(
-                lane,
-                one.feed,
-                feed,
-                schedules,
-                own_epochs,
-                turns,
-                steps_per_epoch=job.step_limits(lane.names),
-                initial_epoch=job.initial_epoch,
-            )
-        )
-    return runs
-
-
-def make_schedules(lane: Lane, steps: np.ndarray | None, epochs: np.ndarray, initial_epoch: int) -> Schedules:
-    """Return the schedules of a lane's members for a fit, from the steps per epoch and the epochs of each."""
-    make = lane.members[0].framework.Schedules
-    task, names = lane.engine.task, lane.names
-    return make(lane.schedules, lane.columns, task, steps, epochs, names=names, initial_epoch=initial_epoch)

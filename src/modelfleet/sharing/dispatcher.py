@@ -8,7 +8,8 @@ from modelfleet.remote.lanes import RemoteLanes
 from modelfleet.remote.messages import LaneOrder, OrderWriter, OwnerReply
 from modelfleet.remote.worker import run_lanes
 from modelfleet.runs.events import EpochsEnded, Event, Reports, RunOptions, StepsTaken
-from modelfleet.runs.lane_run import WORKER_POLICY, LaneRun
+from modelfleet.runs.lane_run import LaneRun
+from modelfleet.runs.remote_state import WORKER_POLICY
 from modelfleet.workers import Place, SharedValue, Worker, WorkerDiedError
 from modelfleet.workers.supervisor import Supervisor
 

@@ -180,7 +180,11 @@ def _entry(path: Path, by_row: bool) -> dict[str, Json]:
     size = path.stat().st_size
     entry: dict[str, Json] = {"file": path.name, "bytes": size, "tensors": header.tensors}
     if by_row and header.rows:
-        return {**entry, "header": checksum_of(header.text), "rows": row_checksums(path, header)}
+        return {
+            **entry,
+            "header": checksum_of(header.text),
+            "rows": row_checksums(path, header, range(header.rows)),
+        }
     return {**entry, "checksum": checksum(path, [(0, size)])}
 
 

@@ -1,12 +1,12 @@
 """Reading a saved folder. Its contents are checked before anything is made of them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from modelfleet.errors import InputError, StoreError
-from modelfleet.store.checksums import Checks, checksum_of
+from modelfleet.store.checksums import BLOCK, Checks, checksum_of
 from modelfleet.store.header import GoneError, Header, difference, file_size, read_header, unreadable
 from modelfleet.store.manifest import MANIFEST, MAX_BYTES, UnusableError, decode
 from modelfleet.types import Json, Tensor
@@ -29,8 +29,8 @@ class Files(Protocol):
         """Return all tensors. Raise `StoreError` if the file can't be read."""
         ...
 
-    def read_row(self, path: Path, row: int) -> dict[str, Tensor]:
-        """Return `tensor[row]` of every tensor, without reading the rest."""
+    def read_rows(self, path: Path, start: int, stop: int) -> list[dict[str, Tensor]]:
+        """Return `tensor[row]` of every tensor for each row in a range, without reading the rest."""
         ...
 
 
@@ -74,21 +74,29 @@ class Saved:
         """Return all tensors of a data file, by name."""
         path, header = self._opened(name)
         with _explaining(path):
-            self._check_rows(name, path, header, range(header.rows))
+            self._check_rows(name, path, header, 0, header.rows)
             return reader.read(path)
 
     def row(self, name: str, row: int, reader: Files) -> dict[str, Tensor]:
         """Return `tensor[row]` of all tensors of a data file, without reading the rest."""
-        path, header = self._opened(name)
-        for tensor, entry in header.tensors.items():
-            shape = entry["shape"]
-            if not shape or not 0 <= row < shape[0]:
-                raise InputError(f"tensor {tensor!r} of {path} has no row {row}: its shape is {tuple(shape)}.")
-        with _explaining(path):
-            self._check_rows(name, path, header, [row])
-            return reader.read_row(path, row)
+        return next(self.rows(name, [row], reader))
 
-    def _check_rows(self, name: str, path: Path, header: Header, rows: Iterable[int]) -> None:
+    def rows(self, name: str, rows: Sequence[int], reader: Files) -> Iterator[dict[str, Tensor]]:
+        """Yield what `row` returns for each of some rows. Small consecutive rows are read together."""
+        path, header = self._opened(name)
+        for row in rows:
+            for tensor, entry in header.tensors.items():
+                shape = entry["shape"]
+                if not shape or not 0 <= row < shape[0]:
+                    raise InputError(f"tensor {tensor!r} of {path} has no row {row}: its shape is {tuple(shape)}.")
+        size = sum(stop - start for start, stop in header.row(0)) if header.rows else BLOCK
+        for start, stop in _runs(rows, max(1, BLOCK // max(1, size))):
+            with _explaining(path):
+                self._check_rows(name, path, header, start, stop)
+                found = reader.read_rows(path, start, stop)
+            yield from found
+
+    def _check_rows(self, name: str, path: Path, header: Header, start: int, stop: int) -> None:
         entry = self.manifest["files"][name]
         if not self._verify or "rows" not in entry:
             return
@@ -97,8 +105,7 @@ class Saved:
                 f"{self.folder / MANIFEST} can't be used: it has checksums of {len(entry['rows'])} rows for "
                 f"{path.name}, which has {header.rows}. Load another copy."
             )
-        for row in rows:
-            self.checks.add(path, f"row {row}", header.row(row), entry["rows"][row])
+        self.checks.add_rows(path, header, entry["rows"], start, stop)
 
     def _opened(self, name: str) -> tuple[Path, Header]:
         """Return the path and header of a data file, checked against the manifest."""
@@ -125,6 +132,19 @@ class Saved:
         if self._verify and "checksum" in entry:
             self.checks.add(path, "the file", [(0, size)], entry["checksum"])
         return header
+
+
+def _runs(rows: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
+    """Yield the first row and the row after the last of each run of consecutive rows."""
+    start = stop = -1
+    for row in rows:
+        if row != stop or stop - start == longest:
+            if stop > start:
+                yield start, stop
+            start = row
+        stop = row + 1
+    if stop > start:
+        yield start, stop
 
 
 @contextmanager

@@ -64,15 +64,15 @@ def decode(encoded: Mapping[str, Json], *, allow_import: bool) -> Recipe:
     return Recipe(**found, hyperparameters=hyperparameters, missing=missing)
 
 
-def completes(recipe: Recipe, saved: Recipe | None) -> bool:
-    """Return True if a recipe completes an incomplete saved one with the same optimizer, so its state is kept.
+def completes(recipe: Recipe, saved: Recipe | None, name: str) -> bool:
+    """Return True if a recipe completes a member's incomplete saved one, whose optimizer state is then kept.
 
     An optimizer that could not be saved counts as the same. The lane notices if its state does not fit.
     """
     if saved is None or not saved.missing:
         return False
     unknown = bool(saved.missing.keys() & {"optimizer", "compile"})
-    return unknown or _kind(saved.optimizer) == _kind(recipe.optimizer)
+    return unknown or _kind(saved.optimizer_of(name)) == _kind(recipe.optimizer_of(name))
 
 
 def _kind(optimizer: Any) -> object:

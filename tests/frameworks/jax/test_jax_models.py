@@ -133,7 +133,7 @@ def test_weights_are_kept_and_filled_in(model: Any, tmp_path: Path) -> None:
     assert adapter.weights_key(model) == adapter.weights_key(other)
     stacked = adapter.stacked_weights([model, other])
     files.write(tmp_path / "a.safetensors", stacked)
-    row = files.read_row(tmp_path / "a.safetensors", 0)
+    row = files.read_rows(tmp_path / "a.safetensors", 0, 1)[0]
     assert adapter.fill(other, row) is None
     again = adapter.stacked_weights([other])
     assert all((again[name][0] == stacked[name][0]).all() for name in stacked)
@@ -238,7 +238,7 @@ def test_files_hold_arrays_of_jax_and_scalars(tmp_path: Path) -> None:
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(np.asarray(read[name], np.float32), np.asarray(tensor, np.float32))
     files.write(path, {"a": tensors["a"]})
-    assert files.read_row(path, 1)["a"].tolist() == [1, 1]
+    assert files.read_rows(path, 1, 2)[0]["a"].tolist() == [1, 1]
 
 
 def test_devices() -> None:

@@ -140,3 +140,23 @@ def test_without_the_optimizer(tmp_path: Path) -> None:
     loaded = mf.load(tmp_path, make)
     assert loaded["a"].compiled
     assert int(np.sum(loaded["a"].optimizer.iterations.numpy())) == 0
+
+
+def test_members_with_an_optimizer_each_go_on(tmp_path: Path) -> None:
+    def make(seed: int = 0) -> keras.Model:
+        return models.mlp(seed=seed % 100, rate=0.0)
+
+    fleet = mf.Fleet.build(make, ["a", "b", "c"], seed=1)
+    fleet.compile(mf.each(["adam", "sgd", "adam"]), "cross_entropy", lr=mf.each([0.01, 0.03, 0.02]))
+    assert [lane.members for lane in fleet.plan().lanes] == [("a", "c"), ("b",)]
+    assert fleet.plan().lanes[1].apart_because == "'b' differs from 'a': its optimizer is SGD, not Adam"
+    expected = keras.models.clone_model(fleet["b"])
+    expected.set_weights(fleet["b"].get_weights())
+    expected.compile(keras.optimizers.SGD(0.03), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    options: dict[str, Any] = {"epochs": 2, "batch_size": 8, "shuffle": False}
+    expected.fit(X, Y, verbose=0, **options)
+    fleet.fit((X, Y), progress=False, **options)
+    models.same(fleet["b"], expected, tolerance=2e-6)
+    go_on(fleet, saved(fleet, tmp_path, make))
+    with pytest.raises(mf.InputError, match=r"member 'b': Adam\(momentum=0.8\) gave .*momentum"):
+        fleet.compile(mf.each(["sgd", "adam", "sgd"]), "mse", momentum=mf.each([0.9, 0.8, 0.7]))

@@ -137,7 +137,7 @@ def test_rows_of_weight_0_leave_no_trace() -> None:
     x, y = models.data(8)
     steps = Steps(model)
     steps.build((x, y))
-    assert steps.maskable
+    assert steps.can_mask_rows
     state = steps.state(model)
     padded = step(steps, state, (x, y), np.array([1, 1, 1, 1, 1, 0, 0, 0], dtype=np.float32))
     alone = step(steps, state, (x[:5], y[:5]))
@@ -150,7 +150,7 @@ def test_models_whose_padding_would_be_felt_are_not_maskable() -> None:
     for change in ({"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")},):
         steps = Steps(compiled(models.mlp(), **change))
         steps.build(models.data(4))
-        assert not steps.maskable
+        assert not steps.can_mask_rows
 
 
 def test_keys_do_not_depend_on_the_numbers_in_names() -> None:

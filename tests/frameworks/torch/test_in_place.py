@@ -13,7 +13,7 @@ from modelfleet.frameworks.torch.tracing.in_place import IN_PLACE, in_place
 from modelfleet.frameworks.torch.tracing.simplify import simplify
 
 aten = torch.ops.aten
-Step = Callable[[Tensor, Tensor], object]
+Step = Callable[..., object]
 
 
 def traced(step: Step, *inputs: Tensor) -> fx.GraphModule:
@@ -166,3 +166,58 @@ def test_traced_graphs_leave_nothing_in_torchs_cache_of_sources() -> None:
     fleet.fit((x, x[:, :1]), batch_size=4, strategy="fused", progress=False)
     fleet.predict(x)
     assert set(fx.graph_module._loader.eval_cache) == known
+
+
+def moving_average(x: Tensor, y: Tensor) -> object:
+    x.copy_((x * 0.5).add(y))
+    return x.sum()
+
+
+def old_values_needed(x: Tensor, y: Tensor) -> object:
+    new = x * 0.5 + y
+    difference = x - new
+    x.copy_(new)
+    return difference
+
+
+def old_values_needed_through_a_view(x: Tensor, y: Tensor) -> object:
+    turned = x.transpose(0, 1)
+    x.copy_(x * 0.5 + y)
+    return turned * 2.0, (turned + y).sum()
+
+
+def old_view_read_between(x: Tensor, y: Tensor) -> object:
+    turned = x.transpose(0, 1)
+    new = x * 0.5
+    both = turned + new
+    x.copy_(new)
+    return both
+
+
+@pytest.mark.parametrize(
+    ("step", "copies"),
+    [
+        (moving_average, 0),
+        (old_values_needed, 1),
+        (old_values_needed_through_a_view, 1),
+        (old_view_read_between, 1),
+    ],
+)
+def test_a_new_state_is_computed_in_the_old_one_if_nobody_needs_that(step: Step, copies: int) -> None:
+    inputs = torch.randn(3, 3), torch.randn(3, 3)
+    graph = traced(step, *inputs)
+    reusing = in_place(graph)
+    assert sum(node.target is aten.copy_.default for node in reusing.graph.nodes) == copies
+    for mine, theirs in zip(run(reusing, *inputs), run(graph, *inputs), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_batched_product_adds_its_bias() -> None:
+    shapes = (2, 3, 4), (2, 4, 5), (2, 1, 5)
+    inputs = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    graph = traced(lambda x, y, bias: bias + torch.bmm(x, y), *inputs)
+    reusing = in_place(graph)
+    targets = [node.target for node in reusing.graph.nodes]
+    assert aten.baddbmm.default in targets
+    assert aten.bmm.default not in targets
+    torch.testing.assert_close(run(reusing, *inputs), run(graph, *inputs), rtol=0, atol=1e-14)

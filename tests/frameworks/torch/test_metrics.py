@@ -156,7 +156,7 @@ def worst(output: Tensor, target: Tensor) -> Tensor:
 
 def test_a_function_is_averaged_over_batches_by_their_rows() -> None:
     metric = one(worst)
-    assert (metric.name, metric.maskable) == ("worst", False)
+    assert (metric.name, metric.can_mask_rows) == ("worst", False)
     output, target = torch.randn(5, 1), torch.randn(5, 1)
     parts = [(output[:4], target[:4]), (output[4:], target[4:])]
     batches = [metric.sums(o, t, torch.ones(len(o))) for o, t in parts]

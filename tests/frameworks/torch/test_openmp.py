@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from modelfleet.frameworks.torch import openmp
+from modelfleet.frameworks.torch.cpu import openmp
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only GNU's OpenMP is known to spin")
 

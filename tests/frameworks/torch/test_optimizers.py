@@ -14,8 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from modelfleet.each import each, per_member
 from modelfleet.errors import InputError
-from modelfleet.frameworks.torch.hyperparameters import SWITCHES, columns, resolve, static_flags
-from modelfleet.frameworks.torch.stacked_optimizer import Optimizer
+from modelfleet.frameworks.torch.optimizers.hyperparameters import SWITCHES, columns, resolve, static_flags
+from modelfleet.frameworks.torch.optimizers.stacked import Optimizer
 from modelfleet.testing.torch import OPTIMIZERS
 
 NAMES = ("a", "b", "c")

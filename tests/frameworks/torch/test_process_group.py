@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import modelfleet as mf
 from modelfleet.frameworks import torch as adapter
-from modelfleet.frameworks.torch.process_group import ProcessGroup, RankLostError
+from modelfleet.frameworks.torch.parallel.process_group import ProcessGroup, RankLostError
 from modelfleet.types import Strategy
 
 RANKS = 2

@@ -150,7 +150,7 @@ def test_an_attribute_that_changes_between_epochs_and_fits_counts() -> None:
 
 
 def test_a_state_that_comes_back_is_not_traced_again() -> None:
-    from modelfleet.frameworks.torch.programs import Programs
+    from modelfleet.frameworks.torch.fused.programs import Programs
 
     traced: list[str] = []
     original = Programs._make
@@ -176,7 +176,7 @@ def test_a_state_that_comes_back_is_not_traced_again() -> None:
 
 
 def test_a_model_is_tried_out_again_only_if_what_it_reads_has_changed() -> None:
-    from modelfleet.frameworks.torch.programs import Programs
+    from modelfleet.frameworks.torch.fused.programs import Programs
 
     tried: list[bool] = []
     original = Programs.trial

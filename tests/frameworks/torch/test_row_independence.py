@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import modelfleet as mf
 from modelfleet import testing
+from modelfleet.frameworks.torch.fused.steps import Steps
 from modelfleet.frameworks.torch.losses import resolve
-from modelfleet.frameworks.torch.row_independence import divide_by_rows, ignores_padding
-from modelfleet.frameworks.torch.steps import Steps
+from modelfleet.frameworks.torch.parallel.row_independence import divide_by_rows, ignores_padding
 from modelfleet.frameworks.torch.task import Task
 
 

@@ -13,9 +13,9 @@ from torch.optim import lr_scheduler as torch_schedulers
 
 from modelfleet.each import each
 from modelfleet.errors import InputError
-from modelfleet.frameworks.torch.hyperparameters import columns, resolve
+from modelfleet.frameworks.torch.optimizers.hyperparameters import columns, resolve
+from modelfleet.frameworks.torch.optimizers.stacked import Optimizer
 from modelfleet.frameworks.torch.schedules import Schedule, Schedules
-from modelfleet.frameworks.torch.stacked_optimizer import Optimizer
 from modelfleet.frameworks.torch.task import Task
 
 RATES = [0.1, 0.02, 0.3]

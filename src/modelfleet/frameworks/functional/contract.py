@@ -33,7 +33,7 @@ class Definition(Protocol):
     """
 
     task: Any  # the adapter's own `Task`
-    maskable: bool
+    can_mask_rows: bool
     """True if a row of weight 0 has no influence on the loss and the metrics of `train` and `evaluate`. The engine
     tries out if it has an influence within the model, as with BatchNorm."""
 

@@ -194,7 +194,7 @@ class FunctionalEngine(FunctionalState):
         batch with a step on its real rows alone, running statistics and metrics included.
         """
         definition, known = self.programs.definition, self.programs.ignores_padding
-        if not definition.maskable:
+        if not definition.can_mask_rows:
             return False
         index, real = batch.fewest_rows()
         key = (real, batch.size)

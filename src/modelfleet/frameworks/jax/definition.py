@@ -26,13 +26,13 @@ class JaxDefinition(Definition):
         self.form = form_of(model)
         self._slots: TreeLayout | None = None
         self._fresh: Arrays = {}
-        self.maskable = False  # until `try_out` has seen what the loss returns
+        self.can_mask_rows = False  # until `try_out` has seen what the loss returns
 
     def go_on(self, other: "JaxDefinition") -> None:
         """Take over the results of the trials of another definition of the same task."""
         self._slots = self._slots or other._slots
         self._fresh = self._fresh or other._fresh
-        self.maskable = self.maskable or other.maskable
+        self.can_mask_rows = self.can_mask_rows or other.can_mask_rows
 
     def state(self, member: Member) -> State:
         """Return a member's params, buffers and optimizer state, its random key, and its clip norm."""
@@ -49,7 +49,8 @@ class JaxDefinition(Definition):
 
     def try_out(self, state: State, batch: Tree) -> None:
         """Trace a member on a few rows without computing anything, and find out which metrics there are."""
-        self.maskable = self._has_loss_by_row(state, batch) and all(m.maskable for m in self.task.metrics)
+        by_row = self._has_loss_by_row(state, batch)
+        self.can_mask_rows = by_row and all(metric.can_mask_rows for metric in self.task.metrics)
         for train in (True, False):
             _, found = shapes(lambda s, b, train=train: self._losses(s, b, None, train)[0], state, batch)
         self._fresh = {

@@ -35,13 +35,13 @@ class Metric:
 
     `parts` returns numbers for one member's batch, from its output, target and row weights `(row,)`. `joined` adds
     them to the parts of earlier batches, starting from `begun`. `value` computes the metric from the joined parts.
-    Padded rows have weight 0 and do not count. A metric that is not `maskable` must only see real rows.
+    Padded rows have weight 0 and do not count. A metric that is not `can_mask_rows` must only see real rows.
     """
 
     name: str
     parts: Callable[[Tree, Tree, Array], Parts]
     value: Callable[[Parts], Array]
-    maskable: bool = True
+    can_mask_rows: bool = True
     moments: bool = False
     """True if the parts are a count, a mean and a sum of squares around the mean, instead of sums."""
 
@@ -91,7 +91,7 @@ def _from_function(function: common.Function, name: str) -> Metric:
         rows = weights.sum()
         return {"total": value.reshape(()) * rows, "count": rows}
 
-    return Metric(name, parts, _mean, maskable=False)
+    return Metric(name, parts, _mean, can_mask_rows=False)
 
 
 def _mean(parts: Parts) -> Array:

@@ -40,7 +40,6 @@ class Task:
     @property
     def summary(self) -> str:
         """Return the task as one line for checkpoints. A run can be resumed only with an equal summary."""
-        optimizer = "no optimizer" if self.optimizer is None else self.optimizer.name
         fixed = () if self.optimizer is None else self.optimizer.fixed
         plain = [f"{key}={value}" for key, value in fixed if isinstance(value, bool | int | float | str | None)]
         if self.objective is not None:
@@ -49,7 +48,13 @@ class Task:
             loss = "its own loss"
         else:
             loss = self.loss.summary
-        return ", ".join([optimizer, *plain, loss, *(metric.name for metric in self.metrics), self.precision])
+        metrics = [metric.name for metric in self.metrics]
+        return ", ".join([self.optimizer_name, *plain, loss, *metrics, self.precision])
+
+    @property
+    def optimizer_name(self) -> str:
+        """Return the name of the optimizer, for a plan."""
+        return "no optimizer" if self.optimizer is None else self.optimizer.name
 
     def run(
         self, call: Callable[[Model, Tree], Tree], model: Model, batch: Tree, weights: Array | None

@@ -34,9 +34,9 @@ class KerasDefinition(Definition):
         raise NotImplementedError
 
     @property
-    def maskable(self) -> bool:  # type: ignore[override]
+    def can_mask_rows(self) -> bool:  # type: ignore[override]
         """Return True if rows of weight 0 have no influence. This is known once the metrics are."""
-        return self.steps.maskable
+        return self.steps.can_mask_rows
 
     def state(self, member: Member) -> State:
         """Return a member's weights, seeds and optimizer's variables."""

@@ -29,14 +29,15 @@ class Steps:
     """Steps of one built model, and of every model that has its structure and is compiled like it.
 
     To train or evaluate, the model must be compiled, and `build` must be called with a batch first: metrics have
-    no variables before. `weights` are None, or `(row,)` numbers. If `maskable`, rows of weight 0 do not count.
+    no variables before. `weights` are None, or `(row,)` numbers. If `can_mask_rows`, rows of weight 0 do not
+    count.
     """
 
     def __init__(self, model: keras.Model) -> None:
         self.model = model
         self.trained = list(model.trainable_variables)
         self.kept = list(model.non_trainable_variables)
-        self.maskable = False
+        self.can_mask_rows = False
         self.apart: str | None = None
         """Why these are not the steps that Keras would take, as far as is known; see `_scope`."""
         # Of the present compile. An optimizer that is not built yet stays so until a step is taken.
@@ -112,7 +113,7 @@ class Steps:
                     f"the metric {name!r} gives an array {shape}; a history holds single numbers. "
                     f"Let the metric give one, such as F1Score(average='macro')."
                 )
-        self.maskable = _maskable(self.model)
+        self.can_mask_rows = _can_mask_rows(self.model)
 
     def fresh_metrics(self) -> Values:
         """Return the metrics of one member before its first batch."""
@@ -329,7 +330,7 @@ def _called(model: keras.Model, x: Tree, *, training: bool) -> Tree:
     return model(x, training=training) if model._call_has_training_arg else model(x)
 
 
-def _maskable(model: keras.Model) -> bool:
+def _can_mask_rows(model: keras.Model) -> bool:
     """Return True if row weights remove the influence of padding on the loss and all metrics exactly."""
     kind = type(model)
     own = any(

@@ -33,6 +33,8 @@ class Task:
     key: Hashable = field(repr=False)
     plain: str | None = None
     """Reason why a member runs alone, by the functions of its own `fit`; None if its steps are pure functions."""
+    optimizer_name: str = "no optimizer"
+    """Name of the optimizer, for a plan."""
 
 
 def task_of(model: keras.Model) -> Task:
@@ -52,7 +54,7 @@ def task_of(model: keras.Model) -> Task:
         shown = [f"{key} {show(value)}" for key, value in parts.items() if value != freeze(None)]
         return ", ".join([*shown, *_loss_fingerprints(model)])
 
-    return _cached(tuple(parts.items()), summary)
+    return _cached(tuple(parts.items()), summary, optimizer=model.optimizer)
 
 
 def optimizer_key(
@@ -113,9 +115,17 @@ def _inputs(model: keras.Model) -> list[keras.KerasTensor]:
         return []
 
 
-def _cached(key: Hashable, summary: Callable[[], str], plain: str | None = None) -> Task:
+def _cached(
+    key: Hashable,
+    summary: Callable[[], str],
+    plain: str | None = None,
+    optimizer: keras.Optimizer | None = None,
+) -> Task:
     found = _tasks.get(key)
-    return _tasks.setdefault(key, Task(summary(), key, plain)) if found is None else found
+    if found is not None:
+        return found
+    name = "no optimizer" if optimizer is None else type(optimizer).__name__
+    return _tasks.setdefault(key, Task(summary(), key, plain, name))
 
 
 def _loss_fingerprints(model: keras.Model) -> list[str]:

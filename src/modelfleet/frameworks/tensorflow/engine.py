@@ -14,7 +14,7 @@ from modelfleet.types import Arrays, Tensor, Tree
 class _Prediction(Definition):
     """Prediction with one member. Its weights stay in its own variables: there is no state to stack."""
 
-    maskable = False
+    can_mask_rows = False
 
     def __init__(self, member: Member, task: Task) -> None:
         self.task = task

@@ -8,3 +8,4 @@ class Task:
     """Prediction, the only task of these models."""
 
     summary: str = "predict"
+    optimizer_name: str = "no optimizer"

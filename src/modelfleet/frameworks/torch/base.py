@@ -12,6 +12,7 @@ from modelfleet.frameworks import batch_parts
 from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.batch_errors import batch_error
 from modelfleet.frameworks.engine import Engine
+from modelfleet.frameworks.stacked import Positions
 from modelfleet.frameworks.torch.devices import out_of_memory
 from modelfleet.frameworks.torch.target_checks import check_range, check_targets
 from modelfleet.frameworks.torch.task import Task
@@ -47,8 +48,12 @@ class TorchEngine(Engine, ABC):
         """Return True if an error says that the device is out of memory."""
         return out_of_memory(error)
 
-    def carried(self, position: int) -> State:
-        """Return a member's optimizer state and step count for another engine to adopt."""
+    def carried(self, positions: Positions) -> list[tuple[list[int], State]]:
+        """Return the optimizer state and step counts of some members for another engine to adopt.
+
+        Returns:
+            States `(member, …)`, each with the rows of `positions` that it is for.
+        """
         raise NotImplementedError
 
     def _to_host(self, tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:

@@ -116,8 +116,10 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     # Each parameter once, even if it is tied, and the buffers that a state_dict would contain.
-    kept = set(model.state_dict(keep_vars=True))
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    buffers = dict(model.named_buffers())
+    if buffers:
+        kept = set(model.state_dict(keep_vars=True))
+        buffers = {name: buffer for name, buffer in buffers.items() if name in kept}
     return {**dict(model.named_parameters()), **buffers}
 
 

@@ -2,10 +2,10 @@
 
 from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.frameworks.torch.base import TorchEngine
-from modelfleet.frameworks.torch.fused import FusedEngine
-from modelfleet.frameworks.torch.plain import PlainEngine
-from modelfleet.frameworks.torch.programs import Programs
-from modelfleet.frameworks.torch.steps import Steps
+from modelfleet.frameworks.torch.fused.engine import FusedEngine
+from modelfleet.frameworks.torch.fused.programs import Programs
+from modelfleet.frameworks.torch.fused.steps import Steps
+from modelfleet.frameworks.torch.plain.engine import PlainEngine
 from modelfleet.frameworks.torch.task import Task
 
 

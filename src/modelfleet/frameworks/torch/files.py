@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from modelfleet.errors import StoreError
-from modelfleet.frameworks.files import Get, load, save
+from modelfleet.frameworks.files import Get, by_row, load, save
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -33,7 +33,7 @@ def read(path: Path) -> dict[str, Tensor]:
     return load(path, "torch", lambda file, name: file.get_tensor(name).clone())
 
 
-def read_row(path: Path, row: int) -> dict[str, Tensor]:
-    """Read one row of every tensor, without reading the others."""
-    get: Get = lambda file, name: file.get_slice(name)[row].clone()  # noqa: E731
-    return load(path, "torch", get)
+def read_rows(path: Path, start: int, stop: int) -> list[dict[str, Tensor]]:
+    """Read some rows of every tensor, without reading the others. Return the tensors of each row."""
+    get: Get = lambda file, name: file.get_slice(name)[start:stop].clone()  # noqa: E731
+    return by_row({name: tensor.unbind() for name, tensor in load(path, "torch", get).items()}, stop - start)

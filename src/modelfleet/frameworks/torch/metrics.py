@@ -24,13 +24,13 @@ class Metric:
 
     `sums` returns scalar sums for one member's batch, from its output, target and row weights `(row,)`. `value`
     computes the number from the sums over an epoch. Padded rows have weight 0 and do not count. A metric that is
-    not `maskable` must only see real rows.
+    not `can_mask_rows` must only see real rows.
     """
 
     name: str
     sums: Sums
     value: Callable[[Mapping[str, SupportsFloat]], float]
-    maskable: bool = True
+    can_mask_rows: bool = True
 
 
 def resolve(metrics: Sequence[MetricLike]) -> tuple[Metric, ...]:
@@ -50,7 +50,7 @@ def _from_function(function: common.Function, name: str) -> Metric:
         rows = _wide(weights).sum()
         return {"total": _wide(value.detach()).reshape(()) * rows, "count": rows}
 
-    return Metric(name, sums, _mean, maskable=False)
+    return Metric(name, sums, _mean, can_mask_rows=False)
 
 
 def _mean(sums: Mapping[str, SupportsFloat]) -> float:

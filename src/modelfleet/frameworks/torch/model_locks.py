@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from modelfleet.frameworks.torch.fused.steps_protocol import LaneSteps
 from modelfleet.frameworks.torch.modes import in_mode
-from modelfleet.frameworks.torch.steps_protocol import LaneSteps
 
 _LOCKS: WeakKeyDictionary[nn.Module, AbstractContextManager[object]] = WeakKeyDictionary()
 _ADDING = threading.Lock()

@@ -9,8 +9,9 @@ import torch
 from modelfleet.each import Each, per_member
 from modelfleet.errors import InputError
 from modelfleet.frameworks.recipe import Prepared, check_objective, clip_norms, require_compiled
-from modelfleet.frameworks.torch import hyperparameters, losses, metrics, schedules
+from modelfleet.frameworks.torch import losses, metrics, schedules
 from modelfleet.frameworks.torch.modes import enter_training
+from modelfleet.frameworks.torch.optimizers import hyperparameters
 from modelfleet.frameworks.torch.task import PRECISIONS, Task
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
@@ -57,23 +58,19 @@ def _prepare(recipe: Recipe, names: Sequence[str]) -> Prepared[Task]:
     check_objective(recipe)
     if recipe.precision not in PRECISIONS:
         raise unknown("precision", recipe.precision, PRECISIONS)
-    optimizer, hyper = hyperparameters.resolve(recipe.optimizer, given)
-    columns = hyperparameters.columns(hyper, names)
+    chosen, columns = hyperparameters.resolve_each(recipe.optimizer, given, names)
     if recipe.clip_norm is not None:
         columns["clip_norm"] = np.array(clip_norms(recipe.clip_norm, names))
     task = Task(
-        optimizer=optimizer,
+        optimizer=chosen[0],
         loss=None if recipe.loss is None else losses.resolve(recipe.loss),
         objective=recipe.objective,
         metrics=metrics.resolve(recipe.metrics),
         clip=recipe.clip_norm is not None,
         precision=recipe.precision,
     )
-    flags = hyperparameters.static_flags(recipe.optimizer, given, names)
-    keys = [tuple(sorted(own.items())) for own in flags]
-    by_flags = dict(zip(keys, flags, strict=True))
-    tasks = {key: replace(task, optimizer=replace(optimizer, flags=own)) for key, own in by_flags.items()}
-    chosen = per_member(recipe.schedule, names, "schedule")
-    for schedule in chosen if isinstance(recipe.schedule, Each) else chosen[:1]:
+    tasks = {id(optimizer): replace(task, optimizer=optimizer) for optimizer in chosen}
+    own_schedules = per_member(recipe.schedule, names, "schedule")
+    for schedule in own_schedules if isinstance(recipe.schedule, Each) else own_schedules[:1]:
         schedules.resolve(schedule)
-    return Prepared([tasks[key] for key in keys], chosen, columns)
+    return Prepared([tasks[id(optimizer)] for optimizer in chosen], own_schedules, columns)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from modelfleet.errors import InputError
 from modelfleet.frameworks.outputs import Outputs
-from modelfleet.frameworks.torch import arrays, malloc, openmp
+from modelfleet.frameworks.torch import arrays
+from modelfleet.frameworks.torch.cpu import malloc, openmp
 from modelfleet.frameworks.torch.devices import out_of_memory
 from modelfleet.frameworks.torch.modes import in_mode
 from modelfleet.frameworks.torch.task import PRECISIONS, call

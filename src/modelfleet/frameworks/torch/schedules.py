@@ -16,8 +16,8 @@ from torch.optim import lr_scheduler
 
 from modelfleet.errors import InputError
 from modelfleet.formatting import without_period
-from modelfleet.frameworks.torch.hyperparameters import flat_names
-from modelfleet.frameworks.torch.stacked_optimizer import Optimizer
+from modelfleet.frameworks.torch.optimizers.hyperparameters import flat_names
+from modelfleet.frameworks.torch.optimizers.stacked import Optimizer
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.types import ScheduleLike
 from modelfleet.unknown_names import unknown

@@ -17,7 +17,7 @@ from modelfleet.frameworks.torch.values import Freezer, differ, show
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 # Attributes that nn.Module keeps for itself, and that libraries set on modules but no forward reads.
-_BOOKKEEPING = frozenset(vars(nn.Module())) | {
+BOOKKEEPING = frozenset(vars(nn.Module())) | {
     "_compiled_call_impl",
     "_flat_weights",  # a recurrent layer's own list of its parameters
     "_flat_weight_refs",
@@ -77,7 +77,7 @@ def signature(model: nn.Module) -> Signature:
                 described = _describe(role, tensor, dot + name, tensors, overlaps, persistent)
                 entries.append((dot + name, described))
         attributes = vars(module)
-        for name in sorted(name for name in attributes if name not in _BOOKKEEPING):
+        for name in sorted(name for name in attributes if name not in BOOKKEEPING):
             entries.append((dot + name, freezer.freeze(attributes[name])))
     return Signature(tuple(entries))
 

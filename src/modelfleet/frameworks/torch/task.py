@@ -16,7 +16,7 @@ from modelfleet.frameworks.batch_parts import loss_and_metrics, unpack
 from modelfleet.frameworks.losses import no_loss_by_row
 from modelfleet.frameworks.torch.losses import Loss, by_row, weighted
 from modelfleet.frameworks.torch.metrics import Metric
-from modelfleet.frameworks.torch.stacked_optimizer import Optimizer
+from modelfleet.frameworks.torch.optimizers.stacked import Optimizer
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import Precision, Tree
 
@@ -35,9 +35,9 @@ class Task:
     precision: Precision = "float32"
 
     @property
-    def maskable(self) -> bool:
+    def can_mask_rows(self) -> bool:
         """Return True if the loss and every metric can leave out padded rows by weights."""
-        return self.loss is not None and self.loss.rows is not None and all(m.maskable for m in self.metrics)
+        return self.loss is not None and self.loss.rows is not None and all(m.can_mask_rows for m in self.metrics)
 
     @cached_property
     def summary(self) -> str:
@@ -51,6 +51,11 @@ class Task:
             loss = self.loss.name if self.loss.rows is not None else fingerprint(self.loss.plain)
         metrics = [metric.name for metric in self.metrics]
         return ", ".join([self.optimizer.name, *sorted(flags), loss, *metrics, self.precision])
+
+    @property
+    def optimizer_name(self) -> str:
+        """Return the name of the optimizer, for a plan."""
+        return self.optimizer.name
 
     def run(self, model: nn.Module, batch: Tree, weights: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
         """Return one member's loss on a batch, and the batch's sums for the metrics of the epoch.

@@ -19,12 +19,12 @@ from modelfleet.frameworks.keras.task import Task, task_of
 from modelfleet.frameworks.keras.torch.steps import TorchSteps
 from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.frameworks.stacked import Positions, StackedState, stack
-from modelfleet.frameworks.torch import state as states
-from modelfleet.frameworks.torch.counting import CoefficientsByParameter
-from modelfleet.frameworks.torch.program_engine import ProgramEngine, RowTrials
-from modelfleet.frameworks.torch.programs import Programs
-from modelfleet.frameworks.torch.stepping import Stepper
-from modelfleet.frameworks.torch.steps_protocol import ALONE, Tensors
+from modelfleet.frameworks.torch.fused import state as states
+from modelfleet.frameworks.torch.fused.program_engine import ProgramEngine, RowTrials
+from modelfleet.frameworks.torch.fused.programs import Programs
+from modelfleet.frameworks.torch.fused.stepping import Stepper
+from modelfleet.frameworks.torch.fused.steps_protocol import ALONE, Tensors
+from modelfleet.frameworks.torch.optimizers.counting import CoefficientsByParameter
 from modelfleet.members import Member
 from modelfleet.trees import map_tree
 from modelfleet.types import Kind, State, Tree

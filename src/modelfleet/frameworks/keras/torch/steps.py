@@ -15,11 +15,11 @@ from modelfleet.frameworks.keras.task import Task
 from modelfleet.frameworks.keras.torch.contexts import STREAM_DRAWS, unfiltered_errors
 from modelfleet.frameworks.torch import arrays
 from modelfleet.frameworks.torch.base import on_host
-from modelfleet.frameworks.torch.counting import CoefficientsByParameter
-from modelfleet.frameworks.torch.mapping import mapped
+from modelfleet.frameworks.torch.fused.mapping import mapped
+from modelfleet.frameworks.torch.fused.steps_protocol import How, Tensors, drawing
+from modelfleet.frameworks.torch.fused.updating import keep_new
 from modelfleet.frameworks.torch.modes import training_modes
-from modelfleet.frameworks.torch.steps_protocol import How, Tensors, drawing
-from modelfleet.frameworks.torch.updating import keep_new
+from modelfleet.frameworks.torch.optimizers.counting import CoefficientsByParameter
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import Model, State, Tree
 
@@ -41,9 +41,9 @@ class TorchSteps:
         self.unused: frozenset[str] = frozenset()
 
     @property
-    def maskable(self) -> bool:
+    def can_mask_rows(self) -> bool:
         """Return True if the loss and every metric can leave out padded rows by weights."""
-        return self.own.maskable
+        return self.own.can_mask_rows
 
     def roots(self) -> list[tuple[str, object]]:
         """Return everything whose Python runs while a step is traced, by the names that messages use."""

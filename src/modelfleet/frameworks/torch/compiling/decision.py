@@ -51,6 +51,14 @@ def seconds_to_compile(graph: fx.GraphModule) -> float:
     return max(SECONDS_AT_LEAST, SECONDS_PER_NODE * len(graph.graph.nodes))
 
 
+def may_pay(steps_left: int, seconds_per_step: float | None) -> bool:
+    """Return True if compiling a step, or loading it from the cache, may pay. Its graph is not known yet."""
+    mode = compile_mode()
+    if mode != "auto" or seconds_per_step is None:
+        return mode == "now"
+    return loading_pays(seconds_saved(steps_left, seconds_per_step))
+
+
 def loading_pays(saving: float) -> bool:
     """Return True if so many seconds are saved that a program from the cache is worth loading."""
     return saving >= SECONDS_TO_LOAD

@@ -57,13 +57,20 @@ NEW = {
 
 
 def in_place(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a traced graph that reuses memory. It computes the same numbers, bit for bit."""
+    """Return a copy of a traced graph that reuses memory.
+
+    It computes the same numbers, bit for bit, except that a batched product rounds once with its bias.
+    """
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     for node in list(graph.nodes):
         if node.target is aten.copy_.default:
             _write_where(node)
+    _use_baddbmm(graph)
     _reuse_arguments(graph)
+    for node in list(graph.nodes):
+        if node.target is aten.copy_.default:
+            _write_at_once(node)
     return fx.GraphModule(module, graph)
 
 
@@ -81,6 +88,48 @@ def _write_where(node: fx.Node) -> None:
     node.replace_all_uses_with(written)
     node.graph.erase_node(node)
     new.graph.erase_node(new)
+
+
+def _write_at_once(node: fx.Node) -> None:
+    """Replace `old.copy_(new)` by operations that write into `old`, if `new` is computed from `old` by such."""
+    old, new = node.args[:2]
+    if not isinstance(old, fx.Node) or old.op != "placeholder" or not isinstance(new, fx.Node):
+        return
+    chain = [new]
+    while chain[-1].target in IN_PLACE.values() and isinstance(chain[-1].args[0], fx.Node):
+        chain.append(chain[-1].args[0])
+    first = chain[-1]
+    if first.target not in IN_PLACE or first.args[0] is not old or not _alike(first, old):
+        return
+    nodes = list(node.graph.nodes)
+    views = [one for one in nodes if one is not node and old in memory_owners(one)]
+    later = set(nodes[nodes.index(first) + 1 :]) - {node}
+    if any(view in first.args[1:] or not later.isdisjoint(view.users) for view in views):
+        return  # somebody needs the old values
+    first.target = IN_PLACE[first.target]
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+
+
+def _use_baddbmm(graph: fx.Graph) -> None:
+    """Have a batched product add the bias itself, as `addmm` does for a single model."""
+    for node in list(graph.nodes):
+        if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
+            continue
+        for bias, product in (node.args, node.args[::-1]):
+            if (
+                isinstance(bias, fx.Node)
+                and isinstance(product, fx.Node)
+                and product.target is aten.bmm.default
+                and list(product.users) == [node]
+                and _alike(node, product)
+                and isinstance(bias.meta.get("val"), Tensor)
+                and bias.meta["val"].dim() == 3
+                and bias.meta["val"].dtype == product.meta["val"].dtype
+            ):
+                node.target, node.args = aten.baddbmm.default, (bias, *product.args)
+                graph.erase_node(product)
+                break
 
 
 def _reuse_arguments(graph: fx.Graph) -> None:

@@ -1,0 +1,1 @@
+"""Memory and threads of torch on the CPU."""

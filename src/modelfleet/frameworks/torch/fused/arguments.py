@@ -1,0 +1,63 @@
+"""Arguments of a lane's programs: which program they need, and the same arguments for other members."""
+
+from collections.abc import Hashable, Iterator, Sequence
+
+import torch
+
+from modelfleet.trees import leaves, map_tree, structure
+from modelfleet.types import State, Tree
+
+Key = tuple[Hashable, ...]
+Args = tuple[Tree, ...]
+"""Arguments of a step: the state, the shared tensors, and the rest."""
+# A whole step, its parts, the parts on packed tensors, and those of a step whose rows are on several devices:
+TRAINING = ("train", "gradients", "apply", "packed_gradients", "packed_apply", "row_gradients", "row_apply")
+APPLYING = ("apply", "packed_apply", "row_apply")
+
+
+def family_of(kind: str, args: Args, shared_data: bool) -> Key:
+    """Return what tells programs for different arguments apart, besides the width."""
+    # The weights and the numbers per member are left out. They follow from the structure and the width.
+    data = _key(args[-2:] if kind == "train" else args[2:], 0 if shared_data else 1)
+    # The shared tensors, and which parameters have the same counts, do not follow from the structure.
+    counted = tuple(args[2]) if kind in ("train", *APPLYING) else ()
+    return kind, shared_data, tuple(args[1]), counted, _row_stride(args[0]), data
+
+
+def width_of(args: Args) -> int:
+    """Return the number of members that the arguments are for."""
+    return len(args[0]["member"]["seed"])
+
+
+def rows_of(args: Args, stacked: Sequence[bool], width: int) -> Iterator[Tree]:
+    """Yield the arguments of a step for `width` members, by repeating the members there are."""
+    seeds = args[0]["member"]["seed"]
+    rows = torch.arange(width, device=seeds.device) % len(seeds)
+    for arg, axis in zip(args, stacked, strict=True):
+        yield map_tree(lambda t: t.index_select(0, rows), arg) if axis else arg
+
+
+def readable(state: State) -> State:
+    """Return the part of a state that a forward pass reads."""
+    member = {name: state["member"][name] for name in ("seed", "step")}
+    return {
+        "params": state["params"],
+        "frozen": state["frozen"],
+        "buffers": state["buffers"],
+        "member": member,
+    }
+
+
+def _row_stride(state: State) -> int | None:
+    """Return the distance between two members' parameters: packed ones are further apart than copies."""
+    first = next(iter(state.get("params", {}).values()), None)
+    return None if first is None or len(first) < 2 else first.stride(0)
+
+
+def _key(args: Args, first: int) -> Key:
+    # Without the member axis, if there is one: the width is kept apart. With the structure: the weights of padding
+    # and sample weights are an array of floats beside (x, y), both of them.
+    return tuple(
+        (structure(arg), *((leaf.shape[first:], leaf.dtype, leaf.stride()[first:]) for leaf in leaves(arg)))
+        for arg in args
+    )

@@ -1,0 +1,361 @@
+"""Engine of a fused lane of torch modules: their stacked state on a device, and the programs that step it."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from modelfleet.errors import InputError, StrategyError
+from modelfleet.frameworks.batch import Batch
+from modelfleet.frameworks.engine import Engine, Hyper
+from modelfleet.frameworks.errors import CannotFuseError
+from modelfleet.frameworks.lane_context import LaneContext
+from modelfleet.frameworks.stacked import CARRIED, WEIGHTS, Positions, StackedState, fitting
+from modelfleet.frameworks.torch.base import ModuleEngine, TorchEngine, on_host
+from modelfleet.frameworks.torch.compiling.decision import compile_mode
+from modelfleet.frameworks.torch.fused import packing
+from modelfleet.frameworks.torch.fused import state as states
+from modelfleet.frameworks.torch.fused.arguments import readable
+from modelfleet.frameworks.torch.fused.program_engine import ProgramEngine, RowTrials, batch_layout
+from modelfleet.frameworks.torch.fused.programs import Programs
+from modelfleet.frameworks.torch.fused.stepping import Stepper
+from modelfleet.frameworks.torch.fused.steps import Steps
+from modelfleet.frameworks.torch.fused.steps_protocol import ALONE, How, Tensors
+from modelfleet.frameworks.torch.fused.updating import INITIAL_SCALE
+from modelfleet.frameworks.torch.model_locks import lock_of, locked_in_mode
+from modelfleet.frameworks.torch.optimizers.counting import CoefficientsAhead
+from modelfleet.frameworks.torch.parallel.fused import RowDivision
+from modelfleet.frameworks.torch.parallel.process_group import ProcessGroup
+from modelfleet.frameworks.torch.parallel.row_independence import ignores_padding, rows_are_independent
+from modelfleet.frameworks.torch.python_state.checks import DivergenceCheck
+from modelfleet.frameworks.torch.structure import shared_parameters
+from modelfleet.frameworks.torch.task import Task
+from modelfleet.members import Member
+from modelfleet.trees import leaves, map_tree, map_trees
+from modelfleet.types import Kind, State, Tree
+
+
+class FusedEngine(ProgramEngine[Steps], ModuleEngine):
+    """Engine of a lane of torch members that are stepped by one program (see `frameworks.engine.Engine`)."""
+
+    def __init__(self, context: LaneContext[Task, Programs[Steps]]) -> None:
+        """Stack the members' state, or use the programs of another engine."""
+        members, columns, device = context.members, context.columns, context.device
+        models = [member.model for member in members]
+        programs = context.programs
+        if programs is None:
+            steps = Steps(models[0], context.task, states.transposed(models[0]))
+            programs = Programs(steps, fused=context.fused)
+        programs.serve(models[0])
+        self._first = members[0].name
+        self.layout = programs.steps.layout
+        common = shared_parameters(models) if len(models) > 1 else set()
+        first = {**dict(models[0].named_parameters()), **dict(models[0].named_buffers())}
+        shared = {
+            name: states.placed(first[name], device, transpose=name in self.layout) for name in sorted(common)
+        }
+        named = [(member.name, member.model) for member in members]
+        self._division = RowDivision(self._first, programs, device)
+        stepper = Stepper(
+            self._first,
+            programs,
+            shared,
+            CoefficientsAhead(context.task),
+            division=self._division,
+            divergence=DivergenceCheck(named) if len(named) > 1 else None,
+        )
+        trials = RowTrials(
+            lambda one, data, real: ignores_padding(programs.steps, one, shared, data, real),
+            lambda one, inputs: rows_are_independent(programs.steps, one, shared, inputs),
+        )
+        super().__init__(programs, stepper, trials, device)
+        self.stacked = StackedState(self._initial_state(members, columns), len(members), states.Rows(device))
+        self._columns = dict(columns)
+        # By position: the model, and the parameters that were stacked.
+        self._sources = [(model, self._trained(model)) for model in models]
+        self._frozen_optimizer: dict[int, dict[str, Tensor]] = {}  # by position: state of parameters frozen now
+
+    @property
+    def task(self) -> Task:
+        """Return the members' task."""
+        return self.programs.steps.task
+
+    def _initial_state(self, members: Sequence[Member], columns: Mapping[str, np.ndarray]) -> State:
+        """Allocate the stacked tensors: the weights of the members' models, and everything else initial.
+
+        All tensors that a step changes are made here, so this is the place to lay them out in memory.
+        """
+        state = self._weights_of(members)
+        hyper = {name: self.tensor(column) for name, column in columns.items()}
+        made = {name: self.task.optimizer.initial(p, hyper) for name, p in state["params"].items()}
+        state["optimizer"] = {
+            f"{key}/{name}": tensors[key]
+            for key in self.task.optimizer.tensor_names
+            for name, tensors in made.items()
+        }
+        width = len(members)
+        state["member"] = {
+            "seed": torch.tensor([member.seed for member in members], device=self.device),
+            "step": torch.zeros(width, dtype=states.exact(self.device), device=self.device),
+            "trouble": torch.zeros(width, dtype=torch.int64, device=self.device),
+        }
+        if self.task.precision == "fp16":
+            state["member"]["scale"] = torch.full((width,), INITIAL_SCALE, device=self.device)
+            state["member"]["finite_steps"] = torch.zeros(width, dtype=torch.int64, device=self.device)
+        state["sums"] = {}
+        return packing.pack(state)
+
+    def give_slots(self, positions: Positions) -> None:
+        """Give slots to these members from now on. The others rest."""
+        super().give_slots(positions)
+        if packing.buffers_of(self.state) is None:
+            self.state = packing.pack(self.state)
+
+    # --- programs ------------------------------------------------------------------------------------------------
+
+    def ready(self, kind: Kind, hyper: Hyper, active: Tensor, batch: Batch) -> None:
+        """Trace a step for batches like this one, if that has not been done.
+
+        Raises:
+            CannotFuseError: The step can't be fused.
+            InputError: There is nothing to train.
+            StrategyError: The rows of the batch can't be divided over the ranks of the group.
+        """
+        self.stepper.check_members()
+        lead, rest = (self.state, self.shared), (batch.data,)
+        if kind == "train":
+            compile_mode()  # raises for a misspelt mode before the first step
+            if not self.state["params"]:
+                raise InputError(
+                    f"member {self._first!r} has no parameter that takes a gradient. "
+                    f"Set requires_grad=True on what is to be trained."
+                )
+            if self._division.group is not None:
+                self._division.ready(lead, batch)
+                return
+            rest = (self.stepper.coefficients.one(self.state, hyper), active, batch.data, None)
+            self.programs.ready_to_train(lead, rest, shared_data=batch.shared)
+            return
+        if kind == "evaluate":
+            rest = batch.data, self.row_weights(np.full(len(active), batch.size), batch.size)
+        self.programs.program(kind, (readable(self.state), self.shared, *rest), batch.shared)
+
+    def _run(self, kind: Kind, state: State, batch: Batch, *weights: Tensor) -> Tree:
+        """Evaluate or predict: all members at once, or one after the other if a batch can't be fused."""
+        args = (readable(state), self.shared, batch.data, *weights)
+        try:
+            self.stepper.refuse_unfusable(kind, batch)
+            with self.stepper.refusing_state():
+                return getattr(self.programs, kind)(args, shared_data=batch.shared)
+        except CannotFuseError as error:
+            self.stepper.remember_unfusable(kind, batch, error)
+        found = self._run_singly(kind, state, batch, *weights)
+        return map_tree(on_host, found) if kind == "predict" else found
+
+    def _run_singly(self, kind: Kind, state: State, batch: Batch, *weights: Tensor) -> Tree:
+        """Evaluate or predict one member after the other. The model may change buffers of those with rows."""
+        steps, found = self.programs.steps, []
+        for slot, count in enumerate(batch.counts.tolist()):
+            rows = torch.tensor([slot], device=self.device)
+            one = states.select(state, rows)
+            own = (
+                batch.data if batch.shared else map_tree(lambda leaf, slot=slot: leaf[slot : slot + 1], batch.data)
+            )
+            with locked_in_mode(steps, train=False):
+                rest = [weight[slot : slot + 1] for weight in weights]
+                found.append(getattr(steps, kind)(one, self.shared, own, *rest, How(batch.shared, fused=False)))
+            if count:
+                states.put(state["buffers"], rows, one["buffers"])
+        return map_trees(torch.cat, found)
+
+    def epoch_values(self) -> dict[str, np.ndarray]:
+        """Return the loss and the metrics `(slot,)` since the last call. The next epoch starts at zero."""
+        self.stepper.checked = False
+        sums = self._to_host(self.state["sums"])
+        for total in self.state["sums"].values():
+            total.zero_()
+        return self.task.values(sums)
+
+    def evaluate(self, totals: Tensors | None, batch: Batch) -> Tensors:
+        """Return the sums `(slot,)` of the loss and the metrics so far, with a batch added."""
+        sums = self._sums(batch)
+        return sums if totals is None else {name: totals[name] + value for name, value in sums.items()}
+
+    def values(self, totals: Tensors) -> dict[str, np.ndarray]:
+        """Return the loss and the metrics `(slot,)` of what `evaluate` added up."""
+        return self.task.values(self._to_host(totals))
+
+    def _sums(self, batch: Batch) -> Tensors:
+        """Return the sums of one batch, zero for members without rows in it."""
+        counts, size, weights = batch.counts, batch.size, batch.weights
+        if weights is None:
+            weights = self.row_weights(np.where(counts > 0, size, 0), size)
+        if batch.slots is None:
+            sums, has_rows = self._run("evaluate", self.state, batch, weights), self.tensor(counts > 0)
+            return {name: torch.where(has_rows, value, 0.0).double() for name, value in sums.items()}
+        rows = self.tensor(batch.slots)
+        sums = self._run("evaluate", states.select(self.state, rows), batch, weights)
+        empty = torch.zeros(self.stacked.width, dtype=torch.float64, device=self.device)
+        return {name: empty.index_copy(0, rows, value.double()) for name, value in sums.items()}
+
+    def predict(self, batch: Batch, positions: Positions | None = None) -> Tree:
+        """Return the outputs of some members, or of all, as NumPy arrays `(member, row, …)`."""
+        if positions is None:
+            return self._run("predict", self.state, batch)
+        state = self.read(positions, (*WEIGHTS, "member"))
+        outputs = self._run("predict", state, batch)
+        if self.programs.steps.counting is not None:
+            own = np.flatnonzero(batch.counts)
+            buffers = states.select({"buffers": state["buffers"]}, self.tensor(own))
+            self.write(np.asarray(positions)[own], buffers)
+        return outputs
+
+    # --- rows and checks -----------------------------------------------------------------------------------------
+
+    def split_rows_over(self, group: ProcessGroup | None) -> None:
+        """Compute only this rank's rows of every train batch from now on, together with the group's other ranks.
+
+        Each rank is given the whole batch and takes the same steps. Evaluating and predicting stay whole on every
+        rank. A loss that is not computed row by row (a function, an objective, the output's own `.loss`) must be
+        the mean over the rows it sees. `ready` and the first step raise `StrategyError` for a model that can't be
+        divided by rows. None for whole batches again.
+        """
+        self._division.group = group
+
+    def why_rows_stay_together(self, batch: Batch) -> str | None:
+        """Return why the rows of such batches can't be computed on several devices, and what to do; or None."""
+        return self._division.reason_against((self.state, self.shared), batch)
+
+    def check(self, batch: Batch, name: str) -> None:
+        """Try one member on a batch before anything is trained, and allocate the sums of its metrics.
+
+        Raises:
+            InputError: The model can't take the batch. The message has the shapes, and what the model raised.
+        """
+
+        def sums() -> list[str]:
+            with self._trying(batch, name) as (one, few):
+                weights = torch.ones(1, len(leaves(few)[0]), device=self.device)
+                return list(self.programs.steps.evaluate(one, self.shared, few, weights, ALONE))
+
+        names = self.programs.found(("sums", *batch_layout(batch)), sums)
+        width, dtype = len(self.state["member"]["seed"]), states.exact(self.device)
+        zeros = {name: torch.zeros(width, dtype=dtype, device=self.device) for name in names}
+        self.state = {**self.state, "sums": zeros}  # a new dict: programs list the tensors of each only once
+
+    # --- state ---------------------------------------------------------------------------------------------------
+
+    def _weights_of(self, members: Sequence[Member]) -> State:
+        """Return the weights that the models of some members hold."""
+        parts = {"params": states.trained, "frozen": states.kept, "buffers": states.buffers}
+        state: State = {}
+        for part, find in parts.items():
+            found = [find(member.model) for member in members]
+            state[part] = {
+                name: states.stack(
+                    [tensors[name] for tensors in found], self.device, transpose=name in self.layout
+                )
+                for name in found[0]
+                if name not in self.shared
+            }
+        return state
+
+    def scatter(self, positions: Positions, members: Sequence[Member]) -> None:
+        """Copy the weights of some members into their models."""
+        state = self.stacked.read(positions, WEIGHTS, copy=False)
+        with lock_of(self.programs.steps.model):
+            states.write_back([member.model for member in members], state, self.layout)
+
+    def gather(self, positions: Positions, members: Sequence[Member]) -> None:
+        """Copy the weights of some members' models into the state here.
+
+        The optimizer's state of a parameter that the user has replaced starts again.
+
+        Raises:
+            StrategyError: A parameter was frozen or unfrozen since the members were stacked.
+        """
+        for member in members:
+            switched = self._trained(member.model).keys() ^ self.state["params"].keys()
+            if switched:
+                raise StrategyError(
+                    f"member {member.name!r}: {min(switched)!r} was frozen or unfrozen in the middle of a fit, "
+                    f'and the member is fused with others. Use strategy="interleaved", or do it between two fits.'
+                )
+        with lock_of(self.programs.steps.model):
+            weights = self._weights_of(members)
+        self.write(positions, weights)
+        for row, (position, member) in enumerate(zip(positions, members, strict=True)):
+            hyper = {key: self.tensor(column[[position]]) for key, column in self._columns.items()}
+            for name in self._replaced(position):
+                initial = self.task.optimizer.initial(weights["params"][name][row : row + 1], hyper)
+                state = {"optimizer": {f"{key}/{name}": tensor for key, tensor in initial.items()}}
+                self.write([position], state)
+            self._sources[position] = member.model, self._trained(member.model)
+        own = {**dict(members[0].model.named_parameters()), **dict(members[0].model.named_buffers())}
+        for name, tensor in self.shared.items():
+            tensor.copy_(states.placed(own[name], self.device, transpose=name in self.layout))
+
+    def adopt(self, positions: Positions, other: Engine, sources: Positions) -> None:
+        """Copy optimizer state and step counts of some members from another engine, as far as they still fit.
+
+        The state of a parameter that is frozen now is kept until the parameter is trained again, as `torch.optim`
+        does. A parameter that has another shape now starts at its initial state.
+        """
+        assert isinstance(other, TorchEngine)
+        for rows, theirs in other.carried(sources):
+            here = [positions[row] for row in rows]
+            stored = {**theirs, "optimizer": self._transposed(theirs["optimizer"])}
+            self.write(here, fitting(stored, self.state, parts=CARRIED))
+            frozen = {name: t for name, t in theirs["optimizer"].items() if name not in self.state["optimizer"]}
+            for row, position in enumerate(here):
+                self._frozen_optimizer[position] = {name: t[row : row + 1] for name, t in frozen.items()}
+
+    def carried(self, positions: Positions) -> list[tuple[list[int], State]]:
+        """Return the optimizer state and step counts of some members for another engine to adopt.
+
+        The tensors have the layout of the model's parameters, not the one that they are stored in here. Parameters
+        that are frozen now are included. Parameters that the user has replaced are not.
+        """
+        replaced = [self._replaced(position) for position in positions]
+        # Members with such parameters have states of their own. All others have the same, and are read at once.
+        special = [
+            row for row, position in enumerate(positions) if replaced[row] or self._frozen_optimizer.get(position)
+        ]
+        together = sorted(set(range(len(positions))) - set(special))
+        found: list[tuple[list[int], State]] = []
+        for rows in ([together] if together else []) + [[row] for row in special]:
+            first = positions[rows[0]]
+            own = self.read([positions[row] for row in rows], tuple(CARRIED))
+            optimizer = {**self._frozen_optimizer.get(first, {}), **self._transposed(own["optimizer"])}
+            gone = replaced[rows[0]]
+            own["optimizer"] = {name: t for name, t in optimizer.items() if name.partition("/")[2] not in gone}
+            found.append((rows, own))
+        return found
+
+    def _transposed(self, optimizer: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return an optimizer's tensors in the layout of the model's parameters, or back from it."""
+        return {name: states.turned(name.partition("/")[2], t, self.layout) for name, t in optimizer.items()}
+
+    def _trained(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Return the parameters that a step changes. Parameters that all members share are only read."""
+        return {name: parameter for name, parameter in states.trained(model).items() if name not in self.shared}
+
+    def _replaced(self, position: int) -> set[str]:
+        """Return the parameters of a member's model that the user has replaced since they were stacked."""
+        model, before = self._sources[position]
+        current = dict(model.named_parameters())
+        return {name for name, parameter in before.items() if current.get(name) is not parameter}
+
+    def still_shared(self, members: Sequence[Member]) -> bool:
+        """Return True if the tensors that all members shared are still the same in all of them."""
+        if not self.shared:
+            return True
+        return self.shared.keys() <= shared_parameters([member.model for member in members])
+
+    def clear_trouble(self) -> None:
+        """Clear every member's trouble at the start of a fit, and the gradients of an earlier backward."""
+        for _, parameters in self._sources:
+            for parameter in parameters.values():
+                parameter.grad = None
+        super().clear_trouble()

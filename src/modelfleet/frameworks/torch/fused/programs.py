@@ -1,0 +1,398 @@
+"""Programs of a lane: its steps, traced once for each shape of batch and width, and compiled if it pays."""
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from modelfleet.frameworks.engine import Pace
+from modelfleet.frameworks.errors import CannotFuseError
+from modelfleet.frameworks.torch.base import on_host
+from modelfleet.frameworks.torch.compiling.compiler import Compiler
+from modelfleet.frameworks.torch.compiling.decision import SAVED_FRACTION, compile_mode, may_pay
+from modelfleet.frameworks.torch.fused import packing
+from modelfleet.frameworks.torch.fused.arguments import (
+    APPLYING,
+    TRAINING,
+    Args,
+    Key,
+    family_of,
+    rows_of,
+    width_of,
+)
+from modelfleet.frameworks.torch.fused.runner import ByWidth, Runner, for_any_width
+from modelfleet.frameworks.torch.fused.steps_protocol import How, LaneSteps
+from modelfleet.frameworks.torch.model_locks import lock_of, locked_in_mode
+from modelfleet.frameworks.torch.modes import in_mode
+from modelfleet.frameworks.torch.optimizers.counting import CoefficientsByParameter
+from modelfleet.frameworks.torch.python_state.checks import StatefulError, refuse_unstackable
+from modelfleet.frameworks.torch.python_state.snapshot import PythonSnapshot
+from modelfleet.frameworks.torch.python_state.undo import restoring_python, restoring_tensors, undoing_side_effects
+from modelfleet.frameworks.torch.tracing.parameters import NeedsGradientError
+from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, Program, trace, untraced
+from modelfleet.trees import leaves, map_tree
+from modelfleet.types import State, Tree
+
+MAX_KEPT = 16  # Python states of the model whose programs are kept
+Result = TypeVar("Result")
+OwnSteps = TypeVar("OwnSteps", bound=LaneSteps)
+# torch's messages for `view(-1)` of a transposed weight:
+_NO_VIEW = ("view size is not compatible", "Cannot view a tensor")
+
+
+class Programs(Generic[OwnSteps]):
+    """Train, evaluate and predict for the lanes of one group.
+
+    The Python of the steps' model is traced for all members. Its own weights are never touched. With `fused=False`
+    a lane holds one member, and a step that can't be traced runs as plain Python.
+    """
+
+    def __init__(self, steps: OwnSteps, *, fused: bool) -> None:
+        self.steps = steps
+        self.fused = fused
+        self.traces = 0  # how often a step was traced; tests check that a second epoch traces nothing
+        self.untraced: str | None = None  # why a lane of one member runs its Python at every step, if it does
+        self._snapshot: PythonSnapshot | None = None  # what the Python of the model and the task reads
+        self._thoroughly = True  # compare large arrays, too, before the next step
+        # By the snapshot's key: programs for what the Python read before are kept, too.
+        self._kept: dict[Hashable, tuple[PythonSnapshot, dict[Key, ByWidth]]] = {}
+        self._programs: dict[Key, ByWidth] = {}  # by kind and batch, then by width
+        self._found: dict[Hashable, Any] = {}  # results of trials, for what the Python reads now
+        self._flattened = threading.local()
+        self._buffers = threading.local()
+
+    @property
+    def compiling(self) -> bool:
+        """Return True if a program is being compiled beside the training."""
+        return any(runner.compiler.busy for runner in self._all())
+
+    @property
+    def compiled(self) -> bool:
+        """Return True if any program runs compiled."""
+        return any(runner.program.compiled for runner in self._all())
+
+    @property
+    def description(self) -> str:
+        """Return in a word how the train steps run."""
+        programs = [runner.program for runner in self._all(*TRAINING)]
+        if not programs:
+            return "not traced yet"
+        if any(program.compiled for program in programs):
+            return "compiled"
+        return "plain Python" if any(program.graph is None for program in programs) else "traced"
+
+    @property
+    def compiled_time_ratio(self) -> float:
+        """Return how long a train step will take once it is compiled, relative to now."""
+        done = any(runner.program.compiled for runner in self._all(*TRAINING))
+        return 1.0 if done or not self.fused or compile_mode() == "never" else 1.0 - SAVED_FRACTION
+
+    @property
+    def working_bytes(self) -> int | None:
+        """Return the most memory that a train step takes beside the state, of those traced so far."""
+        known = [runner.program.working_bytes for runner in self._all(*TRAINING)]
+        return max((size for size in known if size is not None), default=None)
+
+    def train(self, lead: Args, rest: Args, *, shared_data: bool, pace: Pace) -> tuple[Tensor, frozenset[str]]:
+        """Take one step of every active member, in place. Return the losses, and the parameters that took no part.
+
+        Args:
+            lead: The first arguments of `Steps.train`: the state and the shared tensors.
+            rest: The other arguments.
+            shared_data: True if the data have no member axis.
+            pace: The number of steps left of this kind, and the seconds per step.
+        """
+        packed = self._packed(lead[0], rest[0])
+        if packed is None or self._compiled("train", (*lead, *rest), shared_data, pace) is not None:
+            program, (loss,) = self._run_compiled("train", lead, rest, shared_data, pace)
+            return loss, program.unused
+        return self._train_packed(packed, lead, rest, shared_data), frozenset()
+
+    def ready_to_train(self, lead: Args, rest: Args, *, shared_data: bool) -> None:
+        """Trace what `train` runs first for such a batch, if that has not been done."""
+        if compile_mode() != "now" and self._packed(lead[0], rest[0]) is not None:
+            _, active, *batch = rest
+            if not self.program("packed_gradients", (*lead, *batch, active), shared_data).program.unused:
+                return
+        self.program("train", (*lead, *rest), shared_data)
+
+    def _train_packed(self, packed: State, lead: Args, rest: Args, shared_data: bool) -> Tensor:
+        """Take one step in two parts: gradients, then an update of all members at once if all are fine."""
+        coefficients, active, *batch = rest
+        args = (*lead, *batch, active)
+        with torch.no_grad():
+            found = self.program("packed_gradients", args, shared_data).program(
+                [*self._flat(lead), *leaves((*batch, active))]
+            )
+            if bool(found.pop("fine")):
+                args = (packed, {}, coefficients, found)
+                return self.program("packed_apply", args, False).program(leaves(args))
+        gradients = packing.split(found.pop("gradient"), lead[0]["params"])
+        found.pop("norms", None)
+        return self.apply("apply", lead, (coefficients, active, {**found, "gradients": gradients}))
+
+    def _packed(self, state: State, coefficients: CoefficientsByParameter) -> State | None:
+        """Return a state with the buffers of its tensors; None if a step can't update them all at once.
+
+        On an accelerator the host would have to wait for the gradients.
+        """
+        known = getattr(self._buffers, "last", None)
+        if known is None or known[0] is not state:
+            buffers = None
+            if self.fused and state["member"]["seed"].device.type == "cpu" and "scale" not in state["member"]:
+                buffers = packing.buffers_of(state)
+            packed = None
+            if buffers is not None:
+                packed = {"packed": buffers, **{part: state[part] for part in ("buffers", "member", "sums")}}
+            known = self._buffers.last = state, packed
+        return known[1] if len(coefficients) == 1 and not self.steps.unused else None
+
+    def _compiled(self, kind: str, args: Args, shared_data: bool, pace: Pace) -> Program | None:
+        """Return a program if it is compiled. It is traced to be compiled as soon as that may pay."""
+        self._look()
+        family, width = family_of(kind, args, shared_data), width_of(args)
+        if width not in self._programs.get(family, ()) and not may_pay(*pace):
+            return None
+        runner = self.program(kind, args, shared_data)
+        runner.compiler.consider(*pace)
+        return runner.program if runner.program.compiled else None
+
+    def row_gradients(self, lead: Args, rest: Args, *, shared_data: bool, pace: Pace) -> tuple[Tensor, Tensor]:
+        """Compute the first half of a train step on some rows of a batch. Its results are summed over all rows."""
+        flat, columns = self._run_compiled("row_gradients", lead, rest, shared_data, pace)[1]
+        return flat, columns
+
+    def _run_compiled(
+        self, kind: str, lead: Args, rest: Args, shared_data: bool, pace: Pace
+    ) -> tuple[Program, Sequence[Tensor]]:
+        """Run a program, compiled if that pays, and return it with its flat results."""
+        runner = self.program(kind, (*lead, *rest), shared_data)
+        runner.compiler.consider(*pace)
+        program = runner.program
+        with torch.no_grad():  # tensors outside of the step may take gradients
+            return program, program.run(*self._flat(lead), *leaves(rest), *program.outside)
+
+    def gradients(self, lead: Args, rest: Args, *, shared_data: bool) -> dict[str, Tree]:
+        """Return what `apply` needs of a batch."""
+        args = (*lead, *rest)
+        return self.program("gradients", args, shared_data).program(leaves(args))
+
+    def apply(self, kind: str, lead: Args, rest: Args) -> Tensor:
+        """Run the second part of a train step in place, and return the losses `(member,)`.
+
+        It is "apply", or "row_apply" for rows on several devices.
+        """
+        # Never compiled: the devices of a group would compile it at different steps, and round differently.
+        program = self.program(kind, (*lead, *rest), False).program
+        with torch.no_grad():  # tensors outside of the step may take gradients
+            return program.run(*self._flat(lead), *leaves(rest), *program.outside)[0]
+
+    def evaluate(self, args: Args, *, shared_data: bool) -> dict[str, Tensor]:
+        """Return the sums `(member, …)` of the loss and the metrics over a batch."""
+        return self.program("evaluate", args, shared_data).program(leaves(args))
+
+    def predict(self, args: Args, *, shared_data: bool) -> Tree:
+        """Return the outputs `(member, row, …)` on a batch of inputs, as NumPy arrays."""
+        runner = self.program("predict", args, shared_data)
+        begun = time.perf_counter()
+        outputs = map_tree(on_host, runner.program(leaves(args)))
+        runner.record(time.perf_counter() - begun)
+        return outputs
+
+    def _flat(self, lead: Args) -> list[Tensor]:
+        # A lane's state has the same tensors at every step. Each thread flattens it once.
+        known = getattr(self._flattened, "last", None)
+        if known is None or any(a is not b for a, b in zip(known[0], lead, strict=True)):
+            known = self._flattened.last = lead, leaves(lead)
+        return known[1]
+
+    def _all(self, *kinds: str) -> Iterator[Runner]:
+        for _, family in list(self._kept.values()):
+            for (kind, *_), programs in list(family.items()):
+                if not kinds or kind in kinds:
+                    yield from list(programs.values())
+
+    def stop(self) -> None:
+        """Stop every compiler that is still at work."""
+        for runner in self._all():
+            runner.compiler.stop()
+
+    def look_again(self) -> None:
+        """Before the next step, compare everything that the traced Python can read, large arrays too."""
+        self._thoroughly = True
+
+    def _look(self) -> None:
+        """Find the programs for what the Python of the model, the loss and the metrics reads now."""
+        if self._snapshot is not None and self._snapshot.same(thoroughly=self._thoroughly):
+            self._thoroughly = False
+            return
+        with TRACE_LOCK, lock_of(self.steps.model):
+            snapshot = PythonSnapshot(self.steps.roots())
+            if self.fused:
+                snapshot.refuse()
+                refuse_unstackable(self.steps.model)
+            kept = self._kept.pop(snapshot.key, None) or (snapshot, {})
+            self._kept[snapshot.key] = kept  # the last one used is dropped last
+            while len(self._kept) > MAX_KEPT:
+                _, forgotten = self._kept.pop(next(iter(self._kept)))
+                for runner in (runner for programs in forgotten.values() for runner in programs.values()):
+                    runner.compiler.stop()
+            self._programs, self._found = kept[1], {}
+            # Only now, so that a refused model is refused again.
+            self._snapshot, self._thoroughly = snapshot, False
+
+    @contextmanager
+    def trial(self, *, train: bool) -> Iterator[None]:
+        """Context in which the model's Python can be tried without side effects."""
+        with (
+            lock_of(self.steps.model),
+            undoing_side_effects(*self.steps.roots()),
+            in_mode(self.steps.model, train=train, given=self.steps.modes),
+        ):
+            yield
+
+    def found(self, trial: Hashable, run: Callable[[], Result]) -> Result:
+        """Return a trial's result. It runs again only if the model's Python may read something else now."""
+        if self._snapshot is None or not self._snapshot.same(thoroughly=False):
+            return run()
+        if trial not in self._found:
+            self._found[trial] = run()
+        return self._found[trial]
+
+    def serve(self, model: nn.Module) -> None:
+        """Trace this model from now on. It must have the structure that the programs are for."""
+        if model is not self.steps.model:
+            self.steps.model, self._snapshot = model, None
+
+    def program(self, kind: str, args: Args, shared_data: bool) -> Runner:
+        """Return the program for arguments of these shapes. It is traced if there is none yet."""
+        self._look()
+        family, width = family_of(kind, args, shared_data), width_of(args)
+        programs = self._programs.setdefault(family, {})
+        if width not in programs:
+            with TRACE_LOCK, lock_of(self.steps.model):
+                if width not in programs:
+                    if "params" in args[0]:
+                        self.steps.refuse_other_parameters(args[0], args[1])
+                    known = for_any_width(programs, width)
+                    programs[width] = known or Runner(*self._make(kind, args, shared_data), programs)
+        return programs[width]
+
+    def _make(self, kind: str, args: Args, shared_data: bool) -> tuple[Program, Compiler]:
+        step: Callable[..., Tree] = getattr(self.steps, kind)
+        rest = {
+            "train": (True, True, not shared_data, True),
+            "gradients": (not shared_data, True),
+            "apply": (True, True, True),
+            "packed_gradients": (not shared_data, True, True),
+            "packed_apply": (True, True),
+            "row_gradients": (not shared_data, True, False),
+            "row_apply": (True, True, True, True),
+            "evaluate": (not shared_data, True),
+        }
+        stacked = (True, False, *rest.get(kind, (not shared_data,)))
+
+        def run(*args: Tree) -> Tree:
+            with locked_in_mode(self.steps, train=kind in TRAINING):
+                modes = {name: module.training for name, module in self.steps.model.named_modules()}
+                result = step(*args, how=How(shared_data, self.fused))
+                for name, module in self.steps.model.named_modules() if self.fused else ():
+                    if module.training != modes.get(name):
+                        raise CannotFuseError(
+                            f"its forward switches {name or 'itself'} between train and eval mode"
+                        )
+                return result
+
+        snapshot = self._snapshot
+        assert snapshot is not None
+
+        def at_width(width: int) -> Program:
+            if not snapshot.same(thoroughly=True):
+                raise CannotFuseError("what it reads has changed")
+            with restoring_python(snapshot):
+                return trace(run, tuple(rows_of(args, stacked, width)), stacked)
+
+        if self.fused:
+            self._try(kind, args, stacked, shared_data, snapshot)
+        self.traces += 1
+        try:
+            with restoring_python(snapshot, strictly=self.fused, harmless=lambda: self._is_cache(kind, snapshot)):
+                program = self._traced(run, args, stacked)
+        except CannotFuseError as error:
+            if self.fused:
+                raise
+            self.untraced = str(error)
+            program = untraced(run, args, stacked)
+        program.unused = self.steps.unused
+        return program, Compiler(program, at_width if self.fused else None)
+
+    def _try(
+        self, kind: str, args: Args, stacked: Sequence[bool], shared_data: bool, snapshot: PythonSnapshot
+    ) -> None:
+        """Run a step's Python once for the first member, to find the parameters that take part in the loss.
+
+        Tracing will show anything else that is wrong with the step.
+
+        Raises:
+            StatefulError: The step changes Python state that its result depends on.
+        """
+        if kind in APPLYING:
+            return
+        harmless = partial(self._is_cache, kind, snapshot)
+        with (
+            restoring_python(snapshot, harmless=harmless),
+            restoring_tensors(snapshot),
+            locked_in_mode(self.steps, train=kind in TRAINING),
+        ):
+            try:
+                if kind in TRAINING:
+                    batch, weights = args[4:] if kind == "train" else args[2:4]
+                    self.steps.find_unused(args[0], args[1], batch, weights, How(shared_data, fused=False))
+                    return
+                one = [map_tree(torch.clone, arg) for arg in rows_of(args, stacked, 1)]
+                step = partial(getattr(self.steps, kind), how=How(shared_data, fused=False))
+                first = step(*map_tree(torch.clone, one))
+                changed = snapshot.changed()
+                if not changed:
+                    return
+                known = PythonSnapshot(self.steps.roots()).key
+                again = step(*one)
+            except Exception:
+                return
+            if known != PythonSnapshot(self.steps.roots()).key or not _equal(first, again):
+                raise StatefulError(f"running it changes {changed[0]}")
+
+    def _is_cache(self, kind: str, snapshot: PythonSnapshot) -> bool:
+        """Return True if the state that a forward in evaluation mode left is a cache that `model.train()` empties.
+
+        timm's LeViT and others keep their attention biases this way. A program computes them for every batch.
+        """
+        if kind in TRAINING:
+            return False
+        model = self.steps.model
+        model.train(True)
+        after = PythonSnapshot(self.steps.roots()).key
+        snapshot.restore()
+        model.train(True)
+        return after == PythonSnapshot(self.steps.roots()).key
+
+    def _traced(self, run: Callable[..., Tree], args: Args, stacked: Sequence[bool]) -> Program:
+        """Trace a step, and again with other settings if the model turns out to need them."""
+        try:
+            return trace(run, args, stacked)
+        except NeedsGradientError:
+            self.steps.differentiates = True
+        except CannotFuseError as error:
+            if self.steps.contiguous or not any(said in str(error.__cause__) for said in _NO_VIEW):
+                raise
+            self.steps.contiguous = True
+        return self._traced(run, args, stacked)
+
+
+def _equal(tree: Tree, other: Tree) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(leaves(tree), leaves(other), strict=True))

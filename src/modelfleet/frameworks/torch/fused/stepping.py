@@ -1,0 +1,177 @@
+"""Train steps of a lane on its stacked state, by programs."""
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Generic, Protocol
+
+import torch
+from torch import Tensor
+
+from modelfleet.errors import StrategyError
+from modelfleet.frameworks.batch import Batch
+from modelfleet.frameworks.engine import Hyper, Pace
+from modelfleet.frameworks.errors import CannotFuseError
+from modelfleet.frameworks.torch.fused import packing
+from modelfleet.frameworks.torch.fused import state as states
+from modelfleet.frameworks.torch.fused.programs import OwnSteps, Programs
+from modelfleet.frameworks.torch.fused.steps_protocol import How, Tensors
+from modelfleet.frameworks.torch.model_locks import locked_in_mode
+from modelfleet.frameworks.torch.optimizers.counting import CoefficientsByParameter
+from modelfleet.frameworks.torch.parallel.fused import RowDivision
+from modelfleet.frameworks.torch.python_state.checks import DivergenceCheck, StatefulError
+from modelfleet.trees import leaves
+from modelfleet.types import Kind, State, Tree
+
+
+class CoefficientSource(Protocol):
+    """Source of the optimizer's numbers for the next steps, like `counting.CoefficientsAhead`."""
+
+    def next(self, state: State, hyper: Hyper, active: Tensor) -> CoefficientsByParameter:
+        """Return the numbers of the next step of these members."""
+        ...
+
+    def one(self, state: State, hyper: Hyper) -> CoefficientsByParameter:
+        """Return the numbers of one step of a state of some members."""
+        ...
+
+    def stepped(self, unused: frozenset[str] | None) -> None:
+        """Record a step, and the parameters that took no part in it; None if they are not known."""
+        ...
+
+    def forget(self) -> None:
+        """Read the state again before the next step, because it may have been changed."""
+        ...
+
+
+class Stepper(Generic[OwnSteps]):
+    """Takes the train steps of a lane.
+
+    Args:
+        first: The name of the first member, for messages.
+        programs: The programs of the members' structure and task.
+        shared: The tensors that all members share.
+        coefficients: The optimizer's numbers.
+        division: Divides the rows of a batch over the ranks of a group. None if that is not possible.
+        divergence: A check that the Python of all members still does the same. None if there is nothing to
+            compare.
+    """
+
+    def __init__(
+        self,
+        first: str,
+        programs: Programs[OwnSteps],
+        shared: Tensors,
+        coefficients: CoefficientSource,
+        *,
+        division: RowDivision | None = None,
+        divergence: DivergenceCheck | None = None,
+    ) -> None:
+        self.shared = shared
+        self.coefficients = coefficients
+        self.checked = False  # True once the members were checked in this epoch
+        self._first = first
+        self._programs = programs
+        self._division = division
+        self._divergence = divergence
+        self._unfusable: dict[Hashable, CannotFuseError] = {}  # by kind and form of a batch
+
+    def train(self, state: State, hyper: Hyper, active: Tensor, batch: Batch, pace: Pace) -> list[Tensor]:
+        """Take the steps of a batch for the active members, in place. Return the losses `(slot,)` of each step."""
+        losses = []
+        for number in range(batch.steps or 1):
+            step = batch if batch.steps is None else batch.step(number)
+            coefficients = self.coefficients.next(state, hyper, active)
+            losses.append(self._step(state, coefficients, active, step, pace))
+        return losses
+
+    def train_some(self, state: State, hyper: Hyper, batch: Batch, pace: Pace) -> Tensor:
+        """Take one step of the members in the slots that a batch is for, and return their losses."""
+        assert batch.slots is not None
+        rows = torch.from_numpy(batch.slots).to(state["member"]["seed"].device)
+        part = states.select(state, rows)
+        if packing.buffers_of(state) is not None:
+            part = packing.pack(part)
+        some = {name: column.index_select(0, rows) for name, column in hyper.items()}
+        active = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+        self.coefficients.forget()
+        loss = self._step(part, self.coefficients.one(part, some), active, batch, pace)
+        states.put(state, rows, part)
+        return loss
+
+    def gradients(self, state: State, batch: Batch) -> dict[str, Tree]:
+        """Return what `apply` needs of a batch."""
+        with self.refusing_state():
+            lead, rest = (state, self.shared), (batch.data, batch.weights)
+            return self._programs.gradients(lead, rest, shared_data=batch.shared)
+
+    def apply(self, state: State, hyper: Hyper, active: Tensor, gradients: dict[str, Tree]) -> None:
+        """Update the active members by what `gradients` returned."""
+        rest = (self.coefficients.next(state, hyper, active), active, gradients)
+        with self.refusing_state():
+            self._programs.apply("apply", (state, self.shared), rest)
+        self.coefficients.stepped(None)
+
+    def _step(
+        self, state: State, coefficients: CoefficientsByParameter, active: Tensor, batch: Batch, pace: Pace
+    ) -> Tensor:
+        """Take one train step of a state, alone or together with the other ranks. Return the losses.
+
+        Raises:
+            CannotFuseError: A batch of this form can't be fused, and it is for more than one member.
+        """
+        if not self.checked:
+            with self.refusing_state():
+                self.check_members()
+        lead, rest = (state, self.shared), (coefficients, active, batch.data, batch.weights)
+        if self._division is not None and self._division.group is not None:
+            loss = self._division.step(lead, coefficients, active, batch, pace)
+            self.coefficients.stepped(None)
+            return loss
+        try:
+            self.refuse_unfusable("train", batch)
+            with self.refusing_state():
+                loss, unused = self._programs.train(lead, rest, shared_data=batch.shared, pace=pace)
+            self.coefficients.stepped(unused if self._programs.fused else None)
+            return loss
+        except CannotFuseError as error:
+            self.remember_unfusable("train", batch, error)
+            if len(state["member"]["seed"]) > 1:
+                raise
+        steps = self._programs.steps
+        with locked_in_mode(steps, train=True):
+            loss = steps.train(*lead, *rest, How(batch.shared, fused=False))
+        self.coefficients.stepped(None)
+        return loss
+
+    def refuse_unfusable(self, kind: Kind, batch: Batch) -> None:
+        """Raise the same CannotFuseError for batches of a form that could not be fused, without tracing them."""
+        known = self._unfusable.get((kind, batch_form(batch))) if self._unfusable else None
+        if known is not None:
+            raise known
+
+    def remember_unfusable(self, kind: Kind, batch: Batch, error: CannotFuseError) -> None:
+        """Refuse batches like this one from now on."""
+        self._unfusable[kind, batch_form(batch)] = error
+
+    @contextmanager
+    def refusing_state(self) -> Iterator[None]:
+        """Raise StrategyError for Python state that shows only now: no member may run another's Python."""
+        try:
+            yield
+        except StatefulError as error:
+            raise StrategyError(
+                f"member {self._first!r} and those like it can't stay fused: {error}. "
+                f'Use strategy="interleaved", where each member runs its own model.'
+            ) from error
+
+    def check_members(self) -> None:
+        """Check that the members' Python still does what it did when the last epoch or verb began."""
+        self.checked = True
+        self._programs.look_again()
+        if self._divergence is not None:
+            self._divergence.check()
+
+
+def batch_form(batch: Batch) -> tuple[Hashable, ...]:
+    """Return the shapes and dtypes of a member's batch."""
+    return tuple((leaf.shape[0 if batch.shared else 1 :], leaf.dtype) for leaf in leaves(batch.data))

@@ -1,0 +1,369 @@
+"""Steps of a lane as plain functions of tensors: train, evaluate, predict.
+
+Each works on the stacked state of all members at once. `fused=True` maps one member's computation over the member
+axis. `fused=False` runs a lane of one member as any torch loop would, for models that can't be mapped. Both give a
+member the same numbers.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch._functorch.eager_transforms import enable_inplace_requires_grad
+
+from modelfleet.frameworks.errors import FINE, CannotFuseError
+from modelfleet.frameworks.torch.functional import call_with
+from modelfleet.frameworks.torch.fused import packing
+from modelfleet.frameworks.torch.fused.mapping import Axes, mapped, mapped_gradients
+from modelfleet.frameworks.torch.fused.steps_protocol import How, Tensors, drawing
+from modelfleet.frameworks.torch.fused.updating import (
+    gradient_norms,
+    per_member,
+    refuse_changed_form,
+    update,
+    update_all,
+)
+from modelfleet.frameworks.torch.modes import training_modes
+from modelfleet.frameworks.torch.optimizers.counting import CoefficientsByParameter
+from modelfleet.frameworks.torch.parallel import row_sums
+from modelfleet.frameworks.torch.python_state.checks import StatefulError
+from modelfleet.frameworks.torch.python_state.undo import undoing_side_effects
+from modelfleet.frameworks.torch.random.streams import BatchRows, DrawShapes, Streams
+from modelfleet.frameworks.torch.task import PRECISIONS, Task, call, logits
+from modelfleet.frameworks.torch.tracing.parameters import NeedsGradientError, ParameterMode
+from modelfleet.trees import leaves, map_tree
+from modelfleet.types import State, Tree
+
+Run = Callable[..., Tree]
+"""A function of a model or of tensors. It returns a tree of tensors."""
+
+
+class Steps:
+    """Train, evaluate and predict steps for lanes of one structure and one task.
+
+    `layout` names the parameters that are stored transposed. In every step, `shared` holds the tensors that all
+    members share. They have no member axis, and what depends on them alone is computed once.
+    """
+
+    def __init__(self, model: nn.Module, task: Task, layout: frozenset[str]) -> None:
+        self.model = model
+        self.modes = training_modes(model)
+        self.task = task
+        self.layout = layout
+        self.unused: frozenset[str] = frozenset()  # parameters that take no part in the loss
+        self.contiguous = False  # True if the model needs contiguous weights, for `weight.view(-1)`
+        self.differentiates = False  # True if the objective takes gradients itself, and needs them to evaluate
+        self.counting: str | None = None  # a buffer that evaluating changes
+        self.draws: DrawShapes = ()  # what a step draws, for `row_gradients` of batches like the next one
+
+    @property
+    def can_mask_rows(self) -> bool:
+        """Return True if the loss and every metric can leave out padded rows by weights."""
+        return self.task.can_mask_rows
+
+    def roots(self) -> list[tuple[str, object]]:
+        """Return everything whose Python runs while a step is traced, by the names that messages use."""
+        task = self.task
+        roots: list[tuple[str, object]] = [("self", self.model), ("the objective", task.objective)]
+        if task.loss is not None:
+            roots.append(("the loss", task.loss.plain))
+        return roots + [(f"the metric {metric.name}", metric.sums) for metric in task.metrics]
+
+    def refuse_other_parameters(self, state: State, shared: Tensors) -> None:
+        """Raise `CannotFuseError` if a parameter was frozen or unfrozen since the state was stacked."""
+        for name, parameter in self.model.named_parameters():
+            if name not in shared and parameter.requires_grad != (name in state["params"]):
+                done = "unfrozen" if parameter.requires_grad else "frozen"
+                raise StatefulError(f"its parameter {name} was {done} meanwhile")
+
+    def find_unused(self, state: State, shared: Tensors, data: Tree, weights: Tensor | None, how: How) -> None:
+        """Find the parameters that take no part in the loss, by one backward pass of the first member alone."""
+        if not how.shared_data:
+            data = map_tree(lambda t: t[0], data)
+        weights = None if weights is None else weights[0]
+        data, shared = map_tree(torch.clone, data), map_tree(torch.clone, shared)  # the forward may write to them
+        one = {part: map_tree(lambda t: t[0].clone(), tensors) for part, tensors in state.items()}
+        with drawing(state["member"], fused=False), torch.enable_grad():
+            params = {name: p.requires_grad_() for name, p in one["params"].items()}
+            own = {**params, **one["frozen"], **shared}
+            loss, _ = self._call(own, one["buffers"], self.task.run, data, weights)
+            found = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+        self.unused = frozenset(name for name, g in zip(params, found, strict=True) if g is None)
+
+    def train(
+        self,
+        state: State,
+        shared: Tensors,
+        coefficients: CoefficientsByParameter,
+        active: Tensor,
+        data: Tree,
+        weights: Tensor | None,
+        how: How,
+    ) -> Tensor:
+        """Take one step of every active member, in place, and return the losses `(member,)`.
+
+        `coefficients` are the optimizer's numbers for this step, `(member,)` each, by the parameters they are for.
+        """
+        found = self.gradients(state, shared, data, weights, how)
+        return self.apply(state, shared, coefficients, active, found, how)
+
+    def gradients(
+        self, state: State, shared: Tensors, data: Tree, weights: Tensor | None, how: How
+    ) -> dict[str, Tree]:
+        """Return what `apply` needs of a batch, `(member, …)` each.
+
+        These are the "gradients" of the parameters that take part in the loss, the "loss", the "sums" of the
+        metrics, and the "buffers" after the forward pass.
+        """
+        member, task = state["member"], self.task
+        scale = member.get("scale")
+
+        def loss_of(params: Tensors, frozen: Tensors, buffers: Tensors, *batch: Tree) -> tuple[Tensor, Tree]:
+            data, weights, scale = batch
+            buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+            loss, sums = self._call({**params, **frozen, **shared}, buffers, task.run, data, weights)
+            return loss if scale is None else loss * scale, (loss.detach(), sums, buffers)
+
+        with drawing(member, fused=how.fused):
+            args = (state["params"], state["frozen"], state["buffers"], data, weights, scale)
+            axes = (0, 0, 0, how.axis, 0, 0)
+            gradients, (loss, sums, buffers) = mapped_gradients(loss_of, args, axes, fused=how.fused)
+        # As in torch, weight decay and momentum do not touch a parameter without a gradient.
+        gradients = {name: g for name, g in gradients.items() if name not in self.unused}
+        if scale is not None:
+            gradients = {name: (g / per_member(scale, g)).to(g.dtype) for name, g in gradients.items()}
+        return {"gradients": gradients, "loss": loss, "sums": dict(sums), "buffers": buffers}
+
+    def packed_gradients(
+        self, state: State, shared: Tensors, data: Tree, weights: Tensor | None, active: Tensor, how: How
+    ) -> dict[str, Tree]:
+        """Return what `packed_apply` needs of a batch: as `gradients`, but with all gradients in one buffer.
+
+        "fine" is True if all members take part, and their losses and gradients are known to be finite: their sums
+        are. "norms" are those of the gradients, if they are to be clipped.
+        """
+        found = self.gradients(state, shared, data, weights, how)
+        for name, buffer in found["buffers"].items():
+            refuse_changed_form(name, state["buffers"][name], buffer)
+        gradients, loss = found.pop("gradients"), found["loss"]
+        gradient = packing.join(gradients)
+        sums = gradient.sum(1) + loss.to(gradient.dtype)
+        fine = active & (state["member"]["trouble"] == FINE) & torch.isfinite(sums)
+        norms = {"norms": gradient_norms(gradients)} if self.task.clip else {}
+        return {**found, **norms, "gradient": gradient, "fine": fine.all()}
+
+    def packed_apply(
+        self,
+        state: State,
+        shared: Tensors,
+        coefficients: CoefficientsByParameter,
+        found: dict[str, Tree],
+        how: How,
+    ) -> Tensor:
+        """Update all members in place by what `packed_gradients` returned, and return the losses `(member,)`.
+
+        `state` has the part `packed`, the buffers, in place of the parameters and the optimizer's tensors.
+        """
+        update_all(self.task, state, state["packed"], coefficients, found)
+        return found["loss"]
+
+    def apply(
+        self,
+        state: State,
+        shared: Tensors,
+        coefficients: CoefficientsByParameter,
+        active: Tensor,
+        found: dict[str, Tree],
+        how: How,
+    ) -> Tensor:
+        """Update every active member in place by what `gradients` returned, and return the losses `(member,)`."""
+        gradients, loss, sums = found["gradients"], found["loss"], found["sums"]
+        update(self.task, state, coefficients, active, gradients, loss, sums, buffers=found["buffers"])
+        return loss
+
+    def row_gradients(
+        self,
+        state: State,
+        shared: Tensors,
+        data: Tree,
+        weights: Tensor | None,
+        rows_at: Tensors,
+        how: How,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the first half of a train step on some rows of a batch. Its results are summed over all rows.
+
+        Args:
+            state: The stacked state.
+            shared: The tensors that all members share.
+            data: The rows.
+            weights: Their weights.
+            rows_at: Where they are in the batch: the `start` of the rows, the `count` of rows in the batch, and
+                the `fraction` of the batch that the rows are.
+            how: How the step maps over the members.
+
+        Returns:
+            The gradients `(member, number)` of the loss's total, and the columns, as in `row_sums`.
+        """
+        member, params, scale = state["member"], state["params"], state["member"].get("scale")
+
+        def unit(scale: Tensor, count: Tensor) -> Tensor:
+            # float16's scale is meant for the gradients of the whole batch's mean.
+            return scale * rows_at["fraction"] / torch.where(count > 0, count, 1)
+
+        def total_of(params: Tensors, frozen: Tensors, buffers: Tensors, *batch: Tree) -> tuple[Tensor, Tree]:
+            data, weights, scale = batch
+            buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+            own = {**params, **frozen, **shared}
+            partial_loss = self.task.partial_loss
+            total, count, sums = self._call(own, buffers, partial_loss, data, weights, rows_at["fraction"])
+            found = total.detach(), count.detach(), sums
+            return total if scale is None else total * unit(scale, found[1]), found
+
+        rows = leaves(data)[0].shape[0 if how.shared_data else 1]
+        part = BatchRows(rows_at["start"], rows_at["count"], rows, self.draws)
+        with drawing(member, fused=how.fused, part=part):
+            args = (params, state["frozen"], state["buffers"], data, weights, scale)
+            axes = (0, 0, 0, how.axis, 0, 0)
+            found, (total, count, sums) = mapped_gradients(total_of, args, axes, fused=how.fused)
+        found = {name: g for name, g in found.items() if name not in self.unused}
+        if scale is not None:
+            found = {name: (g / per_member(unit(scale, count), g)).to(g.dtype) for name, g in found.items()}
+        return row_sums.pack(state, found, total, count, sums)
+
+    def row_apply(
+        self,
+        state: State,
+        shared: Tensors,
+        coefficients: CoefficientsByParameter,
+        active: Tensor,
+        numbers: Tensor,
+        columns: Tensor,
+        how: How,
+    ) -> Tensor:
+        """Take the second half of a train step, in place, and return the losses `(member,)`.
+
+        `numbers` and `columns` are what `row_gradients` returned, summed over all rows of the batch.
+        """
+        gradients, loss, sums, used = row_sums.unpack(state, numbers, columns)
+        update(self.task, state, coefficients, active, gradients, loss, sums, used=used)
+        return loss
+
+    def evaluate(self, state: State, shared: Tensors, data: Tree, weights: Tensor | None, how: How) -> Tensors:
+        """Return the sums `(member,)` of the loss and the metrics over a batch."""
+        args = (state["params"], state["frozen"], state["buffers"], data, weights)
+
+        def sums_of(
+            params: Tensors, frozen: Tensors, buffers: Tensors, data: Tree, weights: Tensor | None
+        ) -> Tensors:
+            mask = weights if self.task.can_mask_rows else None
+            own = {**params, **frozen, **shared}
+            return self._observed(own, buffers, state, how.fused, self.task.run, data, mask)[1]
+
+        return self._read(sums_of, state, args, (0, 0, 0, how.axis, 0), how.fused)
+
+    def predict(self, state: State, shared: Tensors, data: Tree, how: How) -> Tree:
+        """Return the outputs `(member, row, …)` on a batch of inputs."""
+        args = (state["params"], state["frozen"], state["buffers"], data)
+
+        def output_of(params: Tensors, frozen: Tensors, buffers: Tensors, data: Tree) -> Tree:
+            own = {**params, **frozen, **shared}
+            return self._observed(own, buffers, state, how.fused, lambda m, x: logits(call(m, x)), data)
+
+        return self._read(output_of, state, args, (0, 0, 0, how.axis), how.fused)
+
+    def _observed(self, own: Tensors, buffers: Tensors, state: State, fused: bool, run: Run, *args: Tree) -> Tree:
+        """Run a function in evaluation mode.
+
+        If it changes a buffer, the change is kept in the state of one member. Several members can't be run at once
+        then. The trial of one member, which comes first, shows this.
+        """
+        if fused and self.counting is not None:
+            raise CannotFuseError(f"its forward changes the buffer {self.counting!r} in evaluation mode, too")
+        given = {name: buffer.clone() for name, buffer in buffers.items()}
+        after, versions = dict(given), {name: buffer._version for name, buffer in given.items()}
+        result = self._call(own, after, run, *args)
+        for name, buffer in after.items():
+            if not fused and (buffer is not given[name] or buffer._version != versions[name]):
+                self.counting = name
+                state["buffers"][name].copy_(buffer.unsqueeze(0))
+        return result
+
+    def _read(self, function: Run, state: State, args: tuple[Tree, ...], axes: Axes, fused: bool) -> Tree:
+        """Map a function that changes no weight over the members; again with gradients if it takes some itself."""
+        try:
+            return self._mapped(function, state, args, axes, fused)
+        except NeedsGradientError:
+            if torch.compiler.is_compiling():
+                raise  # `Programs` traces again
+            self.differentiates = True
+            return self._mapped(function, state, args, axes, fused)
+
+    def _mapped(self, function: Run, state: State, args: tuple[Tree, ...], axes: Axes, fused: bool) -> Tree:
+        with torch.no_grad(), drawing(state["member"], fused=fused):
+            if not self.differentiates:
+                return mapped(function, args, axes, fused=fused)
+
+            def tracked(params: Tensors, *rest: Tree) -> tuple[Tensor | int, Tree]:
+                return sum((p * 0.0).sum() for p in params.values()), function(params, *rest)
+
+            return mapped_gradients(tracked, args, axes, fused=fused)[1]
+
+    def observe(
+        self, state: State, shared: Tensors, run: Run, data: Tree, streams: Streams
+    ) -> tuple[Tree, Tensors]:
+        """Return the result of `run(model, data)` for the first member, and the member's buffers after it."""
+        one = {part: map_tree(lambda t: t[0], state[part]) for part in ("params", "frozen", "buffers")}
+        buffers = {name: buffer.clone() for name, buffer in one["buffers"].items()}
+        data, shared = map_tree(torch.clone, data), map_tree(torch.clone, shared)  # the forward may write to them
+        tried = undoing_side_effects(("self", self.model), ("the objective", self.task.objective))
+        with tried, torch.no_grad(), drawing(state["member"], fused=False, streams=streams):
+            result = self._call({**one["params"], **one["frozen"], **shared}, buffers, run, data)
+        return result, buffers
+
+    def learn(
+        self,
+        state: State,
+        shared: Tensors,
+        run: Run,
+        args: tuple[Tree, ...],
+        streams: Streams,
+    ) -> tuple[Tree, Tensors, Tensors]:
+        """Return the result of `run(steps, model, *args)` for the first member, the gradients, and its buffers.
+
+        The first leaf of the result is a loss. The gradients are of that loss, by the parameters that take part in
+        it.
+        """
+        one = {part: map_tree(lambda t: t[0], state[part]) for part in ("params", "frozen", "buffers")}
+        buffers = {name: buffer.clone() for name, buffer in one["buffers"].items()}
+        params = {name: p.detach().requires_grad_() for name, p in one["params"].items()}
+        with torch.enable_grad(), drawing(state["member"], fused=False, streams=streams):
+            own = {**params, **one["frozen"], **shared}
+            result = self._call(own, buffers, lambda model, *args: run(self, model, *args), *args)
+            found = torch.autograd.grad(leaves(result)[0], list(params.values()), allow_unused=True)
+        gradients = {name: g for name, g in zip(params, found, strict=True) if g is not None}
+        return map_tree(torch.Tensor.detach, (result, gradients, buffers))
+
+    def _call(self, own: Tensors, buffers: Tensors, run: Run, *args: Tree) -> Tree:
+        """Return `run(model, *args)` with these weights in the model, and put its new buffers into `buffers`."""
+        trained = {name: parameter.requires_grad for name, parameter in self.model.named_parameters()}
+        own = {name: self._as_given(name, t) for name, t in own.items()}
+        dtype = PRECISIONS[self.task.precision]
+        device = next((tensor.device.type for tensor in (*own.values(), *buffers.values())), "cpu")
+        versions = {name: t._version for name, t in own.items()}
+        with (
+            ParameterMode({name: (own[name], takes) for name, takes in trained.items() if name in own}, self),
+            enable_inplace_requires_grad(True),
+            torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=False),
+        ):
+            result = call_with(self.model, own, buffers, run, *args)
+        for name in trained.keys() & own.keys():
+            if torch.compiler.is_compiling() and own[name]._version != versions[name]:
+                raise CannotFuseError(f"its forward changes its parameter {name} in place")
+        return result
+
+    def _as_given(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a parameter in the model's layout, as another tensor than that of the state."""
+        if name not in self.layout:
+            return torch.ops.aten.alias.default(tensor)
+        found = tensor.transpose(-1, -2)
+        return found.contiguous() if self.contiguous or not torch.compiler.is_compiling() else found

@@ -1,0 +1,1 @@
+"""Optimizers on stacked parameters, with numbers of each member's own."""

@@ -1,0 +1,1 @@
+"""Rows of a batch on several devices, with the gradients summed."""

@@ -1,0 +1,1 @@
+"""One member as plain torch has it: eager autograd and `torch.optim`."""
