@@ -14,7 +14,7 @@ from torch import nn
 from modelfleet.frameworks import jax as adapter
 from modelfleet.frameworks import torch as torch_adapter
 from modelfleet.frameworks.engine import Engine
-from modelfleet.frameworks.lane_context import LaneContext
+from modelfleet.frameworks.lane_context import alike
 from modelfleet.frameworks.torch.base import on_host
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
@@ -64,7 +64,7 @@ def case(model: Any) -> engines.Case:
     def engine(members: Sequence[Member]) -> Engine:
         recipe = Recipe("sgd", "mse", hyperparameters={"lr": 0.1, "momentum": 0.9})
         task = adapter.prepare(recipe, members, "train").tasks[0]
-        return adapter.make_engine(LaneContext(members, task, {}, jax.devices("cpu")[0], fused=True))
+        return adapter.make_engine(alike(members, task, {}, jax.devices("cpu")[0], fused=True))
 
     return engines.Case(members, engine, batch, weights)
 
@@ -104,7 +104,7 @@ def torch_case(optimizer: str, width: int, **hyperparameters: float) -> engines.
     def engine(members: Sequence[Member]) -> Engine:
         prepared = torch_adapter.prepare(recipe, members, "train")
         task, device, programs = prepared.tasks[0], torch.device("cpu"), known.get("programs")
-        context = LaneContext(members, task, prepared.columns, device, fused=True, programs=programs)
+        context = alike(members, task, prepared.columns, device, fused=True, programs=programs)
         made = torch_adapter.make_engine(context)
         known["programs"] = made.programs  # traced once, as lanes hand them on
         return made

@@ -15,7 +15,7 @@ from modelfleet.frameworks.errors import GRADIENT, LOSS, CannotFuseError
 from modelfleet.frameworks.functional import Definition, FunctionalEngine, State
 from modelfleet.frameworks.jax.backend import JaxBackend
 from modelfleet.frameworks.jax.task import Task
-from modelfleet.frameworks.lane_context import LaneContext
+from modelfleet.frameworks.lane_context import LaneContext, alike
 from modelfleet.frameworks.stacked import WEIGHTS
 from modelfleet.members import Member
 from modelfleet.trees import map_tree
@@ -108,7 +108,7 @@ def members(width: int) -> list[Member]:
 
 
 def context(own: list[Member], programs: Any = None) -> LaneContext[Task, Any]:
-    return LaneContext(own, Task(), {}, None, fused=len(own) > 1, programs=programs)
+    return alike(own, Task(), {}, None, fused=len(own) > 1, programs=programs)
 
 
 def engine(width: int = 3, own: list[Member] | None = None, **options: Any) -> FunctionalEngine:

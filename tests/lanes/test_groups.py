@@ -1,11 +1,14 @@
 """Groups: who may be fused with whom, and what tells the others apart."""
 
+import string
+from typing import Any, cast
+
 from tests.helpers import fleet_of, mlp
 from torch import nn
 
 import modelfleet as mf
-from modelfleet.frameworks.torch import difference, signature
-from modelfleet.lanes.groups import Group, group
+from modelfleet.lanes.groups import Group, MemberTask, by_variant, group
+from modelfleet.members import Member
 
 
 class Some:
@@ -15,27 +18,56 @@ class Some:
     optimizer_name = "sgd"
 
 
-def compare(left: str, right: str) -> str | None:
-    return None if left == right else f"{left} is not {right}"
+class Plain:
+    """A framework whose structures are words."""
+
+    NAME = "plain"
+
+    @staticmethod
+    def difference(left: str, right: str) -> str | None:
+        return None if left == right else f"{left} is not {right}"
+
+
+class Initials(Plain):
+    """A framework that can fuse all structures with the same first letter."""
+
+    @staticmethod
+    def family(signature: str, task: Some) -> str:
+        return signature[0]
+
+
+def tasks(signatures: str, *own: Some, framework: Any = Plain) -> dict[str, MemberTask]:
+    words = signatures.split()
+    members = (Member(name, None, 0, framework) for name in string.ascii_lowercase)
+    return {
+        member.name: MemberTask(member, cast(Any, word), task, {}, None)
+        for member, word, task in zip(members, words, own * len(words), strict=False)
+    }
 
 
 def test_members_of_one_structure_and_one_task_are_one_group() -> None:
-    task = Some()
-    assert group(["a", "b"], ["net", "net"], [task, task], compare) == [Group((0, 1), None)]
+    assert group(tasks("net net", Some())) == [Group(("a", "b"), None)]
 
 
 def test_groups_are_in_the_order_of_their_first_members() -> None:
-    task = Some()
-    assert group(["a", "b", "c", "d"], ["net", "wide", "net", "deep"], [task] * 4, compare) == [
-        Group((0, 2), None),
-        Group((1,), "'b' differs from 'a': wide is not net"),
-        Group((3,), "'d' differs from 'a': deep is not net"),
+    assert group(tasks("net wide net deep", Some())) == [
+        Group(("a", "c"), None),
+        Group(("b",), "'b' differs from 'a': wide is not net"),
+        Group(("d",), "'d' differs from 'a': deep is not net"),
     ]
 
 
 def test_equal_structures_with_another_task_are_apart() -> None:
-    found = group(["a", "b"], ["net", "net"], [Some(), Some()], compare)
-    assert found[1] == Group((1,), "'b' differs from 'a': its optimizer has other options")
+    found = group(tasks("net net", Some(), Some()))
+    assert found[1] == Group(("b",), "'b' differs from 'a': it was compiled with other settings")
+
+
+def test_members_of_a_family_are_one_group_with_equal_tasks_and_structures_side_by_side() -> None:
+    own = tasks("net nut net log nut net", Some(), Some(), framework=Initials)
+    found = group(own)
+    assert found[0].members == ("a", "c", "e", "b", "f")
+    assert found[1].members == ("d",)
+    assert by_variant(own, found[0].members) == [["a", "c"], ["e"], ["b"], ["f"]]
 
 
 def test_the_first_difference_of_two_models_is_named() -> None:
@@ -43,11 +75,11 @@ def test_the_first_difference_of_two_models_is_named() -> None:
         features = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.MaxPool2d(2, stride))
         return nn.ModuleDict({"features": features})
 
-    task = Some()
-    signatures = [signature(net(stride)) for stride in (1, 1, 2)]
-    found = group(["m00", "m01", "m07"], signatures, [task] * 3, difference)
-    assert [g.positions for g in found] == [(0, 1), (2,)]
-    assert found[1].apart_because == "'m07' differs from 'm00': features.3.stride is 2, not 1"
+    fleet = mf.Fleet({f"m{number:02}": net(stride) for number, stride in {0: 1, 1: 1, 7: 2}.items()})
+    fleet.compile("sgd", "cross_entropy")
+    lanes = fleet.plan().lanes
+    assert [lane.members for lane in lanes] == [("m00", "m01"), ("m07",)]
+    assert lanes[1].apart_because == "'m07' differs from 'm00': features.3.stride is 2, not 1"
 
 
 def test_a_flag_of_the_optimizer_parts_members_and_a_number_does_not() -> None:
@@ -56,7 +88,7 @@ def test_a_flag_of_the_optimizer_parts_members_and_a_number_does_not() -> None:
     fleet.compile("sgd", "cross_entropy", lr=0.1, momentum=0.9, nesterov=mf.each([True, False, True]))
     lanes = fleet.plan().lanes
     assert [lane.members for lane in lanes] == [("0", "2"), ("1",)]
-    assert lanes[1].reason == "'1' differs from '0': its optimizer has other options"
+    assert lanes[1].reason == "'1' differs from '0': it was compiled with other settings"
 
 
 def test_a_model_in_evaluation_mode_is_not_fused_with_one_in_training_mode() -> None:

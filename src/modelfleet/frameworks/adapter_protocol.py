@@ -109,6 +109,8 @@ class Adapter(Protocol):
     * `own_training`, a module like `frameworks.keras.own_training`, if models hold their optimizers themselves.
     * `settings()` and `using(settings)`, if a program can change a model's numbers by global settings such as a
       default dtype. Workers then compute with the settings of the process that started them.
+    * `family(signature, task)`, if engines can run members of different structures or tasks as one lane. Members
+      with equal families are tried in one lane; if the engine raises `CannotFuseError`, each variant gets its own.
     * `ModelStamp(model)`, like that of `frameworks.torch.stamps`, if it is quicker to see that a model has not
       changed than to read it again.
     * `as_loader`, like `frameworks.keras.datasets.as_loader`, if there are loaders of the framework's own.

@@ -11,7 +11,7 @@ from modelfleet.types import NativeDevice
 
 
 class Task(Protocol):
-    """Everything that the members of a lane have in common beside their structure. Equal tasks can be fused."""
+    """Everything beside its structure that decides how a member is trained. Equal tasks can be fused."""
 
     @property
     def summary(self) -> str:
@@ -33,9 +33,11 @@ class LaneContext(Generic[OwnTask, OwnPrograms]):
     """Members of a lane, and how its engine should run them."""
 
     members: Sequence[Member]
-    """Members of the lane, of one structure and task."""
-    task: OwnTask
-    """Task of the adapter that the members have in common."""
+    """Members of the lane, of one family: see `Adapter.family`."""
+    tasks: Sequence[OwnTask]
+    """Task of each member, made by the adapter. Members of one variant have the same object."""
+    variants: Sequence[int]
+    """Variant of each member, counted from 0: members of one variant have the same structure and task."""
     columns: Mapping[str, np.ndarray]
     """Hyperparameters `(member,)` that are not part of the state."""
     device: NativeDevice
@@ -43,4 +45,23 @@ class LaneContext(Generic[OwnTask, OwnPrograms]):
     fused: bool
     """True if a step should be one program for all members."""
     programs: OwnPrograms | None = None
-    """`programs` of another engine of the same structure and task, so that nothing is traced again."""
+    """`programs` of another engine of the same variants, so that nothing is traced again."""
+
+    @property
+    def task(self) -> OwnTask:
+        """Return the task of the first member."""
+        return self.tasks[0]
+
+
+def alike(
+    members: Sequence[Member],
+    task: OwnTask,
+    columns: Mapping[str, np.ndarray],
+    device: NativeDevice,
+    *,
+    fused: bool,
+    programs: OwnPrograms | None = None,
+) -> LaneContext[OwnTask, OwnPrograms]:
+    """Return the context of members of one structure and task."""
+    count = len(members)
+    return LaneContext(members, [task] * count, [0] * count, columns, device, fused, programs)

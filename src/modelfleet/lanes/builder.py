@@ -1,6 +1,5 @@
 """Building lanes: from a specification and the members to a live lane on its device."""
 
-from collections.abc import Hashable
 from dataclasses import replace
 
 import numpy as np
@@ -17,13 +16,13 @@ HOST = Device("cpu")
 
 
 class LaneBuilder:
-    """Builds lanes, and remembers the programs of every structure and task.
+    """Builds lanes, and remembers the programs of every combination of variants.
 
-    So another lane of the same structure and task traces and compiles nothing again.
+    So another lane of the same variants traces and compiles nothing again.
     """
 
     def __init__(self) -> None:
-        self._programs: list[tuple[tuple[Hashable, ...], object]] = []
+        self._programs: list[tuple[tuple[object, ...], object]] = []
 
     def build(self, groups: Groups, spec: LaneSpec, *, scratch: bool = False) -> Lane:
         """Return a new lane.
@@ -40,16 +39,26 @@ class LaneBuilder:
         # A lane that is trained on a cluster has a stand-in here: it holds the last state, evaluates and predicts.
         (device,) = parse_devices(spec.device) or (HOST,)
         native = framework.native(HOST if device.kind == "ray" else device)
-        hyperparameters = {
-            key: np.array([task.hyperparameters[key] for task in own]) for key in own[0].hyperparameters
-        }
+        keys = {key: None for task in own for key in task.hyperparameters}
+        hyperparameters = {key: np.array([task.hyperparameters.get(key, np.nan) for task in own]) for key in keys}
         members = [task.member for task in own]
         if scratch and len(members) == 1:
             members = [_copy(member) for member in members]
         # Tasks compare by identity, and a signature may be costly to hash: so a list, not a dict.
-        known = own[0].signature, own[0].task, spec.fused, native
+        variants = groups.variants(spec)
+        firsts = [groups.tasks[names[0]] for names in variants]
+        known = [(first.signature, first.task) for first in firsts], spec.fused, native
         programs = next((programs for key, programs in self._programs if key == known), None)
-        context = LaneContext(members, own[0].task, hyperparameters, native, spec.fused, programs)
+        number = {name: number for number, names in enumerate(variants) for name in names}
+        context = LaneContext(
+            members,
+            [task.task for task in own],
+            [number[name] for name in spec.members],
+            hyperparameters,
+            native,
+            spec.fused,
+            programs,
+        )
         engine = framework.make_engine(context)
         if programs is None and engine.programs is not None:
             self._programs.append((known, engine.programs))

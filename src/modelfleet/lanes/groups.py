@@ -1,6 +1,6 @@
-"""Groups: which members have the same structure and task, and what keeps the others apart."""
+"""Groups: which members may be fused, and what keeps the others apart."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,39 +29,60 @@ class MemberTask:
 
 @dataclass(frozen=True)
 class Group:
-    """Members, by position, that may be fused, and what keeps them apart from the first group."""
+    """Members that may be fused, and what keeps them apart from the first group."""
 
-    positions: tuple[int, ...]
+    members: tuple[str, ...]
     apart_because: str | None
 
 
-def group(
-    names: Sequence[str],
-    signatures: Sequence[Hashable],
-    tasks: Sequence[Task],
-    difference: Callable[[Signature, Signature], str | None],
-) -> list[Group]:
-    """Put members of equal signature and the same task together, in the order of their first members."""
-    found: dict[tuple[Hashable, int], list[int]] = {}
-    for position, (signature, task) in enumerate(zip(signatures, tasks, strict=True)):
-        found.setdefault((signature, id(task)), []).append(position)
+def group(tasks: Mapping[str, MemberTask]) -> list[Group]:
+    """Put members of one family together, in the order of their first members. Variants stay together within."""
+    found: dict[Hashable, list[str]] = {}
+    for name, own in tasks.items():
+        found.setdefault(_family(own), []).append(name)
     groups = []
-    for positions in found.values():
-        first = positions[0]
-        reason = None
-        if groups:
-            what = difference(signatures[first], signatures[0]) or _other_optimizer(tasks[first], tasks[0])
-            reason = f"{names[first]!r} differs from {names[0]!r}: {what}"
-        plain = getattr(tasks[first], "plain", None)
+    for names in found.values():
+        reason = _why_apart(names[0], tasks) if groups else None
+        plain = getattr(tasks[names[0]].task, "plain", None)
         if plain is not None:
-            reason = f"{names[first]!r} runs on its own: {plain}"
-        groups.append(Group(tuple(positions), reason))
+            reason = f"{names[0]!r} runs on its own: {plain}"
+        variants = by_variant(tasks, names)
+        groups.append(Group(tuple(name for own in variants for name in own), reason))
     return groups
 
 
-def _other_optimizer(task: Task, other: Task) -> str:
+def by_variant(tasks: Mapping[str, MemberTask], names: Sequence[str]) -> list[list[str]]:
+    """Return members by variant. Those of one task are next to each other."""
+    found: dict[int, dict[Signature, list[str]]] = {}
+    for name in names:
+        own = tasks[name]
+        found.setdefault(id(own.task), {}).setdefault(own.signature, []).append(name)
+    return [variant for variants in found.values() for variant in variants.values()]
+
+
+def _family(own: MemberTask) -> Hashable:
+    framework = own.member.framework
+    family = getattr(framework, "family", None)
+    key = (own.signature, id(own.task)) if family is None else family(own.signature, own.task)
+    return id(framework), key
+
+
+def _why_apart(name: str, tasks: Mapping[str, MemberTask]) -> str:
+    """Return what keeps a member apart from the first one."""
+    first = next(iter(tasks))
+    own, other = tasks[name], tasks[first]
+    framework = own.member.framework
+    if framework is not other.member.framework:
+        return f"{name!r} is a {framework.NAME} model, {first!r} a {other.member.framework.NAME} model"
+    what = framework.difference(own.signature, other.signature) or _other_task(own.task, other.task)
+    return f"{name!r} differs from {first!r}: {what}"
+
+
+def _other_task(task: Task, other: Task) -> str:
     own, others = task.optimizer_name, other.optimizer_name
-    return "its optimizer has other options" if own == others else f"its optimizer is {own}, not {others}"
+    if own != others:
+        return f"its optimizer is {own}, not {others}"
+    return "it was compiled with other settings"
 
 
 class Groups:
@@ -84,10 +105,11 @@ class Groups:
         self._trainable = False
         usable = {member.name: _usable(recipes.get(member.name), member.name, kind) for member in members}
         for framework, recipe, own in _by_recipe(members, usable):
-            self._add(framework, recipe, own)
+            self._prepare(framework, recipe, own)
+        for found in group(self.tasks):
+            self.specs.append(LaneSpec(found.members, True, found.apart_because))
 
-    def _add(self, framework: Adapter, recipe: Recipe | None, members: Sequence[Member]) -> None:
-        names = [member.name for member in members]
+    def _prepare(self, framework: Adapter, recipe: Recipe | None, members: Sequence[Member]) -> None:
         prepared = _prepare(framework, recipe, members, self.kind)
         for position, member in enumerate(members):
             self.tasks[member.name] = MemberTask(
@@ -97,21 +119,10 @@ class Groups:
                 {key: own for key, column in prepared.columns.items() if not np.isnan(own := column[position])},
                 prepared.schedules[position],
             )
-        signatures = [self.tasks[name].signature for name in names]
-        first = next(iter(self.tasks))
-        for found in group(names, signatures, prepared.tasks, framework.difference):
-            reason = found.apart_because
-            if reason is None and self.specs:
-                reason = self._difference(names[found.positions[0]], first)
-            self.specs.append(LaneSpec(tuple(names[position] for position in found.positions), True, reason))
 
-    def _difference(self, name: str, first: str) -> str:
-        own, other = self.tasks[name], self.tasks[first]
-        framework = own.member.framework
-        if framework is not other.member.framework:
-            return f"{name!r} is a {framework.NAME} model, {first!r} a {other.member.framework.NAME} model"
-        what = framework.difference(own.signature, other.signature)
-        return f"{name!r} differs from {first!r}: {what or 'it was compiled with other settings'}"
+    def variants(self, spec: LaneSpec) -> list[list[str]]:
+        """Return a lane's members by variant: those of one variant have the same structure and task."""
+        return by_variant(self.tasks, spec.members)
 
     def refuse_shared_parameters(self) -> None:
         """Raise InputError if two members train the same parameter. Members that only read it may share it."""

@@ -9,6 +9,7 @@ from modelfleet.errors import FleetWarning, StrategyError
 from modelfleet.formatting import without_period
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.lanes import LaneSpec
+from modelfleet.lanes.spec import join_reasons
 from modelfleet.members import Member
 from modelfleet.runs.opening import LaneOpener, OpenLane
 from modelfleet.types import Strategy
@@ -31,6 +32,13 @@ def split_unfusable(opener: LaneOpener, specs: Sequence[LaneSpec], strategy: Str
                     f"member {first!r} and those like it can't be fused: {without_period(error)}. "
                     f'Drop strategy="fused" and let them take turns.'
                 ) from error
+            variants = opener.groups.variants(spec)
+            if len(variants) > 1:
+                reason = join_reasons(spec.apart_because, f"not fused with {first!r}: {error}")
+                parts = [replace(spec, members=tuple(names), apart_because=reason) for names in variants]
+                parts[0] = replace(parts[0], apart_because=spec.apart_because)
+                found += split_unfusable(opener, parts, strategy)
+                continue
             if error.shared and opener.kind == "train":
                 warnings.warn(
                     f"members {first!r} and {spec.members[1]!r} take turns and share state that they change: "

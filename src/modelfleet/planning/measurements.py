@@ -159,10 +159,12 @@ class Measurements:
 
     @staticmethod
     def _key(groups: Groups, spec: LaneSpec, feed: Feed, *what: object) -> str:
-        task = groups.tasks[spec.members[0]]
+        variants = [(groups.tasks[names[0]], len(names)) for names in groups.variants(spec)]
         batch = feed.first()
         shape = row_spec(batch.data), batch.size, batch.shared
-        return timings.key(task.member.framework.NAME, task.signature, task.task.summary, shape, *what)
+        own = [(task.signature, task.task.summary) for task, _ in variants]
+        counts = [count for _, count in variants] if len(variants) > 1 else []
+        return timings.key(groups.framework(spec).NAME, *own, *counts, shape, *what)
 
 
 def steps_per_epoch(opened: OpenLane, job: Job) -> int:

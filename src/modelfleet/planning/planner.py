@@ -201,8 +201,8 @@ class Planner:
         if seconds is not None:
             total = seconds * spec.width
             faster = (
-                f"apart is as fast as fused, or faster: {milliseconds(total)} a step of all, "
-                f"not {milliseconds(candidates[0][0])}"
+                f"apart is {'faster than' if total < candidates[0][0] else 'as fast as'} fused: "
+                f"{milliseconds(total)} a step of all, not {milliseconds(candidates[0][0])}"
             )
             apart = replace(spec, fused=False, apart_because=join_reasons(spec.apart_because, faster), split=None)
             if total <= min(candidate[0] for candidate in candidates):  # plain steps win ties

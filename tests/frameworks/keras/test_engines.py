@@ -9,7 +9,7 @@ import pytest
 
 from modelfleet.frameworks import keras as adapter
 from modelfleet.frameworks.engine import Engine
-from modelfleet.frameworks.lane_context import LaneContext
+from modelfleet.frameworks.lane_context import alike
 from modelfleet.members import Member
 from modelfleet.testing import engines
 
@@ -58,7 +58,7 @@ def case(*, plain: bool) -> engines.Case:
         task = adapter.prepare(None, members, "train").tasks[0]
         (device,) = adapter.choose(None)[:1]
         programs = known.get("programs")
-        context = LaneContext(members, task, {}, adapter.native(device), not plain, programs)
+        context = alike(members, task, {}, adapter.native(device), fused=not plain, programs=programs)
         made = adapter.make_engine(context)
         known.update(programs=made.programs, task=task)  # traced once, as lanes hand them on
         return made

@@ -10,7 +10,7 @@ from tests.frameworks.keras import models
 
 from modelfleet.feeds import Batch
 from modelfleet.frameworks import keras as adapter
-from modelfleet.frameworks.lane_context import LaneContext
+from modelfleet.frameworks.lane_context import alike
 from modelfleet.frameworks.stacked import by_path
 from modelfleet.members import Member
 
@@ -27,7 +27,7 @@ def lane(count: int = 2, *, programs: Any = None) -> tuple[Any, list[Member]]:
         model.compile(keras.optimizers.Adam(0.01 * (index + 1)), loss, metrics=["accuracy"])
         own.append(Member(str(index), model, index, adapter))
     task = adapter.prepare(None, own, "train").tasks[0]
-    return adapter.make_engine(LaneContext(own, task, {}, jax.devices()[0], count > 1, programs)), own
+    return adapter.make_engine(alike(own, task, {}, jax.devices()[0], fused=count > 1, programs=programs)), own
 
 
 @cache

@@ -10,7 +10,7 @@ import modelfleet as mf
 from modelfleet.feeds import Batch
 from modelfleet.frameworks import keras as adapter
 from modelfleet.frameworks.keras import copy_model
-from modelfleet.frameworks.lane_context import LaneContext
+from modelfleet.frameworks.lane_context import alike
 from modelfleet.members import Member
 
 layers = keras.layers
@@ -72,7 +72,7 @@ def test_embeddings_bear_padding() -> None:
 
         data = tuple(map(torch.from_numpy, data))
     batch = Batch(data, False, np.array([8, 5]))
-    engine = adapter.make_engine(LaneContext(own, task, {}, device, fused=True))
+    engine = adapter.make_engine(alike(own, task, {}, device, fused=True))
     engine.check(batch, "a")
     assert engine.can_mask_padding(batch)
 

@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from modelfleet.frameworks.keras.task import task_of
 from modelfleet.frameworks.keras.tensorflow import Engine
-from modelfleet.frameworks.lane_context import LaneContext
+from modelfleet.frameworks.lane_context import alike
 from modelfleet.frameworks.tensorflow import programs
 
 layers = keras.layers
@@ -92,7 +92,7 @@ def rows(count: int, steps: int = STEPS, size: int = ROWS) -> tuple[np.ndarray, 
 
 def engine(own: Sequence[keras.Model], programs: Any = None) -> Engine:
     task = task_of(own[0])
-    return Engine(LaneContext(members(own), task, {}, "CPU:0", fused=len(own) > 1, programs=programs))
+    return Engine(alike(members(own), task, {}, "CPU:0", fused=len(own) > 1, programs=programs))
 
 
 def members(own: Sequence[keras.Model]) -> list[Member]:

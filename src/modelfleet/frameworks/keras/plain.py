@@ -30,7 +30,7 @@ from modelfleet.frameworks.keras.own_variables import (
     variables_by_part,
 )
 from modelfleet.frameworks.keras.task import Task, task_of
-from modelfleet.frameworks.lane_context import LaneContext
+from modelfleet.frameworks.lane_context import LaneContext, alike
 from modelfleet.frameworks.stacked import Given, Positions
 from modelfleet.members import Member
 from modelfleet.trees import map_tree
@@ -376,7 +376,7 @@ def become_plain(engine: Engine, members: Sequence[Member], reason: str) -> None
     """Turn the engine of one member into a plain engine, in place."""
     steps = engine.steps_taken()
     assert isinstance(engine.task, Task)
-    plain = PlainEngine(LaneContext(members, engine.task, {}, engine.device, fused=False), reason)
+    plain = PlainEngine(alike(members, engine.task, {}, engine.device, fused=False), reason)
     plain._step, plain.record = int(steps[0]), engine.record
     engine.__class__ = PlainEngine
     engine.__dict__.clear()
