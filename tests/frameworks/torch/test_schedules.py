@@ -268,7 +268,7 @@ def test_bad_schedules_are_named() -> None:
         Schedule("linear", warmup=-1)
     with pytest.raises(InputError, match="expected a name"):
         schedules(3)
-    with pytest.raises(InputError, match=r"member 'a': .*StepLR.* made no scheduler.*functools.partial"):
+    with pytest.raises(InputError, match=r"member 'a': .*StepLR.* could not make a scheduler.*functools.partial"):
         schedules(torch_schedulers.StepLR)
     with pytest.raises(InputError, match=r"member 'a': .* returned None, expected a scheduler"):
         schedules(lambda optimizer: None)

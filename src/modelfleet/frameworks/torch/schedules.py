@@ -160,7 +160,7 @@ class Schedules:
                 if steps_per_epoch is None and one.spans:
                     raise InputError(
                         f"member {names[position]!r}: the schedule {one.name!r} depends on the number of steps, "
-                        f"and the data do not say how many they have. Give fit steps_per_epoch, or a "
+                        f"and the length of the data is not known. Give fit steps_per_epoch, or a "
                         f"loader with a length."
                     )
                 named.setdefault(one.name, {})[position] = one
@@ -228,7 +228,7 @@ class Schedules:
                 if value and name in self._optimizer.unused:
                     raise InputError(
                         f"member {self._names[position]!r}: the schedule sets {name} to {value}, but it is 0 for "
-                        f"all members of this {self._optimizer.name}. Give compile a {name} to be changed."
+                        f"all members of this {self._optimizer.name}. Give compile a {name} above 0, which the schedule can change."
                     )
         changed = {key: new for key, new in fresh.items() if not np.array_equal(new, self._columns[key])}
         if changed:
@@ -309,7 +309,7 @@ class _Scheduler:
             self.scheduler = self.factory(self.optimizer)
         except (TypeError, ValueError, KeyError) as error:
             raise InputError(
-                f"member {self.name!r}: {self.factory!r} made no scheduler: {without_period(error)}. "
+                f"member {self.name!r}: {self.factory!r} could not make a scheduler: {without_period(error)}. "
                 f"Give its arguments with functools.partial, or use a lambda of the optimizer."
             ) from error
         if not isinstance(self.scheduler, lr_scheduler.LRScheduler):

@@ -34,7 +34,7 @@ class BatchRows:
     Attributes:
         start: The index of the first of them.
         count: The number of rows of the whole batch.
-        rows: How many they are.
+        rows: The number of these rows.
         draws: What a step on the batch draws.
     """
 
