@@ -575,8 +575,8 @@ class Fleet:
     def _member(self, name: str) -> Member:
         if not isinstance(name, str | int):
             raise InputError(
-                f"{name!r} is not the name of a member. Give one name, such as {self.names[0]!r}. For a fleet of some "
-                f"members, give their names in a list: fleet[fleet.names[:2]]."
+                f"{name!r} is not the name of a member. Give one name, such as {self.names[0]!r}. For a fleet of "
+                f"some members, give their names in a list: fleet[fleet.names[:2]]."
             )
         if name not in self._members:
             raise unknown("member", name, self._members)

@@ -8,8 +8,8 @@ A `RestartBudget` counts what went wrong, and says when to give up. It belongs t
 
 - Replicas have a budget for each place, because the same task is started there again and again. `Driver.run` in
   `replicas/driver.py` shows the order of the calls. It blocks in `wait_started` and `receive`.
-- A fit that spreads lanes over places has a budget for each lane (`runs.remote_state.WORKER_POLICY`), which moves from
-  place to place with the lane. The dispatcher (`sharing/dispatcher.py`) polls several supervisors at once. A
+- A fit that spreads lanes over places has a budget for each lane (`runs.remote_state.WORKER_POLICY`), which moves
+  from place to place with the lane. The dispatcher (`sharing/dispatcher.py`) polls several supervisors at once. A
   worker that `is_late` is lost, and one that `may_be_stuck` is dropped if another place can take its lanes.
 """
 

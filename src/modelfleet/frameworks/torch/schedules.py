@@ -228,7 +228,8 @@ class Schedules:
                 if value and name in self._optimizer.unused:
                     raise InputError(
                         f"member {self._names[position]!r}: the schedule sets {name} to {value}, but it is 0 for "
-                        f"all members of this {self._optimizer.name}. Give compile a {name} above 0, which the schedule can change."
+                        f"all members of this {self._optimizer.name}. Give compile a {name} above "
+                        f"0, which the schedule can change."
                     )
         changed = {key: new for key, new in fresh.items() if not np.array_equal(new, self._columns[key])}
         if changed:
