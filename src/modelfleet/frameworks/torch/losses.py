@@ -67,8 +67,8 @@ def _weighable(loss: LossLike) -> Callable[[Tensor, Tensor], tuple[Tensor, Tenso
             if loss.weight is not None:
                 raise InputError(
                     f"sample_weight was given beside {type(loss).__name__}(weight=...), which divides by the sum "
-                    f"of the classes' weights, so the loss is not the mean of the rows' losses. Leave out weight=, "
-                    f"and multiply sample_weight by the weight of each row's class."
+                    f"of the classes' weights, so the loss is not the mean of the rows' losses. Leave out "
+                    f"weight=, and multiply sample_weight by the weight of each row's class."
                 )
             if not target.is_floating_point():
                 counted = (target != loss.ignore_index).unsqueeze(-1)
