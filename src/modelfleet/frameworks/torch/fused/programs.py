@@ -25,7 +25,7 @@ from modelfleet.frameworks.torch.fused.arguments import (
     rows_of,
     width_of,
 )
-from modelfleet.frameworks.torch.fused.runner import ByWidth, Runner, for_any_width
+from modelfleet.frameworks.torch.fused.runner import ByWidth, Paces, Runner, for_any_width
 from modelfleet.frameworks.torch.fused.steps_protocol import How, LaneSteps
 from modelfleet.frameworks.torch.model_locks import lock_of, locked_in_mode
 from modelfleet.frameworks.torch.modes import in_mode
@@ -65,6 +65,7 @@ class Programs(Generic[OwnSteps]):
         self._found: dict[Hashable, Any] = {}  # results of trials, for what the Python reads now
         self._flattened = threading.local()
         self._buffers = threading.local()
+        self._paces = Paces()
 
     @property
     def compiling(self) -> bool:
@@ -125,13 +126,15 @@ class Programs(Generic[OwnSteps]):
         """Take one step in two parts: gradients, then an update of all members at once if all are fine."""
         coefficients, active, *batch = rest
         args = (*lead, *batch, active)
+        runner = self.program("packed_gradients", args, shared_data)
+        begun = time.perf_counter()
         with torch.no_grad():
-            found = self.program("packed_gradients", args, shared_data).program(
-                [*self._flat(lead), *leaves((*batch, active))]
-            )
+            found = runner.program([*self._flat(lead), *leaves((*batch, active))])
             if bool(found.pop("fine")):
                 args = (packed, {}, coefficients, found)
-                return self.program("packed_apply", args, False).program(leaves(args))
+                loss = self.program("packed_apply", args, False).program(leaves(args))
+                self._paces.add(family_of("train", (*lead, *rest), shared_data), time.perf_counter() - begun)
+                return loss
         gradients = packing.split(found.pop("gradient"), lead[0]["params"])
         found.pop("norms", None)
         return self.apply("apply", lead, (coefficients, active, {**found, "gradients": gradients}))
@@ -156,7 +159,7 @@ class Programs(Generic[OwnSteps]):
         """Return a program if it is compiled. It is traced to be compiled as soon as that may pay."""
         self._look()
         family, width = family_of(kind, args, shared_data), width_of(args)
-        if width not in self._programs.get(family, ()) and not may_pay(*pace):
+        if width not in self._programs.get(family, ()) and not may_pay(*self._paces.of(family, pace)):
             return None
         runner = self.program(kind, args, shared_data)
         runner.compiler.consider(*pace)
