@@ -15,6 +15,7 @@ from modelfleet.frameworks import global_generators
 from modelfleet.frameworks.contexts import computing
 from modelfleet.frameworks.model_building import build_model, check_factory, list_models
 from modelfleet.frameworks.recipe import compile_all
+from modelfleet.garbage import without_full_collections
 from modelfleet.gate import Gate
 from modelfleet.history import History
 from modelfleet.interrupts import noticing
@@ -100,6 +101,7 @@ class Fleet:
             self._exposed.add(self._enlist(name, model))
 
     @classmethod
+    @without_full_collections()
     def build(
         cls,
         factory: Callable[..., Model],
@@ -232,7 +234,7 @@ class Fleet:
             model = self._member(name).model
             if len(self) == 1:
                 raise InputError(f"{name!r} is the last member; a fleet needs at least one.")
-            self._live_lanes.forget([name])
+            self._live_lanes.drop(name)
             del self._members[name], self._recipes[name]
             self._by_model.pop(id(model), None)
             self._exposed.discard(name)

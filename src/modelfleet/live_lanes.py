@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from modelfleet.errors import FleetWarning
+from modelfleet.garbage import without_full_collections
 from modelfleet.lanes import DevicePool, Groups, Lane, LaneBuilder, LaneSpec, saved_state
 from modelfleet.lanes.saved_state import TrainingState
 from modelfleet.members import Member
@@ -79,6 +80,7 @@ class LiveLanes:
 
     # --- for a verb ----------------------------------------------------------------------------------------------
 
+    @without_full_collections()
     def open(
         self,
         job: Job,
@@ -120,6 +122,7 @@ class LiveLanes:
             self._stamps.clear()  # training changes the lanes
         return plan, opened, opener.feeding
 
+    @without_full_collections()
     def plan_without_data(self, kind: Kind, changed: Collection[str]) -> tuple[Plan, list[Lane]]:
         """Return what can be planned without data, and the lanes of that plan."""
         self._stamps.clear()
@@ -233,6 +236,13 @@ class LiveLanes:
         """Group the members again at the next verb. Their optimizer state is kept."""
         self._groups = None
 
+    def drop(self, name: str) -> None:
+        """Forget a member that leaves the fleet. If possible, the others stay in their groups as they are."""
+        groups = self._groups
+        self.forget([name])
+        if groups is not None and groups.drop(name):
+            self._groups = groups
+
     def forget(self, names: Collection[str]) -> None:
         """Group the members again at the next verb. The optimizer state of some is dropped."""
         self.regroup()
@@ -297,6 +307,7 @@ class LiveLanes:
         self.lanes, self._asked = [lane for lane in self.lanes if lane is not run.lane], None
         return halves
 
+    @without_full_collections()
     def write_back(self) -> None:
         """Write the current state of every member into its model."""
         for lane, names in self._by_holder(self._holders).items():

@@ -113,6 +113,7 @@ class Adapter(Protocol):
       with equal families are tried in one lane; if the engine raises `CannotFuseError`, each variant gets its own.
     * `ModelStamp(model)`, like that of `frameworks.torch.stamps`, if it is quicker to see that a model has not
       changed than to read it again.
+    * `signatures(models)`, if it is quicker to find the structures of many models together.
     * `as_loader`, like `frameworks.keras.datasets.as_loader`, if there are loaders of the framework's own.
     * `weighted`, like `frameworks.keras.class_weights.weighted`, if `fit` takes `class_weight`.
     * `GOES_ON = True`, if with `steps_per_epoch` an epoch of arrays starts where the last one stopped.

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from modelfleet.frameworks.structure import Signature
 from modelfleet.frameworks.torch.values import Freezer, differ, show
+from modelfleet.frameworks.torch.walking import modules_of
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -132,6 +133,8 @@ def shared_parameters(models: Sequence[nn.Module]) -> set[str]:
 
 def trained_twice(models: Sequence[nn.Module]) -> tuple[int, int, str] | None:
     """Return the positions of two models that would train the same tensor, and its name in the second."""
+    if _all_apart(models):
+        return None
     owners: dict[Hashable, int] = {}
     for position, model in enumerate(models):
         for name, parameter in model.named_parameters():
@@ -139,6 +142,22 @@ def trained_twice(models: Sequence[nn.Module]) -> tuple[int, int, str] | None:
             if address is not None and owners.setdefault(address, position) != position:
                 return owners[address], position, name
     return None
+
+
+def _all_apart(models: Sequence[nn.Module]) -> bool:
+    """Return True if the trained parameters of all models begin at different addresses. False is a maybe."""
+    owners: dict[int, int] = {}
+    for position, model in enumerate(models):
+        for module in modules_of(model):
+            for parameter in module._parameters.values():
+                if parameter is None or not parameter.requires_grad:
+                    continue
+                if type(parameter) is not nn.Parameter or parameter.layout != torch.strided:
+                    return False
+                start = parameter.data_ptr()
+                if start and owners.setdefault(start, position) != position:
+                    return False
+    return True
 
 
 def _walk(module: nn.Module, path: str, seen: dict[int, str]) -> Iterator[tuple[str, nn.Module, str | None]]:

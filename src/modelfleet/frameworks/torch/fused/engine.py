@@ -31,6 +31,7 @@ from modelfleet.frameworks.torch.parallel.row_independence import ignores_paddin
 from modelfleet.frameworks.torch.python_state.checks import DivergenceCheck
 from modelfleet.frameworks.torch.structure import shared_parameters
 from modelfleet.frameworks.torch.task import Task
+from modelfleet.frameworks.torch.walking import places_of, tensors_at
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree, map_trees
 from modelfleet.types import Kind, State, Tree
@@ -73,7 +74,11 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         self.stacked = StackedState(self._initial_state(members, columns), len(members), states.Rows(device))
         self._columns = dict(columns)
         # By position: the model, and the parameters that were stacked.
-        self._sources = [(model, self._trained(model)) for model in models]
+        trained = [name for name in states.trained(models[0]) if name not in self.shared]
+        self._places = places_of(trained)
+        self._sources: list[tuple[nn.Module, dict[str, Tensor]]] = [
+            (model, dict(zip(trained, tensors_at(model, self._places), strict=True))) for model in models
+        ]
         self._frozen_optimizer: dict[int, dict[str, Tensor]] = {}  # by position: state of parameters frozen now
 
     @property
@@ -247,17 +252,16 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
     # --- state ---------------------------------------------------------------------------------------------------
 
     def _weights_of(self, members: Sequence[Member]) -> State:
-        """Return the weights that the models of some members hold."""
+        """Return the weights that the models of some members hold. Models of one structure have the same names."""
         parts = {"params": states.trained, "frozen": states.kept, "buffers": states.buffers}
         state: State = {}
         for part, find in parts.items():
-            found = [find(member.model) for member in members]
+            names = [name for name in find(members[0].model) if name not in self.shared]
+            places = places_of(names)
+            found = [tensors_at(member.model, places) for member in members]
             state[part] = {
-                name: states.stack(
-                    [tensors[name] for tensors in found], self.device, transpose=name in self.layout
-                )
-                for name in found[0]
-                if name not in self.shared
+                name: states.stack(column, self.device, transpose=name in self.layout)
+                for name, column in zip(names, zip(*found, strict=True), strict=True)
             }
         return state
 
@@ -291,7 +295,8 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
                 initial = self.task.optimizer.initial(weights["params"][name][row : row + 1], hyper)
                 state = {"optimizer": {f"{key}/{name}": tensor for key, tensor in initial.items()}}
                 self.write([position], state)
-            self._sources[position] = member.model, self._trained(member.model)
+            trained: dict[str, Tensor] = {**self._trained(member.model)}
+            self._sources[position] = member.model, trained
         own = {**dict(members[0].model.named_parameters()), **dict(members[0].model.named_buffers())}
         for name, tensor in self.shared.items():
             tensor.copy_(states.placed(own[name], self.device, transpose=name in self.layout))
@@ -344,8 +349,12 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
     def _replaced(self, position: int) -> set[str]:
         """Return the parameters of a member's model that the user has replaced since they were stacked."""
         model, before = self._sources[position]
-        current = dict(model.named_parameters())
-        return {name for name, parameter in before.items() if current.get(name) is not parameter}
+        try:
+            current = tensors_at(model, self._places)
+        except KeyError:  # a part of the model is gone
+            named = dict(model.named_parameters())
+            current = [named.get(name) for name in before]
+        return {name for (name, own), now in zip(before.items(), current, strict=True) if now is not own}
 
     def still_shared(self, members: Sequence[Member]) -> bool:
         """Return True if the tensors that all members shared are still the same in all of them."""

@@ -7,7 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from modelfleet.frameworks.errors import CannotFuseError
-from modelfleet.frameworks.torch.structure import difference, hooked, overlapping, signature, without_modes
+from modelfleet.frameworks.torch.likeness import signatures
+from modelfleet.frameworks.torch.structure import difference, hooked, overlapping, without_modes
+from modelfleet.frameworks.torch.walking import modules_of
 
 
 class StatefulError(CannotFuseError):
@@ -46,9 +48,10 @@ class DivergenceCheck:
         if same and self._versions == [tensor._version for tensor in self._tensors]:
             return
         (first, model), *others = self._models
-        expected = without_modes(signature(model))
-        for name, other in others:
-            found = difference(without_modes(signature(other)), expected)
+        own, *theirs = signatures([model, *(other for _, other in others)])
+        expected = without_modes(own)
+        for (name, _), other in zip(others, theirs, strict=True):
+            found = None if other == own else difference(without_modes(other), expected)
             if found is not None:
                 raise StatefulError(f"{name!r} no longer has the structure of {first!r}: {found}")
         self._remember()
@@ -56,7 +59,7 @@ class DivergenceCheck:
     def _remember(self) -> None:
         self._tables: list[dict[str, Any]] = []
         for _, model in self._models:
-            for module in model.modules():
+            for module in modules_of(model):
                 self._tables += (vars(module), module._modules) if module._modules else (vars(module),)
         self._values = [tuple(table.values()) for table in self._tables]
         self._tensors = [value for values in self._values for value in values if isinstance(value, Tensor)]
