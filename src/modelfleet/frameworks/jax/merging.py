@@ -195,20 +195,22 @@ class _Names:
         return _Constant(atom.val) if isinstance(atom, Literal) else self._found[atom]
 
 
-def classes(variants: Sequence[ClosedJaxpr]) -> list[list[int]]:
-    """Return the numbers of variants that can be merged with each other, the first ones first."""
+def classes(variants: Sequence[ClosedJaxpr]) -> tuple[list[list[int]], str]:
+    """Return the numbers of variants that can be merged with each other, and how the second class differs."""
     found: list[list[int]] = []
+    reasons: list[str] = []
     for number, closed in enumerate(variants):
         for together in found:
             try:
                 MergedFunction([variants[together[0]], closed])
-            except DifferenceError:
+            except DifferenceError as error:
+                reasons.append(str(error))
                 continue
             together.append(number)
             break
         else:
             found.append([number])
-    return found
+    return found, reasons[0] if reasons else "together they have too many numbers"
 
 
 # --- running -----------------------------------------------------------------------------------------------------
