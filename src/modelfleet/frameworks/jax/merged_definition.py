@@ -1,7 +1,7 @@
 """Steps of members of several variants, which differ only in numbers, as pure functions of one member."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from modelfleet.members import Member
 from modelfleet.trees import map_tree
 from modelfleet.types import Arrays, Tensor, Tree
 
+Own = TypeVar("Own", bound=Definition)
 Step = Literal["gradients", "apply", "train", "evaluate", "predict", "results"]
 
 _NAMES: dict[Step, str] = {  # of steps, for messages
@@ -29,7 +30,7 @@ _NAMES: dict[Step, str] = {  # of steps, for messages
 }
 
 
-class MergedDefinition(Definition):
+class MergedDefinition(Definition, Generic[Own]):
     """Definitions of several variants as one (see `functional.Definition`).
 
     Each step is traced for every variant and merged: numbers that differ are read from tables by the member's
@@ -43,11 +44,11 @@ class MergedDefinition(Definition):
 
     def __init__(
         self,
-        definitions: Sequence[Definition],
+        definitions: Sequence[Own],
         numbers: Mapping[str, int],
         difference: Callable[[int, int], str],
     ) -> None:
-        self.definitions = list(definitions)
+        self.definitions: list[Own] = list(definitions)
         self.variants = len(definitions)
         self.task = definitions[0].task
         self._numbers = numbers
@@ -60,7 +61,7 @@ class MergedDefinition(Definition):
         """Return True if a row of weight 0 has no influence."""
         return self.definitions[0].can_mask_rows
 
-    def of(self, member: Member) -> Definition:
+    def of(self, member: Member) -> Own:
         """Return the definition of a member's own variant."""
         return self.definitions[self._numbers[member.name]]
 
