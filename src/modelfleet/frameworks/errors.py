@@ -1,6 +1,6 @@
 """Errors that engines raise for their steps, and codes that say why a member was set aside."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from modelfleet.errors import FleetError, InputError
 
@@ -22,11 +22,15 @@ class CannotFuseError(FleetError):
 
     Attributes:
         shared: True if the cause is state that the members would share even if they took turns.
+        together: Numbers of the lane's variants that can be fused with each other; None if it is not known.
     """
 
-    def __init__(self, message: str, *, shared: bool = False) -> None:
+    def __init__(
+        self, message: str, *, shared: bool = False, together: Sequence[Sequence[int]] | None = None
+    ) -> None:
         super().__init__(message)
         self.shared = shared
+        self.together = together
 
 
 class StepError(FleetError):

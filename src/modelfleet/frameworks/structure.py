@@ -6,6 +6,8 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 MAX_SHOWN = 60  # characters of a value in a message
 
 
@@ -30,6 +32,28 @@ class Signature:
         if not isinstance(other, Signature):
             return NotImplemented
         return self is other or (self._hash == other._hash and self.entries == other.entries)
+
+
+def without_numbers(value: Any) -> Any:
+    """Return a part of a signature without its floats and the contents of its arrays.
+
+    People also write 0 and 1 for floats, as in `Dropout(0)`, so these count as floats. Members whose structures
+    are equal then may compute the same with other numbers. Whether they do is known when their steps are traced.
+    """
+    if isinstance(value, Signature):
+        return tuple((path, without_numbers(own)) for path, own in value.entries)
+    if isinstance(value, np.floating):
+        return "number"
+    if isinstance(value, frozenset):
+        return frozenset(map(without_numbers, value))
+    if not isinstance(value, tuple):
+        return value
+    if len(value) == 2 and isinstance(value[0], type):
+        if issubclass(value[0], float) or (value[0] is int and value[1] in (0, 1, "0", "1")):
+            return "number"
+    elif len(value) == 4 and value[0] == "array":
+        return value[:3]
+    return (type(value), *map(without_numbers, value))
 
 
 class Opaque:

@@ -35,7 +35,9 @@ def split_unfusable(opener: LaneOpener, specs: Sequence[LaneSpec], strategy: Str
             variants = opener.groups.variants(spec)
             if len(variants) > 1:
                 reason = join_reasons(spec.apart_because, f"not fused with {first!r}: {error}")
-                parts = [replace(spec, members=tuple(names), apart_because=reason) for names in variants]
+                together = error.together or [[number] for number in range(len(variants))]
+                names = [tuple(name for number in own for name in variants[number]) for own in together]
+                parts = [replace(spec, members=own, apart_because=reason) for own in names]
                 parts[0] = replace(parts[0], apart_because=spec.apart_because)
                 found += split_unfusable(opener, parts, strategy)
                 continue

@@ -7,6 +7,7 @@ The state of a lane is
     optimizer the optimizer's state, with its count of steps and its learning rate
     metrics   sums for the metrics of the current epoch
     member    scalars of each member: step, trouble, and what else a definition needs (a seed)
+    numbers   what follows from the members' structures, such as their variant: never saved or restored
 
 each a dict of tensors `(member, …)`. Tensors are never changed in place: a step returns a new state.
 """
@@ -28,17 +29,22 @@ PARTS = ("params", "buffers", "optimizer", "metrics")  # the parts of a member's
 class Definition(Protocol):
     """Steps of a lane's members, as pure functions of one member's state: tensors without a member axis.
 
-    The state has the parts named above. "member" is only read: a returned "member" is ignored. Inherit from this
-    class for the methods that have a default.
+    The state has the parts named above. "member" and "numbers" are only read: if they are returned, they are
+    ignored. Inherit from this class for the methods that have a default.
     """
 
     task: Any  # the adapter's own `Task`
+    variants: int = 1
+    """Number of variants. If there are several, `state["numbers"]["variant"]` is the number of a member's own."""
     can_mask_rows: bool
     """True if a row of weight 0 has no influence on the loss and the metrics of `train` and `evaluate`. The engine
     tries out if it has an influence within the model, as with BatchNorm."""
 
     def state(self, member: Member) -> State:
-        """Return a member's params, buffers and optimizer as NumPy arrays; optionally "member" with scalars."""
+        """Return a member's params, buffers and optimizer as NumPy arrays.
+
+        There may also be "member" and "numbers" with scalars.
+        """
         ...
 
     def try_out(self, state: State, batch: Tree) -> None:

@@ -9,12 +9,13 @@ from modelfleet.errors import InputError
 from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.batch_errors import batch_error
 from modelfleet.frameworks.engine import NOTHING_LEFT, Hyper, Pace
+from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.functional.padding_trial import ignores_padding, rows_are_independent
 from modelfleet.frameworks.functional.state import READABLE, FunctionalState
 from modelfleet.frameworks.lane_context import Task
 from modelfleet.frameworks.stacked import Positions
 from modelfleet.trees import leaves, map_tree
-from modelfleet.types import Kind, Tensor, Tree
+from modelfleet.types import Kind, State, Tensor, Tree
 
 
 class FunctionalEngine(FunctionalState):
@@ -188,7 +189,7 @@ class FunctionalEngine(FunctionalState):
     # --- padding -------------------------------------------------------------------------------------------------
 
     def can_mask_padding(self, batch: Batch) -> bool:
-        """Return True if row weights can remove the influence of padding, by a trial on one member.
+        """Return True if row weights can remove the influence of padding, by a trial on a member of each variant.
 
         BatchNorm, for example, depends on every row of a batch. So the trial compares a member's step on a padded
         batch with a step on its real rows alone, running statistics and metrics included.
@@ -199,16 +200,16 @@ class FunctionalEngine(FunctionalState):
         index, real = batch.fewest_rows()
         key = (real, batch.size)
         if key not in known:
-            one = map_tree(lambda t: t[0], self.state)
-            known[key] = ignores_padding(definition, self.backend, one, batch.member(index), real, batch.size)
+            states = self._examples(self.state)
+            known[key] = ignores_padding(definition, self.backend, states, batch.member(index), real, batch.size)
         return known[key]
 
     def rows_are_independent(self, inputs: Tree) -> bool:
-        """Return True if the output for a row depends on that row alone, by a trial on one member."""
+        """Return True if the output for a row depends on that row alone, by a trial on members."""
         known, size = self.programs.independent_rows, len(leaves(inputs)[0])
         if size not in known:
-            one = map_tree(lambda t: t[0], self._readable(self.state))
-            known[size] = rows_are_independent(self.programs.definition, self.backend, one, inputs)
+            states = self._examples(self._readable(self.state))
+            known[size] = rows_are_independent(self.programs.definition, self.backend, states, inputs)
         return known[size]
 
     def row_weights(self, counts: np.ndarray, size: int) -> Tensor:
@@ -271,11 +272,21 @@ class FunctionalEngine(FunctionalState):
         few = _two_rows(data, batch.shared)
         try:
             yield few
+        except CannotFuseError:
+            raise
         except Exception as error:  # a model, a loss or a metric may raise anything
             kind, memory = type(self._first.model).__name__, self.out_of_memory(error)
             raise batch_error(name, kind, _shapes(few), error, memory=memory) from error
 
     # --- helpers -------------------------------------------------------------------------------------------------
+
+    def _examples(self, state: State) -> list[State]:
+        """Return the state of one member, without a member axis, as a member of each variant would have it."""
+        one, variants = map_tree(lambda t: t[0], state), self.programs.definition.variants
+        if variants == 1:
+            return [one]
+        numbers = (self.tensor(np.array(number, np.int32)) for number in range(variants))
+        return [{**one, "numbers": {"variant": number}} for number in numbers]
 
     def _allocate_metrics(self, batch: Batch) -> None:
         """Find out which metrics there are, by a trial on one member."""

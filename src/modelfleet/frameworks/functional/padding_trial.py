@@ -5,7 +5,7 @@ the model, and the metrics. The trials use random weights, because a model's own
 head, a scale or a gate often starts at zero. The member's own weights are tried, too.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -17,17 +17,17 @@ TOLERANCE = 1e-4  # relative to the largest number: the rounding of float32
 
 
 def ignores_padding(
-    definition: Definition, backend: Backend, one: State, data: Tree, real: int, size: int
+    definition: Definition, backend: Backend, members: Sequence[State], data: Tree, real: int, size: int
 ) -> bool:
-    """Return True if a member's step on `real` rows stays the same with padding of weight 0 behind them.
+    """Return True if members' steps on `real` rows stay the same with padding of weight 0 behind them.
 
-    `one` is the member's state, without a member axis, and `data` are `(row, …)`.
+    `members` are the states of single members, without a member axis, and `data` are `(row, …)`.
     """
     few = map_tree(lambda leaf: leaf[:real], data)
     data = map_tree(lambda leaf: padded_otherwise(leaf, real), backend.exactly(data))
     weights = backend.tensor((np.arange(size) < real).astype(np.float32))
     program = backend.compile(definition.gradients)
-    states = _states_to_try(backend, one)
+    states = _states_to_try(backend, members)
     try:
         for state in states:
             padded = backend.host(program(state, data, weights))
@@ -39,12 +39,12 @@ def ignores_padding(
     return True
 
 
-def rows_are_independent(definition: Definition, backend: Backend, one: State, inputs: Tree) -> bool:
-    """Return True if a member's output for a row of inputs `(row, …)` depends on that row alone."""
+def rows_are_independent(definition: Definition, backend: Backend, members: Sequence[State], inputs: Tree) -> bool:
+    """Return True if members' outputs for a row of inputs `(row, …)` depend on that row alone."""
     rows = len(leaves(inputs)[0])
     few = map_tree(lambda leaf: leaf[: (rows + 1) // 2], inputs)
     program = backend.compile(lambda state, x: definition.predict(state, x)[0])
-    states = _states_to_try(backend, one)
+    states = _states_to_try(backend, members)
     try:
         for state in states:
             whole, part = (backend.host(program(state, x)) for x in (inputs, few))
@@ -55,8 +55,13 @@ def rows_are_independent(definition: Definition, backend: Backend, one: State, i
     return True
 
 
-def _states_to_try(backend: Backend, one: State) -> Iterator[State]:
-    """Return a member's state with random weights, twice, and then with its own."""
+def _states_to_try(backend: Backend, members: Sequence[State]) -> Iterator[State]:
+    """Yield the state of each member with random weights, twice, and then with its own."""
+    for one in members:
+        yield from _states_of(backend, one)
+
+
+def _states_of(backend: Backend, one: State) -> Iterator[State]:
     own = {name: backend.exactly(tensor) for name, tensor in one["params"].items()}
 
     def state(number: int | None) -> State:

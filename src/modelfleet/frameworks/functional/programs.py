@@ -54,6 +54,8 @@ class Programs:
         """
         try:
             self.backend.trace(self._functions(kind, shared)[0], args)
+        except CannotFuseError:
+            raise
         except Exception as error:  # a model may do anything that can't be traced
             self.refuse(kind, self.backend.reason(error), error)
 
@@ -129,6 +131,7 @@ class Programs:
             "step": where(keep, member["step"] + 1, member["step"]),
             "trouble": where(live, trouble, member["trouble"]),
         }
+        kept["numbers"] = state["numbers"]
         return kept
 
     def _several(

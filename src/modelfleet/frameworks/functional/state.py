@@ -1,7 +1,7 @@
 """Stacked state of a functional engine: how it is made, and how it moves between the device and the models."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import Tensor, Tree
 
-READABLE = ("params", "buffers", "member")  # the parts of a state that a forward pass reads
+READABLE = ("params", "buffers", "member", "numbers")  # the parts of a state that a forward pass reads
 STEPS_PER_CALL = 16  # few enough that Ctrl-C acts soon, and so many that the cost of a call does not matter
 
 
@@ -39,7 +39,7 @@ class FunctionalState(StackedEngine):
         self._tried: tuple[str, bool] | None = None  # the form of the batches that a member was tried on
         self._one = self.tensor(np.ones(1, dtype=bool))
         arrays = stack([definition.state(member) for member in members], np.stack)
-        arrays = {part: arrays.get(part, {}) for part in ("params", "buffers", "optimizer", "member")}
+        arrays = {part: arrays.get(part, {}) for part in ("params", "buffers", "optimizer", "member", "numbers")}
         arrays["member"] |= {name: np.zeros(len(members), dtype=np.int32) for name in ("step", "trouble")}
         self._parameters = sum(array[0].size for array in arrays["params"].values())
         self._row_bytes = sum(array.nbytes for array in leaves(arrays)) // len(members)
@@ -76,6 +76,12 @@ class FunctionalState(StackedEngine):
         """Mark every member as fine, at the start of a fit."""
         fine = self.tensor(np.zeros(self._width, dtype=np.int32))
         self.state = {**self.state, "member": {**self.state["member"], "trouble": fine}}
+
+    def read(self, positions: Positions, parts: Collection[str] | None = None) -> State:
+        """Return a copy of the state of some members; with None, all parts except "numbers"."""
+        if parts is None:
+            parts = [part for part in self.state if part != "numbers"]
+        return super().read(positions, parts)
 
     def still_shared(self, members: Sequence[Member]) -> bool:
         """Return True: members share no tensors here. Each has its own row of every tensor."""

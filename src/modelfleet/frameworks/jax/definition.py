@@ -41,6 +41,7 @@ class JaxDefinition(Definition):
         key = {"key": key_data(member.seed)}
         clip = {"clip_norm": np.float32(own.get("clip_norm", np.inf))} if self.task.clip else {}
         state = {"params": as_numpy(params), "buffers": as_numpy(buffers), "optimizer": {}, "member": key | clip}
+        state["numbers"] = {"variant": np.int32(0)}  # members may become unlike in a fit
         if self.task.optimizer is not None and params:
             slots = self.task.optimizer.state(self.form.tree(params), own)
             self._slots = self._slots or TreeLayout(slots)

@@ -11,18 +11,20 @@ from modelfleet.errors import StrategyError
 from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.engine import NOTHING_LEFT, Hyper, Pace
 from modelfleet.frameworks.errors import CannotFuseError
-from modelfleet.frameworks.functional import FunctionalEngine, Programs
+from modelfleet.frameworks.functional import Definition, FunctionalEngine, Programs
 from modelfleet.frameworks.jax.backend import JaxBackend
 from modelfleet.frameworks.jax.definition import JaxDefinition
+from modelfleet.frameworks.jax.merged_definition import MergedDefinition
 from modelfleet.frameworks.jax.models import Module, Pair
-from modelfleet.frameworks.jax.structure import difference, is_module, signature, statics
+from modelfleet.frameworks.jax.structure import is_module, statics
 from modelfleet.frameworks.jax.task import Task
+from modelfleet.frameworks.jax.variants import Variants, definitions_of
 from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.frameworks.python_snapshot import PythonSnapshot
 from modelfleet.frameworks.stacked import Positions
 from modelfleet.members import Member
 from modelfleet.trees import map_tree
-from modelfleet.types import Kind, Model, Tensor, Tree
+from modelfleet.types import Kind, Tensor, Tree
 
 _MAX_PROGRAMS = 64
 _MAX_COMPARED = 256  # members of a lane whose modules are compared before each epoch
@@ -36,19 +38,18 @@ class JaxEngine(FunctionalEngine):
 
     A program is traced under the values that Python holds: globals, closures, attributes. The engine compares them
     before each call, and the slow ones (large arrays, members' attributes) before each epoch and verb. If a value
-    has changed, another program is traced. Members whose calls change such values, or draw from Python's
-    generators, are not traced: each runs its Python code alone.
+    has changed, the members are grouped into variants again, and another program is traced. Members whose calls
+    change such values, or draw from Python's generators, are not traced: each runs its Python code alone.
     """
 
     def __init__(self, context: LaneContext[Task, Programs]) -> None:
         """Make the engine. Its programs are found by the structure of the members."""
         self._members = list(context.members)
-        self._task = context.task
-        model = self._members[0].model
-        self._reads = _reads(model, context.task)
-        self._signature = signature(model)
-        definition = JaxDefinition(model, context.task)
-        found = _found(self._signature, definition, context.device, context.fused)
+        self._tasks = list(context.tasks)
+        self._variants = Variants.of(self._members, self._tasks, context.variants)
+        self._reads = _reads(self._variants)
+        definition = self._variants.definition()
+        found = _found(self._variants, definition, context.device, context.fused)
         super().__init__(replace(context, programs=found), definition, found.backend)
         self._begun = False  # True if a step was taken since the members were last compared
         self._ready: set[Kind] = set()  # kinds of steps that are known to be traceable
@@ -59,15 +60,19 @@ class JaxEngine(FunctionalEngine):
         self._look()
         if self._unlike is not None:
             raise CannotFuseError(self._unlike)
-        reads = _reads(self._members[0].model, self._task)
+        reads = _reads(self._variants)
         with reads.restoring():
             super().ready(kind, hyper, active, batch)
+            definition = self.programs.definition
+            if kind == "train" and isinstance(definition, MergedDefinition):
+                definition.check_all(self.state, batch)
             changed = reads.changed(draws=True)
-        form = self._shared_definition.form
-        if changed is not None and form.changes is None:
-            form.changes = changed
-        if form.changes is not None and self.untraced is None:
-            self.programs.refuse(kind, _changes(form))
+        forms = [definition.form for definition in self._shared]
+        if changed is not None and forms[0].changes is None:
+            forms[0].changes = changed
+        for form in forms:
+            if form.changes is not None and self.untraced is None:
+                self.programs.refuse(kind, _changes(form))
         self._own_if_untraced()
         self._ready.add(kind)
 
@@ -112,18 +117,19 @@ class JaxEngine(FunctionalEngine):
     @contextmanager
     def _serving(self, slot: int) -> Iterator[None]:
         """Use the programs of the member in a slot, which may differ from the first member."""
-        member = self._members[self.slots[slot]]
-        structure, usual = signature(member.model), self.programs
-        if structure == self._signature:
+        position = self.slots[slot]
+        member, usual = self._members[position], self.programs
+        own = Variants.of([member], [self._tasks[position]], [0])
+        if own.signatures == self._variants.signatures:
             yield
             return
-        definition = JaxDefinition(member.model, self._task)
-        self.programs = _found(structure, definition, self.device, fused=False)
-        self._shared_definition.go_on(self._own_form)
+        self.programs = _found(own, own.definition(), self.device, fused=False)
+        (definition,) = self._shared
+        definition.go_on(self._own[self._variants.numbers[position]])
         try:
             yield
-            if self._shared_definition.form.changes is not None:
-                raise self._too_late(member, _changes(self._shared_definition.form))
+            if definition.form.changes is not None:
+                raise self._too_late(member, _changes(definition.form))
         finally:
             self.programs = usual
 
@@ -143,9 +149,11 @@ class JaxEngine(FunctionalEngine):
         try:
             self.ready(kind, hyper, self._all_slots(), example)
         except CannotFuseError as error:
-            if self._shared_definition.form.changes is not None:
+            if any(definition.form.changes is not None for definition in self._shared):
                 raise self._too_late(self._members[0], str(error)) from error
-            raise
+            if self._variants.count == 1:
+                raise
+            self._unlike = str(error)  # their numbers have changed, and one now computes something else
 
     def _begin_as_one(self, kind: Kind, hyper: Hyper, batch: Batch, *, some: bool = False) -> None:
         """Begin a step of all members at once, or raise `CannotFuseError` if they differ by now."""
@@ -190,56 +198,59 @@ class JaxEngine(FunctionalEngine):
     @contextmanager
     def _trial(self) -> Iterator[None]:
         """Undo all changes of Python values and of the form at the end of this context."""
-        form = self._shared_definition.form
-        kept, form.keep = form.keep, False
+        forms = [definition.form for definition in self._shared]
+        kept = [form.keep for form in forms]
+        for form in forms:
+            form.keep = False
         try:
-            with _reads(self._members[0].model, self._task).restoring():
+            with _reads(self._variants).restoring():
                 yield
         finally:
-            form.keep = kept
+            for form, keep in zip(forms, kept, strict=True):
+                form.keep = keep
 
     @property
-    def _shared_definition(self) -> JaxDefinition:
-        found = self.programs.definition
-        assert isinstance(found, JaxDefinition)
-        return found
+    def _shared(self) -> list[JaxDefinition]:
+        """Return the definitions of the variants that the programs have."""
+        return definitions_of(self.programs.definition)
+
+    @property
+    def _own(self) -> list[JaxDefinition]:
+        """Return the definitions of the variants of this lane's own members."""
+        return definitions_of(self._definition)
 
     def _look(self) -> None:
         """Take other programs if the Python values that they were traced under have changed."""
         if self.untraced is not None:
-            self._own_form.form.take(self._members[0].model)
+            self._own[0].form.take(self._members[0].model)
             return
-        models = [member.model for member in self._members[:_MAX_COMPARED]]
-        signatures = [signature(model) for model in models] if is_module(models[0]) else [signature(models[0])]
-        if self._reads.changed() is None and all(found == self._signature for found in signatures):
+        if self._reads.changed() is None and self._variants.still_hold(self._members[:_MAX_COMPARED]):
             return
-        self._unlike = None
-        for member, found in zip(self._members, signatures, strict=False):
-            what = difference(found, signatures[0])
-            if what is not None:
-                self._unlike = f"{member.name!r} now differs from {self._members[0].name!r}: {what}"
         self._ready.clear()
-        before = self._shared_definition
-        self._reads, self._signature = _reads(models[0], self._task), signatures[0]
-        self._definition = JaxDefinition(models[0], self._task)
-        self._definition.go_on(before)
-        self.programs = _found(self._signature, self._definition, self.device, self.fused)
-        self._shared_definition.go_on(before)
+        before, shared, numbers = self._own, self._shared, self._variants.numbers
+        self._variants = Variants.found(self._members, self._tasks)
+        self._unlike = self._variants.unlike()
+        if self._unlike is not None:
+            self._variants = self._variants.first()
+        self._reads = _reads(self._variants)
+        self._definition = self._variants.definition()
+        self.programs = _found(self._variants, self._definition, self.device, self.fused)
+        for definitions in (self._own, self._shared):
+            for definition, position in zip(definitions, self._variants.firsts, strict=True):
+                definition.go_on(shared[numbers[position]])
+                definition.go_on(before[numbers[position]])
+        own = np.asarray(self._variants.numbers, np.int32)
+        self.stacked.write(range(len(own)), {"numbers": {"variant": own}})
 
     def _own_if_untraced(self) -> None:
         """Run Python with the member's own form, so that changes by its calls stay its own."""
         if self.untraced is not None and self.programs.definition is not self._definition:
             own = Programs(self._definition, self.backend, fused=False)
-            self._own_form.go_on(self._shared_definition)
+            self._own[0].go_on(self._shared[0])
             own.refuse("train", self.untraced)
             self.programs = own
         if self.untraced is not None:
-            self._own_form.form.keep = True
-
-    @property
-    def _own_form(self) -> JaxDefinition:
-        assert isinstance(self._definition, JaxDefinition)
-        return self._definition
+            self._own[0].form.keep = True
 
 
 def _changes(form: Module | Pair) -> str:
@@ -253,27 +264,29 @@ def _for_one(batch: Batch, index: int, slot: int) -> Batch:
     return Batch(rows, True, batch.counts[[index]], slots=np.array([slot]))
 
 
-def _reads(model: Model, task: Task) -> PythonSnapshot:
-    """Return the Python values that the code of a model and of its task may read."""
-    optimizer = task.optimizer
-    roots: dict[str, object] = {
-        "the objective": task.objective,
-        "the loss": None if task.loss is None else task.loss.rows,
-        "the metrics": task.metrics,
-        "the optimizer": None if optimizer is None else (optimizer.make, optimizer.fixed),
-    }
-    if is_module(model):
-        return PythonSnapshot({**roots, **dict(statics(model))})
-    return PythonSnapshot({**roots, "apply": model[1]})
+def _reads(variants: Variants) -> PythonSnapshot:
+    """Return the Python values that the code of models and of their tasks may read."""
+    roots: dict[str, object] = {}
+    for number, (member, task) in enumerate(zip(variants.members, variants.tasks, strict=True)):
+        optimizer, model = task.optimizer, member.model
+        found: dict[str, object] = {
+            "the objective": task.objective,
+            "the loss": None if task.loss is None else task.loss.rows,
+            "the metrics": task.metrics,
+            "the optimizer": None if optimizer is None else (optimizer.make, optimizer.fixed),
+            **(dict(statics(model)) if is_module(model) else {"apply": model[1]}),
+        }
+        roots |= {name if number == 0 else f"{name} of {member.name!r}": value for name, value in found.items()}
+    return PythonSnapshot(roots)
 
 
-def _found(structure: Hashable, definition: JaxDefinition, device: jax.Device, fused: bool) -> Programs:
-    """Return the process's programs of a structure and a task; new ones if Python values have changed."""
-    key = (structure, definition.task, device, fused)
+def _found(variants: Variants, definition: Definition, device: jax.Device, fused: bool) -> Programs:
+    """Return the process's programs of structures and tasks; new ones if Python values have changed."""
+    key = (variants.signatures, variants.tasks, device, fused)
     known = _programs.pop(key, None)
     if known is None or known.untraced is not None or known.reads.changed() is not None:
         known = Programs(definition, JaxBackend(device), fused=fused)
-        known.reads = _reads(definition.model, definition.task)
+        known.reads = _reads(variants)
     _programs[key] = known
     while len(_programs) > _MAX_PROGRAMS:
         _programs.pop(next(iter(_programs)))

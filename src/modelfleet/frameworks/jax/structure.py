@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from modelfleet.frameworks.structure import Opaque, Signature, cell_contents
+from modelfleet.frameworks.structure import Opaque, Signature, cell_contents, without_numbers
 from modelfleet.types import Model, Tree
 
 # Attributes that `Module.train` and `eval` set. A lane sets them itself for each step.
@@ -59,6 +59,11 @@ def signature(model: Model) -> Signature:
     entries: list[tuple[str, Hashable]] = [("kind of model", type(model)), ("apply", freeze(apply))]
     entries += [(f"params.{name}", _tensor("array", leaf)) for name, leaf in named_leaves(params)]
     return Signature((*entries, ("form of params", jax.tree.structure(params))))
+
+
+def family(signature: Signature, task: Any) -> Hashable:
+    """Return what members have in common that differ only in numbers."""
+    return without_numbers(signature), task.family
 
 
 def difference(a: Signature, b: Signature) -> str | None:

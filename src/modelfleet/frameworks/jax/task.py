@@ -1,6 +1,7 @@
 """Tasks of JAX members: how a batch becomes a loss and the parts of metrics."""
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,8 @@ from modelfleet.frameworks.jax import metrics
 from modelfleet.frameworks.jax.losses import Loss, weighted
 from modelfleet.frameworks.jax.metrics import Metric
 from modelfleet.frameworks.jax.optimizers import Optimizer
+from modelfleet.frameworks.jax.structure import freeze
+from modelfleet.frameworks.structure import without_numbers
 from modelfleet.types import Model, Precision, Tensor, Tree
 
 PRECISIONS = {"float32": None, "bf16": jnp.bfloat16, "fp16": jnp.float16}  # fp16 is only for predicting
@@ -36,6 +39,18 @@ class Task:
     clip: bool = False
     precision: Precision = "float32"
     own: Mapping[str, Mapping[str, float]] = field(default_factory=dict, compare=False, repr=False)
+
+    @functools.cached_property
+    def family(self) -> Hashable:
+        """Return what members have in common whose tasks differ only in numbers."""
+        optimizer, loss = self.optimizer, self.loss
+        parts = (
+            None if optimizer is None else (optimizer.name, optimizer.make, optimizer.fixed, optimizer.own),
+            None if loss is None else (loss.name, loss.function),
+            self.objective,
+            tuple((metric.name, metric.parts, metric.value) for metric in self.metrics),
+        )
+        return *map(without_numbers, map(freeze, parts)), self.clip, self.precision
 
     @property
     def summary(self) -> str:

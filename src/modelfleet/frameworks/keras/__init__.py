@@ -44,5 +44,7 @@ arrays, _devices, files = (
 )
 accelerators, choose = _devices.accelerators, _devices.choose
 memory, native = _devices.memory, _devices.native
+if keras.backend.backend() == "jax":  # where steps are merged by what they compute
+    from modelfleet.frameworks.keras.structure import family
 if keras.backend.backend() == "torch":
     threads, use_threads = _devices.threads, _devices.use_threads

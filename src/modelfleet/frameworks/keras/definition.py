@@ -130,9 +130,14 @@ class KerasEngine(FunctionalEngine):
                 context.programs.renew(definition)
             else:
                 definition = known
-        self._members = list(context.members)
-        self._keras = definition
+        self._use(context, [definition])
         super().__init__(context, definition, backend)
+
+    def _use(self, context: LaneContext[Task, Programs], definitions: Sequence[KerasDefinition]) -> None:
+        """Note the members of the lane, and the definition of each variant."""
+        self._members = list(context.members)
+        self._tasks = list(context.tasks)
+        self._steps = [definition.steps for definition in definitions]
 
     def check(self, batch: Batch, name: str) -> None:
         """Try one member on two rows. A single member whose steps are not pure functions then runs plainly."""
@@ -145,21 +150,28 @@ class KerasEngine(FunctionalEngine):
         super().ready(kind, hyper, active, batch)
         if self._width == 1:
             self._run_plainly()
-        elif self._keras.steps.apart is not None:
-            raise CannotFuseError(self._keras.steps.apart)
+        elif (reason := self._apart) is not None:
+            raise CannotFuseError(reason)
 
     def _run_plainly(self) -> None:
         """Become an engine that calls the model's own functions, if its steps are not pure functions.
 
         This is known only once a batch has been tried. By then lanes and feeds hold this engine.
         """
-        reason = self._keras.steps.apart
+        reason = self._apart
         if reason is not None:
             become_plain(self, self._members, reason)
 
+    @property
+    def _apart(self) -> str | None:
+        """Return why the steps of a variant are not those that Keras would take; None if they are."""
+        return next((steps.apart for steps in self._steps if steps.apart is not None), None)
+
     def still_shared(self, members: Sequence[Member]) -> bool:
         """Return True if all members are compiled as they were when the lane was made."""
-        return not self._keras.steps.stale and all(task_of(member.model) is self.task for member in members)
+        if any(steps.stale for steps in self._steps):
+            return False
+        return all(task_of(member.model) is task for member, task in zip(members, self._tasks, strict=True))
 
 
 def _copied(arrays: Arrays) -> Arrays:

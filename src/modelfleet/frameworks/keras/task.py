@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from weakref import WeakValueDictionary
 
 import keras
@@ -10,7 +11,7 @@ from modelfleet.fingerprints import fingerprint
 from modelfleet.frameworks.keras.optimizers import averages_weights
 from modelfleet.frameworks.keras.structure import owned_by
 from modelfleet.frameworks.keras.values import Owned, freeze, show
-from modelfleet.frameworks.structure import Opaque
+from modelfleet.frameworks.structure import Opaque, without_numbers
 
 # Attributes that Keras keeps on every optimizer for itself. Variables without weight decay are compared by
 # position.
@@ -35,6 +36,11 @@ class Task:
     """Reason why a member runs alone, by the functions of its own `fit`; None if its steps are pure functions."""
     optimizer_name: str = "no optimizer"
     """Name of the optimizer, for a plan."""
+
+    @cached_property
+    def family(self) -> Hashable:
+        """Return what members have in common whose tasks differ only in numbers."""
+        return without_numbers(self.key)
 
 
 def task_of(model: keras.Model) -> Task:

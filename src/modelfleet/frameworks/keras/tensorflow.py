@@ -69,7 +69,7 @@ class Engine(KerasEngine):
     def ready(self, kind: Kind, hyper: Hyper, active: Tensor, batch: Batch) -> None:
         """Prepare the program for batches like this one. Loops over time are not fused, as this would be slow."""
         if kind == "train" and self._width > 1:
-            for layer in self._keras.steps.model._flatten_layers():
+            for layer in self._steps[0].model._flatten_layers():
                 if isinstance(layer, keras.layers.RNN) and not layer.unroll:
                     raise CannotFuseError(
                         f"TensorFlow runs the loop over time steps of {layer.name!r} faster for one member after "

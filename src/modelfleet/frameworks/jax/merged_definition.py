@@ -1,0 +1,186 @@
+"""Steps of members of several variants, which differ only in numbers, as pure functions of one member."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Generic, Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from modelfleet.frameworks.batch import Batch
+from modelfleet.frameworks.engine import Hyper
+from modelfleet.frameworks.errors import CannotFuseError
+from modelfleet.frameworks.functional import Definition, State
+from modelfleet.frameworks.jax.merging import DifferenceError, MergedFunction, classes
+from modelfleet.frameworks.jax.settings import settings
+from modelfleet.members import Member
+from modelfleet.trees import map_tree
+from modelfleet.types import Arrays, Tensor, Tree
+
+Own = TypeVar("Own", bound=Definition)
+Step = Literal["gradients", "apply", "train", "evaluate", "predict", "results"]
+
+_NAMES: dict[Step, str] = {  # of steps, for messages
+    "gradients": "train step",
+    "apply": "train step",
+    "train": "train step",
+    "evaluate": "evaluate step",
+    "predict": "predict step",
+    "results": "metrics",
+}
+
+
+class MergedDefinition(Definition, Generic[Own]):
+    """Definitions of several variants as one (see `functional.Definition`).
+
+    Each step is traced for every variant and merged: numbers that differ are read from tables by the member's
+    variant.
+
+    Args:
+        definitions: The definition of each variant.
+        numbers: The variant of each member of a lane, by the member's name.
+        difference: A function of the numbers of two variants that returns what differs between them.
+    """
+
+    def __init__(
+        self,
+        definitions: Sequence[Own],
+        numbers: Mapping[str, int],
+        difference: Callable[[int, int], str],
+    ) -> None:
+        self.definitions: list[Own] = list(definitions)
+        self.variants = len(definitions)
+        self.task = definitions[0].task
+        self._numbers = numbers
+        self._difference = difference
+        self._known: dict[Hashable, tuple[MergedFunction, Any]] = {}
+        self._form: dict[tuple[str, str], Any] = {}  # names, shapes and dtypes of a member's state
+
+    @property
+    def can_mask_rows(self) -> bool:  # type: ignore[override]
+        """Return True if a row of weight 0 has no influence."""
+        return self.definitions[0].can_mask_rows
+
+    def of(self, member: Member) -> Own:
+        """Return the definition of a member's own variant."""
+        return self.definitions[self._numbers[member.name]]
+
+    def state(self, member: Member) -> State:
+        """Return a member's state, with the number of its variant."""
+        number = self._numbers[member.name]
+        state = {**self.of(member).state(member), "numbers": {"variant": np.int32(number)}}
+        form = {(part, name): (a.shape, a.dtype) for part, own in state.items() for name, a in own.items()}
+        self._form = self._form or form
+        if form != self._form:
+            raise CannotFuseError(f"{self._difference(number, 0)}, with which it has other variables")
+        return state
+
+    def write_back(self, member: Member, state: State) -> None:
+        """Copy a member's own NumPy arrays into its model."""
+        self.of(member).write_back(member, state)
+
+    def try_out(self, state: State, batch: Tree) -> None:
+        """Try a member on a few rows. Whether the other variants do the same is known when steps are merged."""
+        self.definitions[0].try_out(state, batch)
+        jax.eval_shape(self.results, self.fresh_metrics())
+
+    def fresh_metrics(self) -> Arrays:
+        """Return a member's metrics before the first batch."""
+        return self.definitions[0].fresh_metrics()
+
+    def check_all(self, stacked: State, batch: Batch) -> None:
+        """Raise `CannotFuseError` if members could be trained together, but not evaluated or asked to predict."""
+        state = map_tree(lambda t: t[0], stacked)
+        data = batch.data if batch.shared else map_tree(lambda t: t[0], batch.data)
+        own = {part: state[part] for part in ("params", "buffers", "member", "numbers")}
+        jax.eval_shape(self.evaluate, own, state["metrics"], data, None)
+        try:
+            jax.eval_shape(self.predict, own, self.inputs(data))
+        except CannotFuseError:
+            raise
+        except Exception:  # an objective may take batches that the model itself does not
+            return
+
+    # --- steps -----------------------------------------------------------------------------------------------
+
+    def gradients(self, state: State, batch: Tree, weights: Tensor | None) -> dict[str, Tree]:
+        """Return what `apply` needs to finish a step on a batch."""
+        return self._run("gradients", state, batch, weights)
+
+    def apply(
+        self, state: State, hyper: Mapping[str, Tensor], found: dict[str, Tree]
+    ) -> tuple[State, Tensor, Tensor]:
+        """Return the state after an update by what `gradients` returned."""
+        return self._run("apply", state, hyper, found)
+
+    def train(
+        self, state: State, hyper: Hyper, batch: Tree, weights: Tensor | None
+    ) -> tuple[State, Tensor, Tensor]:
+        """Return what `apply` returns after a whole step."""
+        return self._run("train", state, hyper, batch, weights)
+
+    def evaluate(
+        self, state: State, metrics: dict[str, Tensor], batch: Tree, weights: Tensor | None
+    ) -> tuple[dict[str, Tensor], State]:
+        """Return the metrics with a batch added, and what the model has changed."""
+        return self._run("evaluate", state, metrics, batch, weights)
+
+    def predict(self, state: State, x: Tree) -> tuple[Tree, State]:
+        """Return the outputs on inputs, and what the model has changed."""
+        return self._run("predict", state, x)
+
+    def results(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the values of the loss and the metrics."""
+        merged, _ = self._merged("results", (metrics,))
+        if merged.tables:  # which sums these are is known, but not whose
+            raise CannotFuseError(f"{self._difference(1, 0)}, on which the value of a metric depends")
+        return self.definitions[0].results(metrics)  # which has them in their order
+
+    def _run(self, step: Step, *args: Tree) -> Any:
+        merged, tree = self._merged(step, args)
+        return jax.tree.unflatten(tree, merged(args[0]["numbers"]["variant"], *jax.tree.leaves(args)))
+
+    def _merged(self, step: Step, args: tuple[Tree, ...]) -> tuple[MergedFunction, Any]:
+        """Return a step for arguments like these, and the form of its results."""
+        shapes = jax.tree.map(_shape, args)
+        leaves, tree = jax.tree.flatten(shapes)
+        key = step, tree, tuple((s.shape, s.dtype, s.weak_type) for s in leaves), tuple(settings().items())
+        if key not in self._known:
+            self._known[key] = self._merge(step, shapes)
+        return self._known[key]
+
+    def _merge(self, step: Step, shapes: tuple[Tree, ...]) -> tuple[MergedFunction, Any]:
+        traced = [jax.make_jaxpr(getattr(d, step), return_shape=True)(*shapes) for d in self.definitions]
+        jaxprs, forms = [jaxpr for jaxpr, _ in traced], [jax.tree.structure(results) for _, results in traced]
+        other = next((number for number, form in enumerate(forms) if form != forms[0]), None)
+        if other is not None:
+            what = self._difference(other, 0)
+            raise CannotFuseError(f"{what}, with which its {_NAMES[step]} returns other parts")
+        try:
+            return MergedFunction(jaxprs), forms[0]
+        except DifferenceError:
+            together, reason = classes(jaxprs)
+        what = self._difference(together[-1][0] or 1, 0)
+        raise CannotFuseError(
+            f"{what}, which changes more than a number in its {_NAMES[step]} ({reason})",
+            together=together if len(together) > 1 else None,
+        )
+
+    # --- data --------------------------------------------------------------------------------------------------
+
+    def inputs(self, data: Tree) -> Tree:
+        """Return the inputs of a batch."""
+        return self.definitions[0].inputs(data)
+
+    def check_targets(self, output_shape: tuple[int, ...], target: Tree, name: str | None) -> None:
+        """Raise InputError for targets of a whole data set that the loss can't take."""
+        self.definitions[0].check_targets(output_shape, target, name)
+
+    def label_check(self, output_shape: tuple[int, ...]) -> Callable[[Tree], None] | None:
+        """Return a function that raises for a batch with targets out of range; None if nothing can be checked."""
+        return self.definitions[0].label_check(output_shape)
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    weak = bool(getattr(leaf, "weak_type", False))
+    return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf), weak_type=weak)
