@@ -290,12 +290,10 @@ class LiveLanes:
                 source = self._holders[name][1]
                 if lane.steps[lane.positions[source]]:  # not of a member that still has its loaded state
                     by_source.setdefault(source, []).append(name)
-            if by_source:
-                found.append(
-                    ([first for first, *_ in by_source.values()], saved_state.read(lane, list(by_source)))
-                )
-            for source, (_, *clones) in by_source.items():
-                found += [([clone], saved_state.read(lane, [source])) for clone in clones]
+            for sources, state in saved_state.read(lane, list(by_source)):
+                found.append(([by_source[source][0] for source in sources], state))
+                clones = [(row, clone) for row, source in enumerate(sources) for clone in by_source[source][1:]]
+                found += [([clone], state.row(row)) for row, clone in clones]
         return [*found, *(([name], saved) for name, saved in self._saved.items())]
 
     def halve(self, run: LaneRun) -> list[LaneRun]:

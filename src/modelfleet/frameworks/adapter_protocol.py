@@ -24,7 +24,7 @@ class Prepared(Protocol):
 
     @property
     def tasks(self) -> Sequence[Task]:
-        """Return the task of each member. Members that can be fused have the same object."""
+        """Return the task of each member. Those that can be fused have the same object, or tasks of one family."""
         ...
 
     @property
@@ -143,9 +143,9 @@ class Adapter(Protocol):
 
     @property
     def Schedules(self) -> Callable[..., Schedules]:
-        """Return the class `Schedules(schedules, columns, task, per_epoch, epochs, *, names, initial_epoch)`.
+        """Return the class `Schedules(schedules, columns, tasks, per_epoch, epochs, *, names, initial_epoch)`.
 
-        `per_epoch` is None if the number of steps in an epoch is not known.
+        Schedules, columns and tasks are by member. `per_epoch` is None if the number of steps is not known.
         """
         ...
 

@@ -52,12 +52,15 @@ def group(tasks: Mapping[str, MemberTask]) -> list[Group]:
 
 
 def by_variant(tasks: Mapping[str, MemberTask], names: Sequence[str]) -> list[list[str]]:
-    """Return members by variant. Those of one task are next to each other."""
-    found: dict[int, dict[Signature, list[str]]] = {}
+    """Return members by variant. Those of one task are next to each other, and so are those of one optimizer."""
+    found: dict[str, dict[int, dict[Signature, list[str]]]] = {}
     for name in names:
         own = tasks[name]
-        found.setdefault(id(own.task), {}).setdefault(own.signature, []).append(name)
-    return [variant for variants in found.values() for variant in variants.values()]
+        by_task = found.setdefault(own.task.optimizer_name, {}).setdefault(id(own.task), {})
+        by_task.setdefault(own.signature, []).append(name)
+    return [
+        variant for by_task in found.values() for variants in by_task.values() for variant in variants.values()
+    ]
 
 
 def _family(own: MemberTask) -> Hashable:

@@ -19,8 +19,8 @@ def family_of(kind: str, args: Args, shared_data: bool) -> Key:
     """Return what tells programs for different arguments apart, besides the width."""
     # The weights and the numbers per member are left out. They follow from the structure and the width.
     data = _key(args[-2:] if kind == "train" else args[2:], 0 if shared_data else 1)
-    # The shared tensors, and which parameters have the same counts, do not follow from the structure.
-    counted = tuple(args[2]) if kind in ("train", *APPLYING) else ()
+    # The shared tensors, the optimizers' slices and which parameters have the same counts do not follow from it.
+    counted = tuple((own, *numbers) for own, numbers in args[2].items()) if kind in ("train", *APPLYING) else ()
     return kind, shared_data, tuple(args[1]), counted, _row_stride(args[0]), data
 
 

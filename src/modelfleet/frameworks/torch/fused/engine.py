@@ -1,6 +1,6 @@
 """Engine of a fused lane of torch modules: their stacked state on a device, and the programs that step it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from modelfleet.frameworks.torch.fused.steps_protocol import ALONE, How, Tensors
 from modelfleet.frameworks.torch.fused.updating import INITIAL_SCALE
 from modelfleet.frameworks.torch.model_locks import lock_of, locked_in_mode
 from modelfleet.frameworks.torch.optimizers.counting import CoefficientsAhead
+from modelfleet.frameworks.torch.optimizers.slices import Rules
 from modelfleet.frameworks.torch.parallel.fused import RowDivision
 from modelfleet.frameworks.torch.parallel.process_group import ProcessGroup
 from modelfleet.frameworks.torch.parallel.row_independence import ignores_padding, rows_are_independent
@@ -45,8 +46,9 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         members, columns, device = context.members, context.columns, context.device
         models = [member.model for member in members]
         programs = context.programs
+        self._rules = Rules(context.tasks, () if programs is None else programs.steps.rules)
         if programs is None:
-            steps = Steps(models[0], context.task, states.transposed(models[0]))
+            steps = Steps(models[0], context.task, states.transposed(models[0]), self._rules.all)
             programs = Programs(steps, fused=context.fused)
         programs.serve(models[0])
         self._first = members[0].name
@@ -62,7 +64,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
             self._first,
             programs,
             shared,
-            CoefficientsAhead(context.task),
+            CoefficientsAhead(self._rules, skips=context.task.precision == "fp16"),
             division=self._division,
             divergence=DivergenceCheck(named) if len(named) > 1 else None,
         )
@@ -83,7 +85,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
 
     @property
     def task(self) -> Task:
-        """Return the members' task."""
+        """Return the members' task. Its optimizer is that of the first member."""
         return self.programs.steps.task
 
     def _initial_state(self, members: Sequence[Member], columns: Mapping[str, np.ndarray]) -> State:
@@ -93,12 +95,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         """
         state = self._weights_of(members)
         hyper = {name: self.tensor(column) for name, column in columns.items()}
-        made = {name: self.task.optimizer.initial(p, hyper) for name, p in state["params"].items()}
-        state["optimizer"] = {
-            f"{key}/{name}": tensors[key]
-            for key in self.task.optimizer.tensor_names
-            for name, tensors in made.items()
-        }
+        state["optimizer"] = self._rules.initial(state["params"], hyper)
         width = len(members)
         state["member"] = {
             "seed": torch.tensor([member.seed for member in members], device=self.device),
@@ -292,7 +289,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         for row, (position, member) in enumerate(zip(positions, members, strict=True)):
             hyper = {key: self.tensor(column[[position]]) for key, column in self._columns.items()}
             for name in self._replaced(position):
-                initial = self.task.optimizer.initial(weights["params"][name][row : row + 1], hyper)
+                initial = self._rules.of(position).optimizer.initial(weights["params"][name][row : row + 1], hyper)
                 state = {"optimizer": {f"{key}/{name}": tensor for key, tensor in initial.items()}}
                 self.write([position], state)
             trained: dict[str, Tensor] = {**self._trained(member.model)}
@@ -309,12 +306,19 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         """
         assert isinstance(other, TorchEngine)
         for rows, theirs in other.carried(sources):
-            here = [positions[row] for row in rows]
-            stored = {**theirs, "optimizer": self._transposed(theirs["optimizer"])}
-            self.write(here, fitting(stored, self.state, parts=CARRIED))
-            frozen = {name: t for name, t in theirs["optimizer"].items() if name not in self.state["optimizer"]}
-            for row, position in enumerate(here):
-                self._frozen_optimizer[position] = {name: t[row : row + 1] for name, t in frozen.items()}
+            for own in self._rules.together([positions[row] for row in rows]):
+                here = [positions[rows[place]] for place in own]
+                self._adopt(here, theirs if len(own) == len(rows) else states.select(theirs, self.tensor(own)))
+
+    def _adopt(self, positions: Positions, theirs: State) -> None:
+        """Take over a state of some members of one rule. Tensors that their optimizer has not are kept aside."""
+        known = self.optimizer_tensors(positions[0])
+        optimizer = {name: tensor for name, tensor in theirs["optimizer"].items() if name in known}
+        stored = {**theirs, "optimizer": self._transposed(optimizer)}
+        self.write(positions, fitting(stored, self.state, parts=CARRIED))
+        frozen = {name: t for name, t in theirs["optimizer"].items() if name not in known}
+        for row, position in enumerate(positions):
+            self._frozen_optimizer[position] = {name: t[row : row + 1] for name, t in frozen.items()}
 
     def carried(self, positions: Positions) -> list[tuple[list[int], State]]:
         """Return the optimizer state and step counts of some members for another engine to adopt.
@@ -323,20 +327,28 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         that are frozen now are included. Parameters that the user has replaced are not.
         """
         replaced = [self._replaced(position) for position in positions]
-        # Members with such parameters have states of their own. All others have the same, and are read at once.
+        # Members with such parameters have states of their own. The others of one rule are read at once.
         special = [
             row for row, position in enumerate(positions) if replaced[row] or self._frozen_optimizer.get(position)
         ]
-        together = sorted(set(range(len(positions))) - set(special))
+        others = sorted(set(range(len(positions))) - set(special))
+        together = self._rules.together([positions[row] for row in others])
         found: list[tuple[list[int], State]] = []
-        for rows in ([together] if together else []) + [[row] for row in special]:
+        for rows in [[others[place] for place in places] for places in together] + [[row] for row in special]:
             first = positions[rows[0]]
             own = self.read([positions[row] for row in rows], tuple(CARRIED))
-            optimizer = {**self._frozen_optimizer.get(first, {}), **self._transposed(own["optimizer"])}
+            known = self.optimizer_tensors(first)
+            current = {name: tensor for name, tensor in own["optimizer"].items() if name in known}
+            optimizer = {**self._frozen_optimizer.get(first, {}), **self._transposed(current)}
             gone = replaced[rows[0]]
             own["optimizer"] = {name: t for name, t in optimizer.items() if name.partition("/")[2] not in gone}
             found.append((rows, own))
         return found
+
+    def optimizer_tensors(self, position: int) -> Collection[str]:
+        """Return the names of those of the optimizer's tensors that a member's own optimizer has."""
+        keys = self._rules.of(position).optimizer.tensor_names
+        return {f"{key}/{name}" for key in keys for name in self.state["params"]}
 
     def _transposed(self, optimizer: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return an optimizer's tensors in the layout of the model's parameters, or back from it."""

@@ -4,6 +4,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Generic, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,12 +12,13 @@ from modelfleet.errors import StrategyError
 from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.engine import Hyper, Pace
 from modelfleet.frameworks.errors import CannotFuseError
+from modelfleet.frameworks.stacked import Positions
 from modelfleet.frameworks.torch.fused import packing
 from modelfleet.frameworks.torch.fused import state as states
 from modelfleet.frameworks.torch.fused.programs import OwnSteps, Programs
 from modelfleet.frameworks.torch.fused.steps_protocol import How, Tensors
 from modelfleet.frameworks.torch.model_locks import locked_in_mode
-from modelfleet.frameworks.torch.optimizers.counting import CoefficientsByParameter
+from modelfleet.frameworks.torch.optimizers.counting import CoefficientsBySlice
 from modelfleet.frameworks.torch.parallel.fused import RowDivision
 from modelfleet.frameworks.torch.python_state.checks import DivergenceCheck, StatefulError
 from modelfleet.trees import leaves
@@ -26,12 +28,12 @@ from modelfleet.types import Kind, State, Tree
 class CoefficientSource(Protocol):
     """Source of the optimizer's numbers for the next steps, like `counting.CoefficientsAhead`."""
 
-    def next(self, state: State, hyper: Hyper, active: Tensor) -> CoefficientsByParameter:
+    def next(self, state: State, hyper: Hyper, active: Tensor) -> CoefficientsBySlice:
         """Return the numbers of the next step of these members."""
         ...
 
-    def one(self, state: State, hyper: Hyper) -> CoefficientsByParameter:
-        """Return the numbers of one step of a state of some members."""
+    def one(self, state: State, hyper: Hyper, slots: np.ndarray | None = None) -> CoefficientsBySlice:
+        """Return the numbers of one step of a state of the members in some slots; None for all."""
         ...
 
     def stepped(self, unused: frozenset[str] | None) -> None:
@@ -40,6 +42,10 @@ class CoefficientSource(Protocol):
 
     def forget(self) -> None:
         """Read the state again before the next step, because it may have been changed."""
+        ...
+
+    def give_slots(self, positions: Positions) -> None:
+        """Return the numbers of these members from now on, in this order."""
         ...
 
 
@@ -94,7 +100,7 @@ class Stepper(Generic[OwnSteps]):
         some = {name: column.index_select(0, rows) for name, column in hyper.items()}
         active = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
         self.coefficients.forget()
-        loss = self._step(part, self.coefficients.one(part, some), active, batch, pace)
+        loss = self._step(part, self.coefficients.one(part, some, batch.slots), active, batch, pace)
         states.put(state, rows, part)
         return loss
 
@@ -112,7 +118,7 @@ class Stepper(Generic[OwnSteps]):
         self.coefficients.stepped(None)
 
     def _step(
-        self, state: State, coefficients: CoefficientsByParameter, active: Tensor, batch: Batch, pace: Pace
+        self, state: State, coefficients: CoefficientsBySlice, active: Tensor, batch: Batch, pace: Pace
     ) -> Tensor:
         """Take one train step of a state, alone or together with the other ranks. Return the losses.
 

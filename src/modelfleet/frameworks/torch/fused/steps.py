@@ -5,7 +5,7 @@ axis. `fused=False` runs a lane of one member as any torch loop would, for model
 member the same numbers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,8 @@ from modelfleet.frameworks.torch.fused.updating import (
     update_all,
 )
 from modelfleet.frameworks.torch.modes import training_modes
-from modelfleet.frameworks.torch.optimizers.counting import CoefficientsByParameter
+from modelfleet.frameworks.torch.optimizers.counting import CoefficientsBySlice
+from modelfleet.frameworks.torch.optimizers.slices import Rule
 from modelfleet.frameworks.torch.parallel import row_sums
 from modelfleet.frameworks.torch.python_state.checks import StatefulError
 from modelfleet.frameworks.torch.python_state.undo import undoing_side_effects
@@ -39,16 +40,18 @@ Run = Callable[..., Tree]
 
 
 class Steps:
-    """Train, evaluate and predict steps for lanes of one structure and one task.
+    """Train, evaluate and predict steps for lanes of one structure and one task, apart from its optimizer.
 
-    `layout` names the parameters that are stored transposed. In every step, `shared` holds the tensors that all
-    members share. They have no member axis, and what depends on them alone is computed once.
+    `rules` are the update rules of the members. Without any, all members have the task's. `layout` names the
+    parameters that are stored transposed. In every step, `shared` holds the tensors that all members share. They
+    have no member axis, and what depends on them alone is computed once.
     """
 
-    def __init__(self, model: nn.Module, task: Task, layout: frozenset[str]) -> None:
+    def __init__(self, model: nn.Module, task: Task, layout: frozenset[str], rules: Sequence[Rule] = ()) -> None:
         self.model = model
         self.modes = training_modes(model)
         self.task = task
+        self.rules = list(rules) or [Rule(task.optimizer, task.clip)]
         self.layout = layout
         self.unused: frozenset[str] = frozenset()  # parameters that take no part in the loss
         self.contiguous = False  # True if the model needs contiguous weights, for `weight.view(-1)`
@@ -94,7 +97,7 @@ class Steps:
         self,
         state: State,
         shared: Tensors,
-        coefficients: CoefficientsByParameter,
+        coefficients: CoefficientsBySlice,
         active: Tensor,
         data: Tree,
         weights: Tensor | None,
@@ -102,7 +105,8 @@ class Steps:
     ) -> Tensor:
         """Take one step of every active member, in place, and return the losses `(member,)`.
 
-        `coefficients` are the optimizer's numbers for this step, `(member,)` each, by the parameters they are for.
+        `coefficients` are the optimizers' numbers for this step, `(member,)` each, by the slice of members and the
+        parameters they are for.
         """
         found = self.gradients(state, shared, data, weights, how)
         return self.apply(state, shared, coefficients, active, found, how)
@@ -149,14 +153,14 @@ class Steps:
         gradient = packing.join(gradients)
         sums = gradient.sum(1) + loss.to(gradient.dtype)
         fine = active & (state["member"]["trouble"] == FINE) & torch.isfinite(sums)
-        norms = {"norms": gradient_norms(gradients)} if self.task.clip else {}
+        norms = {"norms": gradient_norms(gradients)} if any(rule.clip for rule in self.rules) else {}
         return {**found, **norms, "gradient": gradient, "fine": fine.all()}
 
     def packed_apply(
         self,
         state: State,
         shared: Tensors,
-        coefficients: CoefficientsByParameter,
+        coefficients: CoefficientsBySlice,
         found: dict[str, Tree],
         how: How,
     ) -> Tensor:
@@ -164,22 +168,23 @@ class Steps:
 
         `state` has the part `packed`, the buffers, in place of the parameters and the optimizer's tensors.
         """
-        update_all(self.task, state, state["packed"], coefficients, found)
+        for own, numbers in coefficients.items():
+            part = own.packed(state)
+            update_all(self.rules[own.rule], part, part["packed"], numbers, own.of(found))
         return found["loss"]
 
     def apply(
         self,
         state: State,
         shared: Tensors,
-        coefficients: CoefficientsByParameter,
+        coefficients: CoefficientsBySlice,
         active: Tensor,
         found: dict[str, Tree],
         how: How,
     ) -> Tensor:
         """Update every active member in place by what `gradients` returned, and return the losses `(member,)`."""
-        gradients, loss, sums = found["gradients"], found["loss"], found["sums"]
-        update(self.task, state, coefficients, active, gradients, loss, sums, buffers=found["buffers"])
-        return loss
+        self._update(state, coefficients, active, found)
+        return found["loss"]
 
     def row_gradients(
         self,
@@ -234,7 +239,7 @@ class Steps:
         self,
         state: State,
         shared: Tensors,
-        coefficients: CoefficientsByParameter,
+        coefficients: CoefficientsBySlice,
         active: Tensor,
         numbers: Tensor,
         columns: Tensor,
@@ -245,8 +250,32 @@ class Steps:
         `numbers` and `columns` are what `row_gradients` returned, summed over all rows of the batch.
         """
         gradients, loss, sums, used = row_sums.unpack(state, numbers, columns)
-        update(self.task, state, coefficients, active, gradients, loss, sums, used=used)
+        found = {"gradients": gradients, "loss": loss, "sums": sums, "buffers": {}}
+        self._update(state, coefficients, active, found, used)
         return loss
+
+    def _update(
+        self,
+        state: State,
+        coefficients: CoefficientsBySlice,
+        active: Tensor,
+        found: dict[str, Tree],
+        used: Tensors | None = None,
+    ) -> None:
+        """Update the members of each slice by their own rule."""
+        for own, numbers in coefficients.items():
+            part = own.of(found)
+            update(
+                self.rules[own.rule],
+                own.state(state),
+                numbers,
+                own.of(active),
+                part["gradients"],
+                part["loss"],
+                part["sums"],
+                buffers=part["buffers"],
+                used=own.of(used),
+            )
 
     def evaluate(self, state: State, shared: Tensors, data: Tree, weights: Tensor | None, how: How) -> Tensors:
         """Return the sums `(member,)` of the loss and the metrics over a batch."""

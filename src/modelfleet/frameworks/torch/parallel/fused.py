@@ -12,7 +12,7 @@ from modelfleet.frameworks.engine import Pace
 from modelfleet.frameworks.torch.fused.programs import Programs
 from modelfleet.frameworks.torch.fused.steps import Steps
 from modelfleet.frameworks.torch.fused.steps_protocol import Tensors
-from modelfleet.frameworks.torch.optimizers.counting import CoefficientsByParameter
+from modelfleet.frameworks.torch.optimizers.counting import CoefficientsBySlice
 from modelfleet.frameworks.torch.parallel import row_sums
 from modelfleet.frameworks.torch.parallel.process_group import ProcessGroup
 from modelfleet.frameworks.torch.parallel.row_independence import divide_by_rows
@@ -62,7 +62,7 @@ class RowDivision:
         self._programs.program("row_gradients", (*lead, *part), batch.shared)
 
     def step(
-        self, lead: Lead, coefficients: CoefficientsByParameter, active: Tensor, batch: Batch, pace: Pace
+        self, lead: Lead, coefficients: CoefficientsBySlice, active: Tensor, batch: Batch, pace: Pace
     ) -> Tensor:
         """Take one train step of which this rank computes its own rows. Return the losses `(member,)` of all rows.
 
