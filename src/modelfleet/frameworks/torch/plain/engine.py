@@ -87,7 +87,7 @@ class PlainEngine(ModuleEngine):
 
     def stop(self) -> None:
         """Drop the last step's gradients."""
-        self._member.optimizer.zero_grad(set_to_none=True)
+        self._member.drop_gradients()
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class PlainEngine(ModuleEngine):
         """Return what `apply` needs of a batch. The model's buffers stay as they are."""
         member = self._member
         saved = member.save_buffers()
-        member.optimizer.zero_grad(set_to_none=True)
+        member.drop_gradients()
         scale = self._loss_scale()
         try:
             weights = None if batch.weights is None else batch.weights[0]
@@ -148,7 +148,7 @@ class PlainEngine(ModuleEngine):
         """Do what a plain loop does: forward, backward, clip, update."""
         member = self._member
         saved = member.save_buffers()
-        member.optimizer.zero_grad(set_to_none=True)
+        member.drop_gradients()
         scale = self._loss_scale()
         self._skipped = True
         try:
@@ -202,7 +202,7 @@ class PlainEngine(ModuleEngine):
             return SCALE if member.scale < SMALLEST_SCALE else FINE
         if self.task.clip:
             nn.utils.clip_grad_norm_(member.params.values(), member.hyper["clip_norm"])
-        member.optimizer.step()
+        plain_optimizer.step(member.optimizer, member.params.values())
         self._skipped = False
         if scale is not None:
             member.finite_steps += 1
