@@ -109,8 +109,9 @@ class Adapter(Protocol):
     * `own_training`, a module like `frameworks.keras.own_training`, if models hold their optimizers themselves.
     * `settings()` and `using(settings)`, if a program can change a model's numbers by global settings such as a
       default dtype. Workers then compute with the settings of the process that started them.
-    * `ModelStamp(model)`, like that of `frameworks.torch.stamps`, if it is quicker to see that a model has not
-      changed than to read it again.
+    * `ModelStamp(model)` and `ModelStamps(stamps)`, like those of `frameworks.torch.stamps`, if it is quicker to
+      see that models have not changed than to read them again.
+    * `DirectModels`, like that of `frameworks.torch.direct`, if models on the CPU can answer without a lane.
     * `as_loader`, like `frameworks.keras.datasets.as_loader`, if there are loaders of the framework's own.
     * `weighted`, like `frameworks.keras.class_weights.weighted`, if `fit` takes `class_weight`.
     * `GOES_ON = True`, if with `steps_per_epoch` an epoch of arrays starts where the last one stopped.
