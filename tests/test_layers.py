@@ -18,6 +18,7 @@ ORDER = (
     "modelfleet",
     "loading",
     "fleet",
+    "repeating",
     "reading",
     "fitting",
     "checkpoints live_lanes saving",

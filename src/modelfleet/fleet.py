@@ -30,6 +30,7 @@ from modelfleet.reading import Reading
 from modelfleet.recipe import Recipe, plain_values
 from modelfleet.remote.copies import copy_loaders
 from modelfleet.remote.messages import OrderWriter
+from modelfleet.repeating import Repeating
 from modelfleet.runs.job import Job
 from modelfleet.runs.sample_weight import add_sample_weight
 from modelfleet.runs.starting import make_runs
@@ -95,6 +96,7 @@ class Fleet:
         self._live_lanes = LiveLanes(self._members, self._recipes, self._pool, LaneBuilder(), self._planner)
         self._gate = Gate()
         self._reading = Reading(self._live_lanes, self._members, self._exposed, self._gate, self._sharings)
+        self._repeating = Repeating(self._live_lanes, self._members, self._exposed, self._gate)
         self._epoch_seconds: float | None = None  # of the last fit
         self._token = secrets.token_hex(8)  # identifies the fleet to worker processes
         for name, model in pairs:
@@ -483,6 +485,9 @@ class Fleet:
             data: As for `fit`.
             batch_size: As for `fit`.
         """
+        known = self._repeating.answer("evaluate", data, batch_size)
+        if known is not None:
+            return known
         found: dict[str, dict[str, float]] = {}
         job = Job(tuple(self.names), data, batch_size=batch_size, shuffle=False)
         with (
@@ -495,6 +500,7 @@ class Fleet:
                 one.lane.refuse_failures(one.feed)
                 for row, name in enumerate(one.lane.names):
                     found[name] = {metric: float(column[row]) for metric, column in values.items()}
+            self._repeating.learn("evaluate", data, batch_size, opened)
         return {name: found[name] for name in self.names}
 
     @explain_arguments
@@ -505,12 +511,16 @@ class Fleet:
             data: x, or (x, y), whose y is ignored; one for all, or `each(...)`.
             batch_size: As for `fit`.
         """
+        known = self._repeating.answer("predict", data, batch_size)
+        if known is not None:
+            return known
         found: dict[str, Tree] = {}
         job = Job(tuple(self.names), data, batch_size=batch_size, shuffle=False)
         with self._gate.reading("predict"), computing(), self._reading.open("predict", job) as (opened, in_step):
             results = for_each_lane(opened, Lane.predicting, in_step=in_step)
             for one, outputs in zip(opened, results, strict=True):
                 found.update(zip(one.lane.names, outputs, strict=True))
+            self._repeating.learn("predict", data, batch_size, opened)
         return {name: found[name] for name in self.names}
 
     def save(self, folder: str | Path, *, optimizer: bool = True) -> None:

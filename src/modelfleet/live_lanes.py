@@ -66,11 +66,18 @@ class LiveLanes:
         """State of members of a loaded fleet, until they are in a lane that trains or evaluates."""
         self._stamps: dict[str, Any] = {}
         """By member, a stamp of its model. While the model equals it, the lanes have the model's weights."""
+        self._together: tuple[list[str], Any] | None = None
+        """Some members, and their stamps, to be compared together."""
 
     @property
     def groups(self) -> Groups:
         """Return the members in groups, as they were when the lanes were made."""
         assert self._groups is not None
+        return self._groups
+
+    @property
+    def current_groups(self) -> Groups | None:
+        """Return the members in groups; None if they have to be grouped again."""
         return self._groups
 
     def aside(self, specs: Sequence[LaneSpec]) -> "LiveLanes":
@@ -120,12 +127,14 @@ class LiveLanes:
         if kind == "train":
             self._sharing = plan.sharing
             self._stamps.clear()  # training changes the lanes
+            self._together = None
         return plan, opened, opener.feeding
 
     @without_full_collections()
     def plan_without_data(self, kind: Kind, changed: Collection[str]) -> tuple[Plan, list[Lane]]:
         """Return what can be planned without data, and the lanes of that plan."""
         self._stamps.clear()
+        self._together = None
         specs, asked = self._specs(kind, "auto", changed)
         existing = {lane.spec.key: lane for lane in self.lanes}
         lanes = []
@@ -201,11 +210,31 @@ class LiveLanes:
 
     def _really_changed(self, held: Collection[str]) -> list[str]:
         """Return those members, of some that users hold, whose models may differ from the state of their lanes."""
+        if self.hold_weights_of(held):
+            return []
         stamps, members = self._stamps, self._members
         return [name for name in held if name not in stamps or not stamps[name].same(members[name].model)]
 
+    def hold_weights_of(self, held: Collection[str], *, same_structure: bool = False) -> bool:
+        """Return True if the lanes have the weights of the models of these members.
+
+        With `same_structure`, it is known that the models have the structure that they had.
+        """
+        if not held:
+            return True
+        names = list(held)
+        if self._together is None or self._together[0] != names:
+            stamps = [self._stamps.get(name) for name in names]
+            frameworks = {self._members[name].framework for name in names}
+            if None in stamps or len(frameworks) > 1:
+                return False
+            self._together = names, next(iter(frameworks)).ModelStamps(stamps)  # pyrefly: ignore
+        stamps = self._together[1]
+        return stamps.same_weights() if same_structure else stamps.same([self._members[n].model for n in names])
+
     def _new_stamps(self, names: Collection[str]) -> dict[str, Any]:
         """Return stamps of members' models. They must be taken before a lane reads the models."""
+        self._together = None
         for name in names:
             self._stamps.pop(name, None)  # not valid again if the models can't be read now
         members = (self._members[name] for name in names)
@@ -250,6 +279,7 @@ class LiveLanes:
             self._holders.pop(name, None)
             self._saved.pop(name, None)
             self._stamps.pop(name, None)
+        self._together = None
 
     def copy_state(self, name: str, clone: str) -> None:
         """Have a member start with another's optimizer state."""

@@ -32,6 +32,8 @@ class Loss:
     plain: Callable[[Tree, Tree], Tensor]
     """Return the mean over all elements, as `torch.nn.functional` does."""
     kind: TargetKind = "any"
+    unchecked: Callable[[Tensor, Tensor], Tensor] | None = None
+    """Return what `plain` does, for outputs and targets of shapes and dtypes that `plain` has accepted before."""
     parts: PartsOfBatch | None = None
     """For some losses without `rows`: return a sum and a count for a part of a batch.
 
@@ -164,9 +166,12 @@ def _named(name: str, function: Callable[..., Tensor], kind: TargetKind = "value
     def are_labels(target: Tensor) -> bool:
         return takes_classes(kind) and not target.is_floating_point()
 
+    def in_dtype(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return (output, target.long()) if are_labels(target) else _same_dtype(output, target)
+
     def match(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         check_fit(name, kind, shape_of(name, output), target)
-        return (output, target.long()) if are_labels(target) else _same_dtype(output, target)
+        return in_dtype(output, target)
 
     def rows(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         output, target = match(output, target)
@@ -177,7 +182,10 @@ def _named(name: str, function: Callable[..., Tensor], kind: TargetKind = "value
     def plain(output: Tensor, target: Tensor) -> Tensor:
         return function(*match(output, target), reduction="mean")
 
-    return Loss(name, rows, plain, kind)
+    def unchecked(output: Tensor, target: Tensor) -> Tensor:
+        return function(*in_dtype(output, target), reduction="mean")
+
+    return Loss(name, rows, plain, kind, unchecked)
 
 
 def _reduced(values: Tensor, reduction: str) -> Tensor:
