@@ -23,13 +23,13 @@ from modelfleet.frameworks.torch.fused.stepping import Stepper
 from modelfleet.frameworks.torch.fused.steps import Steps
 from modelfleet.frameworks.torch.fused.steps_protocol import ALONE, How, Tensors
 from modelfleet.frameworks.torch.fused.updating import INITIAL_SCALE
+from modelfleet.frameworks.torch.fused.variants import Variants
 from modelfleet.frameworks.torch.model_locks import lock_of, locked_in_mode
 from modelfleet.frameworks.torch.optimizers.counting import CoefficientsAhead
 from modelfleet.frameworks.torch.optimizers.slices import Rules
 from modelfleet.frameworks.torch.parallel.fused import RowDivision
 from modelfleet.frameworks.torch.parallel.process_group import ProcessGroup
 from modelfleet.frameworks.torch.parallel.row_independence import ignores_padding, rows_are_independent
-from modelfleet.frameworks.torch.python_state.checks import DivergenceCheck
 from modelfleet.frameworks.torch.structure import shared_parameters
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.frameworks.torch.walking import places_of, tensors_at
@@ -58,19 +58,29 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         shared = {
             name: states.placed(first[name], device, transpose=name in self.layout) for name in sorted(common)
         }
-        named = [(member.name, member.model) for member in members]
-        self._division = RowDivision(self._first, programs, device)
+        self._variants = variants = Variants(
+            [(member.name, member.model) for member in members],
+            context.tasks,
+            context.variants,
+            programs.steps,
+            shared,
+            lambda position: self._weights_of([members[position]]),
+            device,
+        )
+        self._division = RowDivision(self._first, programs, variants, device)
         stepper = Stepper(
             self._first,
             programs,
             shared,
             CoefficientsAhead(self._rules, skips=context.task.precision == "fp16"),
             division=self._division,
-            divergence=DivergenceCheck(named) if len(named) > 1 else None,
+            variants=variants,
         )
         trials = RowTrials(
-            lambda one, data, real: ignores_padding(programs.steps, one, shared, data, real),
-            lambda one, inputs: rows_are_independent(programs.steps, one, shared, inputs),
+            lambda one, data, real: all(
+                ignores_padding(steps, one, shared, data, real) for steps in variants.trials
+            ),
+            lambda one, inputs: all(rows_are_independent(steps, one, shared, inputs) for steps in variants.trials),
         )
         super().__init__(programs, stepper, trials, device)
         self.stacked = StackedState(self._initial_state(members, columns), len(members), states.Rows(device))
@@ -111,6 +121,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
     def give_slots(self, positions: Positions) -> None:
         """Give slots to these members from now on. The others rest."""
         super().give_slots(positions)
+        self._variants.slots = self.slots
         if packing.buffers_of(self.state) is None:
             self.state = packing.pack(self.state)
 
@@ -125,7 +136,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
             StrategyError: The rows of the batch can't be divided over the ranks of the group.
         """
         self.stepper.check_members()
-        lead, rest = (self.state, self.shared), (batch.data,)
+        rest = (batch.data,)
         if kind == "train":
             compile_mode()  # raises for a misspelt mode before the first step
             if not self.state["params"]:
@@ -134,31 +145,42 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
                     f"Set requires_grad=True on what is to be trained."
                 )
             if self._division.group is not None:
-                self._division.ready(lead, batch)
+                self._division.ready((self.state, self.shared), batch)
                 return
             rest = (self.stepper.coefficients.one(self.state, hyper), active, batch.data, None)
+            lead = self.stepper.with_numbers(kind, self.state, batch, None), self.shared
             self.programs.ready_to_train(lead, rest, shared_data=batch.shared)
             return
+        weights = None
         if kind == "evaluate":
-            rest = batch.data, self.row_weights(np.full(len(active), batch.size), batch.size)
-        self.programs.program(kind, (readable(self.state), self.shared, *rest), batch.shared)
+            weights = self.row_weights(np.full(len(active), batch.size), batch.size)
+            rest = batch.data, weights
+        state = self.stepper.with_numbers(kind, self.state, batch, weights)
+        self.programs.program(kind, (readable(state), self.shared, *rest), batch.shared)
 
-    def _run(self, kind: Kind, state: State, batch: Batch, *weights: Tensor) -> Tree:
-        """Evaluate or predict: all members at once, or one after the other if a batch can't be fused."""
-        args = (readable(state), self.shared, batch.data, *weights)
+    def _run(
+        self, kind: Kind, state: State, batch: Batch, *weights: Tensor, positions: np.ndarray | None = None
+    ) -> Tree:
+        """Evaluate or predict: all members at once, or one after the other if a batch can't be fused.
+
+        `positions` are those of the members that the state is for; None for those in the slots.
+        """
         try:
             self.stepper.refuse_unfusable(kind, batch)
             with self.stepper.refusing_state():
+                numbers = self.stepper.with_numbers(kind, state, batch, next(iter(weights), None), positions)
+                args = (readable(numbers), self.shared, batch.data, *weights)
                 return getattr(self.programs, kind)(args, shared_data=batch.shared)
         except CannotFuseError as error:
             self.stepper.remember_unfusable(kind, batch, error)
-        found = self._run_singly(kind, state, batch, *weights)
+        found = self._run_singly(kind, state, batch, self.slots if positions is None else positions, *weights)
         return map_tree(on_host, found) if kind == "predict" else found
 
-    def _run_singly(self, kind: Kind, state: State, batch: Batch, *weights: Tensor) -> Tree:
+    def _run_singly(self, kind: Kind, state: State, batch: Batch, positions: np.ndarray, *weights: Tensor) -> Tree:
         """Evaluate or predict one member after the other. The model may change buffers of those with rows."""
-        steps, found = self.programs.steps, []
+        found = []
         for slot, count in enumerate(batch.counts.tolist()):
+            steps = self._variants.steps_of(positions[slot])
             rows = torch.tensor([slot], device=self.device)
             one = states.select(state, rows)
             own = (
@@ -197,7 +219,8 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
             sums, has_rows = self._run("evaluate", self.state, batch, weights), self.tensor(counts > 0)
             return {name: torch.where(has_rows, value, 0.0).double() for name, value in sums.items()}
         rows = self.tensor(batch.slots)
-        sums = self._run("evaluate", states.select(self.state, rows), batch, weights)
+        own = self.slots[batch.slots]
+        sums = self._run("evaluate", states.select(self.state, rows), batch, weights, positions=own)
         empty = torch.zeros(self.stacked.width, dtype=torch.float64, device=self.device)
         return {name: empty.index_copy(0, rows, value.double()) for name, value in sums.items()}
 
@@ -206,7 +229,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         if positions is None:
             return self._run("predict", self.state, batch)
         state = self.read(positions, (*WEIGHTS, "member"))
-        outputs = self._run("predict", state, batch)
+        outputs = self._run("predict", state, batch, positions=np.asarray(positions))
         if self.programs.steps.counting is not None:
             own = np.flatnonzero(batch.counts)
             buffers = states.select({"buffers": state["buffers"]}, self.tensor(own))
