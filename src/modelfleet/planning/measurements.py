@@ -20,24 +20,30 @@ from modelfleet.runs.opening import LaneOpener, OpenLane
 PART_OF_RUN = 0.05  # fraction of a run's time that measuring may take
 SHORT_RUN: int = 300  # steps: a shorter run is over before measuring has paid off
 UNKNOWN_STEPS = 1000  # assumed for an epoch of unknown length
+FIRST_SECONDS = 1.0  # for a run of unknown length, to time a single step of each lane
+LEAST_SECONDS = 0.4  # for a run of any length that is not short: enough to compare fused with apart
 
 
 class Budget:
     """Seconds that measuring may take: none for a short run, otherwise a part of the run's predicted time."""
 
     def __init__(self, steps: int) -> None:
-        self._seconds = 0.0 if steps < SHORT_RUN else 1.0  # enough to time a single step
-        self._spent = 0.0
-        self.longest = 0.2
+        self._seconds = 0.0 if steps < SHORT_RUN else FIRST_SECONDS
+        self._predicted = 0.0
+        self.spent = 0.0
+        """Seconds that trials have taken."""
+        self.longest = 0.1
         """Time of the longest trial so far. Most of it may be compiling."""
 
     def predict(self, seconds: float) -> None:
-        """Extend the budget for a run, or a part of one, that is predicted to take this many seconds."""
-        self._seconds = max(self._seconds, PART_OF_RUN * seconds)
+        """Set the budget for a run, or a part of one, that is predicted to take this many seconds."""
+        self._predicted = max(self._predicted, seconds)
+        if self._seconds:
+            self._seconds = max(LEAST_SECONDS, PART_OF_RUN * self._predicted)
 
     def left(self) -> float:
         """Return the seconds that are left."""
-        return max(0.0, self._seconds - self._spent)
+        return max(0.0, self._seconds - self.spent)
 
     def allows(self, seconds: float) -> bool:
         """Return True if a trial of this many seconds is within the budget."""
@@ -45,7 +51,7 @@ class Budget:
 
     def spend(self, seconds: float) -> None:
         """Charge the budget for a trial."""
-        self._spent += seconds
+        self.spent += seconds
         self.longest = max(self.longest, seconds)
 
 
@@ -55,14 +61,33 @@ class Measurements:
     def __init__(self) -> None:
         self.timings = timings.Timings()
 
-    def step_seconds(self, opener: LaneOpener, spec: LaneSpec, feed: Feed, budget: Budget) -> float | None:
-        """Return the time of a lane's step. It is measured if it is not known and the budget allows it."""
+    def step_seconds(
+        self,
+        opener: LaneOpener,
+        spec: LaneSpec,
+        feed: Feed,
+        budget: Budget,
+        *,
+        expected: float = 0.0,
+        again: bool = False,
+    ) -> float | None:
+        """Return the time of a lane's step. It is measured if it is not known and the budget allows it.
+
+        Args:
+            opener: Opened the lanes.
+            spec: The lane.
+            feed: Its feed.
+            budget: The budget to charge for a trial.
+            expected: The seconds that a trial is expected to take, if they are more than those of an earlier one.
+            again: Measure again if the time is known, and keep the shorter one. Noise only adds.
+        """
         key = self._lane_key(opener.groups, spec, feed)
         seconds = self.timings.get(key)
-        if seconds is None and budget.allows(budget.longest):
+        if (again or seconds is None) and budget.allows(max(expected, budget.longest)):
             begun = time.perf_counter()
             try:
-                seconds = trials.step_seconds(opener.builder, opener.groups, spec, feed.first(), budget.left())
+                found = trials.step_seconds(opener.builder, opener.groups, spec, feed.first(), budget.left())
+                seconds = found if seconds is None else min(found, seconds)
                 self.timings.put(key, seconds)
             except CannotFuseError:
                 seconds = None
