@@ -67,7 +67,7 @@ def _answers(order: AnswerOrder) -> dict[str, Any]:
         for name in one.lane.names:
             one.lane.write([name], map_tree(np.array, order.states.get(name, {})))
     before = [_state_of(one.lane) for one in opened]
-    work = Lane.predicting if order.kind == "predict" else Lane.evaluating
+    work: Any = Lane.predicting if order.kind == "predict" else Lane.evaluating
     works = [work(one.lane, one.feed) for one in opened]
     in_step = len(opened) > 1 and opener.feeding.one_loader
     results = finish_in_step(works) if in_step else [finish_in_step([own])[0] for own in works]
