@@ -21,7 +21,7 @@ from modelfleet.runs.job import Job
 from modelfleet.runs.lane_run import LaneRun
 from modelfleet.runs.opening import LaneOpener, OpenLane
 from modelfleet.sharing import Sharings
-from modelfleet.types import Kind, SharingName, Strategy
+from modelfleet.types import Kind, SharingName, State, Strategy
 
 Asked = tuple[list[tuple[str, ...]], bool]
 """Members of the requested lanes, and True if each lane is over all devices."""
@@ -80,6 +80,12 @@ class LiveLanes:
         """Return the members in groups; None if they have to be grouped again."""
         return self._groups
 
+    def part(self, members: Mapping[str, Member]) -> "LiveLanes":
+        """Return another set for some members, with the optimizer state that they have here."""
+        own = LiveLanes(members, self._recipes, self._pool, self._builder, self._planner)
+        own.take_state(self, list(members))
+        return own
+
     def aside(self, specs: Sequence[LaneSpec]) -> "LiveLanes":
         """Return another set for the same members, in these lanes, or in others if there are none."""
         fixed = (self._groups, specs) if specs and self._groups is not None else None
@@ -129,6 +135,20 @@ class LiveLanes:
             self._stamps.clear()  # training changes the lanes
             self._together = None
         return plan, opened, opener.feeding
+
+    def specs_for(self, job: Job, kind: Kind, strategy: Strategy, changed: Collection[str]) -> list[LaneSpec]:
+        """Return the lanes of a verb that runs elsewhere. They are not opened here."""
+        specs, _ = self._specs(kind, strategy, changed)
+        return Feeding(job, self.groups).split_by_form(specs)
+
+    def draw_states(self, names: Collection[str]) -> dict[str, State]:
+        """Return the part of some members' state that their random draws depend on, on the host."""
+        found: dict[str, State] = {}
+        for name in names:
+            if name in self._holders:
+                lane, source = self._holders[name]
+                found[name] = lane.read([source], ("member",), host=True)
+        return found
 
     @without_full_collections()
     def plan_without_data(self, kind: Kind, changed: Collection[str]) -> tuple[Plan, list[Lane]]:
