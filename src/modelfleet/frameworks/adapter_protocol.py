@@ -111,6 +111,8 @@ class Adapter(Protocol):
       default dtype. Workers then compute with the settings of the process that started them.
     * `ModelStamp(model)`, like that of `frameworks.torch.stamps`, if it is quicker to see that a model has not
       changed than to read it again.
+    * `leaves_models_alone(task, programs)`, if lanes of one member may keep their state apart from the model. A
+      trial then needs no copy of the model.
     * `signatures(models)`, if it is quicker to find the structures of many models together.
     * `as_loader`, like `frameworks.keras.datasets.as_loader`, if there are loaders of the framework's own.
     * `weighted`, like `frameworks.keras.class_weights.weighted`, if `fit` takes `class_weight`.

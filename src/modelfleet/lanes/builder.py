@@ -31,7 +31,7 @@ class LaneBuilder:
         Args:
             groups: The members of the fleet.
             spec: The lane to build. If it has no device yet, it gets the first one that it may run on.
-            scratch: For a trial: a lane of one member steps a copy of the member's model.
+            scratch: For a trial: a lane of one member steps a copy of the member's model, if it steps a model.
         """
         own = [groups.tasks[name] for name in spec.members]
         framework = own[0].member.framework
@@ -44,11 +44,12 @@ class LaneBuilder:
             key: np.array([task.hyperparameters[key] for task in own]) for key in own[0].hyperparameters
         }
         members = [task.member for task in own]
-        if scratch and len(members) == 1:
-            members = [_copy(member) for member in members]
         # Tasks compare by identity, and a signature may be costly to hash: so a list, not a dict.
         known = own[0].signature, own[0].task, spec.fused, native
         programs = next((programs for key, programs in self._programs if key == known), None)
+        leaves_alone = getattr(framework, "leaves_models_alone", lambda task, programs: False)
+        if scratch and len(members) == 1 and not leaves_alone(own[0].task, programs):
+            members = [_copy(member) for member in members]
         context = LaneContext(members, own[0].task, hyperparameters, native, spec.fused, programs)
         engine = framework.make_engine(context)
         if programs is None and engine.programs is not None:

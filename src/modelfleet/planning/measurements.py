@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from modelfleet.runs.job import Job
 from modelfleet.runs.opening import LaneOpener, OpenLane
 
 PART_OF_RUN = 0.05  # fraction of a run's time that measuring may take
+FIRST_LOOK = 1.0  # seconds that may pass until the time of the run is known roughly
 SHORT_RUN: int = 300  # steps: a shorter run is over before measuring has paid off
 UNKNOWN_STEPS = 1000  # assumed for an epoch of unknown length
 
@@ -26,10 +28,14 @@ class Budget:
     """Seconds that measuring may take: none for a short run, otherwise a part of the run's predicted time."""
 
     def __init__(self, steps: int) -> None:
-        self._seconds = 0.0 if steps < SHORT_RUN else 1.0  # enough to time a single step
+        self._seconds = 0.0 if steps < SHORT_RUN else FIRST_LOOK
         self._spent = 0.0
         self.longest = 0.2
         """Time of the longest trial so far. Most of it may be compiling."""
+
+    def limit(self, seconds: float) -> None:
+        """Set the budget for a run that takes about this many seconds, as a first look at all lanes has shown."""
+        self._seconds = PART_OF_RUN * seconds
 
     def predict(self, seconds: float) -> None:
         """Extend the budget for a run, or a part of one, that is predicted to take this many seconds."""
@@ -54,9 +60,22 @@ class Measurements:
 
     def __init__(self) -> None:
         self.timings = timings.Timings()
+        self._estimates: dict[str, float] = {}  # times of steps after a first look; too rough to be kept on disk
+
+    def estimate(self, opener: LaneOpener, opened: OpenLane, budget: Budget) -> float | None:
+        """Return the time of a lane's step. If it is not known, take a first look: a step or two."""
+        key = self._lane_key(opener.groups, opened.spec, opened.feed)
+        if self._known(key) is None and budget.left():
+            begun = time.perf_counter()
+            with suppress(CannotFuseError):
+                self._estimates[key] = trials.step_seconds(
+                    opener.builder, opener.groups, opened.spec, opened.feed.first(), 0.0
+                )
+            budget.spend(time.perf_counter() - begun)
+        return self._known(key)
 
     def step_seconds(self, opener: LaneOpener, spec: LaneSpec, feed: Feed, budget: Budget) -> float | None:
-        """Return the time of a lane's step. It is measured if it is not known and the budget allows it."""
+        """Return the time of a lane's step. It is measured if it was not and the budget allows it."""
         key = self._lane_key(opener.groups, spec, feed)
         seconds = self.timings.get(key)
         if seconds is None and budget.allows(budget.longest):
@@ -65,13 +84,21 @@ class Measurements:
                 seconds = trials.step_seconds(opener.builder, opener.groups, spec, feed.first(), budget.left())
                 self.timings.put(key, seconds)
             except CannotFuseError:
-                seconds = None
+                self._estimates.pop(key, None)
             budget.spend(time.perf_counter() - begun)
-        return seconds
+        return self._known(key)
 
     def known_step_seconds(self, groups: Groups, opened: OpenLane) -> float | None:
         """Return the time of a lane's step if it is known."""
-        return self.timings.get(self._lane_key(groups, opened.spec, opened.feed))
+        return self._known(self._lane_key(groups, opened.spec, opened.feed))
+
+    def are_measured(self, groups: Groups, opened: Sequence[OpenLane]) -> bool:
+        """Return True if the times of all lanes are more than estimates, so that they may be compared."""
+        return all(self.timings.get(self._lane_key(groups, one.spec, one.feed)) is not None for one in opened)
+
+    def _known(self, key: str) -> float | None:
+        measured = self.timings.get(key)
+        return self._estimates.get(key) if measured is None else measured
 
     def known_epoch_seconds(self, groups: Groups, opened: Sequence[OpenLane], sharing: str) -> float | None:
         """Return the time of an epoch of lanes that share their device in a given way, if it is known."""

@@ -199,7 +199,7 @@ class FunctionalEngine(FunctionalState):
         index, real = batch.fewest_rows()
         key = (real, batch.size)
         if key not in known:
-            one = map_tree(lambda t: t[0], self.state)
+            one = self.backend.first(self.state)
             known[key] = ignores_padding(definition, self.backend, one, batch.member(index), real, batch.size)
         return known[key]
 
@@ -207,7 +207,7 @@ class FunctionalEngine(FunctionalState):
         """Return True if the output for a row depends on that row alone, by a trial on one member."""
         known, size = self.programs.independent_rows, len(leaves(inputs)[0])
         if size not in known:
-            one = map_tree(lambda t: t[0], self._readable(self.state))
+            one = self.backend.first(self._readable(self.state))
             known[size] = rows_are_independent(self.programs.definition, self.backend, one, inputs)
         return known[size]
 
@@ -247,7 +247,7 @@ class FunctionalEngine(FunctionalState):
         known, form = self.programs.output_shapes, _form(batch)
         if form not in known:
             with self._trying(batch, self.inputs(batch.data), name) as few:
-                state = map_tree(lambda t: t[0], self._readable(self.state))
+                state = self.backend.first(self._readable(self.state))
                 output, _ = self.backend.shapes(self.programs.definition.predict, state, few)
             known[form] = tuple(output.shape) if hasattr(output, "shape") else None
         return known[form]
@@ -279,7 +279,7 @@ class FunctionalEngine(FunctionalState):
 
     def _allocate_metrics(self, batch: Batch) -> None:
         """Find out which metrics there are, by a trial on one member."""
-        one = map_tree(lambda t: t[0], self.state)
+        one = self.backend.first(self.state)
         self.programs.definition.try_out(one, _two_rows(batch.data, batch.shared))
         if not self.state["metrics"]:
             self.state = {**self.state, "metrics": self._fresh_metrics()}

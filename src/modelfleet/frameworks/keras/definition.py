@@ -121,15 +121,15 @@ class KerasEngine(FunctionalEngine):
     parts_in_models = ("params", "buffers", "optimizer")
 
     def __init__(
-        self, context: LaneContext[Task, Programs], definition: KerasDefinition, backend: Backend
+        self, context: LaneContext[Task, Programs], kind: type[KerasDefinition], backend: Backend
     ) -> None:
-        if context.programs is not None:
-            known = context.programs.definition
-            assert isinstance(known, KerasDefinition)
-            if known.steps.stale:
+        known = None if context.programs is None else context.programs.definition
+        if isinstance(known, KerasDefinition) and not known.steps.stale:
+            definition = known
+        else:
+            definition = kind(context.members[0].model, context.task)
+            if context.programs is not None:
                 context.programs.renew(definition)
-            else:
-                definition = known
         self._members = list(context.members)
         self._keras = definition
         super().__init__(context, definition, backend)
@@ -160,6 +160,12 @@ class KerasEngine(FunctionalEngine):
     def still_shared(self, members: Sequence[Member]) -> bool:
         """Return True if all members are compiled as they were when the lane was made."""
         return not self._keras.steps.stale and all(task_of(member.model) is self.task for member in members)
+
+
+def apart(programs: Programs) -> str | None:
+    """Return why a lane of these programs runs plainly, as far as is known."""
+    assert isinstance(programs.definition, KerasDefinition)
+    return programs.definition.steps.apart
 
 
 def _copied(arrays: Arrays) -> Arrays:

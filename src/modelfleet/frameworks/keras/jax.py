@@ -8,7 +8,7 @@ from modelfleet.frameworks.functional import Programs, Replica, State
 from modelfleet.frameworks.jax import arrays
 from modelfleet.frameworks.jax.backend import JaxBackend
 from modelfleet.frameworks.jax.replica import lent
-from modelfleet.frameworks.keras.definition import KerasDefinition, KerasEngine, Loss
+from modelfleet.frameworks.keras.definition import KerasDefinition, KerasEngine, Loss, apart  # noqa: F401
 from modelfleet.frameworks.keras.steps import outputs
 from modelfleet.frameworks.keras.task import Task
 from modelfleet.frameworks.lane_context import LaneContext
@@ -35,8 +35,7 @@ class Engine(KerasEngine):
 
     def __init__(self, context: LaneContext[Task, Programs]) -> None:
         """Make the engine, or use the programs of another one."""
-        definition = JaxDefinition(context.members[0].model, context.task)
-        super().__init__(context, definition, JaxBackend(context.device))
+        super().__init__(context, JaxDefinition, JaxBackend(context.device))
 
 
 def replica(model: Model, device: jax.Device) -> Replica:
