@@ -145,6 +145,11 @@ class Planner:
         # A single lane of one member leaves nothing to choose, so nothing is worth measuring.
         choice = len(opened) > 1 or (opened[0].spec.width > 1 and opened[0].lane.engine.fused)
         budget = Budget(max(total_steps(one, opener.job) for one in opened) if choice else 0)
+        if budget.left():
+            looks = [self.measurements.estimate(opener, one, budget) for one in opened]
+            times = [look * total_steps(one, opener.job) for one, look in zip(opened, looks, strict=True) if look]
+            if len(times) == len(opened):
+                budget.limit(sum(times))
         chosen = [spec for one in opened for spec in self._divide(opener, one, budget)]
         chosen = [self._with_known_time(opener, opener.open(spec)) for spec in chosen]
         plan = self._share(opener, Plan(tuple(chosen), usual), sharings, others, budget)
@@ -247,7 +252,8 @@ class Planner:
         for other in others:
             start = WORKER_START_SECONDS if other == "processes" else 0.0
             seconds = self.measurements.known_epoch_seconds(groups, opened, other)
-            if seconds is None and budget.allows(start + budget.longest):
+            measured = self.measurements.are_measured(groups, opened)
+            if seconds is None and measured and budget.allows(start + budget.longest):
                 shorten = max(1.0, turns / SHARING_SECONDS)  # the trial takes a few turns of each lane
                 steps = [max(1, min(64, round(count / shorten))) for count in per_epoch]
                 scale = turns / max(_busiest_device(plan.lanes, steps), 1e-9)
