@@ -30,6 +30,12 @@ def double() -> Iterator[None]:
 class Net(nnx.Module):
     """Two layers with a layer between them."""
 
+    slope: float
+    temperature: float
+    deviation: float
+    share: float
+    power: int
+
     def __init__(self, between: Any, rngs: nnx.Rngs, **numbers: float) -> None:
         self.first = nnx.Linear(6, 8, rngs=rngs, **DOUBLE)
         self.between = between
