@@ -86,7 +86,7 @@ def test_what_is_no_name_is_told() -> None:
         lambda: fleet.clone(["a"], as_="c"),
         lambda: fleet.compile("sgd", "mse", lr=0.1, members=[["a"]]),
     ):
-        refused(call, "is no name of a member", "such as 'a'")
+        refused(call, "is not the name of a member", "such as 'a'")
     refused(lambda: fleet[["a", "b", "a"]], "has 'a' twice")
     assert fleet.names == ["a", "b"]
 

@@ -68,6 +68,31 @@ def test_an_index_gives_the_very_object_with_the_new_weights() -> None:
     assert not equal(weights(model), before)
 
 
+def test_dropping_a_member_looks_at_no_other_model_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, whole = (mf.Fleet.build(mlp, 4, seed=3) for _ in range(2))
+    for one in (fleet, whole):
+        one.compile("adam", "cross_entropy", lr=0.01)
+        fit(one, (X, Y))
+    with monkeypatch.context() as patch:
+        for name in ("signature", "signatures", "prepare"):
+            patch.setattr(f"modelfleet.frameworks.torch.{name}", None)
+        fleet.drop("2")
+        fit(fleet, (X, Y))
+    fit(whole, (X, Y))
+    assert [lane.names for lane in fleet._lanes] == [["0", "1", "3"]]
+    assert all(close(weights(fleet[name]), weights(whole[name])) for name in fleet.names)
+
+
+def test_dropping_the_first_of_a_group_leaves_no_trace_of_it() -> None:
+    fleet = mf.Fleet({"a": mlp(4), "b": mlp(4), "c": mlp(5), "d": mlp(5)})
+    fleet.compile("adam", "cross_entropy", lr=0.01)
+    for gone in ("c", "a"):
+        fit(fleet, (X, Y))
+        fleet.drop(gone)
+        assert f"'{gone}'" not in str(fleet.plan((X, Y), batch_size=8))
+    fit(fleet, (X, Y))
+
+
 def test_add_drop_and_clone_carry_the_optimizers_state_on() -> None:
     recipe: dict[str, Any] = {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9}
     unbroken = fleet_of(["a", "b"], **recipe)

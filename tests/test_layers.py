@@ -18,6 +18,7 @@ ORDER = (
     "modelfleet",
     "loading",
     "fleet",
+    "repeating",
     "reading",
     "fitting",
     "checkpoints live_lanes saving",
@@ -36,7 +37,7 @@ ORDER = (
     "joining recipe",
     "each devices",
     "directions",
-    "fingerprints formatting shuffles trees unknown_names",
+    "fingerprints formatting garbage shuffles trees unknown_names",
     "errors types",
 )
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.split()}

@@ -60,10 +60,10 @@ def test_every_member_steps_with_its_own_optimizer(factory: Any, optimizer: mf.E
         assert difference < 1e-5, (name, where)
 
 
-def test_members_with_one_optimizer_are_fused_whatever_its_numbers() -> None:
-    lanes = fleet_of(mlp, TORCH).plan().lanes
-    assert [lane.members for lane in lanes] == [("a", "c"), ("b", "d")]
-    assert lanes[1].apart_because == "'b' differs from 'a': its optimizer is sgd, not adam"
+def test_members_with_different_optimizers_share_a_lane_and_the_plan_says_which() -> None:
+    (lane,) = fleet_of(mlp, TORCH).plan().lanes
+    assert lane.members == ("a", "c", "b", "d")
+    assert lane.reason == "4 of one structure, fused; 2 adam, 2 sgd"
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def test_bad_weights_are_refused_before_the_first_step(weight: Any, told: str) -
             "'own_loss' returns one number for the batch",
         ),
         ({"loss": None, "objective": lambda m, b: m(b[0]).sum()}, (X.float(), Y), r"fit\(\(x, y, w\)\)"),
-        ({}, [(X.float(), Y)], "data is a loader. Have its batches be"),
+        ({}, [(X.float(), Y)], "data is a loader. Let it yield"),
         ({}, (X.float(), Y, W), r"needs data \(x, y\), and data is a tuple of 3"),
     ],
 )

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 
-# torch imports its compiler with the first optimizer that is made, or the first step that is traced. It is an
-# import like the others, so all peers have it before the clock starts.
+# torch imports its compiler with the first optimizer that is made, or the first step that is traced. modelfleet
+# imports its adapter with the first model. Both are imports like the others: all peers have them before the clock
+# starts.
 import torch._dynamo  # noqa: F401
 
+import modelfleet.frameworks.torch.engine  # noqa: F401
 from benchmarks.entrants import FLEET, PLAIN
 from benchmarks.jobs import by_fleet, by_lanes, by_loop, job_of
 from benchmarks.peers import Round, compete_in_cases

@@ -1,5 +1,6 @@
 """Checkpoints of a running fit: weights, optimizer state, positions, random state, history and callbacks."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias, get_args
@@ -306,10 +307,11 @@ def _identity(fit: CheckpointedFit) -> Identity:
         "members": [run.lane.names for run in fit.runs],
         "seeds": [[member.seed for member in run.lane.members] for run in fit.runs],
         "weights": [_weights(run) for run in fit.runs],
-        "tasks": [run.lane.engine.task.summary for run in fit.runs],
+        "tasks": [_tasks(run) for run in fit.runs],
         "schedules": [[fingerprint(schedule) for schedule in run.lane.schedules] for run in fit.runs],
         "hyperparameters": [
-            {name: column.tolist() for name, column in run.lane.columns.items()} for run in fit.runs
+            {name: [_number(own) for own in column.tolist()] for name, column in run.lane.columns.items()}
+            for run in fit.runs
         ],
         "epochs": [(fit.history.initial_epoch + run.epochs).tolist() for run in fit.runs],
         "initial epoch": fit.history.initial_epoch,
@@ -324,6 +326,17 @@ def _identity(fit: CheckpointedFit) -> Identity:
         ],
         "started": [run.before["steps"].tolist() for run in fit.runs],
     }
+
+
+def _tasks(run: LaneRun) -> Json:
+    """Return the summary of a lane's task; of each member, if their tasks differ."""
+    found = [task.summary for task in run.lane.tasks]
+    return found[0] if len(set(found)) == 1 else found
+
+
+def _number(value: float) -> float | None:
+    """Return a hyperparameter; None for NaN, which means that a member's optimizer does not have it."""
+    return None if math.isnan(value) else value
 
 
 def _first_weights(run: LaneRun) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from modelfleet.frameworks import global_generators
 from modelfleet.frameworks.contexts import computing
 from modelfleet.frameworks.model_building import build_model, check_factory, list_models
 from modelfleet.frameworks.recipe import compile_all
+from modelfleet.garbage import without_full_collections
 from modelfleet.gate import Gate
 from modelfleet.history import History
 from modelfleet.interrupts import noticing
@@ -29,6 +30,7 @@ from modelfleet.reading import Reading
 from modelfleet.recipe import Recipe, plain_values
 from modelfleet.remote.copies import copy_loaders
 from modelfleet.remote.messages import OrderWriter
+from modelfleet.repeating import Repeating
 from modelfleet.runs.job import Job
 from modelfleet.runs.sample_weight import add_sample_weight
 from modelfleet.runs.starting import make_runs
@@ -94,12 +96,14 @@ class Fleet:
         self._live_lanes = LiveLanes(self._members, self._recipes, self._pool, LaneBuilder(), self._planner)
         self._gate = Gate()
         self._reading = Reading(self._live_lanes, self._members, self._exposed, self._gate, self._sharings)
+        self._repeating = Repeating(self._live_lanes, self._members, self._exposed, self._gate)
         self._epoch_seconds: float | None = None  # of the last fit
         self._token = secrets.token_hex(8)  # identifies the fleet to worker processes
         for name, model in pairs:
             self._exposed.add(self._enlist(name, model))
 
     @classmethod
+    @without_full_collections()
     def build(
         cls,
         factory: Callable[..., Model],
@@ -232,7 +236,7 @@ class Fleet:
             model = self._member(name).model
             if len(self) == 1:
                 raise InputError(f"{name!r} is the last member; a fleet needs at least one.")
-            self._live_lanes.forget([name])
+            self._live_lanes.drop(name)
             del self._members[name], self._recipes[name]
             self._by_model.pop(id(model), None)
             self._exposed.discard(name)
@@ -481,6 +485,9 @@ class Fleet:
             data: As for `fit`.
             batch_size: As for `fit`.
         """
+        known = self._repeating.answer("evaluate", data, batch_size)
+        if known is not None:
+            return known
         found: dict[str, dict[str, float]] = {}
         job = Job(tuple(self.names), data, batch_size=batch_size, shuffle=False)
         with (
@@ -493,6 +500,7 @@ class Fleet:
                 one.lane.refuse_failures(one.feed)
                 for row, name in enumerate(one.lane.names):
                     found[name] = {metric: float(column[row]) for metric, column in values.items()}
+            self._repeating.learn("evaluate", data, batch_size, opened)
         return {name: found[name] for name in self.names}
 
     @explain_arguments
@@ -503,12 +511,16 @@ class Fleet:
             data: x, or (x, y), whose y is ignored; one for all, or `each(...)`.
             batch_size: As for `fit`.
         """
+        known = self._repeating.answer("predict", data, batch_size)
+        if known is not None:
+            return known
         found: dict[str, Tree] = {}
         job = Job(tuple(self.names), data, batch_size=batch_size, shuffle=False)
         with self._gate.reading("predict"), computing(), self._reading.open("predict", job) as (opened, in_step):
             results = for_each_lane(opened, Lane.predicting, in_step=in_step)
             for one, outputs in zip(opened, results, strict=True):
                 found.update(zip(one.lane.names, outputs, strict=True))
+            self._repeating.learn("predict", data, batch_size, opened)
         return {name: found[name] for name in self.names}
 
     def save(self, folder: str | Path, *, optimizer: bool = True) -> None:
@@ -575,8 +587,8 @@ class Fleet:
     def _member(self, name: str) -> Member:
         if not isinstance(name, str | int):
             raise InputError(
-                f"{name!r} is no name of a member. Give one name, such as {self.names[0]!r}. For a fleet of some "
-                f"members, give their names in a list: fleet[fleet.names[:2]]."
+                f"{name!r} is not the name of a member. Give one name, such as {self.names[0]!r}. For a fleet of "
+                f"some members, give their names in a list: fleet[fleet.names[:2]]."
             )
         if name not in self._members:
             raise unknown("member", name, self._members)

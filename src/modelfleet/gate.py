@@ -20,6 +20,7 @@ class Gate:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._owner: int | None = None
+        self._waiting = 0  # threads
         self._verbs: list[str] = []  # running now, the outermost first
 
     @property
@@ -35,12 +36,12 @@ class Gate:
     @contextmanager
     def reading(self, verb: str) -> Iterator[None]:
         """Run a verb that leaves the members as they are."""
-        self._enter(verb)
+        self.enter(verb)
         try:
             with without_callers_contexts():
                 yield
         finally:
-            self._leave()
+            self.leave()
 
     @contextmanager
     def changing(self, verb: str) -> Iterator[None]:
@@ -54,7 +55,8 @@ class Gate:
         with self.reading(verb):
             yield
 
-    def _enter(self, verb: str) -> None:
+    def enter(self, verb: str) -> None:
+        """Begin a verb that leaves the members as they are. `leave` must follow. Use `reading` where you can."""
         me = threading.get_ident()
         with self._changed:
             while self._owner not in (None, me):
@@ -69,13 +71,19 @@ class Gate:
                         f"fleet.{verb} was called by a loader that fleet.{self._verbs[0]} of the same fleet is "
                         f"reading. Compute what the loader needs before the fleet reads it."
                     )
-                self._changed.wait()
+                self._waiting += 1
+                try:
+                    self._changed.wait()
+                finally:
+                    self._waiting -= 1
             self._owner = me
             self._verbs.append(verb)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """End the verb that `enter` has begun."""
         with self._changed:
             self._verbs.pop()
             if not self._verbs:
                 self._owner = None
-                self._changed.notify_all()
+                if self._waiting:
+                    self._changed.notify_all()

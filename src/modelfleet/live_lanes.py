@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from modelfleet.errors import FleetWarning
+from modelfleet.garbage import without_full_collections
 from modelfleet.lanes import DevicePool, Groups, Lane, LaneBuilder, LaneSpec, saved_state
 from modelfleet.lanes.saved_state import TrainingState
 from modelfleet.members import Member
@@ -65,11 +66,18 @@ class LiveLanes:
         """State of members of a loaded fleet, until they are in a lane that trains or evaluates."""
         self._stamps: dict[str, Any] = {}
         """By member, a stamp of its model. While the model equals it, the lanes have the model's weights."""
+        self._together: tuple[list[str], Any] | None = None
+        """Some members, and their stamps, to be compared together."""
 
     @property
     def groups(self) -> Groups:
         """Return the members in groups, as they were when the lanes were made."""
         assert self._groups is not None
+        return self._groups
+
+    @property
+    def current_groups(self) -> Groups | None:
+        """Return the members in groups; None if they have to be grouped again."""
         return self._groups
 
     def aside(self, specs: Sequence[LaneSpec]) -> "LiveLanes":
@@ -79,6 +87,7 @@ class LiveLanes:
 
     # --- for a verb ----------------------------------------------------------------------------------------------
 
+    @without_full_collections()
     def open(
         self,
         job: Job,
@@ -118,11 +127,14 @@ class LiveLanes:
         if kind == "train":
             self._sharing = plan.sharing
             self._stamps.clear()  # training changes the lanes
+            self._together = None
         return plan, opened, opener.feeding
 
+    @without_full_collections()
     def plan_without_data(self, kind: Kind, changed: Collection[str]) -> tuple[Plan, list[Lane]]:
         """Return what can be planned without data, and the lanes of that plan."""
         self._stamps.clear()
+        self._together = None
         specs, asked = self._specs(kind, "auto", changed)
         existing = {lane.spec.key: lane for lane in self.lanes}
         lanes = []
@@ -198,11 +210,31 @@ class LiveLanes:
 
     def _really_changed(self, held: Collection[str]) -> list[str]:
         """Return those members, of some that users hold, whose models may differ from the state of their lanes."""
+        if self.hold_weights_of(held):
+            return []
         stamps, members = self._stamps, self._members
         return [name for name in held if name not in stamps or not stamps[name].same(members[name].model)]
 
+    def hold_weights_of(self, held: Collection[str], *, same_structure: bool = False) -> bool:
+        """Return True if the lanes have the weights of the models of these members.
+
+        With `same_structure`, it is known that the models have the structure that they had.
+        """
+        if not held:
+            return True
+        names = list(held)
+        if self._together is None or self._together[0] != names:
+            stamps = [self._stamps.get(name) for name in names]
+            frameworks = {self._members[name].framework for name in names}
+            if None in stamps or len(frameworks) > 1:
+                return False
+            self._together = names, next(iter(frameworks)).ModelStamps(stamps)  # pyrefly: ignore
+        stamps = self._together[1]
+        return stamps.same_weights() if same_structure else stamps.same([self._members[n].model for n in names])
+
     def _new_stamps(self, names: Collection[str]) -> dict[str, Any]:
         """Return stamps of members' models. They must be taken before a lane reads the models."""
+        self._together = None
         for name in names:
             self._stamps.pop(name, None)  # not valid again if the models can't be read now
         members = (self._members[name] for name in names)
@@ -233,6 +265,13 @@ class LiveLanes:
         """Group the members again at the next verb. Their optimizer state is kept."""
         self._groups = None
 
+    def drop(self, name: str) -> None:
+        """Forget a member that leaves the fleet. If possible, the others stay in their groups as they are."""
+        groups = self._groups
+        self.forget([name])
+        if groups is not None and groups.drop(name):
+            self._groups = groups
+
     def forget(self, names: Collection[str]) -> None:
         """Group the members again at the next verb. The optimizer state of some is dropped."""
         self.regroup()
@@ -240,6 +279,7 @@ class LiveLanes:
             self._holders.pop(name, None)
             self._saved.pop(name, None)
             self._stamps.pop(name, None)
+        self._together = None
 
     def copy_state(self, name: str, clone: str) -> None:
         """Have a member start with another's optimizer state."""
@@ -280,12 +320,10 @@ class LiveLanes:
                 source = self._holders[name][1]
                 if lane.steps[lane.positions[source]]:  # not of a member that still has its loaded state
                     by_source.setdefault(source, []).append(name)
-            if by_source:
-                found.append(
-                    ([first for first, *_ in by_source.values()], saved_state.read(lane, list(by_source)))
-                )
-            for source, (_, *clones) in by_source.items():
-                found += [([clone], saved_state.read(lane, [source])) for clone in clones]
+            for sources, state in saved_state.read(lane, list(by_source)):
+                found.append(([by_source[source][0] for source in sources], state))
+                clones = [(row, clone) for row, source in enumerate(sources) for clone in by_source[source][1:]]
+                found += [([clone], state.row(row)) for row, clone in clones]
         return [*found, *(([name], saved) for name, saved in self._saved.items())]
 
     def halve(self, run: LaneRun) -> list[LaneRun]:
@@ -297,6 +335,7 @@ class LiveLanes:
         self.lanes, self._asked = [lane for lane in self.lanes if lane is not run.lane], None
         return halves
 
+    @without_full_collections()
     def write_back(self) -> None:
         """Write the current state of every member into its model."""
         for lane, names in self._by_holder(self._holders).items():

@@ -10,6 +10,7 @@ from modelfleet.errors import StoreError
 from modelfleet.fleet import Fleet
 from modelfleet.formatting import without_period
 from modelfleet.frameworks.recipe import compile_all
+from modelfleet.garbage import without_full_collections
 from modelfleet.lanes.saved_state import TrainingState
 from modelfleet.members import Member
 from modelfleet.recipe import Missing, Recipe
@@ -17,6 +18,7 @@ from modelfleet.saving import Factory, SavedFleet
 from modelfleet.store import recipe_json
 
 
+@without_full_collections()
 def load(
     folder: str | Path,
     factory: Factory = None,

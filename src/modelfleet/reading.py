@@ -34,7 +34,7 @@ class Reading:
         sharings: Callable[[], Sharings],
     ) -> None:
         self.fit: Fit | None = None
-        """The running fit."""
+        """Running fit."""
         self._lanes, self._members, self._exposed = lanes, members, exposed
         self._gate, self._sharings = gate, sharings
         self._nested: LiveLanes | None = None  # the lanes of verbs that are called within others

@@ -178,6 +178,7 @@ def check_manifest(folder: Path, manifest: Mapping[str, Json]) -> None:
     try:
         check(manifest, _FLEET, "the manifest")
         names: set[str] = set()
+        rows = {name: _rows_of(spec) for name, spec in manifest["files"].items()}
         for entry in manifest["members"]:
             name = entry["name"]
             if not name.strip() or name in names:
@@ -185,7 +186,7 @@ def check_manifest(folder: Path, manifest: Mapping[str, Json]) -> None:
             names.add(name)
             for place, kind in ((entry, "group-"), (entry.get("training"), "optimizer-")):
                 if place is not None:
-                    _check_row(name, place["file"], place["row"], manifest["files"])
+                    _check_row(name, place["file"], place["row"], rows)
                     if not place["file"].startswith(kind):
                         raise ValueError(f"{place['file']!r} is no {kind}file, which member {name!r} needs")
         for number in (manifest.get("recipe"), *(entry.get("recipe") for entry in manifest["members"])):
@@ -197,11 +198,16 @@ def check_manifest(folder: Path, manifest: Mapping[str, Json]) -> None:
         raise StoreError(f"{folder} has a manifest that is not a fleet's: {error}. Load another copy.") from error
 
 
-def _check_row(name: str, file: str, row: int, files: Mapping[str, Json]) -> None:
+def _rows_of(file: Mapping[str, Json]) -> int | None:
+    """Return the rows of a data file's shortest tensor; None if it has no tensors."""
+    return min((len(spec["shape"]) and spec["shape"][0] for spec in file["tensors"].values()), default=None)
+
+
+def _check_row(name: str, file: str, row: int, files: Mapping[str, int | None]) -> None:
     if file not in files:
         raise ValueError(f"it has no data file {file!r} for member {name!r}")
-    rows = [len(spec["shape"]) and spec["shape"][0] for spec in files[file]["tensors"].values()]
-    if not 0 <= row < min(rows, default=row + 1):
+    rows = files[file]
+    if row < 0 or (rows is not None and row >= rows):
         raise ValueError(f"the data file of member {name!r} has no row {row}")
 
 

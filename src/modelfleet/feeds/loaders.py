@@ -12,7 +12,7 @@ from modelfleet.feeds._base import ArrayOperations, Batch
 from modelfleet.feeds.checking import RowSpec, as_arrays, row_spec
 from modelfleet.feeds.loader_state import with_prefix
 from modelfleet.feeds.reading import RawBatch, SharedLoader, Source, read_ahead
-from modelfleet.feeds.step_stacking import group_steps
+from modelfleet.feeds.several_steps import group_steps
 from modelfleet.trees import leaves, map_tree, rebuild
 from modelfleet.types import Data, Json, NativeDevice, Tensor, Tree
 

@@ -24,7 +24,7 @@ class Prepared(Protocol):
 
     @property
     def tasks(self) -> Sequence[Task]:
-        """Return the task of each member. Members that can be fused have the same object."""
+        """Return the task of each member. Those that can be fused have the same object, or tasks of one family."""
         ...
 
     @property
@@ -111,8 +111,10 @@ class Adapter(Protocol):
       default dtype. Workers then compute with the settings of the process that started them.
     * `family(signature, task)`, if engines can run members of different structures or tasks as one lane. Members
       with equal families are tried in one lane; if the engine raises `CannotFuseError`, each variant gets its own.
-    * `ModelStamp(model)`, like that of `frameworks.torch.stamps`, if it is quicker to see that a model has not
-      changed than to read it again.
+    * `ModelStamp(model)` and `ModelStamps(stamps)`, like those of `frameworks.torch.stamps`, if it is quicker to
+      see that models have not changed than to read them again.
+    * `signatures(models)`, if it is quicker to find the structures of many models together.
+    * `DirectModels`, like that of `frameworks.torch.direct`, if models on the CPU can answer without a lane.
     * `as_loader`, like `frameworks.keras.datasets.as_loader`, if there are loaders of the framework's own.
     * `weighted`, like `frameworks.keras.class_weights.weighted`, if `fit` takes `class_weight`.
     * `GOES_ON = True`, if with `steps_per_epoch` an epoch of arrays starts where the last one stopped.
@@ -142,9 +144,9 @@ class Adapter(Protocol):
 
     @property
     def Schedules(self) -> Callable[..., Schedules]:
-        """Return the class `Schedules(schedules, columns, task, per_epoch, epochs, *, names, initial_epoch)`.
+        """Return the class `Schedules(schedules, columns, tasks, per_epoch, epochs, *, names, initial_epoch)`.
 
-        `per_epoch` is None if the number of steps in an epoch is not known.
+        Schedules, columns and tasks are by member. `per_epoch` is None if the number of steps is not known.
         """
         ...
 

@@ -55,7 +55,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def task(self) -> Task:
-        """Return the task of the members."""
+        """Return the task of the members; of the first, if they have several of one family."""
 
     @property
     @abstractmethod
@@ -268,6 +268,13 @@ class Engine(ABC):
     @abstractmethod
     def scatter(self, positions: Positions, members: Sequence[Member]) -> None:
         """Copy the state of some members into their models. Undoes `gather`."""
+
+    def optimizer_tensors(self, position: int) -> Collection[str] | None:
+        """Return the names of the tensors in the part `optimizer` that a member's own optimizer has.
+
+        None for all. Members of one lane may have different optimizers; the state has the tensors of all of them.
+        """
+        return None
 
     @abstractmethod
     def adopt(self, positions: Positions, other: "Engine", sources: Positions) -> None:

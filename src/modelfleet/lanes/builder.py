@@ -62,7 +62,8 @@ class LaneBuilder:
         engine = framework.make_engine(context)
         if programs is None and engine.programs is not None:
             self._programs.append((known, engine.programs))
-        lane = Lane(members, engine, own[0].signature, hyperparameters, [task.schedule for task in own], spec)
+        schedules = [task.schedule for task in own]
+        lane = Lane(members, engine, own[0].signature, context.tasks, hyperparameters, schedules, spec)
         lane.epochs[:] = [groups.epochs.get(name, 0) for name in spec.members]  # shuffles depend on them
         return lane
 

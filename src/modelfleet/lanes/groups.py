@@ -13,7 +13,7 @@ from modelfleet.lanes.device_pool import DevicePool
 from modelfleet.lanes.spec import LaneSpec
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
-from modelfleet.types import Kind, ScheduleLike, Signature
+from modelfleet.types import Kind, Model, ScheduleLike, Signature
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,15 @@ def group(tasks: Mapping[str, MemberTask]) -> list[Group]:
 
 
 def by_variant(tasks: Mapping[str, MemberTask], names: Sequence[str]) -> list[list[str]]:
-    """Return members by variant. Those of one task are next to each other."""
-    found: dict[int, dict[Signature, list[str]]] = {}
+    """Return members by variant. Those of one task are next to each other, and so are those of one optimizer."""
+    found: dict[str, dict[int, dict[Signature, list[str]]]] = {}
     for name in names:
         own = tasks[name]
-        found.setdefault(id(own.task), {}).setdefault(own.signature, []).append(name)
-    return [variant for variants in found.values() for variant in variants.values()]
+        by_task = found.setdefault(own.task.optimizer_name, {}).setdefault(id(own.task), {})
+        by_task.setdefault(own.signature, []).append(name)
+    return [
+        variant for by_task in found.values() for variants in by_task.values() for variant in variants.values()
+    ]
 
 
 def _family(own: MemberTask) -> Hashable:
@@ -111,10 +114,12 @@ class Groups:
 
     def _prepare(self, framework: Adapter, recipe: Recipe | None, members: Sequence[Member]) -> None:
         prepared = _prepare(framework, recipe, members, self.kind)
+        models = [member.model for member in members]
+        signatures = _signatures(framework, models)
         for position, member in enumerate(members):
             self.tasks[member.name] = MemberTask(
                 member,
-                framework.signature(member.model),
+                signatures[position],
                 prepared.tasks[position],
                 {key: own for key, column in prepared.columns.items() if not np.isnan(own := column[position])},
                 prepared.schedules[position],
@@ -123,6 +128,16 @@ class Groups:
     def variants(self, spec: LaneSpec) -> list[list[str]]:
         """Return a lane's members by variant: those of one variant have the same structure and task."""
         return by_variant(self.tasks, spec.members)
+
+    def drop(self, name: str) -> bool:
+        """Take a member out, and return True. The first member of a group stays, since reasons name it: False."""
+        for number, spec in enumerate(self.specs):
+            if name in spec.members[1:]:
+                self.specs[number] = replace(spec, members=tuple(own for own in spec.members if own != name))
+                del self.tasks[name]
+                self.epochs.pop(name, None)
+                return True
+        return False
 
     def refuse_shared_parameters(self) -> None:
         """Raise InputError if two members train the same parameter. Members that only read it may share it."""
@@ -178,6 +193,11 @@ def _usable(recipe: Recipe | None, name: str, kind: Kind) -> Recipe | None:
             f"fleet.compile(..., members=[{name!r}])."
         )
     return None if lacking else recipe
+
+
+def _signatures(framework: Adapter, models: Sequence[Model]) -> Sequence[Signature]:
+    find = getattr(framework, "signatures", None)
+    return [framework.signature(model) for model in models] if find is None else find(models)
 
 
 def _prepare(framework: Adapter, recipe: Recipe | None, members: Sequence[Member], kind: Kind) -> Prepared:

@@ -12,6 +12,7 @@ from modelfleet.feeds import Batch, Feed
 from modelfleet.formatting import without_period
 from modelfleet.frameworks.engine import Engine
 from modelfleet.frameworks.errors import StepError
+from modelfleet.frameworks.lane_context import Task
 from modelfleet.frameworks.predict_rows import predict_rows, refuse_unequal_rows
 from modelfleet.frameworks.stacked import Given
 from modelfleet.lanes.masking import pieces, prediction_pieces
@@ -45,6 +46,7 @@ class Lane:
         members: Sequence[Member],
         engine: Engine,
         signature: Signature,
+        tasks: Sequence[Task],
         columns: Columns,
         schedules: Sequence[ScheduleLike],
         spec: LaneSpec,
@@ -52,6 +54,7 @@ class Lane:
         self.members = list(members)
         self.engine = engine
         self.signature = signature
+        self.tasks = list(tasks)
         self.columns = dict(columns)  # the hyperparameters as compiled, (member,) each
         self.schedules = list(schedules)
         self.spec = spec

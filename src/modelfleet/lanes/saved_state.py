@@ -1,7 +1,7 @@
 """Training state of members outside of any lane: a saved fleet keeps it, and a later lane takes it over."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,14 +42,28 @@ class TrainingState:
         )
 
 
-def read(lane: Lane, names: Sequence[str]) -> TrainingState:
-    """Return a copy of the training state of some members of a lane."""
+def read(lane: Lane, names: Sequence[str]) -> list[tuple[list[str], TrainingState]]:
+    """Return a copy of the training state of some members of a lane, those of one optimizer together."""
+    return [(own, _read(lane, own, tensors)) for own, tensors in _by_optimizer(lane, names)]
+
+
+def _read(lane: Lane, names: Sequence[str], tensors: Collection[str] | None) -> TrainingState:
     found = lane.read(names, (*CARRIED, COUNTS))
+    own = {**CARRIED, "optimizer": tensors}
     state = {
         part: {name: tensor for name, tensor in found.get(part, {}).items() if chosen is None or name in chosen}
-        for part, chosen in CARRIED.items()
+        for part, chosen in own.items()
     }
     return TrainingState(state, **found[COUNTS])
+
+
+def _by_optimizer(lane: Lane, names: Sequence[str]) -> list[tuple[list[str], Collection[str] | None]]:
+    """Return some members together with the names of the tensors that their optimizer has; None for all."""
+    found: dict[frozenset[str] | None, list[str]] = {}
+    for name in names:
+        tensors = lane.engine.optimizer_tensors(lane.positions[name])
+        found.setdefault(None if tensors is None else frozenset(tensors), []).append(name)
+    return [(own, tensors) for tensors, own in found.items()]
 
 
 def write(lane: Lane, states: Mapping[str, TrainingState]) -> None:
@@ -61,21 +75,27 @@ def write(lane: Lane, states: Mapping[str, TrainingState]) -> None:
     by_form: dict[object, list[str]] = {}
     for name, one in states.items():
         by_form.setdefault(one.form, []).append(name)
-    for names in by_form.values():
-        joined = join([states[name] for name in names], arrays.concatenate)
-        own = lane.read(names, CARRIED)
-        theirs, ours = joined.state.get("optimizer", {}).keys(), own.get("optimizer", {}).keys()
-        if theirs and not (theirs <= ours or ours <= theirs):
-            listed = ", ".join(map(repr, names))
-            warnings.warn(
-                f"the saved optimizer state of {listed} does not fit the optimizer, which starts from the "
-                f"beginning. Compile with the optimizer that was saved to keep its state.",
-                FleetWarning,
-                stacklevel=2,
-            )
-            continue
-        fits = map_tree(arrays.host, fitting(joined.state, own, parts=CARRIED))
-        lane.write(names, {**fits, COUNTS: {"steps": joined.steps, "epochs": joined.epochs}})
+    for alike in by_form.values():
+        for names, tensors in _by_optimizer(lane, alike):
+            _write(lane, names, tensors, join([states[name] for name in names], arrays.concatenate))
+
+
+def _write(lane: Lane, names: Sequence[str], tensors: Collection[str] | None, joined: TrainingState) -> None:
+    arrays = lane.members[0].framework.arrays
+    own = lane.read(names, CARRIED)
+    ours = own.get("optimizer", {}).keys() if tensors is None else tensors
+    theirs = joined.state.get("optimizer", {}).keys()
+    if theirs and not (theirs <= set(ours) or set(ours) <= theirs):
+        listed = ", ".join(map(repr, names))
+        warnings.warn(
+            f"the saved optimizer state of {listed} does not fit the optimizer, which starts from the "
+            f"beginning. Compile with the optimizer that was saved to keep its state.",
+            FleetWarning,
+            stacklevel=3,
+        )
+        return
+    fits = map_tree(arrays.host, fitting(joined.state, own, parts={**CARRIED, "optimizer": ours}))
+    lane.write(names, {**fits, COUNTS: {"steps": joined.steps, "epochs": joined.epochs}})
 
 
 def join(states: Sequence[TrainingState], concatenate: Callable[[list[Tensor]], Tensor]) -> TrainingState:

@@ -1,5 +1,6 @@
 """Describing plans: the sizes, programs and times of lanes that are built."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -55,6 +56,8 @@ def _reason(spec: LaneSpec, lane: Lane) -> str:
         together = f"{spec.width} of {group} of one structure, split over {devices} devices"
     elif lane.engine.fused and spec.width > 1:
         together = f"{spec.width} of one structure, fused"
+    optimizers = Counter(task.optimizer_name for task in lane.tasks)
+    several = ", ".join(f"{count} {name}" for name, count in optimizers.items()) if len(optimizers) > 1 else None
     untraced = lane.engine.untraced
     python = untraced and f"every step runs its Python: {untraced}"
-    return join_reasons(together, spec.apart_because, python) or "on its own"
+    return join_reasons(together, several, spec.apart_because, python) or "on its own"

@@ -7,7 +7,7 @@ import numpy as np
 
 from modelfleet.each import Each
 from modelfleet.feeds import Batch
-from modelfleet.feeds.step_stacking import group_steps
+from modelfleet.feeds.several_steps import group_steps
 from modelfleet.lanes import Groups, Lane, LaneBuilder, LaneSpec
 from modelfleet.runs.events import EpochsEnded, RunOptions, Sharing
 from modelfleet.runs.job import Job

@@ -45,7 +45,9 @@ def _array(leaf: Tree, user: Hashable) -> np.ndarray:
     except InputError as error:
         raise InputError(f"the data of user {user!r}: {error}") from error
     except Exception as error:  # of ragged lists, and of anything that claims to be an array
-        raise InputError(f"the data of user {user!r} are no array: {error}. Give rows of one shape.") from error
+        raise InputError(
+            f"the data of user {user!r} can't be made an array: {error}. Give rows of one shape."
+        ) from error
     if array.ndim == 0 and (callable(leaf) or hasattr(leaf, "__iter__")) and not isinstance(leaf, str | bytes):
         raise InputError(
             f"user {user!r} gave a {type(leaf).__name__}, which has to be read batch by batch; expected arrays "

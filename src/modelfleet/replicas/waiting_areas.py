@@ -68,7 +68,7 @@ class WaitingAreas:
         return None if self.homes is None else self.given_up.get(self.homes.get(user) or "")
 
     def fewest_rows(self) -> int:
-        """Return the number of new rows that wait, as if each replica had as few as the one with the fewest."""
+        """Return the shortest backlog of new rows of a replica, times the number of replicas."""
         own = [self._areas[name] for name in self.live] or list(self._areas.values())
         return len(own) * min(sum(request.rows - request.next_row for request in area.arrivals) for area in own)
 

@@ -65,7 +65,7 @@ def _refuse_objective(name: str, recipe: Recipe | None) -> None:
 def _check_data(value: Data, member: Member, label: str) -> None:
     if is_loader(value, member.framework.arrays, label):
         raise InputError(
-            f"sample_weight is for arrays, and {label} is a loader. Have its batches be (x, y, weights) instead."
+            f"sample_weight is for arrays, and {label} is a loader. Let it yield (x, y, weights) instead."
         )
     if not isinstance(value, tuple) or len(value) != 2:
         form = f"a tuple of {len(value)}" if isinstance(value, tuple) else f"of type {type(value).__name__}"

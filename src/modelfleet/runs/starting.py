@@ -46,5 +46,5 @@ def make_runs(opened: Sequence[OpenLane], feeding: Feeding) -> list[LaneRun]:
 def make_schedules(lane: Lane, steps: np.ndarray | None, epochs: np.ndarray, initial_epoch: int) -> Schedules:
     """Return the schedules of a lane's members for a fit, from the steps per epoch and the epochs of each."""
     make = lane.members[0].framework.Schedules
-    task, names = lane.engine.task, lane.names
-    return make(lane.schedules, lane.columns, task, steps, epochs, names=names, initial_epoch=initial_epoch)
+    given, names = (lane.schedules, lane.columns, lane.tasks), lane.names
+    return make(*given, steps, epochs, names=names, initial_epoch=initial_epoch)

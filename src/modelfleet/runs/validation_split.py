@@ -50,6 +50,6 @@ def _split(value: Data, fraction: float, member: Member, label: str) -> tuple[Da
     if kept in (0, rows):
         raise InputError(
             f"validation_split={fraction} leaves {kept} rows to train on and {rows - kept} to validate with: "
-            f"{label} has {rows}. Choose another part, or give more rows."
+            f"{label} has {rows}. Choose another fraction, or give more rows."
         )
     return map_tree(lambda leaf: leaf[:kept], tree), map_tree(lambda leaf: leaf[kept:], tree)

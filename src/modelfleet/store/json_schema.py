@@ -23,6 +23,31 @@ _LONGEST_VALUE = 60  # characters shown of a wrong value
 
 def check(value: Json, schema: Schema, path: str) -> None:
     """Raise ValueError if a value does not match the schema. The message names the part by its path."""
+    if not fits(value, schema):  # nearly every value does, and needs no path
+        _find_mismatch(value, schema, path)
+
+
+def fits(value: Json, schema: Schema) -> bool:
+    """Return True if a value matches the schema."""
+    if isinstance(schema, tuple):
+        return any(fits(value, one) for one in schema)
+    if isinstance(schema, list):
+        own = schema[0]
+        return isinstance(value, list) and all(fits(item, own) for item in value)
+    if isinstance(schema, dict):
+        return isinstance(value, dict) and all(_fits_key(value, key, own) for key, own in schema.items())
+    return _matches(value, schema)
+
+
+def _fits_key(value: dict[str, Json], key: Any, schema: Schema) -> bool:
+    if key is str:
+        return all(fits(item, schema) for item in value.values())
+    name = key.removesuffix("?")
+    return fits(value[name], schema) if name in value else name != key
+
+
+def _find_mismatch(value: Json, schema: Schema, path: str) -> None:
+    """Raise ValueError for the first part of a value that does not match the schema."""
     if isinstance(schema, tuple):
         plain = [one for one in schema if isinstance(one, type | range) or one is None]
         if any(_matches(value, one) for one in plain):
@@ -30,12 +55,12 @@ def check(value: Json, schema: Schema, path: str) -> None:
         nested = [one for one in schema if one not in plain]
         if not nested or not isinstance(value, type(nested[0])):
             raise _mismatch(value, schema, path)
-        check(value, nested[0], path)
+        _find_mismatch(value, nested[0], path)
     elif isinstance(schema, list):
         if not isinstance(value, list):
             raise _mismatch(value, schema, path)
         for index, item in enumerate(value):
-            check(item, schema[0], f"{path}[{index}]")
+            _find_mismatch(item, schema[0], f"{path}[{index}]")
     elif isinstance(schema, dict):
         if not isinstance(value, dict):
             raise _mismatch(value, schema, path)
@@ -48,9 +73,9 @@ def _check_keys(value: dict[str, Json], schema: dict[Any, Schema], path: str) ->
     for key, own in schema.items():
         if key is str:
             for name, item in value.items():
-                check(item, own, f"{path}[{name!r}]")
+                _find_mismatch(item, own, f"{path}[{name!r}]")
         elif key.removesuffix("?") in value:
-            check(value[key.removesuffix("?")], own, f"{path}[{key.removesuffix('?')!r}]")
+            _find_mismatch(value[key.removesuffix("?")], own, f"{path}[{key.removesuffix('?')!r}]")
         elif not key.endswith("?"):
             raise ValueError(f"{path} has no {key!r}")
 

@@ -4,13 +4,12 @@ A `Supervisor` owns the worker of one place. It hires the worker, starts its tas
 a limit, notices when the worker dies or freezes, and tells apart what the worker had begun from what it had not.
 It knows nothing of rows or lanes: the owner decides what is run again.
 
-A `RestartBudget` counts what went wrong, and says when to give up. What has a budget depends on what can be at
-fault:
+A `RestartBudget` counts what went wrong, and says when to give up. It belongs to whatever is the likely culprit:
 
 - Replicas have a budget for each place, because the same task is started there again and again. `Driver.run` in
   `replicas/driver.py` shows the order of the calls. It blocks in `wait_started` and `receive`.
-- A fit that spreads lanes over places has a budget for each lane (`runs.lane_run.WORKER_POLICY`), which moves from
-  place to place with the lane. The dispatcher (`sharing/dispatcher.py`) polls several supervisors at once. A
+- A fit that spreads lanes over places has a budget for each lane (`runs.remote_state.WORKER_POLICY`), which moves
+  from place to place with the lane. The dispatcher (`sharing/dispatcher.py`) polls several supervisors at once. A
   worker that `is_late` is lost, and one that `may_be_stuck` is dropped if another place can take its lanes.
 """
 

@@ -93,8 +93,51 @@ def test_every_optimizer_takes_torch_s_own_steps(name: str) -> None:
     model = mlp()
     expected = copy.deepcopy(model)
     trained([model], optimizer=name, weight_decay=0.1)
-    loop(expected, CLASSES[name](expected.parameters(), lr=1e-2, weight_decay=0.1))
+    # Of torch's ways to take the step, the quickest one on the CPU.
+    fused = {"fused": True} if name in ("adam", "adamw") else {}
+    loop(expected, CLASSES[name](expected.parameters(), lr=1e-2, weight_decay=0.1, **fused))
     same(model, expected, 0.0)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+@pytest.mark.parametrize("of", ["weights", "gradients"])
+def test_weights_and_gradients_of_any_layout_take_torch_s_steps(name: str, of: str) -> None:
+    """torch's fused update takes memory as it comes, and would mix up the numbers of another layout."""
+    model = mlp()
+    first: Any = model[0]
+    if of == "weights":
+        first.weight = nn.Parameter(first.weight.detach().t().contiguous().t())
+    expected = copy.deepcopy(model)
+    if of == "gradients":
+        first.weight.register_post_accumulate_grad_hook(in_columns)
+    trained([model], optimizer=name, weight_decay=0.1)
+    loop(expected, CLASSES[name](expected.parameters(), lr=1e-2, weight_decay=0.1))
+    same(model, expected)
+
+
+def in_columns(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad.t().contiguous().t()
+
+
+def test_an_unused_parameter_takes_no_fused_step() -> None:
+    model = nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 2)).double()
+    expected = copy.deepcopy(model)
+    seen: list[int] = []
+
+    def some(model: nn.Module, batch: Any) -> Tensor:
+        """Leave out the second layer in every other step."""
+        assert isinstance(model, nn.Sequential)
+        seen.append(0)
+        output = model[0](batch[0])
+        return F.mse_loss(output if len(seen) % 2 else model[1](output), batch[1])
+
+    trained([model], some, optimizer="adamw", weight_decay=0.1)
+    steps = len(seen)
+    seen.clear()
+    loop(expected, torch.optim.AdamW(expected.parameters(), lr=1e-2, weight_decay=0.1), some)
+    assert steps == len(seen)
+    same(model, expected)
 
 
 @pytest.mark.parametrize("name", [*CLASSES, "lion"])

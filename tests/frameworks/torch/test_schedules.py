@@ -33,7 +33,7 @@ def compiled(name: str = "sgd", **given: Any) -> tuple[Optimizer, dict[str, np.n
 def schedules(schedule: object, name: str = "sgd", **given: Any) -> Schedules:
     optimizer, hyper = compiled(name, **given)
     own = schedule if isinstance(schedule, list) else [schedule] * len(NAMES)
-    return Schedules(own, hyper, Task(optimizer), PER_EPOCH, EPOCHS, names=NAMES)
+    return Schedules(own, hyper, [Task(optimizer)] * 3, PER_EPOCH, EPOCHS, names=NAMES)
 
 
 def rates(schedule: object, row: int) -> list[float]:
@@ -96,7 +96,7 @@ def test_onecycle_is_finite_however_short(steps: int) -> None:
     optimizer, hyper = compiled()
     halves = Schedule("onecycle", pct_start=0.5)  # of two steps: the peak is at the very first, where torch fails
     own = ["onecycle", halves, halves]
-    short = Schedules(own, hyper, Task(optimizer), np.full(3, steps), np.ones(3, dtype=int), names=NAMES)
+    short = Schedules(own, hyper, [Task(optimizer)] * 3, np.full(3, steps), np.ones(3, dtype=int), names=NAMES)
     for step in range(steps + 2):
         lr = short.at(np.full(3, step))["lr"]
         assert np.all((lr > 0) & (lr <= RATES))
@@ -134,7 +134,7 @@ def test_each_member_may_have_its_own_schedule() -> None:
 
 def test_nothing_new_is_made_when_nothing_changes() -> None:
     optimizer, hyper = compiled()
-    unscheduled = Schedules([None] * 3, hyper, Task(optimizer), PER_EPOCH, EPOCHS, names=NAMES)
+    unscheduled = Schedules([None] * 3, hyper, [Task(optimizer)] * 3, PER_EPOCH, EPOCHS, names=NAMES)
     assert unscheduled.at(np.array([5, 5, 5])) is hyper
     steps = schedules(Schedule("step", every=1))
     first = steps.at(np.array([0, 0, 0]))
@@ -268,7 +268,7 @@ def test_bad_schedules_are_named() -> None:
         Schedule("linear", warmup=-1)
     with pytest.raises(InputError, match="expected a name"):
         schedules(3)
-    with pytest.raises(InputError, match=r"member 'a': .*StepLR.* made no scheduler.*functools.partial"):
+    with pytest.raises(InputError, match=r"member 'a': .*StepLR.* could not make a scheduler.*functools.partial"):
         schedules(torch_schedulers.StepLR)
     with pytest.raises(InputError, match=r"member 'a': .* returned None, expected a scheduler"):
         schedules(lambda optimizer: None)

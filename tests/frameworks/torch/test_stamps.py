@@ -11,7 +11,7 @@ from torch import nn
 
 import modelfleet as mf
 from modelfleet.frameworks.torch.fused.engine import FusedEngine
-from modelfleet.frameworks.torch.stamps import MAX_BYTES, ModelStamp
+from modelfleet.frameworks.torch.stamps import MAX_BYTES, ModelStamp, ModelStamps
 
 X = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
 
@@ -181,3 +181,34 @@ def test_what_can_not_be_compared_quickly_counts_as_changed() -> None:
         assert not ModelStamp(model).same(model)
     assert ModelStamp(counter).same(counter)
     assert not ModelStamp(counter).same(nn.Module())
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_stamps_of_several_models_see_every_change(change: Callable[[Scaled], None]) -> None:
+    models = [Scaled(), Scaled(), Scaled()]
+    with torch.no_grad():
+        models[1].layer.bias.zero_()
+    stamps = ModelStamps([ModelStamp(model) for model in models])
+    assert stamps.same(models)
+    assert not stamps.same(models[:2])
+    assert not stamps.same([models[0], models[2], models[1]])
+    change(models[1])
+    assert not stamps.same(models)
+
+
+def _equal_number(model: Scaled) -> None:
+    model.scale = 1
+
+
+def _equal_parameter(model: Scaled) -> None:
+    model.layer.bias = nn.Parameter(torch.zeros(1))
+
+
+@pytest.mark.parametrize("change", [_equal_number, _equal_parameter])
+def test_equal_is_not_enough_where_it_may_behave_differently(change: Callable[[Scaled], None]) -> None:
+    model = Scaled()
+    model.layer.bias = nn.Parameter(torch.zeros(1))
+    stamp = ModelStamp(model)
+    assert stamp.same(model)
+    change(model)
+    assert not stamp.same(model)

@@ -28,7 +28,7 @@ from modelfleet.frameworks.jax.replica import weight_bytes
 from modelfleet.frameworks.jax.settings import settings, using
 from modelfleet.frameworks.jax.structure import difference, family, signature, trained_twice
 from modelfleet.frameworks.jax.task import PRECISIONS
-from modelfleet.frameworks.schedules import NoSchedules as Schedules
+from modelfleet.frameworks.no_schedules import NoSchedules as Schedules
 
 NAME = "jax"
 

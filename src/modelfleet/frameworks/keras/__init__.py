@@ -28,7 +28,7 @@ from modelfleet.frameworks.keras.replica import frozen, weight_bytes
 from modelfleet.frameworks.keras.replica import replica as Replica
 from modelfleet.frameworks.keras.settings import settings, using
 from modelfleet.frameworks.keras.structure import difference, signature, trained_twice
-from modelfleet.frameworks.schedules import NoSchedules as Schedules
+from modelfleet.frameworks.no_schedules import NoSchedules as Schedules
 
 NAME = "keras"
 PRECISIONS = ("float32",)  # any other comes from the model's dtype policy

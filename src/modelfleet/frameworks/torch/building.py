@@ -9,7 +9,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from modelfleet.errors import InputError
-from modelfleet.frameworks.torch.extra_state import difference, extra_states, is_extra, set_extra_states
+from modelfleet.frameworks.torch.extra_state import (
+    difference,
+    extra_states,
+    has_extra_states,
+    is_extra,
+    set_extra_states,
+)
+from modelfleet.frameworks.torch.walking import modules_of
 from modelfleet.frameworks.weight_mismatch import Spec, mismatch
 from modelfleet.trees import leaves
 
@@ -50,6 +57,8 @@ def is_model(value: object) -> bool:
 
 def check_model(model: nn.Module, name: str) -> None:
     """Raise InputError for a model whose weights are not initialized."""
+    if all(_has_numbers(tensor) for module in modules_of(model) for tensor in _tensors_in(module)):
+        return
     for path, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise InputError(
@@ -99,14 +108,19 @@ def stacked_weights(models: Sequence[nn.Module]) -> dict[str, Tensor]:
 def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> str | None:
     """Copy weights into a model. If they do not fit, change nothing and return the first difference."""
     own = _tensors(model)
-    wrong = mismatch(_specs(own), _specs({name: t for name, t in tensors.items() if not is_extra(name)}))
-    wrong = wrong or difference(model, tensors)
+    if own.keys() != tensors.keys() or any(not _alike(t, tensors[name]) for name, t in own.items()):
+        wrong = mismatch(_specs(own), _specs({name: t for name, t in tensors.items() if not is_extra(name)}))
+        if wrong is not None:
+            return wrong
+    extra = own.keys() != tensors.keys() or has_extra_states(model)
+    wrong = difference(model, tensors) if extra else None
     if wrong is not None:
         return wrong
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
-    set_extra_states(model, tensors)
+    if extra:
+        set_extra_states(model, tensors)
     return None
 
 
@@ -121,6 +135,19 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
         kept = set(model.state_dict(keep_vars=True))
         buffers = {name: buffer for name, buffer in buffers.items() if name in kept}
     return {**dict(model.named_parameters()), **buffers}
+
+
+def _has_numbers(tensor: Tensor) -> bool:
+    return not is_lazy(tensor) and not tensor.is_meta
+
+
+def _tensors_in(module: nn.Module) -> Iterator[Tensor]:
+    for tensors in (module._parameters, module._buffers):
+        yield from (tensor for tensor in tensors.values() if tensor is not None)
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype
 
 
 def _specs(tensors: Mapping[str, Tensor]) -> dict[str, Spec]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.errors import StoreError
+from modelfleet.frameworks.torch.walking import modules_of
 from modelfleet.types import Json
 
 KEY = "_extra_state"  # as in a `state_dict`
@@ -35,6 +36,11 @@ def extra_states(model: nn.Module) -> dict[str, Tensor]:
         found[name] = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
         found.update({f"{name}.{number}": tensor for number, tensor in enumerate(tensors)})
     return found
+
+
+def has_extra_states(model: nn.Module) -> bool:
+    """Return True if a module of the model has an extra state."""
+    return any(_is_stateful(module) for module in modules_of(model))
 
 
 def is_extra(name: str) -> bool:
@@ -71,9 +77,12 @@ def set_extra_states(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _stateful_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for path, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            yield path, module
+    if has_extra_states(model):
+        yield from ((path, module) for path, module in model.named_modules() if _is_stateful(module))
+
+
+def _is_stateful(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def _name(path: str) -> str:

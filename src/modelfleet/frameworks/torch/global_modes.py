@@ -23,6 +23,10 @@ class KeepingModes:
     def __enter__(self) -> None:
         self._before = _modes(self._kind)
 
+    def unchanged(self) -> bool:
+        """Return True if the modes are those from before."""
+        return _modes(self._kind) == self._before
+
     def __exit__(self, *error: object) -> None:
         if _modes(self._kind) == self._before:
             return

@@ -1,7 +1,7 @@
 """Losses of torch members, computed per row so that padded rows can be left out."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,8 @@ class Loss:
     plain: Callable[[Tree, Tree], Tensor]
     """Return the mean over all elements, as `torch.nn.functional` does."""
     kind: TargetKind = "any"
+    unchecked: Callable[[Tensor, Tensor], Tensor] | None = None
+    """Return what `plain` does, for outputs and targets of shapes and dtypes that `plain` has accepted before."""
     parts: PartsOfBatch | None = None
     """For some losses without `rows`: return a sum and a count for a part of a batch.
 
@@ -46,9 +48,34 @@ def resolve(loss: LossLike) -> Loss:
     named = find_loss(loss, LOSSES)
     if named is not None:
         return named
+    return _stock(loss) or _own(loss)
+
+
+def resolve_each(losses: Sequence[LossLike]) -> list[Loss | None]:
+    """Return the loss of every member. Members that give the same object get the same loss.
+
+    Modules of one class compute in the same way, also one whose numbers are torch's defaults: so that label
+    smoothing of 0 and of 0.1 can be fused.
+    """
+    kinds = {type(loss) for loss in losses}
+    alike = len(kinds) == 1 and isinstance(losses[0], nn.Module)
+    unlike_stock = alike and any(_stock(loss) is None for loss in losses)
+    known: dict[int, Loss | None] = {id(None): None}
+    for loss in losses:
+        if id(loss) not in known:
+            known[id(loss)] = _own(loss) if unlike_stock else resolve(loss)
+    return [known[id(loss)] for loss in losses]
+
+
+def _stock(loss: LossLike) -> Loss | None:
+    """Return the named loss that a function or a module of torch equals, if any."""
     for stock, function, module in _STOCK:
         if loss is function or (type(loss) is module and signature(loss) == signature(module())):
             return stock
+    return None
+
+
+def _own(loss: LossLike) -> Loss:
     name = getattr(loss, "__name__", type(loss).__name__)
     return Loss(name, None, loss, parts=_parts(loss), weighable=_weighable(loss))
 
@@ -67,8 +94,8 @@ def _weighable(loss: LossLike) -> Callable[[Tensor, Tensor], tuple[Tensor, Tenso
             if loss.weight is not None:
                 raise InputError(
                     f"sample_weight was given beside {type(loss).__name__}(weight=...), which divides by the sum "
-                    f"of the classes' weights, so it is no mean of the losses of rows. Leave out weight=, and "
-                    f"multiply sample_weight by the weight of each row's class."
+                    f"of the classes' weights, so the loss is not the mean of the rows' losses. Leave out "
+                    f"weight=, and multiply sample_weight by the weight of each row's class."
                 )
             if not target.is_floating_point():
                 counted = (target != loss.ignore_index).unsqueeze(-1)
@@ -164,9 +191,12 @@ def _named(name: str, function: Callable[..., Tensor], kind: TargetKind = "value
     def are_labels(target: Tensor) -> bool:
         return takes_classes(kind) and not target.is_floating_point()
 
+    def in_dtype(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return (output, target.long()) if are_labels(target) else _same_dtype(output, target)
+
     def match(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         check_fit(name, kind, shape_of(name, output), target)
-        return (output, target.long()) if are_labels(target) else _same_dtype(output, target)
+        return in_dtype(output, target)
 
     def rows(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         output, target = match(output, target)
@@ -177,7 +207,10 @@ def _named(name: str, function: Callable[..., Tensor], kind: TargetKind = "value
     def plain(output: Tensor, target: Tensor) -> Tensor:
         return function(*match(output, target), reduction="mean")
 
-    return Loss(name, rows, plain, kind)
+    def unchecked(output: Tensor, target: Tensor) -> Tensor:
+        return function(*in_dtype(output, target), reduction="mean")
+
+    return Loss(name, rows, plain, kind, unchecked)
 
 
 def _reduced(values: Tensor, reduction: str) -> Tensor:

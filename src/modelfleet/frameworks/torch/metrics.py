@@ -31,6 +31,8 @@ class Metric:
     sums: Sums
     value: Callable[[Mapping[str, SupportsFloat]], float]
     can_mask_rows: bool = True
+    of_labels: Callable[[Tensor, Tensor], float] | None = None
+    """Return the value for scores `(row, class)` and labels `(row,)` that all count: a shortcut for one batch."""
 
 
 def resolve(metrics: Sequence[MetricLike]) -> tuple[Metric, ...]:
@@ -75,6 +77,10 @@ def _accuracy_sums(output: Tensor, target: Tensor, weights: Tensor) -> dict[str,
         scores, labels = _scores_and_labels("accuracy", output, target)
         right, counted = scores.argmax(1) == labels, labels != IGNORED
     return _weighted(*_rows(right, counted), weights)
+
+
+def _accuracy_of_labels(scores: Tensor, labels: Tensor) -> float:
+    return (scores.argmax(1) == labels).sum().item() / labels.shape[0]
 
 
 def _binary(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,7 +169,7 @@ def _r2(sums: Mapping[str, SupportsFloat]) -> float:
 
 
 _METRICS: dict[str, Metric] = {
-    "accuracy": Metric("accuracy", _accuracy_sums, _mean),
+    "accuracy": Metric("accuracy", _accuracy_sums, _mean, of_labels=_accuracy_of_labels),
     "mse": _from_loss("mse"),
     "mae": _from_loss("mae"),
     "r2": Metric("r2", _r2_sums, _r2),

@@ -124,7 +124,7 @@ class Schedules:
     Args:
         schedules: One schedule per member.
         columns: Hyperparameters `(member,)` as compiled.
-        task: The task of all members.
+        tasks: One task per member.
         steps_per_epoch: Steps per epoch `(member,)`; None for data of unknown length.
         epochs: Number of epochs `(member,)`.
         names: Names of the members, for errors.
@@ -139,7 +139,7 @@ class Schedules:
         self,
         schedules: Sequence[ScheduleLike],
         columns: Columns,
-        task: Task,
+        tasks: Sequence[Task],
         steps_per_epoch: np.ndarray | None,
         epochs: np.ndarray,
         *,
@@ -153,20 +153,21 @@ class Schedules:
         for position, one in enumerate(map(resolve, schedules)):
             if not isinstance(one, Schedule):
                 hyper = {name: float(column[position]) for name, column in columns.items()}
-                self._schedulers[position] = made = _Scheduler(one, task.optimizer, hyper, names[position])
+                self._schedulers[position] = made = _Scheduler(
+                    one, tasks[position].optimizer, hyper, names[position]
+                )
                 for _ in range(0 if made.per_batch or made.takes_loss else initial_epoch):
                     made.end_epoch(None)
             elif (one.name, one.warmup) != ("constant", 0):
                 if steps_per_epoch is None and one.spans:
                     raise InputError(
                         f"member {names[position]!r}: the schedule {one.name!r} depends on the number of steps, "
-                        f"and the data do not say how many they have. Give fit steps_per_epoch, or a "
+                        f"and the length of the data is not known. Give fit steps_per_epoch, or a "
                         f"loader with a length."
                     )
                 named.setdefault(one.name, {})[position] = one
         per_epoch = np.ones(len(names), dtype=np.int64) if steps_per_epoch is None else steps_per_epoch
         self._formulas = [_Formula(own, per_epoch, epochs) for own in named.values()]
-        self._optimizer = task.optimizer
         self._names = names
         # `_columns` has the values of the schedulers. Named schedules scale its learning rates at each step.
         self._columns = self._current = columns
@@ -225,12 +226,15 @@ class Schedules:
         for position, scheduler in self._schedulers.items():
             for name, value in scheduler.read():
                 fresh[name][position] = value
-                if value and name in self._optimizer.unused:
+                if value and name in scheduler.rule.unused:
                     raise InputError(
                         f"member {self._names[position]!r}: the schedule sets {name} to {value}, but it is 0 for "
-                        f"all members of this {self._optimizer.name}. Give compile a {name} to be changed."
+                        f"all members of this {scheduler.rule.name}. Give compile a {name} above 0, which the "
+                        f"schedule can change."
                     )
-        changed = {key: new for key, new in fresh.items() if not np.array_equal(new, self._columns[key])}
+        changed = {
+            key: new for key, new in fresh.items() if not np.array_equal(new, self._columns[key], equal_nan=True)
+        }
         if changed:
             self._columns = {**self._columns, **changed}
 
@@ -309,7 +313,7 @@ class _Scheduler:
             self.scheduler = self.factory(self.optimizer)
         except (TypeError, ValueError, KeyError) as error:
             raise InputError(
-                f"member {self.name!r}: {self.factory!r} made no scheduler: {without_period(error)}. "
+                f"member {self.name!r}: {self.factory!r} could not make a scheduler: {without_period(error)}. "
                 f"Give its arguments with functools.partial, or use a lambda of the optimizer."
             ) from error
         if not isinstance(self.scheduler, lr_scheduler.LRScheduler):

@@ -54,8 +54,9 @@ class Task:
 
     @property
     def optimizer_name(self) -> str:
-        """Return the name of the optimizer, for a plan."""
-        return self.optimizer.name
+        """Return the name of the optimizer with its flags, for a plan."""
+        flags = sorted(name for name, on in self.optimizer.flags.items() if on)
+        return " ".join([self.optimizer.name, *flags])
 
     def run(self, model: nn.Module, batch: Tree, weights: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
         """Return one member's loss on a batch, and the batch's sums for the metrics of the epoch.

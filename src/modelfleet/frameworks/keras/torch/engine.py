@@ -24,7 +24,7 @@ from modelfleet.frameworks.torch.fused.program_engine import ProgramEngine, RowT
 from modelfleet.frameworks.torch.fused.programs import Programs
 from modelfleet.frameworks.torch.fused.stepping import Stepper
 from modelfleet.frameworks.torch.fused.steps_protocol import ALONE, Tensors
-from modelfleet.frameworks.torch.optimizers.counting import CoefficientsByParameter
+from modelfleet.frameworks.torch.optimizers.counting import CoefficientsBySlice
 from modelfleet.members import Member
 from modelfleet.trees import map_tree
 from modelfleet.types import Kind, State, Tree
@@ -238,14 +238,17 @@ class KerasTorchEngine(ProgramEngine[TorchSteps]):
 class _NoCoefficients:
     """No numbers (see `stepping.CoefficientSource`): a Keras optimizer keeps its numbers in variables."""
 
-    def next(self, state: State, hyper: Hyper, active: Tensor) -> CoefficientsByParameter:
+    def next(self, state: State, hyper: Hyper, active: Tensor) -> CoefficientsBySlice:
         return {}
 
-    def one(self, state: State, hyper: Hyper) -> CoefficientsByParameter:
+    def one(self, state: State, hyper: Hyper, slots: np.ndarray | None = None) -> CoefficientsBySlice:
         return {}
 
     def stepped(self, unused: frozenset[str] | None) -> None:
         pass
 
     def forget(self) -> None:
+        pass
+
+    def give_slots(self, positions: Positions) -> None:
         pass

@@ -19,7 +19,7 @@ from modelfleet.frameworks.torch.fused.mapping import mapped
 from modelfleet.frameworks.torch.fused.steps_protocol import How, Tensors, drawing
 from modelfleet.frameworks.torch.fused.updating import keep_new
 from modelfleet.frameworks.torch.modes import training_modes
-from modelfleet.frameworks.torch.optimizers.counting import CoefficientsByParameter
+from modelfleet.frameworks.torch.optimizers.counting import CoefficientsBySlice
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import Model, State, Tree
 
@@ -65,7 +65,7 @@ class TorchSteps:
         self,
         state: State,
         shared: Tensors,
-        coefficients: CoefficientsByParameter,
+        coefficients: CoefficientsBySlice,
         active: Tensor,
         data: Tree,
         weights: Tensor | None,
@@ -95,7 +95,7 @@ class TorchSteps:
         self,
         state: State,
         shared: Tensors,
-        coefficients: CoefficientsByParameter,
+        coefficients: CoefficientsBySlice,
         active: Tensor,
         found: Tree,
         how: How,

@@ -30,6 +30,7 @@ from modelfleet.frameworks.torch.compiling.decision import (
 )
 from modelfleet.frameworks.torch.compiling.graph_source import ANY_WIDTH, ONE_WIDTH, Form, GraphSource, describe
 from modelfleet.frameworks.torch.doctor_facts import cache_folder
+from modelfleet.frameworks.torch.tracing.scans import DECOMPOSITIONS
 from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, Program, TensorSpec, forgetting_sources
 
 CHECK_SECONDS = 0.1  # between two checks of a compile process, or of the queue for one
@@ -204,7 +205,8 @@ def _compile(source: GraphSource) -> Callable[..., Any]:
         width = _unknown_width(fakes, source.inputs[0].shape[0]) if general else None
         with fakes:
             inputs = [spec.empty(width) for spec in source.inputs]
-        graph = make_fx(forward, tracing_mode="symbolic" if general else "real")(*inputs)
+        mode = "symbolic" if general else "real"
+        graph = make_fx(forward, decomposition_table=DECOMPOSITIONS, tracing_mode=mode)(*inputs)
         compiled: Any = compile_fx(graph, inputs)
     if general and (shapes.replacements or shapes.guards):
         raise FixedWidthError("an operation depends on the width")

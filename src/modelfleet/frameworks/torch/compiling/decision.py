@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 from torch import fx
 
+from modelfleet.frameworks.torch.tracing.scans import count_operations
 from modelfleet.unknown_names import unknown
 
 CompileMode = Literal["auto", "now", "never"]
@@ -38,7 +39,7 @@ def compile_mode() -> CompileMode:
 
 def too_large(graph: fx.GraphModule) -> bool:
     """Return True if a graph is never compiled, because that would take minutes."""
-    return len(graph.graph.nodes) > MAX_NODES
+    return count_operations(graph) > MAX_NODES
 
 
 def seconds_saved(steps_left: int, seconds_per_step: float) -> float:
@@ -48,7 +49,7 @@ def seconds_saved(steps_left: int, seconds_per_step: float) -> float:
 
 def seconds_to_compile(graph: fx.GraphModule) -> float:
     """Return how long it takes to compile a graph. This must be less than what is saved."""
-    return max(SECONDS_AT_LEAST, SECONDS_PER_NODE * len(graph.graph.nodes))
+    return max(SECONDS_AT_LEAST, SECONDS_PER_NODE * count_operations(graph))
 
 
 def may_pay(steps_left: int, seconds_per_step: float | None) -> bool:

@@ -1,6 +1,6 @@
 """Engine of a fused lane of torch modules: their stacked state on a device, and the programs that step it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -23,14 +23,16 @@ from modelfleet.frameworks.torch.fused.stepping import Stepper
 from modelfleet.frameworks.torch.fused.steps import Steps
 from modelfleet.frameworks.torch.fused.steps_protocol import ALONE, How, Tensors
 from modelfleet.frameworks.torch.fused.updating import INITIAL_SCALE
+from modelfleet.frameworks.torch.fused.variants import Variants
 from modelfleet.frameworks.torch.model_locks import lock_of, locked_in_mode
 from modelfleet.frameworks.torch.optimizers.counting import CoefficientsAhead
+from modelfleet.frameworks.torch.optimizers.slices import Rules
 from modelfleet.frameworks.torch.parallel.fused import RowDivision
 from modelfleet.frameworks.torch.parallel.process_group import ProcessGroup
 from modelfleet.frameworks.torch.parallel.row_independence import ignores_padding, rows_are_independent
-from modelfleet.frameworks.torch.python_state.checks import DivergenceCheck
 from modelfleet.frameworks.torch.structure import shared_parameters
 from modelfleet.frameworks.torch.task import Task
+from modelfleet.frameworks.torch.walking import places_of, tensors_at
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree, map_trees
 from modelfleet.types import Kind, State, Tree
@@ -44,8 +46,9 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         members, columns, device = context.members, context.columns, context.device
         models = [member.model for member in members]
         programs = context.programs
+        self._rules = Rules(context.tasks, () if programs is None else programs.steps.rules)
         if programs is None:
-            steps = Steps(models[0], context.task, states.transposed(models[0]))
+            steps = Steps(models[0], context.task, states.transposed(models[0]), self._rules.all)
             programs = Programs(steps, fused=context.fused)
         programs.serve(models[0])
         self._first = members[0].name
@@ -55,30 +58,44 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         shared = {
             name: states.placed(first[name], device, transpose=name in self.layout) for name in sorted(common)
         }
-        named = [(member.name, member.model) for member in members]
-        self._division = RowDivision(self._first, programs, device)
+        self._variants = variants = Variants(
+            [(member.name, member.model) for member in members],
+            context.tasks,
+            context.variants,
+            programs.steps,
+            shared,
+            lambda position: self._weights_of([members[position]]),
+            device,
+        )
+        self._division = RowDivision(self._first, programs, variants, device)
         stepper = Stepper(
             self._first,
             programs,
             shared,
-            CoefficientsAhead(context.task),
+            CoefficientsAhead(self._rules, skips=context.task.precision == "fp16"),
             division=self._division,
-            divergence=DivergenceCheck(named) if len(named) > 1 else None,
+            variants=variants,
         )
         trials = RowTrials(
-            lambda one, data, real: ignores_padding(programs.steps, one, shared, data, real),
-            lambda one, inputs: rows_are_independent(programs.steps, one, shared, inputs),
+            lambda one, data, real: all(
+                ignores_padding(steps, one, shared, data, real) for steps in variants.trials
+            ),
+            lambda one, inputs: all(rows_are_independent(steps, one, shared, inputs) for steps in variants.trials),
         )
         super().__init__(programs, stepper, trials, device)
         self.stacked = StackedState(self._initial_state(members, columns), len(members), states.Rows(device))
         self._columns = dict(columns)
         # By position: the model, and the parameters that were stacked.
-        self._sources = [(model, self._trained(model)) for model in models]
+        trained = [name for name in states.trained(models[0]) if name not in self.shared]
+        self._places = places_of(trained)
+        self._sources: list[tuple[nn.Module, dict[str, Tensor]]] = [
+            (model, dict(zip(trained, tensors_at(model, self._places), strict=True))) for model in models
+        ]
         self._frozen_optimizer: dict[int, dict[str, Tensor]] = {}  # by position: state of parameters frozen now
 
     @property
     def task(self) -> Task:
-        """Return the members' task."""
+        """Return the members' task. Its optimizer is that of the first member."""
         return self.programs.steps.task
 
     def _initial_state(self, members: Sequence[Member], columns: Mapping[str, np.ndarray]) -> State:
@@ -88,12 +105,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         """
         state = self._weights_of(members)
         hyper = {name: self.tensor(column) for name, column in columns.items()}
-        made = {name: self.task.optimizer.initial(p, hyper) for name, p in state["params"].items()}
-        state["optimizer"] = {
-            f"{key}/{name}": tensors[key]
-            for key in self.task.optimizer.tensor_names
-            for name, tensors in made.items()
-        }
+        state["optimizer"] = self._rules.initial(state["params"], hyper)
         width = len(members)
         state["member"] = {
             "seed": torch.tensor([member.seed for member in members], device=self.device),
@@ -109,6 +121,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
     def give_slots(self, positions: Positions) -> None:
         """Give slots to these members from now on. The others rest."""
         super().give_slots(positions)
+        self._variants.slots = self.slots
         if packing.buffers_of(self.state) is None:
             self.state = packing.pack(self.state)
 
@@ -123,7 +136,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
             StrategyError: The rows of the batch can't be divided over the ranks of the group.
         """
         self.stepper.check_members()
-        lead, rest = (self.state, self.shared), (batch.data,)
+        rest = (batch.data,)
         if kind == "train":
             compile_mode()  # raises for a misspelt mode before the first step
             if not self.state["params"]:
@@ -132,31 +145,42 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
                     f"Set requires_grad=True on what is to be trained."
                 )
             if self._division.group is not None:
-                self._division.ready(lead, batch)
+                self._division.ready((self.state, self.shared), batch)
                 return
             rest = (self.stepper.coefficients.one(self.state, hyper), active, batch.data, None)
+            lead = self.stepper.with_numbers(kind, self.state, batch, None), self.shared
             self.programs.ready_to_train(lead, rest, shared_data=batch.shared)
             return
+        weights = None
         if kind == "evaluate":
-            rest = batch.data, self.row_weights(np.full(len(active), batch.size), batch.size)
-        self.programs.program(kind, (readable(self.state), self.shared, *rest), batch.shared)
+            weights = self.row_weights(np.full(len(active), batch.size), batch.size)
+            rest = batch.data, weights
+        state = self.stepper.with_numbers(kind, self.state, batch, weights)
+        self.programs.program(kind, (readable(state), self.shared, *rest), batch.shared)
 
-    def _run(self, kind: Kind, state: State, batch: Batch, *weights: Tensor) -> Tree:
-        """Evaluate or predict: all members at once, or one after the other if a batch can't be fused."""
-        args = (readable(state), self.shared, batch.data, *weights)
+    def _run(
+        self, kind: Kind, state: State, batch: Batch, *weights: Tensor, positions: np.ndarray | None = None
+    ) -> Tree:
+        """Evaluate or predict: all members at once, or one after the other if a batch can't be fused.
+
+        `positions` are those of the members that the state is for; None for those in the slots.
+        """
         try:
             self.stepper.refuse_unfusable(kind, batch)
             with self.stepper.refusing_state():
+                numbers = self.stepper.with_numbers(kind, state, batch, next(iter(weights), None), positions)
+                args = (readable(numbers), self.shared, batch.data, *weights)
                 return getattr(self.programs, kind)(args, shared_data=batch.shared)
         except CannotFuseError as error:
             self.stepper.remember_unfusable(kind, batch, error)
-        found = self._run_singly(kind, state, batch, *weights)
+        found = self._run_singly(kind, state, batch, self.slots if positions is None else positions, *weights)
         return map_tree(on_host, found) if kind == "predict" else found
 
-    def _run_singly(self, kind: Kind, state: State, batch: Batch, *weights: Tensor) -> Tree:
+    def _run_singly(self, kind: Kind, state: State, batch: Batch, positions: np.ndarray, *weights: Tensor) -> Tree:
         """Evaluate or predict one member after the other. The model may change buffers of those with rows."""
-        steps, found = self.programs.steps, []
+        found = []
         for slot, count in enumerate(batch.counts.tolist()):
+            steps = self._variants.steps_of(positions[slot])
             rows = torch.tensor([slot], device=self.device)
             one = states.select(state, rows)
             own = (
@@ -195,7 +219,8 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
             sums, has_rows = self._run("evaluate", self.state, batch, weights), self.tensor(counts > 0)
             return {name: torch.where(has_rows, value, 0.0).double() for name, value in sums.items()}
         rows = self.tensor(batch.slots)
-        sums = self._run("evaluate", states.select(self.state, rows), batch, weights)
+        own = self.slots[batch.slots]
+        sums = self._run("evaluate", states.select(self.state, rows), batch, weights, positions=own)
         empty = torch.zeros(self.stacked.width, dtype=torch.float64, device=self.device)
         return {name: empty.index_copy(0, rows, value.double()) for name, value in sums.items()}
 
@@ -204,7 +229,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         if positions is None:
             return self._run("predict", self.state, batch)
         state = self.read(positions, (*WEIGHTS, "member"))
-        outputs = self._run("predict", state, batch)
+        outputs = self._run("predict", state, batch, positions=np.asarray(positions))
         if self.programs.steps.counting is not None:
             own = np.flatnonzero(batch.counts)
             buffers = states.select({"buffers": state["buffers"]}, self.tensor(own))
@@ -247,17 +272,16 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
     # --- state ---------------------------------------------------------------------------------------------------
 
     def _weights_of(self, members: Sequence[Member]) -> State:
-        """Return the weights that the models of some members hold."""
+        """Return the weights that the models of some members hold. Models of one structure have the same names."""
         parts = {"params": states.trained, "frozen": states.kept, "buffers": states.buffers}
         state: State = {}
         for part, find in parts.items():
-            found = [find(member.model) for member in members]
+            names = [name for name in find(members[0].model) if name not in self.shared]
+            places = places_of(names)
+            found = [tensors_at(member.model, places) for member in members]
             state[part] = {
-                name: states.stack(
-                    [tensors[name] for tensors in found], self.device, transpose=name in self.layout
-                )
-                for name in found[0]
-                if name not in self.shared
+                name: states.stack(column, self.device, transpose=name in self.layout)
+                for name, column in zip(names, zip(*found, strict=True), strict=True)
             }
         return state
 
@@ -288,10 +312,11 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         for row, (position, member) in enumerate(zip(positions, members, strict=True)):
             hyper = {key: self.tensor(column[[position]]) for key, column in self._columns.items()}
             for name in self._replaced(position):
-                initial = self.task.optimizer.initial(weights["params"][name][row : row + 1], hyper)
+                initial = self._rules.of(position).optimizer.initial(weights["params"][name][row : row + 1], hyper)
                 state = {"optimizer": {f"{key}/{name}": tensor for key, tensor in initial.items()}}
                 self.write([position], state)
-            self._sources[position] = member.model, self._trained(member.model)
+            trained: dict[str, Tensor] = {**self._trained(member.model)}
+            self._sources[position] = member.model, trained
         own = {**dict(members[0].model.named_parameters()), **dict(members[0].model.named_buffers())}
         for name, tensor in self.shared.items():
             tensor.copy_(states.placed(own[name], self.device, transpose=name in self.layout))
@@ -304,12 +329,19 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         """
         assert isinstance(other, TorchEngine)
         for rows, theirs in other.carried(sources):
-            here = [positions[row] for row in rows]
-            stored = {**theirs, "optimizer": self._transposed(theirs["optimizer"])}
-            self.write(here, fitting(stored, self.state, parts=CARRIED))
-            frozen = {name: t for name, t in theirs["optimizer"].items() if name not in self.state["optimizer"]}
-            for row, position in enumerate(here):
-                self._frozen_optimizer[position] = {name: t[row : row + 1] for name, t in frozen.items()}
+            for own in self._rules.together([positions[row] for row in rows]):
+                here = [positions[rows[place]] for place in own]
+                self._adopt(here, theirs if len(own) == len(rows) else states.select(theirs, self.tensor(own)))
+
+    def _adopt(self, positions: Positions, theirs: State) -> None:
+        """Take over a state of some members of one rule. Tensors that their optimizer has not are kept aside."""
+        known = self.optimizer_tensors(positions[0])
+        optimizer = {name: tensor for name, tensor in theirs["optimizer"].items() if name in known}
+        stored = {**theirs, "optimizer": self._transposed(optimizer)}
+        self.write(positions, fitting(stored, self.state, parts=CARRIED))
+        frozen = {name: t for name, t in theirs["optimizer"].items() if name not in known}
+        for row, position in enumerate(positions):
+            self._frozen_optimizer[position] = {name: t[row : row + 1] for name, t in frozen.items()}
 
     def carried(self, positions: Positions) -> list[tuple[list[int], State]]:
         """Return the optimizer state and step counts of some members for another engine to adopt.
@@ -318,20 +350,28 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         that are frozen now are included. Parameters that the user has replaced are not.
         """
         replaced = [self._replaced(position) for position in positions]
-        # Members with such parameters have states of their own. All others have the same, and are read at once.
+        # Members with such parameters have states of their own. The others of one rule are read at once.
         special = [
             row for row, position in enumerate(positions) if replaced[row] or self._frozen_optimizer.get(position)
         ]
-        together = sorted(set(range(len(positions))) - set(special))
+        others = sorted(set(range(len(positions))) - set(special))
+        together = self._rules.together([positions[row] for row in others])
         found: list[tuple[list[int], State]] = []
-        for rows in ([together] if together else []) + [[row] for row in special]:
+        for rows in [[others[place] for place in places] for places in together] + [[row] for row in special]:
             first = positions[rows[0]]
             own = self.read([positions[row] for row in rows], tuple(CARRIED))
-            optimizer = {**self._frozen_optimizer.get(first, {}), **self._transposed(own["optimizer"])}
+            known = self.optimizer_tensors(first)
+            current = {name: tensor for name, tensor in own["optimizer"].items() if name in known}
+            optimizer = {**self._frozen_optimizer.get(first, {}), **self._transposed(current)}
             gone = replaced[rows[0]]
             own["optimizer"] = {name: t for name, t in optimizer.items() if name.partition("/")[2] not in gone}
             found.append((rows, own))
         return found
+
+    def optimizer_tensors(self, position: int) -> Collection[str]:
+        """Return the names of those of the optimizer's tensors that a member's own optimizer has."""
+        keys = self._rules.of(position).optimizer.tensor_names
+        return {f"{key}/{name}" for key in keys for name in self.state["params"]}
 
     def _transposed(self, optimizer: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return an optimizer's tensors in the layout of the model's parameters, or back from it."""
@@ -344,8 +384,12 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
     def _replaced(self, position: int) -> set[str]:
         """Return the parameters of a member's model that the user has replaced since they were stacked."""
         model, before = self._sources[position]
-        current = dict(model.named_parameters())
-        return {name for name, parameter in before.items() if current.get(name) is not parameter}
+        try:
+            current = tensors_at(model, self._places)
+        except KeyError:  # a part of the model is gone
+            named = dict(model.named_parameters())
+            current = [named.get(name) for name in before]
+        return {name for (name, own), now in zip(before.items(), current, strict=True) if now is not own}
 
     def still_shared(self, members: Sequence[Member]) -> bool:
         """Return True if the tensors that all members shared are still the same in all of them."""

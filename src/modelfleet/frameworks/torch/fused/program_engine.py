@@ -153,7 +153,7 @@ class ProgramEngine(TorchEngine, StackedEngine, Generic[OwnSteps]):
     def give_slots(self, positions: Positions) -> None:
         """Give slots to these members from now on. The others rest."""
         super().give_slots(positions)
-        self.stepper.coefficients.forget()
+        self.stepper.coefficients.give_slots(self.slots)
 
     def write(self, positions: Positions, state: Given) -> None:
         """Replace the state of some members by part and name."""

@@ -25,11 +25,12 @@ from modelfleet.frameworks.torch.fused.arguments import (
     rows_of,
     width_of,
 )
-from modelfleet.frameworks.torch.fused.runner import ByWidth, Runner, for_any_width
+from modelfleet.frameworks.torch.fused.runner import ByWidth, Paces, Runner, for_any_width
 from modelfleet.frameworks.torch.fused.steps_protocol import How, LaneSteps
 from modelfleet.frameworks.torch.model_locks import lock_of, locked_in_mode
 from modelfleet.frameworks.torch.modes import in_mode
-from modelfleet.frameworks.torch.optimizers.counting import CoefficientsByParameter
+from modelfleet.frameworks.torch.optimizers.counting import CoefficientsBySlice
+from modelfleet.frameworks.torch.optimizers.slices import Slice
 from modelfleet.frameworks.torch.python_state.checks import StatefulError, refuse_unstackable
 from modelfleet.frameworks.torch.python_state.snapshot import PythonSnapshot
 from modelfleet.frameworks.torch.python_state.undo import restoring_python, restoring_tensors, undoing_side_effects
@@ -65,6 +66,8 @@ class Programs(Generic[OwnSteps]):
         self._found: dict[Hashable, Any] = {}  # results of trials, for what the Python reads now
         self._flattened = threading.local()
         self._buffers = threading.local()
+        self._paces = Paces()
+        self._sliced = threading.local()
 
     @property
     def compiling(self) -> bool:
@@ -107,36 +110,57 @@ class Programs(Generic[OwnSteps]):
             shared_data: True if the data have no member axis.
             pace: The number of steps left of this kind, and the seconds per step.
         """
-        packed = self._packed(lead[0], rest[0])
-        if packed is None or self._compiled("train", (*lead, *rest), shared_data, pace) is not None:
+        packed, whole = self._packed(lead[0], rest[0]), len(rest[0]) < 2
+        if (packed is None and whole) or self._compiled("train", (*lead, *rest), shared_data, pace) is not None:
             program, (loss,) = self._run_compiled("train", lead, rest, shared_data, pace)
             return loss, program.unused
+        if packed is None:
+            return self._train_sliced(lead, rest, shared_data)
         return self._train_packed(packed, lead, rest, shared_data), frozenset()
 
     def ready_to_train(self, lead: Args, rest: Args, *, shared_data: bool) -> None:
         """Trace what `train` runs first for such a batch, if that has not been done."""
-        if compile_mode() != "now" and self._packed(lead[0], rest[0]) is not None:
-            _, active, *batch = rest
-            if not self.program("packed_gradients", (*lead, *batch, active), shared_data).program.unused:
+        coefficients, active, *batch = rest
+        if compile_mode() != "now":
+            args = (*lead, *batch, active)
+            packed = self._packed(lead[0], coefficients)
+            if packed is not None and not self.program("packed_gradients", args, shared_data).program.unused:
+                return
+            if len(coefficients) > 1:
+                self.program("gradients", (*lead, *batch), shared_data)
                 return
         self.program("train", (*lead, *rest), shared_data)
+
+    def _train_sliced(self, lead: Args, rest: Args, shared_data: bool) -> tuple[Tensor, frozenset[str]]:
+        """Take one step in parts: gradients of all members, then the update of each slice.
+
+        So a program of an update does not depend on which other members take the step.
+        """
+        coefficients, active, *batch = rest
+        program = self.program("gradients", (*lead, *batch), shared_data).program
+        found = program([*self._flat(lead), *leaves(batch)])
+        self.apply("apply", lead, (coefficients, active, found))
+        return found["loss"], program.unused
 
     def _train_packed(self, packed: State, lead: Args, rest: Args, shared_data: bool) -> Tensor:
         """Take one step in two parts: gradients, then an update of all members at once if all are fine."""
         coefficients, active, *batch = rest
         args = (*lead, *batch, active)
+        runner = self.program("packed_gradients", args, shared_data)
+        begun = time.perf_counter()
         with torch.no_grad():
-            found = self.program("packed_gradients", args, shared_data).program(
-                [*self._flat(lead), *leaves((*batch, active))]
-            )
+            found = runner.program([*self._flat(lead), *leaves((*batch, active))])
             if bool(found.pop("fine")):
-                args = (packed, {}, coefficients, found)
-                return self.program("packed_apply", args, False).program(leaves(args))
+                for own, numbers in coefficients.items():
+                    args = (self._slice_of(own, own.packed, packed), {}, {own.alone: numbers}, own.of(found))
+                    self.program("packed_apply", args, False).program(leaves(args))
+                self._paces.add(family_of("train", (*lead, *rest), shared_data), time.perf_counter() - begun)
+                return found["loss"]
         gradients = packing.split(found.pop("gradient"), lead[0]["params"])
         found.pop("norms", None)
         return self.apply("apply", lead, (coefficients, active, {**found, "gradients": gradients}))
 
-    def _packed(self, state: State, coefficients: CoefficientsByParameter) -> State | None:
+    def _packed(self, state: State, coefficients: CoefficientsBySlice) -> State | None:
         """Return a state with the buffers of its tensors; None if a step can't update them all at once.
 
         On an accelerator the host would have to wait for the gradients.
@@ -150,13 +174,25 @@ class Programs(Generic[OwnSteps]):
             if buffers is not None:
                 packed = {"packed": buffers, **{part: state[part] for part in ("buffers", "member", "sums")}}
             known = self._buffers.last = state, packed
-        return known[1] if len(coefficients) == 1 and not self.steps.unused else None
+        together = coefficients and all(len(own) == 1 for own in coefficients.values())
+        return known[1] if together and not self.steps.unused else None
+
+    def _slice_of(self, own: Slice, find: Callable[[State], State], state: State) -> State:
+        """Return `find(state)`, the part of a state that belongs to a slice. Each thread finds it once."""
+        if own.rows is None:
+            return state
+        known = getattr(self._sliced, "last", None)
+        if known is None or known[0] is not state:
+            known = self._sliced.last = state, {}
+        if own not in known[1]:
+            known[1][own] = find(state)
+        return known[1][own]
 
     def _compiled(self, kind: str, args: Args, shared_data: bool, pace: Pace) -> Program | None:
         """Return a program if it is compiled. It is traced to be compiled as soon as that may pay."""
         self._look()
         family, width = family_of(kind, args, shared_data), width_of(args)
-        if width not in self._programs.get(family, ()) and not may_pay(*pace):
+        if width not in self._programs.get(family, ()) and not may_pay(*self._paces.of(family, pace)):
             return None
         runner = self.program(kind, args, shared_data)
         runner.compiler.consider(*pace)
@@ -188,9 +224,17 @@ class Programs(Generic[OwnSteps]):
         It is "apply", or "row_apply" for rows on several devices.
         """
         # Never compiled: the devices of a group would compile it at different steps, and round differently.
-        program = self.program(kind, (*lead, *rest), False).program
-        with torch.no_grad():  # tensors outside of the step may take gradients
-            return program.run(*self._flat(lead), *leaves(rest), *program.outside)[0]
+        coefficients, *more = rest
+        if len(coefficients) < 2:
+            program = self.program(kind, (*lead, *rest), False).program
+            with torch.no_grad():  # tensors outside of the step may take gradients
+                return program.run(*self._flat(lead), *leaves(rest), *program.outside)[0]
+        losses = []
+        for own, numbers in coefficients.items():
+            state = self._slice_of(own, own.state, lead[0])
+            args = (state, lead[1], {own.alone: numbers}, *own.of(tuple(more)))
+            losses.append(self.program(kind, args, False).program(leaves(args)))
+        return torch.cat(losses)
 
     def evaluate(self, args: Args, *, shared_data: bool) -> dict[str, Tensor]:
         """Return the sums `(member, …)` of the loss and the metrics over a batch."""
@@ -329,7 +373,8 @@ class Programs(Generic[OwnSteps]):
             self.untraced = str(error)
             program = untraced(run, args, stacked)
         program.unused = self.steps.unused
-        return program, Compiler(program, at_width if self.fused else None)
+        sliced = kind == "train" and len(args[2]) > 1  # the slices have the width built in
+        return program, Compiler(program, at_width if self.fused and not sliced else None)
 
     def _try(
         self, kind: str, args: Args, stacked: Sequence[bool], shared_data: bool, snapshot: PythonSnapshot

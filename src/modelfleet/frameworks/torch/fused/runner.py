@@ -1,7 +1,9 @@
 """A program that runs, and what is known about compiling it."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
+from modelfleet.frameworks.engine import Pace
 from modelfleet.frameworks.torch.compiling.compiler import Compiler
 from modelfleet.frameworks.torch.tracing.trace import Program
 
@@ -37,3 +39,28 @@ ByWidth = dict[int, Runner]
 def for_any_width(programs: ByWidth, width: int) -> Runner | None:
     """Return a program that was compiled for any width, if there is one."""
     return next((runner for runner in programs.values() if runner.program.any_width and width > 1), None)
+
+
+class Paces:
+    """How often each shape of batch comes, and how long its steps take without tracing.
+
+    A run's batches may have many shapes, such as sequence lengths. A program serves one of them, so what compiling
+    it saves depends on the steps of that shape only.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[Hashable, int] = {}
+        self._seconds: dict[Hashable, float] = {}  # of the quickest step
+        self._total = 0
+
+    def add(self, shape: Hashable, seconds: float) -> None:
+        """Record an uncompiled step."""
+        self._total += 1
+        self._counts[shape] = self._counts.get(shape, 0) + 1
+        self._seconds[shape] = min(seconds, self._seconds.get(shape, seconds))
+
+    def of(self, shape: Hashable, pace: Pace) -> Pace:
+        """Return how many of the steps that are left have this shape, and their seconds. `pace` is that of all."""
+        if pace[1] is None or shape not in self._counts:
+            return 0, None
+        return round(pace[0] * self._counts[shape] / self._total), min(pace[1], self._seconds[shape])

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.frameworks.torch import arrays
+from modelfleet.frameworks.torch.walking import places_of, tensors_at
 from modelfleet.trees import map_tree
 from modelfleet.types import State, Tree
 
@@ -140,7 +141,8 @@ def write_back(models: Iterable[nn.Module], state: State, layout: frozenset[str]
         for name, tensor in stacked.items()
     }
     sources = [values[row] for row in range(len(models)) for values in rows.values()]
-    targets = [_tensor(model, *name.rpartition(".")[::2]) for model in models for name in rows]
+    places = places_of(rows)
+    targets = [tensor for model in models for tensor in tensors_at(model, places)]
     # An expanded tensor has fewer numbers than elements: torch can't write to it, and no step has changed it.
     written = [pair for pair in zip(targets, sources, strict=True) if not _expanded(pair[0])]
     with torch.no_grad():
@@ -151,15 +153,3 @@ def _expanded(tensor: Tensor) -> bool:
     return 0 in tensor.stride() and any(
         n > 1 and not s for n, s in zip(tensor.shape, tensor.stride(), strict=True)
     )
-
-
-def _tensor(model: nn.Module, path: str, name: str) -> Tensor:
-    """Return a parameter or buffer by its path. For ten thousand models this is faster than `named_parameters`."""
-    module = model
-    for part in path.split(".") if path else ():
-        module = module._modules[part]
-        assert module is not None
-    found = module._parameters.get(name)
-    found = module._buffers[name] if found is None else found
-    assert found is not None
-    return found

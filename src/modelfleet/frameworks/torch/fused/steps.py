@@ -5,7 +5,8 @@ axis. `fused=False` runs a lane of one member as any torch loop would, for model
 member the same numbers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch._functorch.eager_transforms import enable_inplace_requires_grad
 from modelfleet.frameworks.errors import FINE, CannotFuseError
 from modelfleet.frameworks.torch.functional import call_with
 from modelfleet.frameworks.torch.fused import packing
+from modelfleet.frameworks.torch.fused.arguments import Key, numbers_key
 from modelfleet.frameworks.torch.fused.mapping import Axes, mapped, mapped_gradients
 from modelfleet.frameworks.torch.fused.steps_protocol import How, Tensors, drawing
 from modelfleet.frameworks.torch.fused.updating import (
@@ -24,37 +26,56 @@ from modelfleet.frameworks.torch.fused.updating import (
     update_all,
 )
 from modelfleet.frameworks.torch.modes import training_modes
-from modelfleet.frameworks.torch.optimizers.counting import CoefficientsByParameter
+from modelfleet.frameworks.torch.optimizers.counting import CoefficientsBySlice
+from modelfleet.frameworks.torch.optimizers.slices import Rule
 from modelfleet.frameworks.torch.parallel import row_sums
 from modelfleet.frameworks.torch.python_state.checks import StatefulError
 from modelfleet.frameworks.torch.python_state.undo import undoing_side_effects
 from modelfleet.frameworks.torch.random.streams import BatchRows, DrawShapes, Streams
 from modelfleet.frameworks.torch.task import PRECISIONS, Task, call, logits
+from modelfleet.frameworks.torch.tracing.number_rules import changes
 from modelfleet.frameworks.torch.tracing.parameters import NeedsGradientError, ParameterMode
+from modelfleet.frameworks.torch.tracing.recording import Origin, Recording, recording
+from modelfleet.frameworks.torch.tracing.replaying import replaying
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import State, Tree
 
 Run = Callable[..., Tree]
 """A function of a model or of tensors. It returns a tree of tensors."""
+_UNCHANGED = nullcontext()
+
+
+class Recorded(Exception):  # noqa: N818  no error: it ends a run that has been recorded
+    """Raised as soon as a step that is only recorded has been."""
+
+    def __init__(self, found: Recording) -> None:
+        super().__init__()
+        self.recording = found
 
 
 class Steps:
-    """Train, evaluate and predict steps for lanes of one structure and one task.
+    """Train, evaluate and predict steps for lanes of one structure and one task, apart from its optimizer.
 
-    `layout` names the parameters that are stored transposed. In every step, `shared` holds the tensors that all
-    members share. They have no member axis, and what depends on them alone is computed once.
+    `rules` are the update rules of the members. Without any, all members have the task's. `layout` names the
+    parameters that are stored transposed. In every step, `shared` holds the tensors that all members share. They
+    have no member axis, and what depends on them alone is computed once.
     """
 
-    def __init__(self, model: nn.Module, task: Task, layout: frozenset[str]) -> None:
+    def __init__(self, model: nn.Module, task: Task, layout: frozenset[str], rules: Sequence[Rule] = ()) -> None:
         self.model = model
         self.modes = training_modes(model)
         self.task = task
+        self.rules = list(rules) or [Rule(task.optimizer, task.clip)]
         self.layout = layout
         self.unused: frozenset[str] = frozenset()  # parameters that take no part in the loss
         self.contiguous = False  # True if the model needs contiguous weights, for `weight.view(-1)`
         self.differentiates = False  # True if the objective takes gradients itself, and needs them to evaluate
         self.counting: str | None = None  # a buffer that evaluating changes
         self.draws: DrawShapes = ()  # what a step draws, for `row_gradients` of batches like the next one
+        self.recordings: dict[
+            Key, Recording
+        ] = {}  # by kind and form of a batch, for members that differ in numbers
+        self.records = False  # True while a step runs only to be recorded
 
     @property
     def can_mask_rows(self) -> bool:
@@ -94,7 +115,7 @@ class Steps:
         self,
         state: State,
         shared: Tensors,
-        coefficients: CoefficientsByParameter,
+        coefficients: CoefficientsBySlice,
         active: Tensor,
         data: Tree,
         weights: Tensor | None,
@@ -102,7 +123,8 @@ class Steps:
     ) -> Tensor:
         """Take one step of every active member, in place, and return the losses `(member,)`.
 
-        `coefficients` are the optimizer's numbers for this step, `(member,)` each, by the parameters they are for.
+        `coefficients` are the optimizers' numbers for this step, `(member,)` each, by the slice of members and the
+        parameters they are for.
         """
         found = self.gradients(state, shared, data, weights, how)
         return self.apply(state, shared, coefficients, active, found, how)
@@ -118,15 +140,19 @@ class Steps:
         member, task = state["member"], self.task
         scale = member.get("scale")
 
+        key = numbers_key("train", data, weights, shared=how.shared_data)
+
         def loss_of(params: Tensors, frozen: Tensors, buffers: Tensors, *batch: Tree) -> tuple[Tensor, Tree]:
-            data, weights, scale = batch
+            data, weights, scale, numbers = batch
             buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-            loss, sums = self._call({**params, **frozen, **shared}, buffers, task.run, data, weights)
+            own = {**params, **frozen, **shared}
+            loss, sums = self._call(own, buffers, task.run, data, weights, replay=self._replay(key, numbers, how))
             return loss if scale is None else loss * scale, (loss.detach(), sums, buffers)
 
         with drawing(member, fused=how.fused):
-            args = (state["params"], state["frozen"], state["buffers"], data, weights, scale)
-            axes = (0, 0, 0, how.axis, 0, 0)
+            numbers = state.get("numbers")
+            args = (state["params"], state["frozen"], state["buffers"], data, weights, scale, numbers)
+            axes = (0, 0, 0, how.axis, 0, 0, 0)
             gradients, (loss, sums, buffers) = mapped_gradients(loss_of, args, axes, fused=how.fused)
         # As in torch, weight decay and momentum do not touch a parameter without a gradient.
         gradients = {name: g for name, g in gradients.items() if name not in self.unused}
@@ -149,14 +175,14 @@ class Steps:
         gradient = packing.join(gradients)
         sums = gradient.sum(1) + loss.to(gradient.dtype)
         fine = active & (state["member"]["trouble"] == FINE) & torch.isfinite(sums)
-        norms = {"norms": gradient_norms(gradients)} if self.task.clip else {}
+        norms = {"norms": gradient_norms(gradients)} if any(rule.clip for rule in self.rules) else {}
         return {**found, **norms, "gradient": gradient, "fine": fine.all()}
 
     def packed_apply(
         self,
         state: State,
         shared: Tensors,
-        coefficients: CoefficientsByParameter,
+        coefficients: CoefficientsBySlice,
         found: dict[str, Tree],
         how: How,
     ) -> Tensor:
@@ -164,22 +190,23 @@ class Steps:
 
         `state` has the part `packed`, the buffers, in place of the parameters and the optimizer's tensors.
         """
-        update_all(self.task, state, state["packed"], coefficients, found)
+        for own, numbers in coefficients.items():
+            part = own.packed(state)
+            update_all(self.rules[own.rule], part, part["packed"], numbers, own.of(found))
         return found["loss"]
 
     def apply(
         self,
         state: State,
         shared: Tensors,
-        coefficients: CoefficientsByParameter,
+        coefficients: CoefficientsBySlice,
         active: Tensor,
         found: dict[str, Tree],
         how: How,
     ) -> Tensor:
         """Update every active member in place by what `gradients` returned, and return the losses `(member,)`."""
-        gradients, loss, sums = found["gradients"], found["loss"], found["sums"]
-        update(self.task, state, coefficients, active, gradients, loss, sums, buffers=found["buffers"])
-        return loss
+        self._update(state, coefficients, active, found)
+        return found["loss"]
 
     def row_gradients(
         self,
@@ -210,20 +237,23 @@ class Steps:
             # float16's scale is meant for the gradients of the whole batch's mean.
             return scale * rows_at["fraction"] / torch.where(count > 0, count, 1)
 
+        key = numbers_key("row_gradients", data, weights, shared=how.shared_data)
+
         def total_of(params: Tensors, frozen: Tensors, buffers: Tensors, *batch: Tree) -> tuple[Tensor, Tree]:
-            data, weights, scale = batch
+            data, weights, scale, numbers = batch
             buffers = {name: buffer.clone() for name, buffer in buffers.items()}
             own = {**params, **frozen, **shared}
-            partial_loss = self.task.partial_loss
-            total, count, sums = self._call(own, buffers, partial_loss, data, weights, rows_at["fraction"])
+            rest = (data, weights, rows_at["fraction"])
+            replay = self._replay(key, numbers, how)
+            total, count, sums = self._call(own, buffers, self.task.partial_loss, *rest, replay=replay)
             found = total.detach(), count.detach(), sums
             return total if scale is None else total * unit(scale, found[1]), found
 
         rows = leaves(data)[0].shape[0 if how.shared_data else 1]
         part = BatchRows(rows_at["start"], rows_at["count"], rows, self.draws)
         with drawing(member, fused=how.fused, part=part):
-            args = (params, state["frozen"], state["buffers"], data, weights, scale)
-            axes = (0, 0, 0, how.axis, 0, 0)
+            args = (params, state["frozen"], state["buffers"], data, weights, scale, state.get("numbers"))
+            axes = (0, 0, 0, how.axis, 0, 0, 0)
             found, (total, count, sums) = mapped_gradients(total_of, args, axes, fused=how.fused)
         found = {name: g for name, g in found.items() if name not in self.unused}
         if scale is not None:
@@ -234,7 +264,7 @@ class Steps:
         self,
         state: State,
         shared: Tensors,
-        coefficients: CoefficientsByParameter,
+        coefficients: CoefficientsBySlice,
         active: Tensor,
         numbers: Tensor,
         columns: Tensor,
@@ -245,33 +275,73 @@ class Steps:
         `numbers` and `columns` are what `row_gradients` returned, summed over all rows of the batch.
         """
         gradients, loss, sums, used = row_sums.unpack(state, numbers, columns)
-        update(self.task, state, coefficients, active, gradients, loss, sums, used=used)
+        found = {"gradients": gradients, "loss": loss, "sums": sums, "buffers": {}}
+        self._update(state, coefficients, active, found, used)
         return loss
+
+    def _update(
+        self,
+        state: State,
+        coefficients: CoefficientsBySlice,
+        active: Tensor,
+        found: dict[str, Tree],
+        used: Tensors | None = None,
+    ) -> None:
+        """Update the members of each slice by their own rule."""
+        for own, numbers in coefficients.items():
+            part = own.of(found)
+            update(
+                self.rules[own.rule],
+                own.state(state),
+                numbers,
+                own.of(active),
+                part["gradients"],
+                part["loss"],
+                part["sums"],
+                buffers=part["buffers"],
+                used=own.of(used),
+            )
 
     def evaluate(self, state: State, shared: Tensors, data: Tree, weights: Tensor | None, how: How) -> Tensors:
         """Return the sums `(member,)` of the loss and the metrics over a batch."""
-        args = (state["params"], state["frozen"], state["buffers"], data, weights)
+        args = (state["params"], state["frozen"], state["buffers"], state.get("numbers"), data, weights)
+        key = numbers_key("evaluate", data, weights, shared=how.shared_data)
 
         def sums_of(
-            params: Tensors, frozen: Tensors, buffers: Tensors, data: Tree, weights: Tensor | None
+            params: Tensors,
+            frozen: Tensors,
+            buffers: Tensors,
+            numbers: Tensors,
+            data: Tree,
+            weights: Tensor | None,
         ) -> Tensors:
             mask = weights if self.task.can_mask_rows else None
-            own = {**params, **frozen, **shared}
-            return self._observed(own, buffers, state, how.fused, self.task.run, data, mask)[1]
+            own, replay = {**params, **frozen, **shared}, self._replay(key, numbers, how)
+            return self._observed(own, buffers, state, how.fused, replay, self.task.run, data, mask)[1]
 
-        return self._read(sums_of, state, args, (0, 0, 0, how.axis, 0), how.fused)
+        return self._read(sums_of, state, args, (0, 0, 0, 0, how.axis, 0), how.fused)
 
     def predict(self, state: State, shared: Tensors, data: Tree, how: How) -> Tree:
         """Return the outputs `(member, row, …)` on a batch of inputs."""
-        args = (state["params"], state["frozen"], state["buffers"], data)
+        args = (state["params"], state["frozen"], state["buffers"], state.get("numbers"), data)
+        key = numbers_key("predict", data, None, shared=how.shared_data)
 
-        def output_of(params: Tensors, frozen: Tensors, buffers: Tensors, data: Tree) -> Tree:
-            own = {**params, **frozen, **shared}
-            return self._observed(own, buffers, state, how.fused, lambda m, x: logits(call(m, x)), data)
+        def output_of(params: Tensors, frozen: Tensors, buffers: Tensors, numbers: Tensors, data: Tree) -> Tree:
+            own, replay = {**params, **frozen, **shared}, self._replay(key, numbers, how)
+            return self._observed(own, buffers, state, how.fused, replay, lambda m, x: logits(call(m, x)), data)
 
-        return self._read(output_of, state, args, (0, 0, 0, how.axis), how.fused)
+        return self._read(output_of, state, args, (0, 0, 0, 0, how.axis), how.fused)
 
-    def _observed(self, own: Tensors, buffers: Tensors, state: State, fused: bool, run: Run, *args: Tree) -> Tree:
+    def _observed(
+        self,
+        own: Tensors,
+        buffers: Tensors,
+        state: State,
+        fused: bool,
+        replay: AbstractContextManager[None],
+        run: Run,
+        *args: Tree,
+    ) -> Tree:
         """Run a function in evaluation mode.
 
         If it changes a buffer, the change is kept in the state of one member. Several members can't be run at once
@@ -281,7 +351,7 @@ class Steps:
             raise CannotFuseError(f"its forward changes the buffer {self.counting!r} in evaluation mode, too")
         given = {name: buffer.clone() for name, buffer in buffers.items()}
         after, versions = dict(given), {name: buffer._version for name, buffer in given.items()}
-        result = self._call(own, after, run, *args)
+        result = self._call(own, after, run, *args, replay=replay)
         for name, buffer in after.items():
             if not fused and (buffer is not given[name] or buffer._version != versions[name]):
                 self.counting = name
@@ -343,8 +413,26 @@ class Steps:
         gradients = {name: g for name, g in zip(params, found, strict=True) if g is not None}
         return map_tree(torch.Tensor.detach, (result, gradients, buffers))
 
-    def _call(self, own: Tensors, buffers: Tensors, run: Run, *args: Tree) -> Tree:
-        """Return `run(model, *args)` with these weights in the model, and put its new buffers into `buffers`."""
+    def _replay(self, key: Key, numbers: Tensors | None, how: How) -> AbstractContextManager[None]:
+        """Return the context in which the first member's Python computes with the numbers of every member."""
+        if numbers is None or not how.fused:
+            return nullcontext()
+        expected = self.recordings[key]
+        return replaying(expected, changes(expected, numbers))
+
+    def _call(
+        self,
+        own: Tensors,
+        buffers: Tensors,
+        run: Run,
+        *args: Tree,
+        replay: AbstractContextManager[None] = _UNCHANGED,
+    ) -> Tree:
+        """Return `run(model, *args)` with these weights in the model, and put its new buffers into `buffers`.
+
+        Raises:
+            Recorded: The step runs only to be recorded.
+        """
         trained = {name: parameter.requires_grad for name, parameter in self.model.named_parameters()}
         own = {name: self._as_given(name, t) for name, t in own.items()}
         dtype = PRECISIONS[self.task.precision]
@@ -355,7 +443,17 @@ class Steps:
             enable_inplace_requires_grad(True),
             torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=False),
         ):
-            result = call_with(self.model, own, buffers, run, *args)
+            if self.records:
+                given = {
+                    **{Origin("parameter", name): t for name, t in own.items()},
+                    **{Origin("buffer", name): t for name, t in buffers.items()},
+                    **{Origin("input", place): t for place, t in enumerate(leaves(args)) if isinstance(t, Tensor)},
+                }
+                with recording(given) as recorder:
+                    recorder.returned(call_with(self.model, own, buffers, run, *args))
+                raise Recorded(recorder.recording)
+            with replay:
+                result = call_with(self.model, own, buffers, run, *args)
         for name in trained.keys() & own.keys():
             if torch.compiler.is_compiling() and own[name]._version != versions[name]:
                 raise CannotFuseError(f"its forward changes its parameter {name} in place")

@@ -9,7 +9,7 @@ from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS, SCALE, CannotFuse
 from modelfleet.frameworks.torch.optimizers.coefficients import computing
 from modelfleet.frameworks.torch.optimizers.counting import CoefficientsByParameter
 from modelfleet.frameworks.torch.optimizers.rules import STEP
-from modelfleet.frameworks.torch.task import Task
+from modelfleet.frameworks.torch.optimizers.slices import Rule
 from modelfleet.types import State, Tree
 
 # As in torch.amp.GradScaler:
@@ -19,7 +19,7 @@ SMALLEST_SCALE = 2.0**-24  # below it, a member's float16 gradients are given up
 
 
 def update(
-    task: Task,
+    rule: Rule,
     state: State,
     coefficients: CoefficientsByParameter,
     active: Tensor,
@@ -33,7 +33,7 @@ def update(
     """Step the active members whose loss and gradients are finite, in place, and record the trouble of the others.
 
     Args:
-        task: The task of the lane.
+        rule: The optimizer of these members, and whether gradients are clipped.
         state: The stacked state.
         coefficients: The optimizer's numbers for this step, `(member,)` each, by the parameters they are for.
         active: `(member,)`: True for each member that takes part.
@@ -48,21 +48,21 @@ def update(
     finite = torch.isfinite(torch.stack([flat(g * 0).sum(1) for g in gradients.values()]).sum(0))
     finite_loss = torch.isfinite(loss)
     keep = live & finite_loss & finite
-    if task.clip:
+    if rule.clip:
         gradients = _clipped(gradients, next(iter(coefficients.values()))["clip_norm"])
 
     numbers = {name: own for names, own in coefficients.items() for name in names}
     for name, gradient in gradients.items():
         parameter = state["params"][name]
-        keys = (key for key in task.optimizer.tensor_names if key != STEP)
+        keys = (key for key in rule.optimizer.tensor_names if key != STEP)
         tensors = {key: state["optimizer"][f"{key}/{name}"] for key in keys}
-        updated, new_tensors = task.optimizer.apply(parameter, gradient, tensors, numbers[name])
+        updated, new_tensors = rule.optimizer.apply(parameter, gradient, tensors, numbers[name])
         stepping = keep if used is None else keep & used[name]
         keep_new(stepping, parameter, updated)
         for key, tensor in tensors.items():
             keep_new(stepping, tensor, new_tensors[key])
-        count = state["optimizer"].get(f"{STEP}/{name}")
-        if count is not None:
+        if STEP in rule.optimizer.tensor_names:
+            count = state["optimizer"][f"{STEP}/{name}"]
             count.add_(stepping.to(count.dtype))
     for name, buffer in (buffers or {}).items():
         refuse_changed_form(name, state["buffers"][name], buffer)
@@ -78,7 +78,7 @@ def update(
 
 
 def update_all(
-    task: Task,
+    rule: Rule,
     state: State,
     buffers: Mapping[str, Tensor],
     coefficients: CoefficientsByParameter,
@@ -87,7 +87,7 @@ def update_all(
     """Step all members at once, in place, without masks. Their losses and gradients must be finite.
 
     Args:
-        task: The task of the lane.
+        rule: The optimizer of these members, and whether gradients are clipped.
         state: The stacked state, of which the buffers, numbers and sums are used.
         buffers: The buffers of the parameters and the optimizer's tensors (`packing.buffers_of`).
         coefficients: The optimizer's numbers for this step, the same for all parameters.
@@ -95,15 +95,15 @@ def update_all(
     """
     (numbers,) = coefficients.values()
     gradient = found["gradient"]
-    if task.clip:
+    if rule.clip:
         factor = _clip_factor(found["norms"], numbers["clip_norm"])
         gradient = (gradient * per_member(factor, gradient)).to(gradient.dtype)
-    tensors = {key: buffers[key] for key in task.optimizer.tensor_names if key != STEP}
-    updated, new_tensors = task.optimizer.apply(buffers[""], gradient, tensors, numbers)
+    tensors = {key: buffers[key] for key in rule.optimizer.tensor_names if key != STEP}
+    updated, new_tensors = rule.optimizer.apply(buffers[""], gradient, tensors, numbers)
     buffers[""].copy_(updated)
     for key, tensor in tensors.items():
         tensor.copy_(new_tensors[key])
-    if STEP in buffers:
+    if STEP in rule.optimizer.tensor_names:
         buffers[STEP].add_(1)
     for name, buffer in found["buffers"].items():
         state["buffers"][name].copy_(buffer)

@@ -1,1 +1,1 @@
-"""Optimizers on stacked parameters, with numbers of each member's own."""
+"""Optimizers on stacked parameters, with hyperparameters of each member's own."""

@@ -4,20 +4,25 @@ torch counts per parameter: one that was frozen for a while, or takes no part in
 Parameters with the same counts share their numbers. Usually all parameters do.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from modelfleet.frameworks.torch.optimizers.coefficients import widest
 from modelfleet.frameworks.torch.optimizers.rules import STEP
-from modelfleet.frameworks.torch.task import Task
+from modelfleet.frameworks.torch.optimizers.slices import Rule, Rules, Slice
 from modelfleet.types import State
 
 STEPS_AHEAD = 64  # steps whose numbers are computed at a time
 
 CoefficientsByParameter = dict[tuple[str, ...], dict[str, Tensor]]
 """Numbers `(member,)` by name, for each tuple of parameters that share them."""
+CoefficientsBySlice = dict[Slice, CoefficientsByParameter]
+"""Numbers of the members of each slice."""
+Classes = list[tuple[str, ...]]
+"""Parameters that have the same numbers at every step, together."""
 
 
 class CoefficientsAhead:
@@ -25,13 +30,26 @@ class CoefficientsAhead:
 
     They are computed outside of the program, because a compiler would compute these few numbers again for every
     element that they scale. The counts are not read at every step, because a GPU would have to wait for that.
+
+    Args:
+        rules: The rules of the lane's members. All have slots at first.
+        skips: True if a step may be skipped, as with float16. The counts are then read at every step.
     """
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
+    def __init__(self, rules: Rules, *, skips: bool) -> None:
+        self._rules = rules
+        self._skips = skips
+        self._positions = np.arange(len(rules.numbers))
+        self._slices = rules.slices(self._positions)
         self._unused: frozenset[str] | None = frozenset()  # parameters unused in the last step; None if not known
-        self._classes: list[tuple[str, ...]] | None = None  # parameters with the same counts
-        self._computed: tuple[tuple[Mapping[str, Tensor], Tensor], Iterator[CoefficientsByParameter]] | None = None
+        self._classes: dict[Slice, Classes] | None = None
+        self._computed: tuple[tuple[Mapping[str, Tensor], Tensor], Iterator[CoefficientsBySlice]] | None = None
+
+    def give_slots(self, positions: Sequence[int] | np.ndarray) -> None:
+        """Compute the numbers of these members from now on, in this order."""
+        self._positions = np.asarray(positions, np.int64)
+        self._slices = self._rules.slices(self._positions)
+        self.forget()
 
     def forget(self) -> None:
         """Read the counts again before the next step, because they may have been changed."""
@@ -43,38 +61,65 @@ class CoefficientsAhead:
             self._unused = unused
             self.forget()
 
-    def next(self, state: State, hyper: Mapping[str, Tensor], active: Tensor) -> CoefficientsByParameter:
+    def next(self, state: State, hyper: Mapping[str, Tensor], active: Tensor) -> CoefficientsBySlice:
         """Return the numbers of the next step of these members."""
         known = self._computed
         if known is None or known[0][0] is not hyper or known[0][1] is not active:
-            # With float16 a step may be skipped, so the counts are read at every step.
-            steps = 1 if self._unused is None or self._task.precision == "fp16" else STEPS_AHEAD
-            known = self._computed = (hyper, active), iter(self._compute(state, hyper, steps))
+            steps = 1 if self._unused is None or self._skips else STEPS_AHEAD
+            if self._classes is None:
+                self._classes = self._find_classes(state, self._slices)
+            ahead = self._compute(state, hyper, steps, self._classes)
+            known = self._computed = (hyper, active), iter(ahead)
         found = next(known[1], None)
         if found is None:
             self._computed = None
             return self.next(state, hyper, active)
         return found
 
-    def one(self, state: State, hyper: Mapping[str, Tensor]) -> CoefficientsByParameter:
-        """Return the numbers of one step of a state of some members."""
-        return self._compute(state, hyper, 1)[0]
+    def one(
+        self, state: State, hyper: Mapping[str, Tensor], slots: np.ndarray | None = None
+    ) -> CoefficientsBySlice:
+        """Return the numbers of one step of a state of the members in some slots; None for all."""
+        slices = self._slices if slots is None else self._rules.slices(self._positions[slots])
+        return self._compute(state, hyper, 1, self._find_classes(state, slices))[0]
 
-    def _compute(self, state: State, hyper: Mapping[str, Tensor], steps: int) -> list[CoefficientsByParameter]:
-        optimizer, member = self._task.optimizer, state["member"]["step"]
-        if self._classes is None:
-            self._classes = _classes(state, self._unused or frozenset(), counts=optimizer.counts)
-        counts = state["optimizer"]
-        done = torch.stack([counts.get(f"{STEP}/{names[0]}", member) for names in self._classes]).unsqueeze(1)
+    def _find_classes(self, state: State, slices: Sequence[Slice]) -> dict[Slice, Classes]:
+        return {own: self._classes_of(own, state) for own in slices}
+
+    def _classes_of(self, own: Slice, state: State) -> Classes:
+        names, unused = list(state["params"]), self._unused or frozenset()
+        if not self._rules.all[own.rule].optimizer.counts or not names:
+            return [tuple(names)]
+        table = torch.stack([own.of(state["optimizer"][f"{STEP}/{name}"]) for name in names]).tolist()
+        classes: dict[tuple[bool, tuple[float, ...]], list[str]] = {}
+        for name, row in zip(names, table, strict=True):
+            classes.setdefault((name in unused, tuple(row)), []).append(name)
+        return [tuple(found) for found in classes.values()]
+
+    def _compute(
+        self, state: State, hyper: Mapping[str, Tensor], steps: int, classes: Mapping[Slice, Classes]
+    ) -> list[CoefficientsBySlice]:
+        found = [
+            (own, self._compute_slice(self._rules.all[own.rule], own.state(state), own.of(hyper), steps, together))
+            for own, together in classes.items()
+        ]
+        return [{own: by_step[step] for own, by_step in found} for step in range(steps)]
+
+    def _compute_slice(
+        self, rule: Rule, state: State, hyper: Mapping[str, Tensor], steps: int, classes: Classes
+    ) -> list[CoefficientsByParameter]:
+        optimizer, member = rule.optimizer, state["member"]["step"]
+        counts = state["optimizer"] if STEP in optimizer.tensor_names else {}
+        done = torch.stack([counts.get(f"{STEP}/{names[0]}", member) for names in classes]).unsqueeze(1)
         # (class, step, member). A parameter that takes no part in the next steps does not count them.
         passing = torch.arange(1, steps + 1, dtype=done.dtype, device=done.device).reshape(1, -1, 1)
-        taking = [names[0] not in (self._unused or ()) for names in self._classes]
+        taking = [names[0] not in (self._unused or ()) for names in classes]
         if not all(taking):
             there = torch.tensor(taking, device=done.device).reshape(-1, 1, 1)
             passing = torch.where(there, passing, 1.0)
         numbers = done + passing
         found = optimizer.coefficients(hyper, numbers)
-        if self._task.clip:
+        if rule.clip:
             found["clip_norm"] = hyper["clip_norm"]
         dtype = widest(state["params"].values())
         table = [
@@ -85,19 +130,7 @@ class CoefficientsAhead:
         return [
             {
                 names: {name: by_step[k][row][step] for k, name in enumerate(found)}
-                for row, names in enumerate(self._classes)
+                for row, names in enumerate(classes)
             }
             for step in range(steps)
         ]
-
-
-def _classes(state: State, unused: frozenset[str], *, counts: bool) -> list[tuple[str, ...]]:
-    """Return the parameters in classes. A class has the same numbers at every step."""
-    names = list(state["params"])
-    if not counts or not names:
-        return [tuple(names)]
-    table = torch.stack([state["optimizer"][f"{STEP}/{name}"] for name in names]).tolist()
-    classes: dict[tuple[bool, tuple[float, ...]], list[str]] = {}
-    for name, row in zip(names, table, strict=True):
-        classes.setdefault((name in unused, tuple(row)), []).append(name)
-    return [tuple(own) for own in classes.values()]

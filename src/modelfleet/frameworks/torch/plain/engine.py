@@ -35,7 +35,7 @@ from modelfleet.frameworks.torch.python_state.undo import undoing_own_changes
 from modelfleet.frameworks.torch.random.streams import DrawShapes
 from modelfleet.frameworks.torch.task import Task, call, logits
 from modelfleet.members import Member
-from modelfleet.trees import map_tree
+from modelfleet.trees import leaves, map_tree
 from modelfleet.types import Kind, State, Tree
 
 
@@ -62,6 +62,7 @@ class PlainEngine(ModuleEngine):
         self._group: ProcessGroup | None = None
         self._active: tuple[Tensor | None, bool] = None, True  # the last mask, and its value
         self._skipped = False  # True if the last step was not taken
+        self._independent_rows: dict[int, bool] = {}  # by the size of a batch
 
     @property
     def model(self) -> nn.Module:
@@ -87,7 +88,7 @@ class PlainEngine(ModuleEngine):
 
     def stop(self) -> None:
         """Drop the last step's gradients."""
-        self._member.optimizer.zero_grad(set_to_none=True)
+        self._member.drop_gradients()
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -109,7 +110,7 @@ class PlainEngine(ModuleEngine):
         """Return what `apply` needs of a batch. The model's buffers stay as they are."""
         member = self._member
         saved = member.save_buffers()
-        member.optimizer.zero_grad(set_to_none=True)
+        member.drop_gradients()
         scale = self._loss_scale()
         try:
             weights = None if batch.weights is None else batch.weights[0]
@@ -148,7 +149,7 @@ class PlainEngine(ModuleEngine):
         """Do what a plain loop does: forward, backward, clip, update."""
         member = self._member
         saved = member.save_buffers()
-        member.optimizer.zero_grad(set_to_none=True)
+        member.drop_gradients()
         scale = self._loss_scale()
         self._skipped = True
         try:
@@ -202,7 +203,7 @@ class PlainEngine(ModuleEngine):
             return SCALE if member.scale < SMALLEST_SCALE else FINE
         if self.task.clip:
             nn.utils.clip_grad_norm_(member.params.values(), member.hyper["clip_norm"])
-        member.optimizer.step()
+        plain_optimizer.step(member.optimizer, member.params.values())
         self._skipped = False
         if scale is not None:
             member.finite_steps += 1
@@ -234,8 +235,11 @@ class PlainEngine(ModuleEngine):
         return False
 
     def rows_are_independent(self, inputs: Tree) -> bool:
-        """Return False: this is not known, and one member needs no padding."""
-        return False
+        """Return True if the output for a row depends on that row alone."""
+        size = len(leaves(inputs)[0])
+        if size not in self._independent_rows:
+            self._independent_rows[size] = self._trials.are_independent(inputs)
+        return self._independent_rows[size]
 
     # --- evaluating and predicting -------------------------------------------------------------------------------
 

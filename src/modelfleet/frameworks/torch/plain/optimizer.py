@@ -59,6 +59,7 @@ class Lion(torch.optim.Optimizer):
 
 NOT_IN_TORCH: dict[str, type[torch.optim.Optimizer]] = {"lion": Lion}
 """Classes of the algorithms that torch does not have."""
+FUSED = (torch.optim.Adam, torch.optim.AdamW)  # with one call for all parameters on the CPU: a third of the time
 
 
 def make(
@@ -68,8 +69,55 @@ def make(
 
     Its steps skip parameters that take no gradient. They may take one later.
     """
-    chosen = optimizer.torch_class or NOT_IN_TORCH[optimizer.name]
-    return chosen(list(params), **settings(optimizer, hyper), **optimizer.flags)  # pyrefly: ignore
+    chosen, params = optimizer.torch_class or NOT_IN_TORCH[optimizer.name], list(params)
+    fused = {"fused": True} if chosen in FUSED and all(_can_fuse(parameter) for parameter in params) else {}
+    return chosen(params, **settings(optimizer, hyper), **optimizer.flags, **fused)  # pyrefly: ignore
+
+
+def _can_fuse(parameter: nn.Parameter) -> bool:
+    # For narrower types, torch's fused update rounds once where its other updates round several times.
+    return (
+        parameter.device.type == "cpu"
+        and parameter.dtype in (torch.float32, torch.float64)
+        and parameter.is_contiguous()
+    )
+
+
+def step(made: torch.optim.Optimizer, params: Iterable[nn.Parameter]) -> None:
+    """Take a step of an optimizer that `make` returned for these parameters."""
+    (group,) = made.param_groups
+    if not group.get("fused"):
+        made.step()
+        return
+    stepped: list[Tensor] = [parameter for parameter in params if parameter.grad is not None]
+    gradients: list[Any] = [parameter.grad for parameter in stepped]
+    # torch 2.13's fused updates do not look at strides: with a gradient of another layout they mix up its numbers.
+    if not all(t.layout is torch.strided and t.is_contiguous() for t in (*stepped, *gradients)):
+        group["fused"] = False
+    states = [made.state[parameter] for parameter in stepped] if group["fused"] and not group["amsgrad"] else [{}]
+    if not all(states):  # the first step of a parameter makes its state
+        made.step()
+        return
+    # What `made.step` does, without the Python around it, which takes longer than the update of a small model.
+    counts = [state["step"] for state in states]
+    fused = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+    with torch.no_grad():
+        torch._foreach_add_(counts, 1)
+        fused(
+            stepped,
+            gradients,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            counts,
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=group["maximize"],
+        )
 
 
 def settings(optimizer: Optimizer, hyper: Mapping[str, float]) -> dict[str, float | tuple[float, ...]]:
@@ -110,10 +158,17 @@ def write_state(
     if not count and "sum" not in made.state.get(parameter, {}):  # Adagrad makes its state before the first step
         made.state.pop(parameter, None)
         return
-    state = {key: value.detach().to(parameter.device, copy=True) for key, value in given.items() if key != STEP}
+    state = {key: _copy_like(parameter, value.detach()) for key, value in given.items() if key != STEP}
     if not isinstance(made, torch.optim.SGD):  # SGD keeps no count
         state[STEP] = torch.tensor(count, dtype=torch.get_default_dtype())
     made.state[parameter] = state
+
+
+def _copy_like(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """Return a copy of a tensor on the device of a parameter, and in its layout if it has the same shape."""
+    if value.shape != parameter.shape:
+        return value.to(parameter.device, copy=True)
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
 def _steps(state: Mapping[str, Any]) -> float:

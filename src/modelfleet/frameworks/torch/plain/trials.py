@@ -11,7 +11,7 @@ from modelfleet.frameworks.torch.base import explained
 from modelfleet.frameworks.torch.fused.steps import Steps
 from modelfleet.frameworks.torch.global_modes import KeepingModes
 from modelfleet.frameworks.torch.modes import in_mode
-from modelfleet.frameworks.torch.parallel.row_independence import divide_by_rows
+from modelfleet.frameworks.torch.parallel.row_independence import divide_by_rows, rows_are_independent
 from modelfleet.frameworks.torch.plain.contexts import PlainContexts
 from modelfleet.frameworks.torch.plain.member import PlainMember
 from modelfleet.frameworks.torch.python_state.undo import undoing_side_effects
@@ -68,6 +68,14 @@ class PlainTrials:
             steps = Steps(model, self._member.task, self._member.layout)
             self._divided[form] = divide_by_rows(steps, self._member.state, {}, rows, inputs)
         return self._divided[form]
+
+    def are_independent(self, inputs: Tree) -> bool:
+        """Return True if the output for a row depends on that row alone; False if that can't be tried."""
+        model = _scratch_copy(self._member.model)
+        if model is None:
+            return False
+        steps = Steps(model, self._member.task, self._member.layout)
+        return rows_are_independent(steps, self._member.state, {}, inputs)
 
 
 def _scratch_copy(model: nn.Module) -> nn.Module | None:

@@ -1,13 +1,9 @@
 """Refuse to fuse members, or to keep them fused, if a model's own state prevents it."""
 
-from collections.abc import Sequence
-from operator import is_
-from typing import Any
-
-from torch import Tensor, nn
+from torch import nn
 
 from modelfleet.frameworks.errors import CannotFuseError
-from modelfleet.frameworks.torch.structure import difference, hooked, overlapping, signature, without_modes
+from modelfleet.frameworks.torch.structure import hooked, overlapping
 
 
 class StatefulError(CannotFuseError):
@@ -24,40 +20,3 @@ def refuse_unstackable(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise StatefulError(f"{name or 'the model'} has a backward hook")
-
-
-class DivergenceCheck:
-    """Checks that the members of a lane still have the structure they had when they were fused.
-
-    A step runs one member's Python for all of them, in the modes that all had when the lane was made. The current
-    mode of a model does not count: users switch it to look at a model.
-    """
-
-    def __init__(self, models: Sequence[tuple[str, nn.Module]]) -> None:
-        self._models = models
-        self._remember()
-
-    def check(self) -> None:
-        """Raise `StatefulError` if a member's structure no longer equals the first member's."""
-        same = all(
-            len(table) == len(values) and all(map(is_, table.values(), values))
-            for table, values in zip(self._tables, self._values, strict=True)
-        )
-        if same and self._versions == [tensor._version for tensor in self._tensors]:
-            return
-        (first, model), *others = self._models
-        expected = without_modes(signature(model))
-        for name, other in others:
-            found = difference(without_modes(signature(other)), expected)
-            if found is not None:
-                raise StatefulError(f"{name!r} no longer has the structure of {first!r}: {found}")
-        self._remember()
-
-    def _remember(self) -> None:
-        self._tables: list[dict[str, Any]] = []
-        for _, model in self._models:
-            for module in model.modules():
-                self._tables += (vars(module), module._modules) if module._modules else (vars(module),)
-        self._values = [tuple(table.values()) for table in self._tables]
-        self._tensors = [value for values in self._values for value in values if isinstance(value, Tensor)]
-        self._versions = [tensor._version for tensor in self._tensors]

@@ -29,6 +29,11 @@ class DrawDetector:
         self._rates: list[tuple[nn.Module, str]] = []  # modules that draw unless the attribute of this name is 0
         self._always = _may_draw(model, functions, self._rates)
 
+    @property
+    def always(self) -> bool:
+        """Return True if it may draw in evaluation mode, too, when torch's own dropouts do not."""
+        return self._always
+
     def may_draw(self) -> bool:
         """Return False if no code names anything random, and the rate of every dropout is 0."""
         return self._always or any(getattr(module, rate) for module, rate in self._rates)

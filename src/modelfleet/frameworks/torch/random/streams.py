@@ -34,7 +34,7 @@ class BatchRows:
     Attributes:
         start: The index of the first of them.
         count: The number of rows of the whole batch.
-        rows: How many they are.
+        rows: The number of these rows.
         draws: What a step on the batch draws.
     """
 
@@ -81,6 +81,7 @@ class Streams:
         self._seed, self._step = seed, step
         self._stacked = seed.dim() == 1
         self._draws = 0
+        self._skipped: Tensor | None = None  # draws that each member left out, `(member, 1)`
         self._rows = rows
 
     @cached_property
@@ -115,6 +116,17 @@ class Streams:
         if least <= 0 or least >= 2**24:
             return torch.full(list(shape), least > 0, dtype=torch.bool, device=self._seed.device)
         return words < (least - 2**23) << 8  # words count from -2**31
+
+    def kept(self, shape: Sequence[int], p: Tensor) -> Tensor:
+        """Return which numbers dropout keeps. `p` is `(member,)`, the rate at which each member drops, in float64.
+
+        As in torch, a member with a rate of 0 or 1 draws nothing: its next draw has the number of this one.
+        """
+        least = torch.ceil((1.0 - p) * 2**24).to(torch.int64)  # as in `below`
+        mask = self.words32(shape) < ((least - 2**23) << 8).view(-1, *[1] * (len(shape) - 1))
+        skipped = ((p <= 0) | (p >= 1)).to(torch.int32).unsqueeze(1)
+        self._skipped = skipped if self._skipped is None else self._skipped + skipped
+        return mask
 
     def integers(self, shape: Sequence[int], low: int, high: int) -> Tensor:
         """Return integers from `low` up to, but not including, `high`, as int64."""
@@ -173,7 +185,8 @@ class Streams:
 
     def _words_of(self, number: int, counters: Tensor) -> tuple[Tensor, Tensor]:
         first, second, step = self._key
-        return threefry(first, second + number, counters, step)
+        second = second + number if self._skipped is None else second + (number - self._skipped)
+        return threefry(first, second, counters, step)
 
     def _first_words(self, number: int, blocks: int) -> tuple[Tensor, Tensor]:
         return self._words_of(number, torch.arange(blocks, dtype=torch.int32, device=self._seed.device))

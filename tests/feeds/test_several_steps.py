@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from modelfleet.feeds import Batch
-from modelfleet.feeds.step_stacking import group_steps
+from modelfleet.feeds.several_steps import group_steps
 from modelfleet.frameworks.jax import arrays
 
 

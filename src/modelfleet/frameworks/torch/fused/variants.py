@@ -1,0 +1,266 @@
+"""Members of a lane that differ in numbers: what differs, found by recording, and the columns of their numbers.
+
+A lane runs the Python of its first member for all. Members whose models or losses differ in numbers call the same
+functions with other numbers. So one member of each variant runs once, for each kind and form of batch, and its
+calls are recorded. Where the recordings differ in a number, the fused step computes with a column `(member,)`.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from modelfleet.frameworks.errors import CannotFuseError
+from modelfleet.frameworks.torch.fused.arguments import Key, numbers_key
+from modelfleet.frameworks.torch.fused.steps import Recorded, Steps
+from modelfleet.frameworks.torch.fused.steps_protocol import How, Tensors
+from modelfleet.frameworks.torch.likeness import signatures
+from modelfleet.frameworks.torch.model_locks import locked_in_mode
+from modelfleet.frameworks.torch.python_state.checks import StatefulError
+from modelfleet.frameworks.torch.python_state.snapshot import PythonSnapshot
+from modelfleet.frameworks.torch.python_state.undo import undoing_side_effects
+from modelfleet.frameworks.torch.structure import difference, signature, without_modes, without_numbers
+from modelfleet.frameworks.torch.task import Task
+from modelfleet.frameworks.torch.tracing.number_rules import refuse_unknown, site_name
+from modelfleet.frameworks.torch.tracing.parameters import NeedsGradientError
+from modelfleet.frameworks.torch.tracing.reasons import explain
+from modelfleet.frameworks.torch.tracing.recording import Recording, compare
+from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, as_if_compiling
+from modelfleet.frameworks.torch.walking import modules_of
+from modelfleet.trees import map_tree
+from modelfleet.types import Signature, State, Tree
+
+Named = tuple[str, nn.Module]
+
+
+@dataclass
+class Variant:
+    """Members that compute with the same numbers.
+
+    Attributes:
+        steps: Steps that run the Python of the first of them.
+        positions: Their positions in the lane.
+        recordings: Their recordings, by kind and form of a batch.
+    """
+
+    steps: Steps
+    positions: list[int]
+    recordings: dict[Key, Recording]
+
+
+class Variants:
+    """Members of a lane by variant.
+
+    Args:
+        members: The members by name, in the order of their positions.
+        tasks: Their tasks.
+        variants: The variant of each, as `LaneContext.variants` has them.
+        steps: The steps of the first member.
+        shared: The tensors that all members share.
+        weights_of: Returns the weights of the member at a position, `(1, …)`.
+        device: The device of the lane.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Named],
+        tasks: Sequence[Task],
+        variants: Sequence[int],
+        steps: Steps,
+        shared: Tensors,
+        weights_of: Callable[[int], State],
+        device: torch.device,
+    ) -> None:
+        self._members, self._tasks = members, tasks
+        self._steps, self._shared, self._weights_of, self._device = steps, shared, weights_of, device
+        self.slots = np.arange(len(members))
+        """Position of the member in each slot."""
+        self._columns: dict[Key, Tensors] = {}  # by kind and form: by site, `(position, …)`
+        self._given: dict[Key, tuple[State, np.ndarray, State]] = {}  # by kind and form: the last state
+        self._variants = self._grouped(variants)
+        self._remember()
+
+    @property
+    def several(self) -> bool:
+        """Return True if the members compute with different numbers."""
+        return len(self._variants) > 1
+
+    def steps_of(self, position: int) -> Steps:
+        """Return the steps that run the Python of a member, or of one with the same numbers."""
+        return next(variant.steps for variant in self._variants if position in variant.positions)
+
+    @property
+    def trials(self) -> list[Steps]:
+        """Return the steps to try if something is to hold for all members."""
+        return [variant.steps for variant in self._variants]
+
+    # --- numbers -------------------------------------------------------------------------------------------------
+
+    def given(
+        self,
+        kind: str,
+        state: State,
+        data: Tree,
+        weights: Tensor | None,
+        positions: np.ndarray | None = None,
+        *,
+        shared: bool,
+    ) -> State:
+        """Return a state with the part `numbers`, the numbers that a step on such a batch computes with, by site.
+
+        Args:
+            kind: The step.
+            state: The state of some members.
+            data: A batch.
+            weights: The weights of its rows.
+            positions: The positions of these members; None for those in the slots.
+            shared: True if the batch has no member axis.
+
+        Raises:
+            CannotFuseError: The members differ in more than numbers, or in a number that can't be a column.
+        """
+        if not self.several:
+            return state
+        positions = self.slots if positions is None else positions
+        key = numbers_key(kind, data, weights, shared=shared)
+        known = self._given.get(key)
+        if known is None or known[0] is not state or known[1] is not positions:
+            if key not in self._columns:
+                self._columns[key] = self._find_columns(kind, key, data, weights, shared=shared)
+            rows = torch.from_numpy(np.asarray(positions, np.int64)).to(self._device)
+            numbers = {site: column.index_select(0, rows) for site, column in self._columns[key].items()}
+            known = self._given[key] = state, positions, {**state, "numbers": numbers}
+        return known[2]
+
+    def _find_columns(self, kind: str, key: Key, data: Tree, weights: Tensor | None, *, shared: bool) -> Tensors:
+        """Record a step of every variant, and return a column for each number in which they differ."""
+        with TRACE_LOCK:
+            for variant in self._variants:
+                if key not in variant.recordings:
+                    variant.recordings[key] = self._record(variant, kind, data, weights, shared=shared)
+        recordings = [variant.recordings[key] for variant in self._variants]
+        found = compare(recordings)
+        refuse_unknown(recordings[0], found)
+        self._steps.recordings[key] = recordings[0]
+        columns: Tensors = {}
+        for call, path, values in found.floats:
+            numbers = [torch.tensor(float(value), dtype=torch.float64) for value in values]
+            columns[site_name(call, path)] = self._column(numbers)
+        for call, path, tensors in found.outside:
+            columns[site_name(call, path)] = self._column([tensor.detach() for tensor in tensors])
+        return columns
+
+    def _column(self, values: Sequence[Tensor]) -> Tensor:
+        """Return a value of each variant as one of each member, `(position, …)`."""
+        of_position = np.empty(len(self._members), np.int64)
+        for number, variant in enumerate(self._variants):
+            of_position[variant.positions] = number
+        return torch.stack([value.to(self._device) for value in values])[torch.from_numpy(of_position)]
+
+    def _record(
+        self, variant: Variant, kind: str, data: Tree, weights: Tensor | None, *, shared: bool
+    ) -> Recording:
+        """Run a step of a variant's first member, and return the calls of its Python. Nothing is changed by it."""
+        steps = variant.steps
+        zeros = torch.zeros(1, dtype=torch.int64, device=self._device)
+        state = {**self._weights_of(variant.positions[0]), "member": {"seed": zeros, "step": zeros}}
+        own = data if shared else map_tree(lambda t: t[:1], data)
+        args = [state, self._shared, own]
+        if kind != "predict":
+            args.append(None if weights is None else weights[:1])
+        if kind == "row_gradients":
+            args.append(dict.fromkeys(("start", "count"), zeros[0] + 1) | {"fraction": zeros[0] + 1.0})
+        step = getattr(steps, "gradients" if kind == "train" else kind)
+        train = kind != "evaluate" and kind != "predict"
+        steps.differentiates = steps.differentiates or self._steps.differentiates
+        steps.contiguous = self._steps.contiguous
+        with locked_in_mode(steps, train=train), undoing_side_effects(*steps.roots()), as_if_compiling():
+            steps.records = True
+            try:
+                step(*map_tree(torch.clone, args), How(shared, fused=False))
+            except Recorded as done:
+                return done.recording
+            except NeedsGradientError:
+                if steps.differentiates:
+                    raise
+                steps.differentiates = True
+            except CannotFuseError:
+                raise
+            except Exception as error:  # a model's forward may raise anything
+                raise explain(error) from error
+            finally:
+                steps.records = False
+        return self._record(variant, kind, data, weights, shared=shared)
+
+    # --- changes -------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Group the members again if their Python has changed, and read their numbers again.
+
+        Raises:
+            StatefulError: A member's structure differs from the first member's in more than numbers.
+        """
+        if self._unchanged():
+            return
+        known: dict[Signature, Signature] = {}
+        structures = []
+        for own in signatures([model for _, model in self._members]):
+            if own not in known:
+                known[own] = without_modes(own)
+            structures.append(known[own])
+        first, expected = self._members[0][0], without_numbers(structures[0])
+        for (name, _), own in zip(self._members, structures, strict=True):
+            if own is not structures[0] and without_numbers(own) != expected:
+                found = difference(own, structures[0])
+                raise StatefulError(f"{name!r} no longer has the structure of {first!r}: {found}")
+        numbers: dict[Hashable, int] = {}
+        keys = zip(structures, (id(task) for task in self._tasks), strict=True)
+        self._columns, self._given = {}, {}
+        self._variants = self._grouped([numbers.setdefault(key, len(numbers)) for key in keys])
+        self._remember()
+
+    def _grouped(self, variants: Sequence[int]) -> list[Variant]:
+        """Return the variants. Those that differ in nothing that a forward computes are one."""
+        found: dict[int, list[int]] = {}
+        for position, number in enumerate(variants):
+            found.setdefault(number, []).append(position)
+        by_numbers: dict[Hashable, Variant] = {}
+        for positions in found.values():
+            model, task = self._members[positions[0]][1], self._tasks[positions[0]]
+            if len(found) == 1:
+                key: Hashable = None
+            else:
+                key = without_modes(signature(model)), id(task.loss), id(task.objective)
+            if key not in by_numbers:
+                is_first = positions[0] == 0
+                steps = self._steps if is_first else Steps(model, task, self._steps.layout)
+                by_numbers[key] = Variant(steps, [], {})
+            by_numbers[key].positions += positions
+        return sorted(by_numbers.values(), key=lambda variant: min(variant.positions))
+
+    def _unchanged(self) -> bool:
+        same = all(
+            len(table) == len(values) and all(map(is_, table.values(), values))
+            for table, values in zip(self._tables, self._values, strict=True)
+        )
+        if not same or self._versions != [tensor._version for tensor in self._tensors]:
+            return False
+        recorded = (own for variant in self._variants for own in variant.recordings.values())
+        return all(own.same_outside() for own in recorded) and all(
+            snapshot.same(thoroughly=True) for snapshot in self._snapshots
+        )
+
+    def _remember(self) -> None:
+        self._tables: list[dict[str, Any]] = []
+        for _, model in self._members:
+            for module in modules_of(model):
+                self._tables += (vars(module), module._modules) if module._modules else (vars(module),)
+        self._values = [tuple(table.values()) for table in self._tables]
+        self._tensors = [value for values in self._values for value in values if isinstance(value, Tensor)]
+        self._versions = [tensor._version for tensor in self._tensors]
+        # Several members' Python is read here, and not only the first one's, which `Programs` watches.
+        self._snapshots = [PythonSnapshot(variant.steps.roots()) for variant in self._variants if self.several]
