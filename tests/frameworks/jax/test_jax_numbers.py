@@ -30,6 +30,12 @@ def double() -> Iterator[None]:
 class Net(nnx.Module):
     """Two layers with a layer between them."""
 
+    slope: float
+    temperature: float
+    deviation: float
+    share: float
+    power: int
+
     def __init__(self, between: Any, rngs: nnx.Rngs, **numbers: float) -> None:
         self.first = nnx.Linear(6, 8, rngs=rngs, **DOUBLE)
         self.between = between
@@ -352,7 +358,8 @@ def smoothed(output: Any, target: Any, *, amount: float, weights: Any) -> Any:
     return -(jax.nn.log_softmax(output) * target * weights).sum(-1)
 
 
-def test_losses_that_differ_in_a_number_or_an_array_share_a_lane() -> None:
+@pytest.mark.parametrize("each", [True, False])
+def test_losses_that_differ_in_a_number_or_an_array_share_a_lane(each: bool) -> None:
     labels = np.argmax(Y, 1)
     losses = {
         f"m{i}": functools.partial(smoothed, amount=0.1 * i, weights=np.array([1.0, 0.5 * i, 2.0]))
@@ -361,8 +368,11 @@ def test_losses_that_differ_in_a_number_or_an_array_share_a_lane() -> None:
 
     def compiled(names: list[str]) -> mf.Fleet:
         fleet = mf.Fleet({name: net(Net, plain, int(name[1])) for name in names})
-        for name in names:
-            fleet.compile("sgd", losses[name], lr=0.1, momentum=0.9, members=[name])
+        if each:
+            fleet.compile("sgd", mf.each({name: losses[name] for name in names}), lr=0.1, momentum=0.9)
+        else:
+            for name in names:
+                fleet.compile("sgd", losses[name], lr=0.1, momentum=0.9, members=[name])
         return fleet
 
     fleet = compiled(list(losses))

@@ -40,6 +40,11 @@ class Definition(Protocol):
     """True if a row of weight 0 has no influence on the loss and the metrics of `train` and `evaluate`. The engine
     tries out if it has an influence within the model, as with BatchNorm."""
 
+    @property
+    def first(self) -> "Definition":
+        """Return the definition of the first variant. The results of all variants have the same shapes."""
+        return self
+
     def state(self, member: Member) -> State:
         """Return a member's params, buffers and optimizer as NumPy arrays.
 

@@ -249,7 +249,7 @@ class FunctionalEngine(FunctionalState):
         if form not in known:
             with self._trying(batch, self.inputs(batch.data), name) as few:
                 state = self.backend.first(self._readable(self.state))
-                output, _ = self.backend.shapes(self.programs.definition.predict, state, few)
+                output, _ = self.backend.shapes(self.programs.definition.first.predict, state, few)
             known[form] = tuple(output.shape) if hasattr(output, "shape") else None
         return known[form]
 

@@ -59,7 +59,12 @@ class MergedDefinition(Definition, Generic[Own]):
     @property
     def can_mask_rows(self) -> bool:  # type: ignore[override]
         """Return True if a row of weight 0 has no influence."""
-        return self.definitions[0].can_mask_rows
+        return self.first.can_mask_rows
+
+    @property
+    def first(self) -> Own:
+        """Return the definition of the first variant."""
+        return self.definitions[0]
 
     def of(self, member: Member) -> Own:
         """Return the definition of a member's own variant."""
@@ -81,12 +86,12 @@ class MergedDefinition(Definition, Generic[Own]):
 
     def try_out(self, state: State, batch: Tree) -> None:
         """Try a member on a few rows. Whether the other variants do the same is known when steps are merged."""
-        self.definitions[0].try_out(state, batch)
+        self.first.try_out(state, batch)
         jax.eval_shape(self.results, self.fresh_metrics())
 
     def fresh_metrics(self) -> Arrays:
         """Return a member's metrics before the first batch."""
-        return self.definitions[0].fresh_metrics()
+        return self.first.fresh_metrics()
 
     def check_all(self, stacked: State, batch: Batch) -> None:
         """Raise `CannotFuseError` if members could be trained together, but not evaluated or asked to predict."""
@@ -134,7 +139,7 @@ class MergedDefinition(Definition, Generic[Own]):
         merged, _ = self._merged("results", (metrics,))
         if merged.tables:  # which sums these are is known, but not whose
             raise CannotFuseError(f"{self._difference(1, 0)}, on which the value of a metric depends")
-        return self.definitions[0].results(metrics)  # which has them in their order
+        return self.first.results(metrics)  # which has them in their order
 
     def _run(self, step: Step, *args: Tree) -> Any:
         merged, tree = self._merged(step, args)
@@ -170,15 +175,15 @@ class MergedDefinition(Definition, Generic[Own]):
 
     def inputs(self, data: Tree) -> Tree:
         """Return the inputs of a batch."""
-        return self.definitions[0].inputs(data)
+        return self.first.inputs(data)
 
     def check_targets(self, output_shape: tuple[int, ...], target: Tree, name: str | None) -> None:
         """Raise InputError for targets of a whole data set that the loss can't take."""
-        self.definitions[0].check_targets(output_shape, target, name)
+        self.first.check_targets(output_shape, target, name)
 
     def label_check(self, output_shape: tuple[int, ...]) -> Callable[[Tree], None] | None:
         """Return a function that raises for a batch with targets out of range; None if nothing can be checked."""
-        return self.definitions[0].label_check(output_shape)
+        return self.first.label_check(output_shape)
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
