@@ -100,7 +100,7 @@ def test_a_trial_that_was_disturbed_once_does_not_split_a_lane(monkeypatch: pyte
 def test_a_run_of_seconds_does_not_try_narrower_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Stopwatch(monkeypatch, 1e-4, 1e-2)  # to trace them would take longer than they can save
     fleet_of(8).plan((X, Y), **LONG)
-    assert watch.asked == [(8, True), (1, False)]
+    assert set(watch.asked) == {(8, True), (1, False)}
     longer = Stopwatch(monkeypatch, 1e-1, 1e1)
     fleet_of(8, optimizer="adam").plan((X, Y), **LONG)
     assert (2, True) in longer.asked
