@@ -19,6 +19,7 @@ from modelfleet.frameworks.torch.cpu.openmp import sharing_cores
 from modelfleet.frameworks.torch.devices import accelerators, choose, memory, native, threads, use_threads
 from modelfleet.frameworks.torch.doctor_facts import cache_folder
 from modelfleet.frameworks.torch.engine import make_engine
+from modelfleet.frameworks.torch.family import family
 from modelfleet.frameworks.torch.parallel.process_group import ProcessGroup
 from modelfleet.frameworks.torch.recipe import compile, prepare
 from modelfleet.frameworks.torch.replica import Replica, weight_bytes
@@ -27,5 +28,6 @@ from modelfleet.frameworks.torch.settings import settings, using
 from modelfleet.frameworks.torch.stamps import ModelStamp
 from modelfleet.frameworks.torch.structure import difference, signature, trained_twice
 from modelfleet.frameworks.torch.task import PRECISIONS
+from modelfleet.frameworks.torch.widths.family import shapes
 
 NAME = "torch"

@@ -40,11 +40,13 @@ def rows_of(args: Args, stacked: Sequence[bool], width: int) -> Iterator[Tree]:
 def readable(state: State) -> State:
     """Return the part of a state that a forward pass reads."""
     member = {name: state["member"][name] for name in ("seed", "step")}
+    derived = {"own": state["own"]} if "own" in state else {}
     return {
         "params": state["params"],
         "frozen": state["frozen"],
         "buffers": state["buffers"],
         "member": member,
+        **derived,
     }
 
 

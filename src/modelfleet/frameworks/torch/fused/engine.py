@@ -1,6 +1,6 @@
 """Engine of a fused lane of torch modules: their stacked state on a device, and the programs that step it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,7 +11,8 @@ from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.engine import Engine, Hyper
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.lane_context import LaneContext
-from modelfleet.frameworks.stacked import CARRIED, WEIGHTS, Positions, StackedState, fitting
+from modelfleet.frameworks.stacked import CARRIED, WEIGHTS, Given, Positions, StackedState, fitting
+from modelfleet.frameworks.torch import arrays
 from modelfleet.frameworks.torch.base import ModuleEngine, TorchEngine, on_host
 from modelfleet.frameworks.torch.compiling.decision import compile_mode
 from modelfleet.frameworks.torch.fused import packing
@@ -31,6 +32,7 @@ from modelfleet.frameworks.torch.parallel.row_independence import ignores_paddin
 from modelfleet.frameworks.torch.python_state.checks import DivergenceCheck
 from modelfleet.frameworks.torch.structure import shared_parameters
 from modelfleet.frameworks.torch.task import Task
+from modelfleet.frameworks.torch.widths.widths import Widths, unequal
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree, map_trees
 from modelfleet.types import Kind, State, Tree
@@ -44,10 +46,14 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         members, columns, device = context.members, context.columns, context.device
         models = [member.model for member in members]
         programs = context.programs
+        self._variants = list(context.variants)
+        self._widths = _widths_of(members, self._variants)
+        template = models[0] if self._widths is None else self._widths.models[self._widths.widest]
         if programs is None:
-            steps = Steps(models[0], context.task, states.transposed(models[0]))
+            steps = Steps(template, context.task, states.transposed(template))
             programs = Programs(steps, fused=context.fused)
-        programs.serve(models[0])
+        programs.serve(template)
+        programs.use_widths(self._widths)
         self._first = members[0].name
         self.layout = programs.steps.layout
         common = shared_parameters(models) if len(models) > 1 else set()
@@ -63,7 +69,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
             shared,
             CoefficientsAhead(context.task),
             division=self._division,
-            divergence=DivergenceCheck(named) if len(named) > 1 else None,
+            divergence=DivergenceCheck(named, self._variants) if len(named) > 1 else None,
         )
         trials = RowTrials(
             lambda one, data, real: ignores_padding(programs.steps, one, shared, data, real),
@@ -86,7 +92,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
 
         All tensors that a step changes are made here, so this is the place to lay them out in memory.
         """
-        state = self._weights_of(members)
+        state = self._weights_of(range(len(members)), members)
         hyper = {name: self.tensor(column) for name, column in columns.items()}
         made = {name: self.task.optimizer.initial(p, hyper) for name, p in state["params"].items()}
         state["optimizer"] = {
@@ -104,6 +110,8 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
             state["member"]["scale"] = torch.full((width,), INITIAL_SCALE, device=self.device)
             state["member"]["finite_steps"] = torch.zeros(width, dtype=torch.int64, device=self.device)
         state["sums"] = {}
+        if self._widths is not None:
+            state["own"] = {"variant": torch.tensor(self._variants, device=self.device)}
         return packing.pack(state)
 
     def give_slots(self, positions: Positions) -> None:
@@ -246,26 +254,31 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
 
     # --- state ---------------------------------------------------------------------------------------------------
 
-    def _weights_of(self, members: Sequence[Member]) -> State:
-        """Return the weights that the models of some members hold."""
+    def _weights_of(self, positions: Positions, members: Sequence[Member]) -> State:
+        """Return the weights that the models of some members hold, padded to the widest."""
         parts = {"params": states.trained, "frozen": states.kept, "buffers": states.buffers}
         state: State = {}
         for part, find in parts.items():
             found = [find(member.model) for member in members]
-            state[part] = {
-                name: states.stack(
-                    [tensors[name] for tensors in found], self.device, transpose=name in self.layout
-                )
-                for name in found[0]
-                if name not in self.shared
-            }
+            own = [name for name in found[0] if name not in self.shared]
+            if self._widths is None:
+                state[part] = {
+                    name: states.stack(
+                        [tensors[name] for tensors in found], self.device, transpose=name in self.layout
+                    )
+                    for name in own
+                }
+                continue
+            given = [(self._variants[at], tensors) for at, tensors in zip(positions, found, strict=True)]
+            state[part] = {name: self._widths.stack(given, name, self.device) for name in own}
         return state
 
     def scatter(self, positions: Positions, members: Sequence[Member]) -> None:
         """Copy the weights of some members into their models."""
         state = self.stacked.read(positions, WEIGHTS, copy=False)
         with lock_of(self.programs.steps.model):
-            states.write_back([member.model for member in members], state, self.layout)
+            for rows, own in self._in_own_shapes(positions, state):
+                states.write_back([members[row].model for row in rows], own, self.layout)
 
     def gather(self, positions: Positions, members: Sequence[Member]) -> None:
         """Copy the weights of some members' models into the state here.
@@ -283,7 +296,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
                     f'and the member is fused with others. Use strategy="interleaved", or do it between two fits.'
                 )
         with lock_of(self.programs.steps.model):
-            weights = self._weights_of(members)
+            weights = self._weights_of(positions, members)
         self.write(positions, weights)
         for row, (position, member) in enumerate(zip(positions, members, strict=True)):
             hyper = {key: self.tensor(column[[position]]) for key, column in self._columns.items()}
@@ -304,12 +317,14 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         """
         assert isinstance(other, TorchEngine)
         for rows, theirs in other.carried(sources):
-            here = [positions[row] for row in rows]
-            stored = {**theirs, "optimizer": self._transposed(theirs["optimizer"])}
-            self.write(here, fitting(stored, self.state, parts=CARRIED))
-            frozen = {name: t for name, t in theirs["optimizer"].items() if name not in self.state["optimizer"]}
-            for row, position in enumerate(here):
-                self._frozen_optimizer[position] = {name: t[row : row + 1] for name, t in frozen.items()}
+            for part, own in self._by_variant([positions[row] for row in rows]):
+                here = [positions[rows[row]] for row in part]
+                some = map_tree(lambda t, part=part: t[part], theirs)
+                stored = {**some, "optimizer": self._transposed(some["optimizer"])}
+                self.write(here, fitting(stored, self._own_state(own), parts=CARRIED))
+                frozen = {name: t for name, t in some["optimizer"].items() if name not in self.state["optimizer"]}
+                for row, position in enumerate(here):
+                    self._frozen_optimizer[position] = {name: t[row : row + 1] for name, t in frozen.items()}
 
     def carried(self, positions: Positions) -> list[tuple[list[int], State]]:
         """Return the optimizer state and step counts of some members for another engine to adopt.
@@ -322,16 +337,63 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         special = [
             row for row, position in enumerate(positions) if replaced[row] or self._frozen_optimizer.get(position)
         ]
-        together = sorted(set(range(len(positions))) - set(special))
+        alike = sorted(set(range(len(positions))) - set(special))
+        together = [[alike[row] for row in rows] for rows, _ in self._by_variant([positions[r] for r in alike])]
         found: list[tuple[list[int], State]] = []
-        for rows in ([together] if together else []) + [[row] for row in special]:
+        for rows in together + [[row] for row in special]:
             first = positions[rows[0]]
-            own = self.read([positions[row] for row in rows], tuple(CARRIED))
+            ((_, own),) = self.read_apart([positions[row] for row in rows], tuple(CARRIED))
             optimizer = {**self._frozen_optimizer.get(first, {}), **self._transposed(own["optimizer"])}
             gone = replaced[rows[0]]
             own["optimizer"] = {name: t for name, t in optimizer.items() if name.partition("/")[2] not in gone}
             found.append((rows, own))
         return found
+
+    def read(self, positions: Positions, parts: Collection[str] | None = None) -> State:
+        """Return a copy of the state of some members, padded to the widest, without what follows from the lane."""
+        found = super().read(positions, parts)
+        if parts is None:
+            found.pop("own", None)
+        return found
+
+    def write(self, positions: Positions, state: Given) -> None:
+        """Replace the state of some members by part and name. They may be given in their own shapes."""
+        given = {part: dict(own) for part, own in state.items() if part != "own"}
+        if self._widths is not None:
+            for own in given.values():
+                for name, value in own.items():
+                    tensor = arrays.from_host(value, torch.empty(0)) if isinstance(value, np.ndarray) else value
+                    own[name] = self._widths.padded(name, tensor) if tensor.dim() > 1 else value
+        super().write(positions, given)
+
+    def read_apart(
+        self, positions: Positions, parts: Collection[str] | None = None
+    ) -> list[tuple[list[int], State]]:
+        """Return the state of some members in their own shapes, those of one variant together."""
+        return self._in_own_shapes(positions, self.read(positions, parts))
+
+    def _in_own_shapes(self, positions: Positions, state: State) -> list[tuple[list[int], State]]:
+        """Return a state of some members by variant: the rows, and their state in their own shapes."""
+        if self._widths is None:
+            return [(list(range(len(positions))), state)]
+        found: list[tuple[list[int], State]] = []
+        for rows, variant in self._by_variant(positions):
+            some = state if len(rows) == len(positions) else states.select(state, self.tensor(np.array(rows)))
+            found.append((rows, self._widths.cut(some, variant)))
+        return found
+
+    def _by_variant(self, positions: Positions) -> list[tuple[list[int], int]]:
+        """Return the rows of some positions by variant. Without unequal widths, all are together."""
+        if self._widths is None:
+            return [(list(range(len(positions))), 0)] if len(positions) else []
+        rows: dict[int, list[int]] = {}
+        for row, position in enumerate(positions):
+            rows.setdefault(self._variants[position], []).append(row)
+        return [(own, variant) for variant, own in rows.items()]
+
+    def _own_state(self, variant: int) -> State:
+        """Return the state with the tensors of a variant's own shapes."""
+        return self.state if self._widths is None else self._widths.cut(self.state, variant)
 
     def _transposed(self, optimizer: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return an optimizer's tensors in the layout of the model's parameters, or back from it."""
@@ -359,3 +421,11 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
             for parameter in parameters.values():
                 parameter.grad = None
         super().clear_trouble()
+
+
+def _widths_of(members: Sequence[Member], variants: Sequence[int]) -> Widths | None:
+    """Return the widths of a lane's members; None if they are equal."""
+    first = {variant: member for variant, member in reversed(list(zip(variants, members, strict=True)))}
+    chosen = [first[variant] for variant in sorted(first)]
+    models = [member.model for member in chosen]
+    return Widths(models, [member.name for member in chosen]) if unequal(models) else None

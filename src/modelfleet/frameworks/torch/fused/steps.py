@@ -31,11 +31,14 @@ from modelfleet.frameworks.torch.python_state.undo import undoing_side_effects
 from modelfleet.frameworks.torch.random.streams import BatchRows, DrawShapes, Streams
 from modelfleet.frameworks.torch.task import PRECISIONS, Task, call, logits
 from modelfleet.frameworks.torch.tracing.parameters import NeedsGradientError, ParameterMode
+from modelfleet.frameworks.torch.widths.watching import Padding, Recorded
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import State, Tree
 
 Run = Callable[..., Tree]
 """A function of a model or of tensors. It returns a tree of tensors."""
+Runner = Callable[[Run], Run]
+"""Returns a function of a model as it is run."""
 
 
 class Steps:
@@ -55,6 +58,8 @@ class Steps:
         self.differentiates = False  # True if the objective takes gradients itself, and needs them to evaluate
         self.counting: str | None = None  # a buffer that evaluating changes
         self.draws: DrawShapes = ()  # what a step draws, for `row_gradients` of batches like the next one
+        self.recorded: Recorded | None = None  # records the model's Python, if it is set
+        self.padding: Padding | None = None  # for members of unequal widths
 
     @property
     def can_mask_rows(self) -> bool:
@@ -119,14 +124,16 @@ class Steps:
         scale = member.get("scale")
 
         def loss_of(params: Tensors, frozen: Tensors, buffers: Tensors, *batch: Tree) -> tuple[Tensor, Tree]:
-            data, weights, scale = batch
+            data, weights, scale, numbers = batch
             buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-            loss, sums = self._call({**params, **frozen, **shared}, buffers, task.run, data, weights)
+            run = self._padded(task.run, numbers, streams)
+            loss, sums = self._call({**params, **frozen, **shared}, buffers, run, data, weights)
             return loss if scale is None else loss * scale, (loss.detach(), sums, buffers)
 
-        with drawing(member, fused=how.fused):
-            args = (state["params"], state["frozen"], state["buffers"], data, weights, scale)
-            axes = (0, 0, 0, how.axis, 0, 0)
+        with drawing(member, fused=how.fused) as streams:
+            numbers = self._own_numbers(state, streams, how.fused)
+            args = (state["params"], state["frozen"], state["buffers"], data, weights, scale, numbers)
+            axes = (0, 0, 0, how.axis, 0, 0, 0)
             gradients, (loss, sums, buffers) = mapped_gradients(loss_of, args, axes, fused=how.fused)
         # As in torch, weight decay and momentum do not touch a parameter without a gradient.
         gradients = {name: g for name, g in gradients.items() if name not in self.unused}
@@ -253,11 +260,11 @@ class Steps:
         args = (state["params"], state["frozen"], state["buffers"], data, weights)
 
         def sums_of(
-            params: Tensors, frozen: Tensors, buffers: Tensors, data: Tree, weights: Tensor | None
+            run: Runner, params: Tensors, frozen: Tensors, buffers: Tensors, data: Tree, weights: Tensor | None
         ) -> Tensors:
             mask = weights if self.task.can_mask_rows else None
             own = {**params, **frozen, **shared}
-            return self._observed(own, buffers, state, how.fused, self.task.run, data, mask)[1]
+            return self._observed(own, buffers, state, how.fused, run(self.task.run), data, mask)[1]
 
         return self._read(sums_of, state, args, (0, 0, 0, how.axis, 0), how.fused)
 
@@ -265,9 +272,9 @@ class Steps:
         """Return the outputs `(member, row, …)` on a batch of inputs."""
         args = (state["params"], state["frozen"], state["buffers"], data)
 
-        def output_of(params: Tensors, frozen: Tensors, buffers: Tensors, data: Tree) -> Tree:
+        def output_of(run: Runner, params: Tensors, frozen: Tensors, buffers: Tensors, data: Tree) -> Tree:
             own = {**params, **frozen, **shared}
-            return self._observed(own, buffers, state, how.fused, lambda m, x: logits(call(m, x)), data)
+            return self._observed(own, buffers, state, how.fused, run(lambda m, x: logits(call(m, x))), data)
 
         return self._read(output_of, state, args, (0, 0, 0, how.axis), how.fused)
 
@@ -299,14 +306,35 @@ class Steps:
             return self._mapped(function, state, args, axes, fused)
 
     def _mapped(self, function: Run, state: State, args: tuple[Tree, ...], axes: Axes, fused: bool) -> Tree:
-        with torch.no_grad(), drawing(state["member"], fused=fused):
+        with torch.no_grad(), drawing(state["member"], fused=fused) as streams:
+
+            def one(*args: Tree) -> Tree:
+                *own, numbers = args
+                return function(lambda run: self._padded(run, numbers, streams), *own)
+
+            args, axes = (*args, self._own_numbers(state, streams, fused)), (*axes, 0)
             if not self.differentiates:
-                return mapped(function, args, axes, fused=fused)
+                return mapped(one, args, axes, fused=fused)
 
             def tracked(params: Tensors, *rest: Tree) -> tuple[Tensor | int, Tree]:
-                return sum((p * 0.0).sum() for p in params.values()), function(params, *rest)
+                return sum((p * 0.0).sum() for p in params.values()), one(params, *rest)
 
             return mapped_gradients(tracked, args, axes, fused=fused)[1]
+
+    def _own_numbers(self, state: State, streams: Streams | None, fused: bool) -> dict[str, Tensor] | None:
+        """Return the numbers of members of unequal widths, to map over. Their draws use them, too."""
+        numbers = self.padding.numbers(state) if fused and self.padding is not None else None
+        if numbers is not None:
+            assert self.padding is not None and streams is not None
+            streams.own_numbers = self.padding.own(numbers)
+        return numbers
+
+    def _padded(self, run: Run, numbers: Tree, streams: Streams | None) -> Run:
+        """Return a function as it is computed for one of several members of unequal widths."""
+        if numbers is None:
+            return run
+        assert self.padding is not None and streams is not None
+        return self.padding.around(run, numbers, streams)
 
     def observe(
         self, state: State, shared: Tensors, run: Run, data: Tree, streams: Streams
@@ -350,6 +378,8 @@ class Steps:
         dtype = PRECISIONS[self.task.precision]
         device = next((tensor.device.type for tensor in (*own.values(), *buffers.values())), "cpu")
         versions = {name: t._version for name, t in own.items()}
+        if self.recorded is not None:
+            run = self.recorded(run, own, buffers)
         with (
             ParameterMode({name: (own[name], takes) for name, takes in trained.items() if name in own}, self),
             enable_inplace_requires_grad(True),

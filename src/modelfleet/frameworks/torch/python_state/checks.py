@@ -33,8 +33,13 @@ class DivergenceCheck:
     mode of a model does not count: users switch it to look at a model.
     """
 
-    def __init__(self, models: Sequence[tuple[str, nn.Module]]) -> None:
+    def __init__(self, models: Sequence[tuple[str, nn.Module]], variants: Sequence[int] | None = None) -> None:
         self._models = models
+        self._variants = [0] * len(models) if variants is None else variants
+        # Members of one variant are compared with each other, and each variant with what it was at first.
+        self._first = {v: at for at, v in reversed(list(enumerate(self._variants)))}
+        several = len(self._first) > 1
+        self._expected = {v: without_modes(signature(models[at][1])) for v, at in self._first.items() if several}
         self._remember()
 
     def check(self) -> None:
@@ -45,12 +50,13 @@ class DivergenceCheck:
         )
         if same and self._versions == [tensor._version for tensor in self._tensors]:
             return
-        (first, model), *others = self._models
-        expected = without_modes(signature(model))
-        for name, other in others:
-            found = difference(without_modes(signature(other)), expected)
+        expected = self._expected or {0: without_modes(signature(self._models[0][1]))}
+        for (name, model), variant in zip(self._models, self._variants, strict=True):
+            found = difference(without_modes(signature(model)), expected[variant])
             if found is not None:
-                raise StatefulError(f"{name!r} no longer has the structure of {first!r}: {found}")
+                first = self._models[self._first[variant]][0]
+                then = "it had" if first == name else f"of {first!r}"
+                raise StatefulError(f"{name!r} no longer has the structure {then}: {found}")
         self._remember()
 
     def _remember(self) -> None:

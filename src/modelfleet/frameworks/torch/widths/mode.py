@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.torch.random.streams import Streams
-from modelfleet.frameworks.torch.widths.recording import Axes, Call, Size, function_name, parts_of
+from modelfleet.frameworks.torch.tracing.calls import CallMode, Function, Path, key_of, name_of
+from modelfleet.frameworks.torch.widths.padded_calls import Axes, Call, Size, tensors_of
 
 
 class Columns:
@@ -51,7 +51,7 @@ class OwnNumbers:
             return self._rows[..., number]
         # Asked for the first time, in a trial.
         column = torch.tensor(size, dtype=self._rows.dtype, device=self._rows.device)
-        return column[self._variant]
+        return column.index_select(0, self._variant.reshape(-1)).view(self._variant.shape)
 
 
 class PaddedCall:
@@ -60,23 +60,24 @@ class PaddedCall:
     def __init__(
         self,
         call: Call,
+        func: Function,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         tensors: Sequence[Tensor],
         mode: "PaddedMode",
     ) -> None:
-        self.func = call.func
+        self.func = func
         self.args, self.kwargs, self.tensors = tuple(args), dict(kwargs), tensors
-        self.shapes = call.shapes
-        self.axes, self.out, self.out_shapes = call.inputs, call.outputs, call.output_shapes
-        self.plain = call.plain
+        self.shapes, self.out_shapes = call.shapes, call.output_shapes
+        self.axes, self.out = call.inputs, call.outputs
+        self.numbers: dict[Path, Size] = call.numbers
         self.own = mode.own
         self._mode = mode
 
     @property
     def name(self) -> str:
-        """Return the function's name, for messages."""
-        return function_name(self.func)
+        """Return the function's own name."""
+        return getattr(self.func, "__name__", "")
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function, by default with the arguments that it was called with."""
@@ -84,7 +85,7 @@ class PaddedCall:
 
     def refuse(self, why: str) -> CannotFuseError:
         """Return the error for a call that has no rule."""
-        return CannotFuseError(f"members of unequal widths are not fused here: {self.name} {why}")
+        return CannotFuseError(f"members of unequal widths are not fused here: {name_of(self.func)} {why}")
 
     def mask(self, axes: Axes, shape: Sequence[int]) -> Tensor:
         """Return a mask that is True for a member's own numbers, and broadcasts to the shape."""
@@ -114,7 +115,7 @@ class PaddedCall:
 Rule = Callable[[PaddedCall], Any]
 
 
-class PaddedMode(TorchFunctionMode):
+class PaddedMode(CallMode):
     """Context that computes for padded members (see the module).
 
     Args:
@@ -137,28 +138,22 @@ class PaddedMode(TorchFunctionMode):
         self._number = 0
         self._masks: dict[tuple[Axes, tuple[int, ...]], Tensor] = {}
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def seen(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Compute a call by its rule, if anything in it is padded."""
         number, self._number = self._number, self._number + 1
         call = self._calls[number] if number < len(self._calls) else None
-        tensors, _ = parts_of((args, kwargs))
+        tensors = tensors_of(function, args, kwargs)
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
-        if call is None or call.func != func or call.shapes != shapes:
+        if call is None or call.own.key != key_of(function) or call.shapes != shapes:
             raise CannotFuseError(
-                f"members of unequal widths are not fused here: its Python calls {function_name(func)} with other "
+                f"members of unequal widths are not fused here: its Python calls {name_of(function)} with other "
                 f"arguments than before"
             )
         if not call.padded or not call.outputs:
-            return func(*args, **kwargs)
-        rule = self._rules.get(func)
-        padded = PaddedCall(call, args, kwargs, tensors, self)
-        if rule is None:
+            return function(*args, **kwargs)
+        padded = PaddedCall(call, function, args, kwargs, tensors, self)
+        rule = self._rules.get(function) if call.own.key is function else None
+        if rule is None or (tensors and not args):
             raise padded.refuse("has no rule for a padded axis")
         return rule(padded)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modelfleet.frameworks.torch.widths.mode import PaddedCall, Rule
-from modelfleet.frameworks.torch.widths.recording import Axes, Size
+from modelfleet.frameworks.torch.widths.padded_calls import Axes, Size
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -62,30 +62,25 @@ def _product_like(call: PaddedCall) -> Tensor:
 
 def _quotient(call: PaddedCall) -> Tensor:
     """Divide: a divisor with zeros in its padding gets ones there."""
-    call = _with_own_numbers(call)
-    _refuse_other_broadcasting(call)
-    reversed_ = getattr(call.func, "__name__", "") in ("__rdiv__", "__rtruediv__", "__rfloordiv__")
-    args = list(call.args)
-    at = 0 if reversed_ else 1
-    if len(args) < 2:
+    if len(call.args) < 2:
         raise call.refuse("with named arguments has no rule for a padded axis")
-    if isinstance(args[at], Tensor):
-        number = 0 if at == 0 or not isinstance(args[0], Tensor) else 1
-        args[at] = call.filled(args[at], call.axes[number], 1)
+    _refuse_other_broadcasting(call)
+    at = 0 if call.name in ("__rdiv__", "__rtruediv__", "__rfloordiv__") else 1
+    given = [isinstance(arg, Tensor) for arg in call.args]
+    args = list(_with_own_numbers(call).args)
+    if given[at]:
+        args[at] = call.filled(args[at], call.axes[1 if at and given[0] else 0], 1)
     result = call.func(*args, **call.kwargs)
-    kept = isinstance(args[1 - at], Tensor) and _covers(call.axes[0], call.out[0])
+    kept = given[0] and at == 1 and _covers(call.axes[0], call.out[0])
     return result if kept else call.cleared(result, call.out[0])
 
 
 def _power(call: PaddedCall) -> Tensor:
     exponent = call.argument(1, "exponent")
-    if isinstance(exponent, int | float) and exponent >= 1 and isinstance(call.args[0], Tensor):
+    plain = call.name in ("pow", "pow_", "__pow__", "__ipow__") and isinstance(call.args[0], Tensor)
+    if plain and isinstance(exponent, int | float) and exponent >= 1:
         return _as_is(call)
     return _singular(call)
-
-
-def _hardtanh(call: PaddedCall) -> Tensor:
-    return _elementwise(call)
 
 
 # --- products --------------------------------------------------------------------------------------------------------
@@ -129,21 +124,21 @@ def _einsum(call: PaddedCall) -> Tensor:
 
 
 def _convolution(call: PaddedCall) -> Tensor:
-    (x, weight), out = call.axes[:2], call.out[0]
-    rank = len(weight) - 2
+    x, weight, out = *call.axes[:2], call.out[0]
     if len(x) != len(weight) or any(x[2:]) or any(weight[2:]) or any(out[2:]) or x[0] is not None:
         raise call.refuse("has no rule for a padded axis that is not the channels'")
     groups = call.argument(6, "groups", 1)
-    if groups == 1 and call.plain is None:
+    if groups == 1 and not call.numbers:
         return call.run()
-    # One group for each channel: the own groups are the first ones. (in channels, groups) of every variant:
-    inside = x[1] or (call.shapes[0][1],) * len(next(axis for axis in (*x, *weight, *out) if axis))
-    each = weight[1] if weight[1] is None else None
-    depthwise = each is None and call.shapes[1][1] == 1 and groups == call.shapes[0][1]
-    if not depthwise or weight[1] is not None or not _only_differ_in(call, inside):
-        raise call.refuse(f"with groups={groups} has no rule for padded channels")
-    multiples = {_ratio(o, i) for o, i in zip(_sizes(out[1], call.out_shapes[0][1], inside), inside, strict=True)}
-    if len(multiples) != 1 or rank < 1:
+    # With a group for each channel, the own groups are the first ones.
+    channels, found = x[1], out[1]
+    by_channel = channels is not None and found is not None and weight[1] is None and call.shapes[1][1] == 1
+    if (
+        not by_channel
+        or list(call.numbers.values()) != [channels]
+        or groups != call.shapes[0][1]
+        or len({divmod(o, i) for o, i in zip(found or (), channels or (), strict=True)}) != 1
+    ):
         raise call.refuse(f"with groups={groups} has no rule for padded channels")
     return call.run()
 
@@ -152,7 +147,7 @@ def _convolution_transposed(call: PaddedCall) -> Tensor:
     (x, weight), out = call.axes[:2], call.out[0]
     if len(x) != len(weight) or any(x[2:]) or any(weight[2:]) or any(out[2:]) or x[0] is not None:
         raise call.refuse("has no rule for a padded axis that is not the channels'")
-    if call.argument(6, "groups", 1) != 1 or call.plain is not None:
+    if call.argument(6, "groups", 1) != 1 or call.numbers:
         raise call.refuse("with groups has no rule for padded channels")
     return call.run()
 
@@ -230,21 +225,21 @@ def _group_norm(call: PaddedCall) -> Tensor:
         raise call.refuse("has no rule for a padded axis that is not the channels'")
     weight, bias = call.argument(2, "weight"), call.argument(3, "bias")
     eps = call.argument(4, "eps", 1e-5)
-    if groups == 1 and call.plain is None:
+    if groups == 1 and not call.numbers:
         shape = [-1, *[1] * (x.dim() - 2)]
         weight, bias = (t if t is None else t.view(shape) for t in (weight, bias))
         return _standardized(call, x, list(range(1, x.dim())), weight, bias, eps, center=True)
     channels = axes[1]
     assert channels is not None
     numbers = _differing(call)
-    if len(numbers) != 1 or len({_ratio(c, g) for c, g in zip(channels, numbers[0], strict=True)}) != 1:
+    if len(numbers) != 1 or len({divmod(c, g) for c, g in zip(channels, numbers[0], strict=True)}) != 1:
         raise call.refuse("has groups of unequal sizes")
     return call.run()
 
 
 def _scaled_attention(call: PaddedCall) -> Tensor:
     _refuse_other_numbers(call)
-    if any(axis for axes in call.axes[:3] for axis in axes[-2:]) or len(call.tensors) > 3:
+    if any(axis for axes in call.axes[:3] for axis in axes[-2:]) or any(map(any, call.axes[3:])):
         raise call.refuse("has a rule for unequal numbers of heads only")
     with call.drawing((*call.axes[0][:-1], None), (*call.shapes[0][:-1], call.shapes[1][-2])):
         return call.run()
@@ -306,7 +301,7 @@ def _variance(call: PaddedCall) -> Tensor:
     x = call.filled(x, axes)
     x = call.filled(x - x.sum(dims, keepdim=True) / count, axes)
     result = (x * x).sum(dims, keepdim=keep) / (count - correction)
-    return result.sqrt() if getattr(call.func, "__name__", "") == "std" else result
+    return result.sqrt() if call.name == "std" else result
 
 
 def _largest(call: PaddedCall) -> Any:
@@ -342,7 +337,7 @@ def _product_over(call: PaddedCall) -> Tensor:
 
 def _norm(call: PaddedCall) -> Tensor:
     _refuse_other_numbers(call)
-    name = getattr(call.func, "__name__", "")
+    name = call.name
     order = call.argument(1, "ord" if name == "vector_norm" else "p", 2)
     if order not in (None, 2, 2.0, "fro"):
         raise call.refuse("of another order than 2 has no rule for a padded axis")
@@ -414,6 +409,11 @@ def _expanded(call: PaddedCall) -> Tensor:
 
 def _created(call: PaddedCall) -> Tensor:
     """Create a tensor whose own numbers do not depend on the sizes of its axes."""
+    places = {"full": (0, "size"), "new_full": (1, "size"), "full_like": ()}.get(call.name)
+    if places is not None and any(path[0] not in places for path in call.numbers):
+        raise call.refuse("has unequal numbers for unequal widths")
+    if call.name == "arange" and (len(call.args) > 2 or list(call.numbers.values()) != [call.out[0][0]]):
+        raise call.refuse("has unequal numbers for unequal widths")
     return call.filled(call.run(), call.out[0])
 
 
@@ -445,7 +445,7 @@ def _joined(call: PaddedCall) -> Tensor:
 def _divided(call: PaddedCall) -> Any:
     """Split or chunk: along a padded axis, each part starts where the member's own part does."""
     x, axes = call.args[0], call.axes[0]
-    at = 2 if getattr(call.func, "__name__", "") in ("split", "chunk", "tensor_split") else 1
+    at = 2 if call.name in ("split", "chunk", "tensor_split") else 1
     dim = call.argument(at, "dim", 0) % len(axes)
     if axes[dim] is None:
         return call.run()
@@ -561,7 +561,7 @@ def _refuse_other_broadcasting(call: PaddedCall) -> None:
 
 
 def _refuse_other_numbers(call: PaddedCall) -> None:
-    if call.plain is not None:
+    if call.numbers:
         raise call.refuse("has unequal numbers for unequal widths")
 
 
@@ -574,11 +574,7 @@ def _refuse_other_options(call: PaddedCall, dims: Sequence[int]) -> None:
 
 def _differing(call: PaddedCall) -> list[Size]:
     """Return the plain numbers of a call that are not the same in all variants."""
-    return [] if call.plain is None else [own for own in zip(*call.plain, strict=True) if len(set(own)) > 1]
-
-
-def _only_differ_in(call: PaddedCall, size: Size) -> bool:
-    return all(own == size for own in _differing(call))
+    return list(call.numbers.values())
 
 
 def _refuse_rows(call: PaddedCall, dims: Sequence[int]) -> None:
@@ -594,7 +590,7 @@ def _with_own_numbers(call: PaddedCall) -> PaddedCall:
         return call
     places = [at for at, arg in enumerate(call.args) if isinstance(arg, int | float) and not isinstance(arg, bool)]
     tensor = next((t for t in call.tensors if t.is_floating_point()), None)
-    if len(numbers) != 1 or len(places) != 1 or tensor is None or "alpha" in call.kwargs or _in_place(call):
+    if len(numbers) != 1 or len(places) != 1 or tensor is None or "alpha" in call.kwargs:
         raise call.refuse("has unequal numbers for unequal widths")
     args = list(call.args)
     args[places[0]] = call.own(numbers[0]).to(tensor.dtype)
@@ -603,7 +599,7 @@ def _with_own_numbers(call: PaddedCall) -> PaddedCall:
 
 
 def _in_place(call: PaddedCall) -> bool:
-    name = getattr(call.func, "__name__", "")
+    name = call.name
     return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))
 
 
@@ -642,10 +638,6 @@ def _sizes(axis: Size | None, size: int, like: Any) -> Size:
     return (size,) * len(next(own for axes in like for own in axes if own is not None))
 
 
-def _ratio(a: int, b: int) -> tuple[int, int]:
-    return divmod(a, b)
-
-
 # --- the table -------------------------------------------------------------------------------------------------------
 
 _LIBRARIES = (torch, F, torch._C._nn, torch.special, torch.linalg, Tensor)
@@ -676,7 +668,7 @@ _BY_NAMES: Mapping[Rule, str] = {
     _elementwise: "sigmoid softplus exp exp2 cos cosh logsigmoid hardsigmoid erfc gt lt ge le eq ne greater less "
     "greater_equal less_equal not_equal logical_not logical_and logical_or logical_xor clamp clamp_min clamp_max "
     "clip where maximum minimum fmax fmin masked_fill threshold hardtanh lerp addcmul isfinite bitwise_not "
-    "bitwise_and bitwise_or and or xor invert acos arccos logit log_sigmoid expit sinc fill remainder fmod mod",
+    "bitwise_and bitwise_or and or xor invert acos arccos logit log_sigmoid expit sinc fill",
     _singular: "log log2 log10 sqrt rsqrt reciprocal acosh arccosh digamma lgamma float_power xlogy atan2 hypot",
     _sum_like: "add sub subtract rsub",
     _product_like: "mul multiply",
@@ -711,7 +703,7 @@ _BY_NAMES: Mapping[Rule, str] = {
     _viewed: "view reshape flatten unflatten view_as reshape_as ravel",
     _expanded: "expand expand_as broadcast_to",
     _created: "ones full empty ones_like full_like empty_like new_ones new_full new_empty arange eye",
-    _stacked: "stack hstack vstack",
+    _stacked: "stack",
     _joined: "cat concat concatenate",
     _divided: "chunk split tensor_split",
     _glu: "glu",
@@ -720,7 +712,7 @@ _BY_NAMES: Mapping[Rule, str] = {
     _padded_around: "pad interpolate upsample",
     _dropout: "alpha_dropout feature_alpha_dropout",
     _plain_dropout: "dropout dropout1d dropout2d dropout3d feature_dropout",
-    _drawn: "rand randn rand_like randn_like bernoulli normal new_empty_strided randint_like",
+    _drawn: "rand randn rand_like randn_like bernoulli normal ",
 }
 
 RULES: Mapping[Callable[..., Any], Rule] = {

@@ -1,0 +1,111 @@
+"""Calls of members of unequal widths, side by side: which axes are padded, and how much of them is a member's own.
+
+Each width's forward is recorded once, alone (`tracing/recording.py`). The widest member's recording beside those of
+the others says which axis of which tensor is padded.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from modelfleet.frameworks.errors import CannotFuseError
+from modelfleet.frameworks.torch.tracing.calls import Arguments, Function, Path, flatten
+from modelfleet.frameworks.torch.tracing.recording import OUTSIDE, RESULT, Described, Recording, compare
+from modelfleet.frameworks.torch.tracing.recording import Call as OneCall
+
+Size = tuple[Any, ...]
+"""One number for each variant of the members: the size of an axis, or another number of a call."""
+Axes = tuple[Size | None, ...]
+"""For each axis of a tensor, the own sizes of the variants; None if all are equal."""
+
+
+@dataclass
+class Call:
+    """One call of a torch function, by all variants."""
+
+    own: OneCall
+    """The call of the widest variant."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Shapes of the tensors in its arguments."""
+    output_shapes: tuple[tuple[int, ...], ...]
+    inputs: list[Axes] = field(default_factory=list)
+    """For each tensor in the arguments, its axes."""
+    outputs: list[Axes] = field(default_factory=list)
+    numbers: dict[Path, Size] = field(default_factory=dict)
+    """Plain numbers in the arguments that are not the same in all variants."""
+
+    @property
+    def padded(self) -> bool:
+        """Return True if an axis or a number is not the same in all variants."""
+        return bool(self.numbers) or any(any(axes) for axes in (*self.inputs, *self.outputs))
+
+
+def side_by_side(recordings: Sequence[Recording], names: Sequence[str], widest: int) -> list[Call]:
+    """Return the calls of all variants, without what they return at the end.
+
+    Args:
+        recordings: The recordings, one for each variant.
+        names: The name of a member of each variant, for messages.
+        widest: The variant whose Python runs for all.
+
+    Raises:
+        CannotFuseError: The variants call different functions, or return other shapes.
+    """
+    found = compare(recordings)
+    why = found.other
+    if why is None and found.outside:
+        why = "it uses a tensor that is no parameter or buffer, and not the same in all members"
+    if why is not None:
+        raise CannotFuseError(f"its widths differ, and its Python, too: {why}")
+    calls = [_call(own) for own in recordings[widest].calls]
+    at = [_places(call.own) for call in calls]
+    for difference in found.shapes:
+        call, places = calls[difference.call], at[difference.call]
+        if call.own.name == "return":
+            raise CannotFuseError(f"its output is {difference.values[0]}, and {difference.values[1]} for others")
+        axes = _axes(difference.values)
+        if difference.path[:1] == (RESULT,):
+            call.outputs[places[1].index(difference.path[1:])] = axes
+            continue
+        number = places[0].index(difference.path)
+        if dict(call.own.arguments)[difference.path].origin.kind == OUTSIDE:
+            raise CannotFuseError(
+                f"its widths differ, and so does a tensor in {call.own.name} that is no parameter or buffer"
+            )
+        call.inputs[number] = axes
+    for difference in (*found.floats, *found.integers):
+        if difference.path[:1] != (RESULT,):
+            calls[difference.call].numbers[difference.path] = difference.values
+    return calls[:-1]
+
+
+def _call(own: OneCall) -> Call:
+    shapes, results = (
+        tuple(leaf.shape for _, leaf in leaves if isinstance(leaf, Described))
+        for leaves in (own.arguments, own.results)
+    )
+    inputs, outputs = ([(None,) * len(shape) for shape in own] for own in (shapes, results))
+    return Call(own, shapes, results, inputs, outputs)
+
+
+def _places(own: OneCall) -> tuple[list[Path], list[Path]]:
+    given, results = (
+        [path for path, leaf in leaves if isinstance(leaf, Described)] for leaves in (own.arguments, own.results)
+    )
+    return given, results
+
+
+def _axes(shapes: Sequence[tuple[int, ...]]) -> Axes:
+    return tuple(None if len(set(sizes)) == 1 else tuple(sizes) for sizes in zip(*shapes, strict=True))
+
+
+def tensors_of(function: Function, args: Sequence[Any], kwargs: Any) -> list[Tensor]:
+    """Return the tensors in the arguments of a call, in the order of a recording."""
+    return [leaf for _, leaf in Arguments(function, args, kwargs).leaves() if isinstance(leaf, Tensor)]
+
+
+def tensors_in(result: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a result, in the order of a recording."""
+    yield from (leaf for _, leaf in flatten(result) if isinstance(leaf, Tensor))
