@@ -280,12 +280,10 @@ class LiveLanes:
                 source = self._holders[name][1]
                 if lane.steps[lane.positions[source]]:  # not of a member that still has its loaded state
                     by_source.setdefault(source, []).append(name)
-            if by_source:
-                found.append(
-                    ([first for first, *_ in by_source.values()], saved_state.read(lane, list(by_source)))
-                )
+            for sources, state in saved_state.read(lane, list(by_source)) if by_source else ():
+                found.append(([by_source[source][0] for source in sources], state))
             for source, (_, *clones) in by_source.items():
-                found += [([clone], saved_state.read(lane, [source])) for clone in clones]
+                found += [([clone], state) for clone in clones for _, state in saved_state.read(lane, [source])]
         return [*found, *(([name], saved) for name, saved in self._saved.items())]
 
     def halve(self, run: LaneRun) -> list[LaneRun]:

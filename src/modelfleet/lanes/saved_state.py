@@ -42,9 +42,12 @@ class TrainingState:
         )
 
 
-def read(lane: Lane, names: Sequence[str]) -> TrainingState:
-    """Return a copy of the training state of some members of a lane."""
-    found = lane.read(names, (*CARRIED, COUNTS))
+def read(lane: Lane, names: Sequence[str]) -> list[tuple[list[str], TrainingState]]:
+    """Return a copy of the training state of some members of a lane, those of one form together."""
+    return [(own, _training_state(found)) for own, found in lane.read_apart(names, (*CARRIED, COUNTS))]
+
+
+def _training_state(found: State) -> TrainingState:
     state = {
         part: {name: tensor for name, tensor in found.get(part, {}).items() if chosen is None or name in chosen}
         for part, chosen in CARRIED.items()
@@ -63,7 +66,7 @@ def write(lane: Lane, states: Mapping[str, TrainingState]) -> None:
         by_form.setdefault(one.form, []).append(name)
     for names in by_form.values():
         joined = join([states[name] for name in names], arrays.concatenate)
-        own = lane.read(names, CARRIED)
+        ((_, own),) = lane.read_apart(names[:1], CARRIED)
         theirs, ours = joined.state.get("optimizer", {}).keys(), own.get("optimizer", {}).keys()
         if theirs and not (theirs <= ours or ours <= theirs):
             listed = ", ".join(map(repr, names))

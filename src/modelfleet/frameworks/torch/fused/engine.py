@@ -163,16 +163,17 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
 
     def _run_singly(self, kind: Kind, state: State, batch: Batch, *weights: Tensor) -> Tree:
         """Evaluate or predict one member after the other. The model may change buffers of those with rows."""
-        steps, found = self.programs.steps, []
+        found = []
         for slot, count in enumerate(batch.counts.tolist()):
             rows = torch.tensor([slot], device=self.device)
             one = states.select(state, rows)
+            steps, alone = self.programs.alone(one)
             own = (
                 batch.data if batch.shared else map_tree(lambda leaf, slot=slot: leaf[slot : slot + 1], batch.data)
             )
             with locked_in_mode(steps, train=False):
                 rest = [weight[slot : slot + 1] for weight in weights]
-                found.append(getattr(steps, kind)(one, self.shared, own, *rest, How(batch.shared, fused=False)))
+                found.append(getattr(steps, kind)(alone, self.shared, own, *rest, How(batch.shared, fused=False)))
             if count:
                 states.put(state["buffers"], rows, one["buffers"])
         return map_trees(torch.cat, found)
@@ -360,10 +361,11 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         """Replace the state of some members by part and name. They may be given in their own shapes."""
         given = {part: dict(own) for part, own in state.items() if part != "own"}
         if self._widths is not None:
-            for own in given.values():
-                for name, value in own.items():
-                    tensor = arrays.from_host(value, torch.empty(0)) if isinstance(value, np.ndarray) else value
-                    own[name] = self._widths.padded(name, tensor) if tensor.dim() > 1 else value
+            for part, own in given.items():
+                for name in own.keys() & self.state.get(part, {}).keys():
+                    value, like = own[name], self.state[part][name]
+                    tensor = arrays.from_host(value, like) if isinstance(value, np.ndarray) else value
+                    own[name] = self._widths.padded(name, tensor)
         super().write(positions, given)
 
     def read_apart(

@@ -273,6 +273,18 @@ class Programs(Generic[OwnSteps]):
         if model is not self.steps.model:
             self.steps.model, self._snapshot = model, None
 
+    def alone(self, state: State) -> tuple[OwnSteps, State]:
+        """Return the steps and the state of one member by itself, for a step that can't be fused.
+
+        The state has views of the one given, in the member's own shapes.
+        """
+        if self.widths is None:
+            return self.steps, state
+        steps: Any = self.steps
+        variant = int(state["own"]["variant"][0])
+        own = {part: tensors for part, tensors in state.items() if part != "own"}
+        return steps.of(self.widths.models[variant]), self.widths.cut(own, variant)
+
     def use_widths(self, widths: Widths | None) -> None:
         """Compute for members of these unequal widths, or of equal ones. They are the same for one set of variants."""
         steps: Any = self.steps

@@ -137,9 +137,9 @@ class Stepper(Generic[OwnSteps]):
             self.remember_unfusable("train", batch, error)
             if len(state["member"]["seed"]) > 1:
                 raise
-        steps = self._programs.steps
+        steps, own = self._programs.alone(state)
         with locked_in_mode(steps, train=True):
-            loss = steps.train(*lead, *rest, How(batch.shared, fused=False))
+            loss = steps.train(own, self.shared, *rest, How(batch.shared, fused=False))
         self.coefficients.stepped(None)
         return loss
 

@@ -61,6 +61,12 @@ class Steps:
         self.recorded: Recorded | None = None  # records the model's Python, if it is set
         self.padding: Padding | None = None  # for members of unequal widths
 
+    def of(self, model: nn.Module) -> "Steps":
+        """Return the steps of another model that has the same names and other sizes."""
+        own = Steps(model, self.task, self.layout)
+        own.unused, own.contiguous, own.differentiates = self.unused, self.contiguous, self.differentiates
+        return own
+
     @property
     def can_mask_rows(self) -> bool:
         """Return True if the loss and every metric can leave out padded rows by weights."""

@@ -26,10 +26,10 @@ class Columns:
     def __init__(self) -> None:
         self.known: dict[Size, int] = {}
 
-    def table(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def table(self, variants: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the numbers `(variant, column)`."""
         columns = [torch.tensor(size, dtype=dtype, device=device) for size in self.known]
-        return torch.stack(columns, 1) if columns else torch.zeros(1, 0, dtype=dtype, device=device)
+        return torch.stack(columns, 1) if columns else torch.zeros(variants, 0, dtype=dtype, device=device)
 
 
 class OwnNumbers:
@@ -152,7 +152,7 @@ class PaddedMode(CallMode):
         if not call.padded or not call.outputs:
             return function(*args, **kwargs)
         padded = PaddedCall(call, function, args, kwargs, tensors, self)
-        rule = self._rules.get(function) if call.own.key is function else None
+        rule = self._rules.get(function)
         if rule is None or (tensors and not args):
             raise padded.refuse("has no rule for a padded axis")
         return rule(padded)

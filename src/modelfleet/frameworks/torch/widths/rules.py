@@ -361,7 +361,7 @@ def _pooling(call: PaddedCall) -> Tensor:
 
 
 def _moved(call: PaddedCall) -> Any:
-    """Run a function that only moves axes, or removes and adds those of size 1."""
+    """Run a function that only moves axes, or removes and adds those of size 1, or creates zeros."""
     return call.run()
 
 
@@ -663,7 +663,7 @@ _BY_NAMES: Mapping[Rule, str] = {
     _as_is: "relu relu6 leaky_relu elu celu selu gelu silu mish tanh hardswish softsign tanhshrink softshrink "
     "hardshrink sin tan sinh asinh asin atan arctan arcsinh arcsin atanh arctanh erf expm1 log1p abs absolute neg "
     "negative square floor ceil round trunc fix sign sgn positive nan_to_num prelu clone detach contiguous to type "
-    "float double half bfloat16 int long bool cpu cuda type_as zeros_like new_zeros zeros zero alias isnan isinf "
+    "float double half bfloat16 int long bool cpu cuda type_as zeros_like zero alias isnan isinf "
     "deg2rad rad2deg requires_grad_ retain_grad conj resolve_conj resolve_neg real",
     _elementwise: "sigmoid softplus exp exp2 cos cosh logsigmoid hardsigmoid erfc gt lt ge le eq ne greater less "
     "greater_equal less_equal not_equal logical_not logical_and logical_or logical_xor clamp clamp_min clamp_max "
@@ -699,7 +699,7 @@ _BY_NAMES: Mapping[Rule, str] = {
     _pooling: "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d "
     "adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d "
     "lp_pool1d lp_pool2d",
-    _moved: "permute transpose movedim moveaxis swapaxes swapdims t unsqueeze squeeze adjoint",
+    _moved: "zeros new_zeros permute transpose movedim moveaxis swapaxes swapdims t unsqueeze squeeze adjoint",
     _viewed: "view reshape flatten unflatten view_as reshape_as ravel",
     _expanded: "expand expand_as broadcast_to",
     _created: "ones full empty ones_like full_like empty_like new_ones new_full new_empty arange eye",

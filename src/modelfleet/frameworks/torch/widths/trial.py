@@ -93,9 +93,7 @@ class _Trial:
     def alone(self, variant: int) -> tuple[Recording, Tree]:
         """Return the recording and the result of one variant's step, alone."""
         model = self._widths.models[variant]
-        own = Steps(model, self._steps.task, self._widths.layout)
-        own.modes = own.modes and self._steps.modes
-        own.differentiates, own.contiguous = self._steps.differentiates, self._steps.contiguous
+        own = self._steps.of(model)
         own.recorded = Recorded()
         with undoing_side_effects(*own.roots()), locked_in_mode(own, train=self._train):
             result = self._run(own, self._states[variant], ONE)
@@ -124,7 +122,7 @@ class _Trial:
             found = self._run(steps, state, PAIR)
         assert steps.padding is not None
         exact = torch.float32 if device.type == "mps" else torch.float64
-        steps.padding.table = steps.padding.columns.table(exact, device)
+        steps.padding.table = steps.padding.columns.table(len(self._states), exact, device)
         for variant, expected in enumerate(alone):
             self._compare(variant, map_tree(lambda t, at=variant: t[at : at + 1], found), expected)
 
