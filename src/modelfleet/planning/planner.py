@@ -15,7 +15,7 @@ from modelfleet.errors import StrategyError
 from modelfleet.lanes import Groups, LaneSpec
 from modelfleet.lanes.shared_objects import find_shared_object
 from modelfleet.lanes.spec import join_reasons
-from modelfleet.planning import lane_width, placement
+from modelfleet.planning import lane_width, placement, width_classes
 from modelfleet.planning.fusability import refuse_indivisible, split_unfusable
 from modelfleet.planning.measurements import Budget, Measurements, steps_per_epoch, total_steps, work
 from modelfleet.planning.placement import Load
@@ -30,6 +30,7 @@ from modelfleet.workers.pickling import pickle_value
 from modelfleet.workers.process import idle_count
 
 WORKER_START_SECONDS = 8.0  # until a new worker process has taken its first step
+FEW_STEPS = 50  # assumed for lanes that only predict or evaluate
 BETTER = 0.9  # an alternative must take at most this fraction of the time
 
 Placement = tuple[tuple[tuple[str, ...], bool, str | None], ...]
@@ -63,6 +64,8 @@ class Planner:
         Raises:
             StrategyError: The strategy is not possible.
         """
+        if strategy == "auto" and resumed is None:
+            specs = [part for spec in specs for part in self._by_width(opener, spec)]
         specs = split_unfusable(opener, specs, strategy)
         if opener.kind != "train":
             return Plan(tuple(specs), usual_sharing(opener.groups))
@@ -127,6 +130,31 @@ class Planner:
         self._placed = self._placed[0], _placement(plan.lanes)
         return plan
 
+    # --- widths --------------------------------------------------------------------------------------------------
+
+    def _by_width(self, opener: LaneOpener, spec: LaneSpec) -> list[LaneSpec]:
+        """Return a lane as it is, or in width classes if its members are not equally wide."""
+        groups = opener.groups
+        if opener.is_open(spec) or not width_classes.has_several(groups, spec):
+            return [spec]
+        return width_classes.divide(groups, spec, self._width_costs(opener, spec))
+
+    def _width_costs(self, opener: LaneOpener, spec: LaneSpec) -> width_classes.Costs:
+        """Return what lanes of some widths cost, from plain steps of the smallest and the widest member."""
+        smallest, widest = width_classes.smallest_and_widest(opener.groups, spec)
+        opened = [opener.open(LaneSpec((name,), False, device=spec.device)) for name, _ in (smallest, widest)]
+        rows = opened[0].feed.first().size
+        per_number = 6 * rows / width_classes.FLOPS_PER_SECOND  # forward and backward of a matrix product
+        if opener.kind != "train":
+            return width_classes.Costs(FEW_STEPS, per_number=per_number)
+        steps = max(total_steps(one, opener.job) for one in opened)
+        budget = Budget(steps)
+        small, wide = (self.measurements.step_seconds(opener, one.spec, one.feed, budget) for one in opened)
+        if small is None or wide is None:
+            return width_classes.Costs(steps, per_number=per_number)
+        measured = (wide - small) / (widest[1] - smallest[1])
+        return width_classes.Costs(steps, small, max(per_number, measured))
+
     # --- measuring -----------------------------------------------------------------------------------------------
 
     def _measure(
@@ -170,6 +198,7 @@ class Planner:
                 replace(spec, members=names, apart_because=reason, wave=wave)
                 for wave, names in enumerate(lane_width.waves(width, spec.members))
             ]
+            lanes = split_unfusable(opener, lanes, "auto")
         return self._fastest_width(opener, opened, lanes, budget)
 
     def _fastest_width(
@@ -187,7 +216,7 @@ class Planner:
         budget.predict(wide * len(lanes) * total_steps(opened, opener.job))
         candidates: list[tuple[float, list[LaneSpec]]] = [(wide * ratio * len(lanes), lanes)]
         quarter = lanes[0].width // 4
-        if quarter >= 2:
+        if quarter >= 2 and not width_classes.has_several(opener.groups, spec):
             narrow = [replace(spec, members=names) for names in lane_width.waves(quarter, spec.members)]
             seconds = measure(narrow[0])
             if seconds is not None:
