@@ -36,7 +36,9 @@ class Costs:
 
     def of(self, numbers: float, members: int, widths: int) -> float:
         """Return what a lane of members that are padded to `numbers` parameters costs."""
-        return self.steps * self.of_step(numbers, members) + PREPARE_SECONDS + RECORD_SECONDS * widths * (widths > 1)
+        return (
+            self.steps * self.of_step(numbers, members) + PREPARE_SECONDS + RECORD_SECONDS * widths * (widths > 1)
+        )
 
     def of_step(self, numbers: float, members: int) -> float:
         """Return what one step of such a lane takes."""

@@ -26,7 +26,9 @@ def _float64() -> Iterator[None]:
 class Wide(nn.Module):
     """A network of a width that computes by a function."""
 
-    def __init__(self, width: int, parts: Mapping[str, nn.Module], run: Callable[["Wide", Tensor], Tensor]) -> None:
+    def __init__(
+        self, width: int, parts: Mapping[str, nn.Module], run: Callable[["Wide", Tensor], Tensor]
+    ) -> None:
         super().__init__()
         self.width = width
         for name, part in parts.items():
@@ -68,7 +70,9 @@ def _dropout(width: int) -> nn.Module:
 
 
 def _activation(kind: Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
-    return lambda width: _sequence(nn.Linear(6, width), kind(), nn.Linear(width, width), kind(), nn.Linear(width, 3))
+    return lambda width: _sequence(
+        nn.Linear(6, width), kind(), nn.Linear(width, width), kind(), nn.Linear(width, 3)
+    )
 
 
 def _cnn(width: int) -> nn.Module:
@@ -104,7 +108,9 @@ def _residual(width: int) -> nn.Module:
             x = x + block(x)
         return net.last(x)
 
-    blocks = nn.ModuleList(_sequence(nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width)) for _ in "ab")
+    blocks = nn.ModuleList(
+        _sequence(nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width)) for _ in "ab"
+    )
     return Wide(width, {"first": nn.Linear(6, width), "blocks": blocks, "last": nn.Linear(width, 3)}, run)
 
 
@@ -134,7 +140,9 @@ def _attention(width: int) -> nn.Module:
 
     parts = nn.ModuleList(nn.Linear(width, 2 * width) for _ in "qkv")
     last = nn.Linear(2 * width, 3)
-    return Wide(width, {"first": nn.Linear(1, width), "parts": parts, "norm": nn.LayerNorm(2 * width), "last": last}, run)
+    return Wide(
+        width, {"first": nn.Linear(1, width), "parts": parts, "norm": nn.LayerNorm(2 * width), "last": last}, run
+    )
 
 
 def _scaled(width: int) -> nn.Module:
@@ -152,7 +160,12 @@ def _reductions(width: int) -> nn.Module:
     def run(net: Wide, x: Tensor) -> Tensor:
         x = net.first(x)
         found = [x.mean(-1), x.sum(-1), x.var(-1), x.std(-1), x.amax(-1), x.min(-1).values, x.norm(dim=-1)]
-        found += [torch.logsumexp(x, -1), (0.1 * x + 1).prod(-1), (x.exp() + 1).log().mean(-1), (x * x + 1).rsqrt().sum(-1)]
+        found += [
+            torch.logsumexp(x, -1),
+            (0.1 * x + 1).prod(-1),
+            (x.exp() + 1).log().mean(-1),
+            (x * x + 1).rsqrt().sum(-1),
+        ]
         return net.last(torch.stack(found, 1))
 
     return Wide(width, {"first": nn.Linear(6, width), "last": nn.Linear(11, 3)}, run)

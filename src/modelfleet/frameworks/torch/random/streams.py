@@ -88,9 +88,7 @@ class Streams:
         self._padded: tuple[tuple[tuple[int, ...] | None, ...], tuple[int, ...]] | None = None
 
     @contextmanager
-    def at_own_positions(
-        self, axes: Sequence[tuple[int, ...] | None], shape: Sequence[int]
-    ) -> Iterator[None]:
+    def at_own_positions(self, axes: Sequence[tuple[int, ...] | None], shape: Sequence[int]) -> Iterator[None]:
         """Draw at the positions that a padded member's numbers have in its own shape.
 
         Args:
