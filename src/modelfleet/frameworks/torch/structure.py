@@ -5,6 +5,7 @@ the same, they count as different.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from modelfleet.frameworks.structure import Signature
 from modelfleet.frameworks.torch.values import Freezer, differ, show
+from modelfleet.frameworks.torch.values import without_numbers as without_numbers_of
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -89,8 +91,43 @@ def without_modes(own: Signature) -> Signature:
     )
 
 
+@lru_cache(maxsize=4096)
+def without_numbers(own: Signature) -> Signature:
+    """Return a structure without the numbers in it. Members that differ in nothing else may share a lane."""
+    kinds = {path: entry.kind for path, entry in own.entries if isinstance(entry, _Module)}
+    found: list[tuple[str, Hashable]] = []
+    for path, entry in own.entries:
+        if isinstance(entry, _Module):
+            hooks = tuple(without_numbers_of(hook) for hook in entry.hooks)
+            found.append((path, entry._replace(kind=without_numbers_of(entry.kind), hooks=hooks)))
+        elif isinstance(entry, _Again | _Tensor):
+            found.append((path, entry))
+        else:
+            owner, _, name = path.rpartition(".")
+            found.append((path, without_numbers_of(entry, kinds.get(owner), name)))
+    return Signature(tuple(found))
+
+
 def difference(a: Signature, b: Signature) -> str | None:
-    """Return where `a` first differs from `b`, as in "features.3.stride is 2, not 1"; None if nowhere."""
+    """Return where `a` first differs from `b`, as in "features.3.stride is 2, not 1"; None if nowhere.
+
+    A difference that keeps the two from sharing a lane comes before a difference in a number.
+    """
+    if a == b:
+        return None
+    ours = {
+        path: (value, plain)
+        for (path, value), (_, plain) in zip(a.entries, without_numbers(a).entries, strict=True)
+    }
+    # What differs in numbers alone is taken from `a`.
+    others = [
+        (path, ours[path][0] if path in ours and ours[path][1] == plain else value)
+        for (path, value), (_, plain) in zip(b.entries, without_numbers(b).entries, strict=True)
+    ]
+    return _difference(a, Signature(tuple(others))) or _difference(a, b)
+
+
+def _difference(a: Signature, b: Signature) -> str | None:
     if a == b:
         return None
     ours, theirs = dict(a.entries), dict(b.entries)

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import inspect
 import logging
 import re
 import struct
@@ -57,15 +58,19 @@ class Tree(NamedTuple):
     parts: tuple[tuple[str, Hashable], ...]
 
 
+_NUMBER = Leaf("number", None)
+
+
 class Freezer:
     """Turns the values of one model's attributes into hashable ones, which are equal if the contents are.
 
     `names` returns the names of the model's own modules and tensors by id. An attribute that holds one of them
-    refers to it by name; any other tensor is compared by its numbers.
+    refers to it by name; any other tensor is compared by its numbers, or only by its shape without `contents`.
     """
 
-    def __init__(self, names: Callable[[], dict[int, str]]) -> None:
+    def __init__(self, names: Callable[[], dict[int, str]] = dict, *, contents: bool = True) -> None:
         self._find_names = names
+        self._contents = contents
         self._known: dict[int, tuple[object, Hashable]] = {}  # keeps the objects alive, so that ids stay unique
 
     @functools.cached_property
@@ -101,7 +106,9 @@ class Freezer:
             case nn.Module() | Tensor() if id(value) in self._names:
                 return Leaf("reference", self._names[id(value)])
             case Tensor():
-                return _freeze_tensor(value)
+                return _freeze_tensor(value) if self._contents else _tensor_leaf(value)
+            case np.ndarray() if not self._contents:
+                return Opaque(value)
             case np.ndarray() if not value.dtype.hasobject:
                 return _digest("array", value.dtype.name, value.shape, value.tobytes())
             case np.generic():
@@ -125,6 +132,41 @@ class Freezer:
 
     def _tree(self, kind: Hashable, parts: list[tuple[str, Any]]) -> Tree:
         return Tree(kind, tuple((label, self.freeze(part)) for label, part in parts))
+
+
+def without_numbers(frozen: Hashable, owner: Hashable = None, name: str = "") -> Hashable:
+    """Return a frozen value without its floats, and without what is in its tensors.
+
+    Args:
+        frozen: The frozen value.
+        owner: The class of the object that has it.
+        name: The attribute's name there. An integer counts as a float if the class takes a float by that name.
+    """
+    match frozen:
+        case Tree(kind, parts):
+            own = ((label, without_numbers(part, kind, label.removeprefix("."))) for label, part in parts)
+            return Tree(without_numbers(kind), tuple(own))
+        case Leaf(type() as kind, _) if issubclass(kind, float | np.floating):
+            return _NUMBER
+        case Leaf(kind, _) if kind is int and name in _float_parameters(owner):
+            return _NUMBER
+        case Leaf(_, _Digest("tensor", dtype, shape)) if "float" in dtype:
+            return Leaf("tensor", (dtype, shape))
+    return frozen
+
+
+def _float_parameters(owner: Hashable) -> frozenset[str]:
+    """Return the parameters of a class's `__init__` that are floats by their annotation or default value."""
+    return _floats_of(owner) if isinstance(owner, type) else frozenset()
+
+
+@functools.lru_cache(maxsize=512)
+def _floats_of(cls: type) -> frozenset[str]:
+    try:
+        parameters = inspect.signature(cls.__init__).parameters.values()
+    except (TypeError, ValueError):
+        return frozenset()
+    return frozenset(p.name for p in parameters if p.annotation in (float, "float") or type(p.default) is float)
 
 
 def differ(name: str, value: Hashable, other: Hashable) -> str:
@@ -202,6 +244,11 @@ def _freeze_tensor(tensor: Tensor) -> Hashable:
         return Opaque(tensor)
     what = "trained tensor" if tensor.requires_grad else "tensor"
     return _digest(what, str(tensor.dtype).removeprefix("torch."), tensor.shape, data)
+
+
+def _tensor_leaf(tensor: Tensor) -> Leaf:
+    what = "trained tensor" if tensor.requires_grad else "tensor"
+    return Leaf(what, (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
 
 
 def _parts_of_class(cls: type) -> tuple[Leaf, list[tuple[str, Any]]]:

@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from modelfleet.trees import leaves, map_tree, structure
 from modelfleet.types import State, Tree
@@ -21,7 +22,16 @@ def family_of(kind: str, args: Args, shared_data: bool) -> Key:
     data = _key(args[-2:] if kind == "train" else args[2:], 0 if shared_data else 1)
     # The shared tensors, and which parameters have the same counts, do not follow from the structure.
     counted = tuple(args[2]) if kind in ("train", *APPLYING) else ()
-    return kind, shared_data, tuple(args[1]), counted, _row_stride(args[0]), data
+    # Members that differ in numbers have a column for each place that takes one.
+    numbers = tuple(args[0]["numbers"]) if "numbers" in args[0] else None
+    return kind, shared_data, tuple(args[1]), counted, numbers, _row_stride(args[0]), data
+
+
+def numbers_key(kind: str, data: Tree, weights: Tensor | None, *, shared: bool) -> Key:
+    """Return what the numbers that a step computes with may depend on: the kind, and the form of the batch."""
+    first = 0 if shared else 1
+    form = tuple((leaf.shape[first:], leaf.dtype) for leaf in leaves(data))
+    return kind, structure(data), form, weights is not None
 
 
 def width_of(args: Args) -> int:
@@ -40,13 +50,12 @@ def rows_of(args: Args, stacked: Sequence[bool], width: int) -> Iterator[Tree]:
 def readable(state: State) -> State:
     """Return the part of a state that a forward pass reads."""
     member = {name: state["member"][name] for name in ("seed", "step")}
-    derived = {"own": state["own"]} if "own" in state else {}
     return {
         "params": state["params"],
         "frozen": state["frozen"],
         "buffers": state["buffers"],
         "member": member,
-        **derived,
+        **({"numbers": state["numbers"]} if "numbers" in state else {}),
     }
 
 

@@ -24,15 +24,15 @@ from modelfleet.frameworks.torch.fused.stepping import Stepper
 from modelfleet.frameworks.torch.fused.steps import Steps
 from modelfleet.frameworks.torch.fused.steps_protocol import ALONE, How, Tensors
 from modelfleet.frameworks.torch.fused.updating import INITIAL_SCALE
+from modelfleet.frameworks.torch.fused.variants import Variants
 from modelfleet.frameworks.torch.model_locks import lock_of, locked_in_mode
 from modelfleet.frameworks.torch.optimizers.counting import CoefficientsAhead
 from modelfleet.frameworks.torch.parallel.fused import RowDivision
 from modelfleet.frameworks.torch.parallel.process_group import ProcessGroup
 from modelfleet.frameworks.torch.parallel.row_independence import ignores_padding, rows_are_independent
-from modelfleet.frameworks.torch.python_state.checks import DivergenceCheck
 from modelfleet.frameworks.torch.structure import shared_parameters
 from modelfleet.frameworks.torch.task import Task
-from modelfleet.frameworks.torch.widths.widths import Widths, unequal
+from modelfleet.frameworks.torch.widths.widths import Widths
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree, map_trees
 from modelfleet.types import Kind, State, Tree
@@ -46,14 +46,14 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         members, columns, device = context.members, context.columns, context.device
         models = [member.model for member in members]
         programs = context.programs
-        self._variants = list(context.variants)
-        self._widths = _widths_of(members, self._variants)
-        template = models[0] if self._widths is None else self._widths.models[self._widths.widest]
+        named = [(member.name, member.model) for member in members]
+        widths = Widths(named, context.variants) if max(context.variants) else None
+        self._widths = widths if widths is not None and widths.several else None
+        template = 0 if self._widths is None else self._widths.template
         if programs is None:
-            steps = Steps(template, context.task, states.transposed(template))
+            steps = Steps(models[template], context.tasks[template], states.transposed(models[template]))
             programs = Programs(steps, fused=context.fused)
-        programs.serve(template)
-        programs.use_widths(self._widths)
+        programs.serve(models[template])
         self._first = members[0].name
         self.layout = programs.steps.layout
         common = shared_parameters(models) if len(models) > 1 else set()
@@ -61,19 +61,30 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         shared = {
             name: states.placed(first[name], device, transpose=name in self.layout) for name in sorted(common)
         }
-        named = [(member.name, member.model) for member in members]
-        self._division = RowDivision(self._first, programs, device)
+        self._variants = variants = Variants(
+            named,
+            context.tasks,
+            context.variants,
+            programs.steps,
+            shared,
+            lambda position: self._weights_of([members[position]]),
+            device,
+            self._widths,
+        )
+        self._division = RowDivision(self._first, programs, variants, device)
         stepper = Stepper(
             self._first,
             programs,
             shared,
             CoefficientsAhead(context.task),
             division=self._division,
-            divergence=DivergenceCheck(named, self._variants) if len(named) > 1 else None,
+            variants=variants,
         )
         trials = RowTrials(
-            lambda one, data, real: ignores_padding(programs.steps, one, shared, data, real),
-            lambda one, inputs: rows_are_independent(programs.steps, one, shared, inputs),
+            lambda one, data, real: all(
+                ignores_padding(steps, one, shared, data, real) for steps in variants.trials
+            ),
+            lambda one, inputs: all(rows_are_independent(steps, one, shared, inputs) for steps in variants.trials),
         )
         super().__init__(programs, stepper, trials, device)
         self.stacked = StackedState(self._initial_state(members, columns), len(members), states.Rows(device))
@@ -92,7 +103,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
 
         All tensors that a step changes are made here, so this is the place to lay them out in memory.
         """
-        state = self._weights_of(range(len(members)), members)
+        state = self._weights_of(members, range(len(members)))
         hyper = {name: self.tensor(column) for name, column in columns.items()}
         made = {name: self.task.optimizer.initial(p, hyper) for name, p in state["params"].items()}
         state["optimizer"] = {
@@ -110,13 +121,12 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
             state["member"]["scale"] = torch.full((width,), INITIAL_SCALE, device=self.device)
             state["member"]["finite_steps"] = torch.zeros(width, dtype=torch.int64, device=self.device)
         state["sums"] = {}
-        if self._widths is not None:
-            state["own"] = {"variant": torch.tensor(self._variants, device=self.device)}
         return packing.pack(state)
 
     def give_slots(self, positions: Positions) -> None:
         """Give slots to these members from now on. The others rest."""
         super().give_slots(positions)
+        self._variants.slots = self.slots
         if packing.buffers_of(self.state) is None:
             self.state = packing.pack(self.state)
 
@@ -131,7 +141,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
             StrategyError: The rows of the batch can't be divided over the ranks of the group.
         """
         self.stepper.check_members()
-        lead, rest = (self.state, self.shared), (batch.data,)
+        rest = (batch.data,)
         if kind == "train":
             compile_mode()  # raises for a misspelt mode before the first step
             if not self.state["params"]:
@@ -140,34 +150,45 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
                     f"Set requires_grad=True on what is to be trained."
                 )
             if self._division.group is not None:
-                self._division.ready(lead, batch)
+                self._division.ready((self.state, self.shared), batch)
                 return
             rest = (self.stepper.coefficients.one(self.state, hyper), active, batch.data, None)
+            lead = self.stepper.with_numbers(kind, self.state, batch, None), self.shared
             self.programs.ready_to_train(lead, rest, shared_data=batch.shared)
             return
+        weights = None
         if kind == "evaluate":
-            rest = batch.data, self.row_weights(np.full(len(active), batch.size), batch.size)
-        self.programs.program(kind, (readable(self.state), self.shared, *rest), batch.shared)
+            weights = self.row_weights(np.full(len(active), batch.size), batch.size)
+            rest = batch.data, weights
+        state = self.stepper.with_numbers(kind, self.state, batch, weights)
+        self.programs.program(kind, (readable(state), self.shared, *rest), batch.shared)
 
-    def _run(self, kind: Kind, state: State, batch: Batch, *weights: Tensor) -> Tree:
-        """Evaluate or predict: all members at once, or one after the other if a batch can't be fused."""
-        args = (readable(state), self.shared, batch.data, *weights)
+    def _run(
+        self, kind: Kind, state: State, batch: Batch, *weights: Tensor, positions: np.ndarray | None = None
+    ) -> Tree:
+        """Evaluate or predict: all members at once, or one after the other if a batch can't be fused.
+
+        `positions` are those of the members that the state is for; None for those in the slots.
+        """
         try:
             self.stepper.refuse_unfusable(kind, batch)
             with self.stepper.refusing_state():
+                numbers = self.stepper.with_numbers(kind, state, batch, next(iter(weights), None), positions)
+                args = (readable(numbers), self.shared, batch.data, *weights)
                 return getattr(self.programs, kind)(args, shared_data=batch.shared)
         except CannotFuseError as error:
             self.stepper.remember_unfusable(kind, batch, error)
-        found = self._run_singly(kind, state, batch, *weights)
+        found = self._run_singly(kind, state, batch, self.slots if positions is None else positions, *weights)
         return map_tree(on_host, found) if kind == "predict" else found
 
-    def _run_singly(self, kind: Kind, state: State, batch: Batch, *weights: Tensor) -> Tree:
+    def _run_singly(self, kind: Kind, state: State, batch: Batch, positions: np.ndarray, *weights: Tensor) -> Tree:
         """Evaluate or predict one member after the other. The model may change buffers of those with rows."""
         found = []
         for slot, count in enumerate(batch.counts.tolist()):
+            steps = self._variants.steps_of(positions[slot])
             rows = torch.tensor([slot], device=self.device)
             one = states.select(state, rows)
-            steps, alone = self.programs.alone(one)
+            alone = self._variants.cut(one, positions[slot])
             own = (
                 batch.data if batch.shared else map_tree(lambda leaf, slot=slot: leaf[slot : slot + 1], batch.data)
             )
@@ -204,7 +225,8 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
             sums, has_rows = self._run("evaluate", self.state, batch, weights), self.tensor(counts > 0)
             return {name: torch.where(has_rows, value, 0.0).double() for name, value in sums.items()}
         rows = self.tensor(batch.slots)
-        sums = self._run("evaluate", states.select(self.state, rows), batch, weights)
+        own = self.slots[batch.slots]
+        sums = self._run("evaluate", states.select(self.state, rows), batch, weights, positions=own)
         empty = torch.zeros(self.stacked.width, dtype=torch.float64, device=self.device)
         return {name: empty.index_copy(0, rows, value.double()) for name, value in sums.items()}
 
@@ -213,7 +235,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         if positions is None:
             return self._run("predict", self.state, batch)
         state = self.read(positions, (*WEIGHTS, "member"))
-        outputs = self._run("predict", state, batch)
+        outputs = self._run("predict", state, batch, positions=np.asarray(positions))
         if self.programs.steps.counting is not None:
             own = np.flatnonzero(batch.counts)
             buffers = states.select({"buffers": state["buffers"]}, self.tensor(own))
@@ -255,24 +277,26 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
 
     # --- state ---------------------------------------------------------------------------------------------------
 
-    def _weights_of(self, positions: Positions, members: Sequence[Member]) -> State:
-        """Return the weights that the models of some members hold, padded to the widest."""
+    def _weights_of(self, members: Sequence[Member], positions: Positions | None = None) -> State:
+        """Return the weights that the models of some members hold, padded to the widest.
+
+        Without positions, the members are of one width, which is not padded.
+        """
         parts = {"params": states.trained, "frozen": states.kept, "buffers": states.buffers}
         state: State = {}
         for part, find in parts.items():
             found = [find(member.model) for member in members]
-            own = [name for name in found[0] if name not in self.shared]
-            if self._widths is None:
-                state[part] = {
-                    name: states.stack(
-                        [tensors[name] for tensors in found], self.device, transpose=name in self.layout
-                    )
-                    for name in own
-                }
-                continue
-            given = [(self._variants[at], tensors) for at, tensors in zip(positions, found, strict=True)]
-            state[part] = {name: self._widths.stack(given, name, self.device) for name in own}
+            state[part] = {
+                name: self._stacked([tensors[name] for tensors in found], name, positions)
+                for name in found[0]
+                if name not in self.shared
+            }
         return state
+
+    def _stacked(self, tensors: Sequence[Tensor], name: str, positions: Positions | None) -> Tensor:
+        if self._widths is None or positions is None:
+            return states.stack(tensors, self.device, transpose=name in self.layout)
+        return self._widths.stack(tensors, name, positions, self.device)
 
     def scatter(self, positions: Positions, members: Sequence[Member]) -> None:
         """Copy the weights of some members into their models."""
@@ -297,7 +321,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
                     f'and the member is fused with others. Use strategy="interleaved", or do it between two fits.'
                 )
         with lock_of(self.programs.steps.model):
-            weights = self._weights_of(positions, members)
+            weights = self._weights_of(members, positions)
         self.write(positions, weights)
         for row, (position, member) in enumerate(zip(positions, members, strict=True)):
             hyper = {key: self.tensor(column[[position]]) for key, column in self._columns.items()}
@@ -318,11 +342,12 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         """
         assert isinstance(other, TorchEngine)
         for rows, theirs in other.carried(sources):
-            for part, own in self._by_variant([positions[row] for row in rows]):
+            for width, part in self._by_width([positions[row] for row in rows]):
                 here = [positions[rows[row]] for row in part]
-                some = map_tree(lambda t, part=part: t[part], theirs)
+                some = theirs if len(part) == len(rows) else map_tree(lambda t, part=part: t[part], theirs)
                 stored = {**some, "optimizer": self._transposed(some["optimizer"])}
-                self.write(here, fitting(stored, self._own_state(own), parts=CARRIED))
+                own = self.state if self._widths is None else self._widths.cut(self.state, width)
+                self.write(here, fitting(stored, own, parts=CARRIED))
                 frozen = {name: t for name, t in some["optimizer"].items() if name not in self.state["optimizer"]}
                 for row, position in enumerate(here):
                     self._frozen_optimizer[position] = {name: t[row : row + 1] for name, t in frozen.items()}
@@ -339,7 +364,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
             row for row, position in enumerate(positions) if replaced[row] or self._frozen_optimizer.get(position)
         ]
         alike = sorted(set(range(len(positions))) - set(special))
-        together = [[alike[row] for row in rows] for rows, _ in self._by_variant([positions[r] for r in alike])]
+        together = [[alike[row] for row in rows] for _, rows in self._by_width([positions[row] for row in alike])]
         found: list[tuple[list[int], State]] = []
         for rows in together + [[row] for row in special]:
             first = positions[rows[0]]
@@ -350,52 +375,38 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
             found.append((rows, own))
         return found
 
-    def read(self, positions: Positions, parts: Collection[str] | None = None) -> State:
-        """Return a copy of the state of some members, padded to the widest, without what follows from the lane."""
-        found = super().read(positions, parts)
-        if parts is None:
-            found.pop("own", None)
-        return found
-
     def write(self, positions: Positions, state: Given) -> None:
         """Replace the state of some members by part and name. They may be given in their own shapes."""
-        given = {part: dict(own) for part, own in state.items() if part != "own"}
         if self._widths is not None:
-            for part, own in given.items():
+            state = {part: dict(own) for part, own in state.items()}
+            for part, own in state.items():
                 for name in own.keys() & self.state.get(part, {}).keys():
                     value, like = own[name], self.state[part][name]
                     tensor = arrays.from_host(value, like) if isinstance(value, np.ndarray) else value
                     own[name] = self._widths.padded(name, tensor)
-        super().write(positions, given)
+        super().write(positions, state)
 
     def read_apart(
         self, positions: Positions, parts: Collection[str] | None = None
     ) -> list[tuple[list[int], State]]:
-        """Return the state of some members in their own shapes, those of one variant together."""
+        """Return the state of some members in their own shapes, those of one width together."""
         return self._in_own_shapes(positions, self.read(positions, parts))
 
     def _in_own_shapes(self, positions: Positions, state: State) -> list[tuple[list[int], State]]:
-        """Return a state of some members by variant: the rows, and their state in their own shapes."""
+        """Return a state of some members by width: the rows, and their state in their own shapes."""
         if self._widths is None:
             return [(list(range(len(positions))), state)]
         found: list[tuple[list[int], State]] = []
-        for rows, variant in self._by_variant(positions):
+        for width, rows in self._widths.by_width(positions):
             some = state if len(rows) == len(positions) else states.select(state, self.tensor(np.array(rows)))
-            found.append((rows, self._widths.cut(some, variant)))
+            found.append((rows, self._widths.cut(some, width)))
         return found
 
-    def _by_variant(self, positions: Positions) -> list[tuple[list[int], int]]:
-        """Return the rows of some positions by variant. Without unequal widths, all are together."""
+    def _by_width(self, positions: Positions) -> list[tuple[int, list[int]]]:
+        """Return the rows of some positions by width; all together if the widths are equal."""
         if self._widths is None:
-            return [(list(range(len(positions))), 0)] if len(positions) else []
-        rows: dict[int, list[int]] = {}
-        for row, position in enumerate(positions):
-            rows.setdefault(self._variants[position], []).append(row)
-        return [(own, variant) for variant, own in rows.items()]
-
-    def _own_state(self, variant: int) -> State:
-        """Return the state with the tensors of a variant's own shapes."""
-        return self.state if self._widths is None else self._widths.cut(self.state, variant)
+            return [(0, list(range(len(positions))))] if len(positions) else []
+        return self._widths.by_width(positions)
 
     def _transposed(self, optimizer: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return an optimizer's tensors in the layout of the model's parameters, or back from it."""
@@ -423,11 +434,3 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
             for parameter in parameters.values():
                 parameter.grad = None
         super().clear_trouble()
-
-
-def _widths_of(members: Sequence[Member], variants: Sequence[int]) -> Widths | None:
-    """Return the widths of a lane's members; None if they are equal."""
-    first = {variant: member for variant, member in reversed(list(zip(variants, members, strict=True)))}
-    chosen = [first[variant] for variant in sorted(first)]
-    models = [member.model for member in chosen]
-    return Widths(models, [member.name for member in chosen]) if unequal(models) else None

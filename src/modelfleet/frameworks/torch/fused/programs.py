@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -35,10 +35,7 @@ from modelfleet.frameworks.torch.python_state.snapshot import PythonSnapshot
 from modelfleet.frameworks.torch.python_state.undo import restoring_python, restoring_tensors, undoing_side_effects
 from modelfleet.frameworks.torch.tracing.parameters import NeedsGradientError
 from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, Program, trace, untraced
-from modelfleet.frameworks.torch.widths import trial
-from modelfleet.frameworks.torch.widths.watching import Padding
-from modelfleet.frameworks.torch.widths.widths import Widths
-from modelfleet.trees import leaves, map_tree, structure
+from modelfleet.trees import leaves, map_tree
 from modelfleet.types import State, Tree
 
 MAX_KEPT = 16  # Python states of the model whose programs are kept
@@ -66,7 +63,6 @@ class Programs(Generic[OwnSteps]):
         self._kept: dict[Hashable, tuple[PythonSnapshot, dict[Key, ByWidth]]] = {}
         self._programs: dict[Key, ByWidth] = {}  # by kind and batch, then by width
         self._found: dict[Hashable, Any] = {}  # results of trials, for what the Python reads now
-        self.widths: Widths | None = None  # of members that are not equally wide
         self._flattened = threading.local()
         self._buffers = threading.local()
 
@@ -273,25 +269,6 @@ class Programs(Generic[OwnSteps]):
         if model is not self.steps.model:
             self.steps.model, self._snapshot = model, None
 
-    def alone(self, state: State) -> tuple[OwnSteps, State]:
-        """Return the steps and the state of one member by itself, for a step that can't be fused.
-
-        The state has views of the one given, in the member's own shapes.
-        """
-        if self.widths is None:
-            return self.steps, state
-        steps: Any = self.steps
-        variant = int(state["own"]["variant"][0])
-        own = {part: tensors for part, tensors in state.items() if part != "own"}
-        return steps.of(self.widths.models[variant]), self.widths.cut(own, variant)
-
-    def use_widths(self, widths: Widths | None) -> None:
-        """Compute for members of these unequal widths, or of equal ones. They are the same for one set of variants."""
-        steps: Any = self.steps
-        self.widths = widths
-        if widths is not None and steps.padding is None:
-            steps.padding = Padding()
-
     def program(self, kind: str, args: Args, shared_data: bool) -> Runner:
         """Return the program for arguments of these shapes. It is traced if there is none yet."""
         self._look()
@@ -320,10 +297,8 @@ class Programs(Generic[OwnSteps]):
         }
         stacked = (True, False, *rest.get(kind, (not shared_data,)))
 
-        padded = self._padded_context(kind, args, shared_data)
-
         def run(*args: Tree) -> Tree:
-            with locked_in_mode(self.steps, train=kind in TRAINING), padded():
+            with locked_in_mode(self.steps, train=kind in TRAINING):
                 modes = {name: module.training for name, module in self.steps.model.named_modules()}
                 result = step(*args, how=How(shared_data, self.fused))
                 for name, module in self.steps.model.named_modules() if self.fused else ():
@@ -355,27 +330,6 @@ class Programs(Generic[OwnSteps]):
             program = untraced(run, args, stacked)
         program.unused = self.steps.unused
         return program, Compiler(program, at_width if self.fused else None)
-
-    def _padded_context(
-        self, kind: str, args: Args, shared_data: bool
-    ) -> Callable[[], AbstractContextManager[object]]:
-        """Return the context of a step's Python. For members of unequal widths, its calls are made ready first."""
-        steps: Any = self.steps
-        if "own" not in args[0] or kind in APPLYING:
-            return nullcontext
-        if kind == "row_gradients":
-            raise CannotFuseError("the rows of members of unequal widths are not divided over devices")
-        part = "gradients" if kind in TRAINING else kind
-        data, weights = args[4:] if kind == "train" else (*args[2:4], None)[:2]
-        if not shared_data:
-            data = map_tree(lambda leaf: leaf[0], data)
-        weights = None if weights is None else weights[0]
-        shapes = tuple((structure(data), tuple((leaf.shape, leaf.dtype) for leaf in leaves(data))))
-        calls = self.found(
-            ("widths", part, shapes, weights is None),
-            lambda: trial.prepare(steps, self.widths, part, args[1], data, weights),
-        )
-        return lambda: trial.computing(steps, calls)
 
     def _try(
         self, kind: str, args: Args, stacked: Sequence[bool], shared_data: bool, snapshot: PythonSnapshot

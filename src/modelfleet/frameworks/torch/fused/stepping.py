@@ -4,6 +4,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Generic, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,11 +15,13 @@ from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.torch.fused import packing
 from modelfleet.frameworks.torch.fused import state as states
 from modelfleet.frameworks.torch.fused.programs import OwnSteps, Programs
+from modelfleet.frameworks.torch.fused.steps import Steps
 from modelfleet.frameworks.torch.fused.steps_protocol import How, Tensors
+from modelfleet.frameworks.torch.fused.variants import Variants
 from modelfleet.frameworks.torch.model_locks import locked_in_mode
 from modelfleet.frameworks.torch.optimizers.counting import CoefficientsByParameter
 from modelfleet.frameworks.torch.parallel.fused import RowDivision
-from modelfleet.frameworks.torch.python_state.checks import DivergenceCheck, StatefulError
+from modelfleet.frameworks.torch.python_state.checks import StatefulError
 from modelfleet.trees import leaves
 from modelfleet.types import Kind, State, Tree
 
@@ -52,8 +55,7 @@ class Stepper(Generic[OwnSteps]):
         shared: The tensors that all members share.
         coefficients: The optimizer's numbers.
         division: Divides the rows of a batch over the ranks of a group. None if that is not possible.
-        divergence: A check that the Python of all members still does the same. None if there is nothing to
-            compare.
+        variants: The members by what their Python computes with. None if it is the same for all.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class Stepper(Generic[OwnSteps]):
         coefficients: CoefficientSource,
         *,
         division: RowDivision | None = None,
-        divergence: DivergenceCheck | None = None,
+        variants: Variants | None = None,
     ) -> None:
         self.shared = shared
         self.coefficients = coefficients
@@ -72,7 +74,7 @@ class Stepper(Generic[OwnSteps]):
         self._first = first
         self._programs = programs
         self._division = division
-        self._divergence = divergence
+        self._variants = variants
         self._unfusable: dict[Hashable, CannotFuseError] = {}  # by kind and form of a batch
 
     def train(self, state: State, hyper: Hyper, active: Tensor, batch: Batch, pace: Pace) -> list[Tensor]:
@@ -94,13 +96,15 @@ class Stepper(Generic[OwnSteps]):
         some = {name: column.index_select(0, rows) for name, column in hyper.items()}
         active = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
         self.coefficients.forget()
-        loss = self._step(part, self.coefficients.one(part, some), active, batch, pace)
+        positions = None if self._variants is None else self._variants.slots[batch.slots]
+        loss = self._step(part, self.coefficients.one(part, some), active, batch, pace, positions)
         states.put(state, rows, part)
         return loss
 
     def gradients(self, state: State, batch: Batch) -> dict[str, Tree]:
         """Return what `apply` needs of a batch."""
         with self.refusing_state():
+            state = self.with_numbers("train", state, batch, batch.weights)
             lead, rest = (state, self.shared), (batch.data, batch.weights)
             return self._programs.gradients(lead, rest, shared_data=batch.shared)
 
@@ -112,7 +116,13 @@ class Stepper(Generic[OwnSteps]):
         self.coefficients.stepped(None)
 
     def _step(
-        self, state: State, coefficients: CoefficientsByParameter, active: Tensor, batch: Batch, pace: Pace
+        self,
+        state: State,
+        coefficients: CoefficientsByParameter,
+        active: Tensor,
+        batch: Batch,
+        pace: Pace,
+        positions: np.ndarray | None = None,
     ) -> Tensor:
         """Take one train step of a state, alone or together with the other ranks. Return the losses.
 
@@ -130,6 +140,7 @@ class Stepper(Generic[OwnSteps]):
         try:
             self.refuse_unfusable("train", batch)
             with self.refusing_state():
+                lead = self.with_numbers("train", state, batch, batch.weights, positions), self.shared
                 loss, unused = self._programs.train(lead, rest, shared_data=batch.shared, pace=pace)
             self.coefficients.stepped(unused if self._programs.fused else None)
             return loss
@@ -137,9 +148,12 @@ class Stepper(Generic[OwnSteps]):
             self.remember_unfusable("train", batch, error)
             if len(state["member"]["seed"]) > 1:
                 raise
-        steps, own = self._programs.alone(state)
+        steps: OwnSteps | Steps = self._programs.steps
+        if self._variants is not None:
+            position = (self._variants.slots if positions is None else positions)[0]
+            steps, state = self._variants.steps_of(position), self._variants.cut(state, position)
         with locked_in_mode(steps, train=True):
-            loss = steps.train(own, self.shared, *rest, How(batch.shared, fused=False))
+            loss = steps.train(state, self.shared, *rest, How(batch.shared, fused=False))
         self.coefficients.stepped(None)
         return loss
 
@@ -168,8 +182,27 @@ class Stepper(Generic[OwnSteps]):
         """Check that the members' Python still does what it did when the last epoch or verb began."""
         self.checked = True
         self._programs.look_again()
-        if self._divergence is not None:
-            self._divergence.check()
+        if self._variants is not None:
+            self._variants.check()
+
+    def with_numbers(
+        self, kind: str, state: State, batch: Batch, weights: Tensor | None, positions: np.ndarray | None = None
+    ) -> State:
+        """Return a state with the numbers that a step on a batch computes with, if members differ in them.
+
+        Args:
+            kind: The step.
+            state: The state of all slots, or of some members.
+            batch: The batch.
+            weights: The weights of its rows.
+            positions: The positions of the members; None for those in the slots.
+
+        Raises:
+            CannotFuseError: The members differ in more than numbers.
+        """
+        if self._variants is None:
+            return state
+        return self._variants.given(kind, state, batch.data, weights, positions, shared=batch.shared)
 
 
 def batch_form(batch: Batch) -> tuple[Hashable, ...]:

@@ -6,6 +6,7 @@ member the same numbers.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch._functorch.eager_transforms import enable_inplace_requires_grad
 from modelfleet.frameworks.errors import FINE, CannotFuseError
 from modelfleet.frameworks.torch.functional import call_with
 from modelfleet.frameworks.torch.fused import packing
+from modelfleet.frameworks.torch.fused.arguments import Key, numbers_key
 from modelfleet.frameworks.torch.fused.mapping import Axes, mapped, mapped_gradients
 from modelfleet.frameworks.torch.fused.steps_protocol import How, Tensors, drawing
 from modelfleet.frameworks.torch.fused.updating import (
@@ -30,15 +32,26 @@ from modelfleet.frameworks.torch.python_state.checks import StatefulError
 from modelfleet.frameworks.torch.python_state.undo import undoing_side_effects
 from modelfleet.frameworks.torch.random.streams import BatchRows, DrawShapes, Streams
 from modelfleet.frameworks.torch.task import PRECISIONS, Task, call, logits
+from modelfleet.frameworks.torch.tracing.number_rules import changes
 from modelfleet.frameworks.torch.tracing.parameters import NeedsGradientError, ParameterMode
-from modelfleet.frameworks.torch.widths.watching import Padding, Recorded
+from modelfleet.frameworks.torch.tracing.recording import Origin, Recording, recording
+from modelfleet.frameworks.torch.tracing.replaying import replaying
+from modelfleet.frameworks.torch.widths.padding import OWN, VARIANT, Padding
+from modelfleet.frameworks.torch.widths.rules import RULES
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import State, Tree
 
 Run = Callable[..., Tree]
 """A function of a model or of tensors. It returns a tree of tensors."""
-Runner = Callable[[Run], Run]
-"""Returns a function of a model as it is run."""
+_UNCHANGED = nullcontext()
+
+
+class Recorded(Exception):  # noqa: N818  no error: it ends a run that has been recorded
+    """Raised as soon as a step that is only recorded has been."""
+
+    def __init__(self, found: Recording) -> None:
+        super().__init__()
+        self.recording = found
 
 
 class Steps:
@@ -58,14 +71,11 @@ class Steps:
         self.differentiates = False  # True if the objective takes gradients itself, and needs them to evaluate
         self.counting: str | None = None  # a buffer that evaluating changes
         self.draws: DrawShapes = ()  # what a step draws, for `row_gradients` of batches like the next one
-        self.recorded: Recorded | None = None  # records the model's Python, if it is set
-        self.padding: Padding | None = None  # for members of unequal widths
-
-    def of(self, model: nn.Module) -> "Steps":
-        """Return the steps of another model that has the same names and other sizes."""
-        own = Steps(model, self.task, self.layout)
-        own.unused, own.contiguous, own.differentiates = self.unused, self.contiguous, self.differentiates
-        return own
+        self.recordings: dict[
+            Key, Recording
+        ] = {}  # by kind and form of a batch, for members that differ in numbers
+        self.padding: dict[Key, Padding] = {}  # by the same, for members of unequal widths
+        self.records = False  # True while a step runs only to be recorded
 
     @property
     def can_mask_rows(self) -> bool:
@@ -129,15 +139,17 @@ class Steps:
         member, task = state["member"], self.task
         scale = member.get("scale")
 
+        key = numbers_key("train", data, weights, shared=how.shared_data)
+
         def loss_of(params: Tensors, frozen: Tensors, buffers: Tensors, *batch: Tree) -> tuple[Tensor, Tree]:
             data, weights, scale, numbers = batch
             buffers = {name: buffer.clone() for name, buffer in buffers.items()}
-            run = self._padded(task.run, numbers, streams)
-            loss, sums = self._call({**params, **frozen, **shared}, buffers, run, data, weights)
+            own = {**params, **frozen, **shared}
+            loss, sums = self._call(own, buffers, task.run, data, weights, replay=self._replay(key, numbers, how))
             return loss if scale is None else loss * scale, (loss.detach(), sums, buffers)
 
-        with drawing(member, fused=how.fused) as streams:
-            numbers = self._own_numbers(state, streams, how.fused)
+        with drawing(member, fused=how.fused):
+            numbers = state.get("numbers")
             args = (state["params"], state["frozen"], state["buffers"], data, weights, scale, numbers)
             axes = (0, 0, 0, how.axis, 0, 0, 0)
             gradients, (loss, sums, buffers) = mapped_gradients(loss_of, args, axes, fused=how.fused)
@@ -223,20 +235,23 @@ class Steps:
             # float16's scale is meant for the gradients of the whole batch's mean.
             return scale * rows_at["fraction"] / torch.where(count > 0, count, 1)
 
+        key = numbers_key("row_gradients", data, weights, shared=how.shared_data)
+
         def total_of(params: Tensors, frozen: Tensors, buffers: Tensors, *batch: Tree) -> tuple[Tensor, Tree]:
-            data, weights, scale = batch
+            data, weights, scale, numbers = batch
             buffers = {name: buffer.clone() for name, buffer in buffers.items()}
             own = {**params, **frozen, **shared}
-            partial_loss = self.task.partial_loss
-            total, count, sums = self._call(own, buffers, partial_loss, data, weights, rows_at["fraction"])
+            rest = (data, weights, rows_at["fraction"])
+            replay = self._replay(key, numbers, how)
+            total, count, sums = self._call(own, buffers, self.task.partial_loss, *rest, replay=replay)
             found = total.detach(), count.detach(), sums
             return total if scale is None else total * unit(scale, found[1]), found
 
         rows = leaves(data)[0].shape[0 if how.shared_data else 1]
         part = BatchRows(rows_at["start"], rows_at["count"], rows, self.draws)
         with drawing(member, fused=how.fused, part=part):
-            args = (params, state["frozen"], state["buffers"], data, weights, scale)
-            axes = (0, 0, 0, how.axis, 0, 0)
+            args = (params, state["frozen"], state["buffers"], data, weights, scale, state.get("numbers"))
+            axes = (0, 0, 0, how.axis, 0, 0, 0)
             found, (total, count, sums) = mapped_gradients(total_of, args, axes, fused=how.fused)
         found = {name: g for name, g in found.items() if name not in self.unused}
         if scale is not None:
@@ -263,28 +278,44 @@ class Steps:
 
     def evaluate(self, state: State, shared: Tensors, data: Tree, weights: Tensor | None, how: How) -> Tensors:
         """Return the sums `(member,)` of the loss and the metrics over a batch."""
-        args = (state["params"], state["frozen"], state["buffers"], data, weights)
+        args = (state["params"], state["frozen"], state["buffers"], state.get("numbers"), data, weights)
+        key = numbers_key("evaluate", data, weights, shared=how.shared_data)
 
         def sums_of(
-            run: Runner, params: Tensors, frozen: Tensors, buffers: Tensors, data: Tree, weights: Tensor | None
+            params: Tensors,
+            frozen: Tensors,
+            buffers: Tensors,
+            numbers: Tensors,
+            data: Tree,
+            weights: Tensor | None,
         ) -> Tensors:
             mask = weights if self.task.can_mask_rows else None
-            own = {**params, **frozen, **shared}
-            return self._observed(own, buffers, state, how.fused, run(self.task.run), data, mask)[1]
+            own, replay = {**params, **frozen, **shared}, self._replay(key, numbers, how)
+            return self._observed(own, buffers, state, how.fused, replay, self.task.run, data, mask)[1]
 
-        return self._read(sums_of, state, args, (0, 0, 0, how.axis, 0), how.fused)
+        return self._read(sums_of, state, args, (0, 0, 0, 0, how.axis, 0), how.fused)
 
     def predict(self, state: State, shared: Tensors, data: Tree, how: How) -> Tree:
         """Return the outputs `(member, row, …)` on a batch of inputs."""
-        args = (state["params"], state["frozen"], state["buffers"], data)
+        args = (state["params"], state["frozen"], state["buffers"], state.get("numbers"), data)
+        key = numbers_key("predict", data, None, shared=how.shared_data)
 
-        def output_of(run: Runner, params: Tensors, frozen: Tensors, buffers: Tensors, data: Tree) -> Tree:
-            own = {**params, **frozen, **shared}
-            return self._observed(own, buffers, state, how.fused, run(lambda m, x: logits(call(m, x))), data)
+        def output_of(params: Tensors, frozen: Tensors, buffers: Tensors, numbers: Tensors, data: Tree) -> Tree:
+            own, replay = {**params, **frozen, **shared}, self._replay(key, numbers, how)
+            return self._observed(own, buffers, state, how.fused, replay, lambda m, x: logits(call(m, x)), data)
 
-        return self._read(output_of, state, args, (0, 0, 0, how.axis), how.fused)
+        return self._read(output_of, state, args, (0, 0, 0, 0, how.axis), how.fused)
 
-    def _observed(self, own: Tensors, buffers: Tensors, state: State, fused: bool, run: Run, *args: Tree) -> Tree:
+    def _observed(
+        self,
+        own: Tensors,
+        buffers: Tensors,
+        state: State,
+        fused: bool,
+        replay: AbstractContextManager[None],
+        run: Run,
+        *args: Tree,
+    ) -> Tree:
         """Run a function in evaluation mode.
 
         If it changes a buffer, the change is kept in the state of one member. Several members can't be run at once
@@ -294,7 +325,7 @@ class Steps:
             raise CannotFuseError(f"its forward changes the buffer {self.counting!r} in evaluation mode, too")
         given = {name: buffer.clone() for name, buffer in buffers.items()}
         after, versions = dict(given), {name: buffer._version for name, buffer in given.items()}
-        result = self._call(own, after, run, *args)
+        result = self._call(own, after, run, *args, replay=replay)
         for name, buffer in after.items():
             if not fused and (buffer is not given[name] or buffer._version != versions[name]):
                 self.counting = name
@@ -312,35 +343,14 @@ class Steps:
             return self._mapped(function, state, args, axes, fused)
 
     def _mapped(self, function: Run, state: State, args: tuple[Tree, ...], axes: Axes, fused: bool) -> Tree:
-        with torch.no_grad(), drawing(state["member"], fused=fused) as streams:
-
-            def one(*args: Tree) -> Tree:
-                *own, numbers = args
-                return function(lambda run: self._padded(run, numbers, streams), *own)
-
-            args, axes = (*args, self._own_numbers(state, streams, fused)), (*axes, 0)
+        with torch.no_grad(), drawing(state["member"], fused=fused):
             if not self.differentiates:
-                return mapped(one, args, axes, fused=fused)
+                return mapped(function, args, axes, fused=fused)
 
             def tracked(params: Tensors, *rest: Tree) -> tuple[Tensor | int, Tree]:
-                return sum((p * 0.0).sum() for p in params.values()), one(params, *rest)
+                return sum((p * 0.0).sum() for p in params.values()), function(params, *rest)
 
             return mapped_gradients(tracked, args, axes, fused=fused)[1]
-
-    def _own_numbers(self, state: State, streams: Streams | None, fused: bool) -> dict[str, Tensor] | None:
-        """Return the numbers of members of unequal widths, to map over. Their draws use them, too."""
-        numbers = self.padding.numbers(state) if fused and self.padding is not None else None
-        if numbers is not None:
-            assert self.padding is not None and streams is not None
-            streams.own_numbers = self.padding.own(numbers)
-        return numbers
-
-    def _padded(self, run: Run, numbers: Tree, streams: Streams | None) -> Run:
-        """Return a function as it is computed for one of several members of unequal widths."""
-        if numbers is None:
-            return run
-        assert self.padding is not None and streams is not None
-        return self.padding.around(run, numbers, streams)
 
     def observe(
         self, state: State, shared: Tensors, run: Run, data: Tree, streams: Streams
@@ -377,21 +387,51 @@ class Steps:
         gradients = {name: g for name, g in zip(params, found, strict=True) if g is not None}
         return map_tree(torch.Tensor.detach, (result, gradients, buffers))
 
-    def _call(self, own: Tensors, buffers: Tensors, run: Run, *args: Tree) -> Tree:
-        """Return `run(model, *args)` with these weights in the model, and put its new buffers into `buffers`."""
+    def _replay(self, key: Key, numbers: Tensors | None, how: How) -> AbstractContextManager[None]:
+        """Return the context in which the first member's Python computes with the numbers of every member."""
+        if numbers is None or not how.fused:
+            return nullcontext()
+        expected = self.recordings[key]
+        own = {site: number for site, number in numbers.items() if site not in (OWN, VARIANT)}
+        changed = changes(expected, own)
+        if OWN in numbers:
+            changed = self.padding[key].changes(numbers, changed, RULES)
+        return replaying(expected, changed)
+
+    def _call(
+        self,
+        own: Tensors,
+        buffers: Tensors,
+        run: Run,
+        *args: Tree,
+        replay: AbstractContextManager[None] = _UNCHANGED,
+    ) -> Tree:
+        """Return `run(model, *args)` with these weights in the model, and put its new buffers into `buffers`.
+
+        Raises:
+            Recorded: The step runs only to be recorded.
+        """
         trained = {name: parameter.requires_grad for name, parameter in self.model.named_parameters()}
         own = {name: self._as_given(name, t) for name, t in own.items()}
         dtype = PRECISIONS[self.task.precision]
         device = next((tensor.device.type for tensor in (*own.values(), *buffers.values())), "cpu")
         versions = {name: t._version for name, t in own.items()}
-        if self.recorded is not None:
-            run = self.recorded(run, own, buffers)
         with (
             ParameterMode({name: (own[name], takes) for name, takes in trained.items() if name in own}, self),
             enable_inplace_requires_grad(True),
             torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=False),
         ):
-            result = call_with(self.model, own, buffers, run, *args)
+            if self.records:
+                given = {
+                    **{Origin("parameter", name): t for name, t in own.items()},
+                    **{Origin("buffer", name): t for name, t in buffers.items()},
+                    **{Origin("input", place): t for place, t in enumerate(leaves(args)) if isinstance(t, Tensor)},
+                }
+                with recording(given) as recorder:
+                    recorder.returned(call_with(self.model, own, buffers, run, *args))
+                raise Recorded(recorder.recording)
+            with replay:
+                result = call_with(self.model, own, buffers, run, *args)
         for name in trained.keys() & own.keys():
             if torch.compiler.is_compiling() and own[name]._version != versions[name]:
                 raise CannotFuseError(f"its forward changes its parameter {name} in place")

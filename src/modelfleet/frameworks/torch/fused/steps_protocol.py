@@ -104,10 +104,8 @@ class LaneSteps(Protocol):
 @contextmanager
 def drawing(
     member: Tensors, *, fused: bool, part: BatchRows | None = None, streams: Streams | None = None
-) -> Iterator[Streams | None]:
+) -> Iterator[None]:
     """Run a step in this context: its random operations draw from the members' own streams.
-
-    Yields the streams; None for a trial, which draws as plain execution does.
 
     Args:
         member: The numbers of the members, with their seeds and steps.
@@ -121,9 +119,9 @@ def drawing(
     if streams is None and part is None and not fused and not torch.compiler.is_compiling():
         # A trial draws as plain execution does.
         with sdpa_kernel(SDPBackend.MATH), BatchingRules(), EagerDraws(int(seed[0]), int(step[0])):
-            yield None
+            yield
         return
     if streams is None:
         streams = Streams(seed, step, part) if fused else Streams(seed[0], step[0], part)
     with sdpa_kernel(SDPBackend.MATH), BatchingRules(), DrawFromStreams(streams):
-        yield streams
+        yield

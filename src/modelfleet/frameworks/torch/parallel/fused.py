@@ -12,6 +12,7 @@ from modelfleet.frameworks.engine import Pace
 from modelfleet.frameworks.torch.fused.programs import Programs
 from modelfleet.frameworks.torch.fused.steps import Steps
 from modelfleet.frameworks.torch.fused.steps_protocol import Tensors
+from modelfleet.frameworks.torch.fused.variants import Variants
 from modelfleet.frameworks.torch.optimizers.counting import CoefficientsByParameter
 from modelfleet.frameworks.torch.parallel import row_sums
 from modelfleet.frameworks.torch.parallel.process_group import ProcessGroup
@@ -29,11 +30,12 @@ OwnRows = tuple[Tree, Tensor | None, Tensors]
 class RowDivision:
     """Train steps of which each rank of the `group` computes its own rows."""
 
-    def __init__(self, first: str, programs: Programs[Steps], device: torch.device) -> None:
+    def __init__(self, first: str, programs: Programs[Steps], variants: Variants, device: torch.device) -> None:
         """Prepare for batches of a lane. `first` is the name of its first member."""
         self.group: ProcessGroup | None = None
         self._first = first
         self._programs = programs
+        self._variants = variants
         self._device = device
         self._draws: dict[Hashable, DrawShapes] = {}  # by the form of a batch: what its rows draw
         self._rows_at: dict[tuple[int, int, int], Tensors] = {}  # by start, end and rows of a batch
@@ -44,10 +46,17 @@ class RowDivision:
         # A single row does not show what each row draws, so its form is its own.
         form = len(leaves(rows)[0]) == 1, *(leaf.shape[1:] for leaf in leaves(rows))
         if form not in self._draws:
-            found = divide_by_rows(steps, *lead, rows, batch_parts.weighted_inputs(rows))
-            if isinstance(found, str):
-                return found
-            self._draws[form] = found
+            inputs = batch_parts.weighted_inputs(rows)
+            for own in self._variants.trials:
+                found = divide_by_rows(own, *lead, rows, inputs)
+                if isinstance(found, str):
+                    return found
+                if self._draws.setdefault(form, found) != found:
+                    del self._draws[form]
+                    return (
+                        "its members draw different random numbers (a dropout rate of 0 draws none). "
+                        "Train them in fleets of their own"
+                    )
         steps.draws = self._draws[form]
         return None
 
@@ -59,7 +68,7 @@ class RowDivision:
         """
         self._refuse_indivisible(lead, batch)
         part = self._own_rows(batch) or self._rows_between(0, 1, batch)
-        self._programs.program("row_gradients", (*lead, *part), batch.shared)
+        self._programs.program("row_gradients", (*self._with_numbers(lead, part, batch), *part), batch.shared)
 
     def step(
         self, lead: Lead, coefficients: CoefficientsByParameter, active: Tensor, batch: Batch, pace: Pace
@@ -75,9 +84,14 @@ class RowDivision:
         if part is None:
             numbers, columns = row_sums.zeros(lead[0])
         else:
-            numbers, columns = self._programs.row_gradients(lead, part, shared_data=batch.shared, pace=pace)
+            own = self._with_numbers(lead, part, batch)
+            numbers, columns = self._programs.row_gradients(own, part, shared_data=batch.shared, pace=pace)
         self.group.sum([numbers, columns])
         return self._programs.apply("row_apply", lead, (coefficients, active, numbers, columns))
+
+    def _with_numbers(self, lead: Lead, part: OwnRows, batch: Batch) -> Lead:
+        state, shared = lead
+        return self._variants.given("row_gradients", state, *part[:2], shared=batch.shared), shared
 
     def _refuse_indivisible(self, lead: Lead, batch: Batch) -> None:
         reason = self.reason_against(lead, batch)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from modelfleet.frameworks.torch.random.streams import Streams
 
@@ -218,6 +218,11 @@ class DrawFromStreams(TorchDispatchMode):
         super().__init__()
         self._streams = streams
 
+    @property
+    def streams(self) -> Streams:
+        """Return the streams."""
+        return self._streams
+
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -235,6 +240,12 @@ class DrawFromStreams(TorchDispatchMode):
         if self._streams.may_use_torch:
             return draw_by_torch(self._streams, func, args, kwargs)
         raise NotImplementedError(f"{func} draws random numbers in a way that has no stream per member")
+
+
+def active_streams() -> Streams:
+    """Return the streams that random operations draw from now."""
+    modes = reversed(_get_current_dispatch_mode_stack())
+    return next(mode for mode in modes if isinstance(mode, DrawFromStreams)).streams
 
 
 def device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,20 +83,22 @@ class Streams:
         self._seed, self._step = seed, step
         self._stacked = seed.dim() == 1
         self._draws = 0
+        self._skipped: Tensor | None = None  # draws that each member left out, `(member, 1)`
         self._rows = rows
-        self.own_numbers: Callable[[tuple[int, ...]], Tensor] | None = None
-        """For padded members: returns the own sizes `(member,)` of an axis, given those of all variants."""
-        self._padded: tuple[tuple[tuple[int, ...] | None, ...], tuple[int, ...]] | None = None
+        self._padded: tuple[Sequence[Any], tuple[int, ...], Callable[[Any], Tensor]] | None = None
 
     @contextmanager
-    def at_own_positions(self, axes: Sequence[tuple[int, ...] | None], shape: Sequence[int]) -> Iterator[None]:
+    def at_own_positions(
+        self, axes: Sequence[Any], shape: Sequence[int], own: Callable[[Any], Tensor]
+    ) -> Iterator[None]:
         """Draw at the positions that a padded member's numbers have in its own shape.
 
         Args:
-            axes: For each axis of a draw, the own sizes of the variants; None if the axis is not padded.
+            axes: For each axis of a draw, what `own` takes; None if the axis is not padded.
             shape: The padded shape, without the member's axis.
+            own: Returns the own sizes `(member,)` of an axis.
         """
-        self._padded = tuple(axes), tuple(shape)
+        self._padded = axes, tuple(shape), own
         try:
             yield
         finally:
@@ -133,6 +136,17 @@ class Streams:
         if least <= 0 or least >= 2**24:
             return torch.full(list(shape), least > 0, dtype=torch.bool, device=self._seed.device)
         return words < (least - 2**23) << 8  # words count from -2**31
+
+    def kept(self, shape: Sequence[int], p: Tensor) -> Tensor:
+        """Return which numbers dropout keeps. `p` is `(member,)`, the rate at which each member drops, in float64.
+
+        As in torch, a member with a rate of 0 or 1 draws nothing: its next draw has the number of this one.
+        """
+        least = torch.ceil((1.0 - p) * 2**24).to(torch.int64)  # as in `below`
+        mask = self.words32(shape) < ((least - 2**23) << 8).view(-1, *[1] * (len(shape) - 1))
+        skipped = ((p <= 0) | (p >= 1)).to(torch.int32).unsqueeze(1)
+        self._skipped = skipped if self._skipped is None else self._skipped + skipped
+        return mask
 
     def integers(self, shape: Sequence[int], low: int, high: int) -> Tensor:
         """Return integers from `low` up to, but not including, `high`, as int64."""
@@ -196,8 +210,8 @@ class Streams:
 
     def _own_positions(self, shape: Sequence[int]) -> Tensor:
         """Return `(member, number)`: the flat positions of a draw's numbers in the own shape of each member."""
-        assert self._padded is not None and self.own_numbers is not None
-        axes, padded = self._padded
+        assert self._padded is not None
+        axes, padded, own_sizes = self._padded
         if len(shape) != len(padded) or any(n not in (1, m) for n, m in zip(shape, padded, strict=True)):
             raise NotImplementedError(f"a padded draw has the shape {tuple(shape)}, expected {padded}")
         found = torch.zeros((), dtype=torch.int64, device=self._seed.device)
@@ -208,14 +222,15 @@ class Streams:
             found = found + place * stride
             own, size = axes[index], shape[index]
             if own is not None and size == padded[index]:
-                stride = stride * self.own_numbers(own).to(torch.int64).view(-1, *[1] * len(shape))
+                stride = stride * own_sizes(own).to(torch.int64).view(-1, *[1] * len(shape))
             else:
                 stride = stride * size
         return found.expand(len(self._seed), *shape).flatten(1)
 
     def _words_of(self, number: int, counters: Tensor) -> tuple[Tensor, Tensor]:
         first, second, step = self._key
-        return threefry(first, second + number, counters, step)
+        second = second + number if self._skipped is None else second + (number - self._skipped)
+        return threefry(first, second, counters, step)
 
     def _first_words(self, number: int, blocks: int) -> tuple[Tensor, Tensor]:
         return self._words_of(number, torch.arange(blocks, dtype=torch.int32, device=self._seed.device))

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from modelfleet.frameworks.torch.tracing import number_dropout
+
 States = tuple[Tensor, ...]
 """States of a layer: hidden and cell for an LSTM, hidden alone for the others."""
 Layer = Callable[[Tensor, States, Sequence[Tensor]], tuple[Tensor, ...]]
@@ -146,8 +148,11 @@ def _recurrent(layer: Layer, states: int, plain: Callable[..., Any]) -> Callable
                 outputs.append(output.flip(0) if direction else output)
                 last.append(tuple(final))
             x = torch.cat(outputs, -1) if bidirectional else outputs[0]
-            if dropout and train and depth < layers - 1:
-                x = F.dropout(x, dropout)
+            if train and depth < layers - 1:
+                if isinstance(dropout, Tensor):  # a rate per member
+                    x = number_dropout.dropout(x, dropout)
+                elif dropout:
+                    x = F.dropout(x, dropout)
         final_states = tuple(torch.stack([state[part] for state in last]) for part in range(states))
         results = (x.transpose(0, 1) if batch_first else x), *final_states
         return tuple(result.to(_dtype_alone(given_dtype, result, plain)) for result in results)

@@ -180,23 +180,32 @@ def _strict_tracing() -> Iterator[None]:
     # For operations without a batching rule, vmap loops over the members, slowly, with only a warning. Here that
     # is a reason not to fuse, so it is made an error.
     functorch: Any = torch._C._functorch
-    fallback, is_compiling = functorch._is_vmap_fallback_enabled(), torch.compiler.is_compiling
+    fallback = functorch._is_vmap_fallback_enabled()
     functorch._set_vmap_fallback_enabled(False)
+    logger = logging.getLogger("torch._subclasses.fake_tensor")  # logs what a model raises; here it is a reason
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        with warnings.catch_warnings(), as_if_compiling():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.disabled = disabled
+        functorch._set_vmap_fallback_enabled(fallback)
+
+
+@contextmanager
+def as_if_compiling() -> Iterator[None]:
+    """Context in which models that ask torch if it is compiling are told so. Needs the `TRACE_LOCK`."""
+    is_compiling = torch.compiler.is_compiling
     # torch.export does the same: models that ask `torch.compiler.is_compiling()` take the path that can be traced.
     # Without it, Hugging Face models look into the attention mask for a shortcut. It is True in this thread only:
     # other threads may step at the same time, and torch's optimizers ask, too.
     thread = threading.get_ident()
     torch.compiler.is_compiling = lambda: threading.get_ident() == thread or is_compiling()
-    logger = logging.getLogger("torch._subclasses.fake_tensor")  # logs what a model raises; here it is a reason
-    disabled, logger.disabled = logger.disabled, True
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     finally:
-        logger.disabled = disabled
         torch.compiler.is_compiling = is_compiling
-        functorch._set_vmap_fallback_enabled(fallback)
 
 
 def _peak_bytes(graph: fx.Graph) -> int:

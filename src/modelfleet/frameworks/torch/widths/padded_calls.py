@@ -4,15 +4,13 @@ Each width's forward is recorded once, alone (`tracing/recording.py`). The wides
 the others says which axis of which tensor is padded.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from modelfleet.frameworks.errors import CannotFuseError
-from modelfleet.frameworks.torch.tracing.calls import Arguments, Function, Path, flatten
-from modelfleet.frameworks.torch.tracing.recording import OUTSIDE, RESULT, Described, Recording, compare
+from modelfleet.frameworks.torch.tracing.calls import Path
+from modelfleet.frameworks.torch.tracing.recording import OUTSIDE, RESULT, Comparison, Described, Recording
 from modelfleet.frameworks.torch.tracing.recording import Call as OneCall
 
 Size = tuple[Any, ...]
@@ -34,7 +32,7 @@ class Call:
     """For each tensor in the arguments, its axes."""
     outputs: list[Axes] = field(default_factory=list)
     numbers: dict[Path, Size] = field(default_factory=dict)
-    """Plain numbers in the arguments that are not the same in all variants."""
+    """Integers in the arguments that are not the same in all variants."""
 
     @property
     def padded(self) -> bool:
@@ -42,29 +40,23 @@ class Call:
         return bool(self.numbers) or any(any(axes) for axes in (*self.inputs, *self.outputs))
 
 
-def side_by_side(recordings: Sequence[Recording], names: Sequence[str], widest: int) -> list[Call]:
+def side_by_side(recording: Recording, found: Comparison) -> list[Call]:
     """Return the calls of all variants, without what they return at the end.
 
     Args:
-        recordings: The recordings, one for each variant.
-        names: The name of a member of each variant, for messages.
-        widest: The variant whose Python runs for all.
+        recording: The recording of the widest variant, whose Python runs for all.
+        found: In what the recordings of all variants differ.
 
     Raises:
-        CannotFuseError: The variants call different functions, or return other shapes.
+        CannotFuseError: The variants return other shapes, or use other tensors from outside.
     """
-    found = compare(recordings)
-    why = found.other
-    if why is None and found.outside:
-        why = "it uses a tensor that is no parameter or buffer, and not the same in all members"
-    if why is not None:
-        raise CannotFuseError(f"its widths differ, and its Python, too: {why}")
-    calls = [_call(own) for own in recordings[widest].calls]
+    calls = [_call(own) for own in recording.calls]
     at = [_places(call.own) for call in calls]
     for difference in found.shapes:
         call, places = calls[difference.call], at[difference.call]
         if call.own.name == "return":
-            raise CannotFuseError(f"its output is {difference.values[0]}, and {difference.values[1]} for others")
+            one, other = list(dict.fromkeys(difference.values))[:2]
+            raise CannotFuseError(f"its output is {one}, and {other} for others")
         axes = _axes(difference.values)
         if difference.path[:1] == (RESULT,):
             call.outputs[places[1].index(difference.path[1:])] = axes
@@ -75,7 +67,7 @@ def side_by_side(recordings: Sequence[Recording], names: Sequence[str], widest: 
                 f"its widths differ, and so does a tensor in {call.own.name} that is no parameter or buffer"
             )
         call.inputs[number] = axes
-    for difference in (*found.floats, *found.integers):
+    for difference in found.integers:
         if difference.path[:1] != (RESULT,):
             calls[difference.call].numbers[difference.path] = difference.values
     return calls[:-1]
@@ -99,13 +91,3 @@ def _places(own: OneCall) -> tuple[list[Path], list[Path]]:
 
 def _axes(shapes: Sequence[tuple[int, ...]]) -> Axes:
     return tuple(None if len(set(sizes)) == 1 else tuple(sizes) for sizes in zip(*shapes, strict=True))
-
-
-def tensors_of(function: Function, args: Sequence[Any], kwargs: Any) -> list[Tensor]:
-    """Return the tensors in the arguments of a call, in the order of a recording."""
-    return [leaf for _, leaf in Arguments(function, args, kwargs).leaves() if isinstance(leaf, Tensor)]
-
-
-def tensors_in(result: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a result, in the order of a recording."""
-    yield from (leaf for _, leaf in flatten(result) if isinstance(leaf, Tensor))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from modelfleet.frameworks.torch.widths.mode import PaddedCall, Rule
+from modelfleet.frameworks.torch.widths.padding import PaddedCall, Rule
 from modelfleet.frameworks.torch.widths.padded_calls import Axes, Size
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -36,7 +36,7 @@ def _elementwise(call: PaddedCall) -> Tensor:
 
 def _singular(call: PaddedCall) -> Tensor:
     """Run a function that has no finite value or gradient at zero: the padding gets ones, and zeros afterwards."""
-    _refuse_other_numbers(call)
+    _refuse_own_numbers(call)
     _refuse_other_broadcasting(call)
     ones = iter([call.filled(t, axes, 1) for t, axes in zip(call.tensors, call.axes, strict=True)])
     args, kwargs = _with_tensors((call.args, call.kwargs), ones)
@@ -70,7 +70,7 @@ def _quotient(call: PaddedCall) -> Tensor:
     args = list(_with_own_numbers(call).args)
     if given[at]:
         args[at] = call.filled(args[at], call.axes[1 if at and given[0] else 0], 1)
-    result = call.func(*args, **call.kwargs)
+    result = call.run(*args)
     kept = given[0] and at == 1 and _covers(call.axes[0], call.out[0])
     return result if kept else call.cleared(result, call.out[0])
 
@@ -180,6 +180,8 @@ def _layer_norm(call: PaddedCall) -> Tensor:
     _refuse_other_options(call, dims)
     if not any(call.axes[0][dim] for dim in dims):
         return call.cleared(call.run(), call.out[0])
+    if call.has_numbers:
+        raise call.refuse("has unequal numbers for unequal widths")
     return _standardized(call, x, dims, weight, bias, eps, center=True)
 
 
@@ -190,6 +192,8 @@ def _rms_norm(call: PaddedCall) -> Tensor:
     _refuse_other_options(call, dims)
     if not any(call.axes[0][dim] for dim in dims):
         return call.run()
+    if call.has_numbers:
+        raise call.refuse("has unequal numbers for unequal widths")
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     return _standardized(call, x, dims, weight, None, eps, center=False)
 
@@ -225,6 +229,8 @@ def _group_norm(call: PaddedCall) -> Tensor:
         raise call.refuse("has no rule for a padded axis that is not the channels'")
     weight, bias = call.argument(2, "weight"), call.argument(3, "bias")
     eps = call.argument(4, "eps", 1e-5)
+    if call.has_numbers:
+        raise call.refuse("has unequal numbers for unequal widths")
     if groups == 1 and not call.numbers:
         shape = [-1, *[1] * (x.dim() - 2)]
         weight, bias = (t if t is None else t.view(shape) for t in (weight, bias))
@@ -271,7 +277,7 @@ def _sum(call: PaddedCall) -> Tensor:
 
 
 def _mean(call: PaddedCall) -> Tensor:
-    _refuse_other_numbers(call)
+    _refuse_own_numbers(call)
     x, axes = call.args[0], call.axes[0]
     dims = _dims(call, call.argument(1, "dim"))
     if not any(axes[dim] for dim in dims):
@@ -283,7 +289,7 @@ def _mean(call: PaddedCall) -> Tensor:
 
 
 def _variance(call: PaddedCall) -> Tensor:
-    _refuse_other_numbers(call)
+    _refuse_own_numbers(call)
     x, axes = call.args[0], call.axes[0]
     given = call.argument(1, "dim")
     unbiased = call.kwargs.get("unbiased", True)
@@ -561,7 +567,14 @@ def _refuse_other_broadcasting(call: PaddedCall) -> None:
 
 
 def _refuse_other_numbers(call: PaddedCall) -> None:
+    """Raise if integers are unequal."""
     if call.numbers:
+        raise call.refuse("has unequal numbers for unequal widths")
+
+
+def _refuse_own_numbers(call: PaddedCall) -> None:
+    """Raise if any numbers are unequal."""
+    if call.numbers or call.has_numbers:
         raise call.refuse("has unequal numbers for unequal widths")
 
 

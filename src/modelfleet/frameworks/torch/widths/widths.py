@@ -1,12 +1,13 @@
 """Own shapes of a lane's members whose widths are not equal, and states padded to the widest of them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from modelfleet.frameworks.errors import CannotFuseError
+from modelfleet.frameworks.stacked import Positions
 from modelfleet.frameworks.torch.fused import state as states
 from modelfleet.types import State
 
@@ -14,40 +15,78 @@ Shape = tuple[int, ...]
 
 
 class Widths:
-    """Shapes of the tensors of each variant, of which one is the widest in every size.
+    """Shapes of the tensors of members of unequal widths, of which one is the widest in every size.
 
     Args:
-        models: A model of each variant.
-        names: The names of these members, for messages.
+        members: The members of a lane, by name.
+        variants: The variant of each. Members of one variant have the same shapes.
 
     Raises:
-        CannotFuseError: No variant is the widest in every size.
+        CannotFuseError: No member is the widest in every size.
     """
 
-    def __init__(self, models: Sequence[nn.Module], names: Sequence[str]) -> None:
-        self.models, self.names = list(models), list(names)
-        self.layout = states.transposed(models[0])
-        self._shapes = [_shapes(model, self.layout) for model in models]
+    def __init__(self, members: Sequence[tuple[str, nn.Module]], variants: Sequence[int]) -> None:
+        self.layout = states.transposed(members[0][1])
+        self._shapes: list[dict[str, Shape]] = []  # by width
+        self._names: list[str] = []  # of a member of each width
+        firsts: list[int] = []
+        known: dict[int, int] = {}  # by variant, the width
+        for position, ((name, model), variant) in enumerate(zip(members, variants, strict=True)):
+            if variant in known:
+                continue
+            shapes = _shapes(model, self.layout)
+            known[variant] = self._shapes.index(shapes) if shapes in self._shapes else len(self._shapes)
+            if known[variant] == len(self._shapes):
+                self._shapes.append(shapes)
+                self._names.append(name)
+                firsts.append(position)
+        self._of_position = [known[variant] for variant in variants]
         numbers = [sum(map(math.prod, shapes.values())) for shapes in self._shapes]
-        self.widest = numbers.index(max(numbers))
-        widest = self._shapes[self.widest]
-        for name, own in zip(names, self._shapes, strict=True):
+        self._widest = numbers.index(max(numbers))
+        self.template = firsts[self._widest]
+        """Position of a member that is the widest."""
+        self.widest_name = self._names[self._widest]
+        self._refuse_wider()
+        widest = self._shapes[self._widest]
+        self._unequal = {name for name in widest if any(own[name] != widest[name] for own in self._shapes)}
+
+    def _refuse_wider(self) -> None:
+        widest = self._shapes[self._widest]
+        for name, own in zip(self._names, self._shapes, strict=True):
             for tensor, shape in own.items():
                 if any(size > most for size, most in zip(shape, widest[tensor], strict=True)):
                     raise CannotFuseError(
-                        f"{names[self.widest]!r} has the most parameters, but {tensor!r} of {name!r} is larger: "
+                        f"{self.widest_name!r} has the most parameters, but {tensor!r} of {name!r} is larger: "
                         f"{shape}, not {widest[tensor]}"
                     )
-        self._unequal = {name for name in widest if any(own[name] != widest[name] for own in self._shapes)}
 
-    def own_shape(self, path: str, variant: int) -> Shape | None:
-        """Return the shape that a variant's tensor is stored in; None if all variants have the same."""
+    @property
+    def several(self) -> bool:
+        """Return True if the widths are not all equal."""
+        return len(self._shapes) > 1
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+    def of(self, position: int) -> int:
+        """Return the width of a member, as a number that the methods below take."""
+        return self._of_position[position]
+
+    def by_width(self, positions: Positions) -> list[tuple[int, list[int]]]:
+        """Return the rows of some positions by width."""
+        found: dict[int, list[int]] = {}
+        for row, position in enumerate(positions):
+            found.setdefault(self._of_position[position], []).append(row)
+        return list(found.items())
+
+    def own_shape(self, path: str, width: int) -> Shape | None:
+        """Return the shape that a tensor of a width is stored in; None if all widths have the same."""
         name = path.rpartition("/")[2]  # `exp_avg/0.weight` has the shape of the parameter
-        return self._shapes[variant][name] if name in self._unequal else None
+        return self._shapes[width][name] if name in self._unequal else None
 
     def padded(self, path: str, tensor: Tensor) -> Tensor:
-        """Return tensors `(member, …)` of one variant in the widest variant's shape, with zeros around."""
-        shape = self.own_shape(path, self.widest)
+        """Return tensors `(member, …)` of one width in the widest member's shape, with zeros around."""
+        shape = self.own_shape(path, self._widest)
         if shape is None or tensor.dim() < 2 or tuple(tensor.shape[1:]) == shape:
             return tensor
         whole = tensor.new_zeros(len(tensor), *shape)
@@ -55,39 +94,30 @@ class Widths:
         whole[block] = tensor
         return whole
 
-    def cut(self, state: State, variant: int) -> State:
-        """Return the padded states of members of one variant in their own shapes."""
+    def cut(self, state: State, width: int) -> State:
+        """Return views of the padded states of members of one width, in their own shapes."""
         return {
-            part: {path: self.cut_one(path, tensor, variant) for path, tensor in own.items()}
+            part: {path: self.cut_one(path, tensor, width) for path, tensor in own.items()}
             for part, own in state.items()
         }
 
-    def cut_one(self, path: str, tensor: Tensor, variant: int) -> Tensor:
-        """Return a view of the own numbers in a padded tensor `(member, …)` of members of one variant."""
-        shape = self.own_shape(path, variant)
+    def cut_one(self, path: str, tensor: Tensor, width: int) -> Tensor:
+        """Return a view of the own numbers in a padded tensor `(member, …)` of members of one width."""
+        shape = self.own_shape(path, width)
         if shape is None or tensor.dim() < 2:
             return tensor
         return tensor[(slice(None), *map(slice, shape))]
 
-    def stack(self, found: Sequence[tuple[int, Mapping[str, Tensor]]], name: str, device: torch.device) -> Tensor:
-        """Return one tensor of each member, given with the member's variant, as one `(member, …)`."""
-        shape = self.own_shape(name, self.widest)
-        turned = name in self.layout
+    def stack(self, tensors: Sequence[Tensor], name: str, positions: Positions, device: torch.device) -> Tensor:
+        """Return one tensor of each of some members as one `(member, …)`, padded to the widest."""
+        shape, turned = self.own_shape(name, self._widest), name in self.layout
         if shape is None:
-            return states.stack([own[name] for _, own in found], device, transpose=turned)
-        whole = torch.zeros(len(found), *shape, dtype=found[0][1][name].dtype, device=device)
-        for variant in sorted({variant for variant, _ in found}):
-            rows = [row for row, (other, _) in enumerate(found) if other == variant]
-            own = states.stack([found[row][1][name] for row in rows], device, transpose=turned)
-            block = (torch.tensor(rows, device=device), *(slice(size) for size in own.shape[1:]))
-            whole[block] = own
+            return states.stack(tensors, device, transpose=turned)
+        whole = torch.zeros(len(tensors), *shape, dtype=tensors[0].dtype, device=device)
+        for _, rows in self.by_width(positions):
+            own = states.stack([tensors[row] for row in rows], device, transpose=turned)
+            whole[(torch.tensor(rows, device=device), *(slice(size) for size in own.shape[1:]))] = own
         return whole
-
-
-def unequal(models: Sequence[nn.Module]) -> bool:
-    """Return True if the tensors of some models do not have the same shapes."""
-    first = _plain_shapes(models[0])
-    return any(_plain_shapes(model) != first for model in models[1:])
 
 
 def _plain_shapes(model: nn.Module) -> dict[str, Shape]:
