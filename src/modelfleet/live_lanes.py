@@ -190,7 +190,11 @@ class LiveLanes:
         whole = {"auto", "fused", "data_parallel"}
         if self.groups.several_devices:
             whole |= {"threads", "processes"}
-        return self.groups.specs if strategy in whole or parallel else self.groups.apart(f'strategy="{strategy}"')
+        if strategy not in whole and not parallel:
+            return self.groups.apart(f'strategy="{strategy}"')
+        if parallel or self.groups.several_devices:  # what is placed, or divided by rows, is not padded
+            return [part for spec in self.groups.specs for part in width_classes.apart(self.groups, spec)]
+        return self.groups.specs
 
     def _is_outdated(self, kind: Kind, changed: Collection[str]) -> bool:
         """Return True if the members have to be grouped again."""

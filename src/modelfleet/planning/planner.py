@@ -152,8 +152,9 @@ class Planner:
         small, wide = (self.measurements.step_seconds(opener, one.spec, one.feed, budget) for one in opened)
         if small is None or wide is None:
             return width_classes.Costs(steps, per_number=per_number)
-        measured = (wide - small) / (widest[1] - smallest[1])
-        return width_classes.Costs(steps, small, max(per_number, measured))
+        if wide > 1.3 * small:  # otherwise the difference may be noise
+            per_number = max(per_number, (wide - small) / (widest[1] - smallest[1]))
+        return width_classes.Costs(steps, max(small - per_number * smallest[1], 0.0), per_number)
 
     # --- measuring -----------------------------------------------------------------------------------------------
 

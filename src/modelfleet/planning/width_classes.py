@@ -17,7 +17,8 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 MAX_WIDTHS = 256  # that are weighed one by one; of more, neighbours are put together first
 # Assumed if nothing was measured:
-LANE_SECONDS = 1.5e-3  # a step of a lane takes at least
+PLAIN_SECONDS = 0.5e-3  # a step of one member by itself takes at least
+LANE_FACTOR = 3  # and that of a lane of several, so many times as long
 FLOPS_PER_SECOND = 30e9
 PREPARE_SECONDS = 0.6  # to trace a lane's steps
 RECORD_SECONDS = 0.02  # and for each width in it, if there are several
@@ -29,20 +30,25 @@ class Costs:
 
     steps: int
     """Steps of the run."""
-    lane: float = LANE_SECONDS
-    """Time of a lane's step besides what grows with its members."""
+    plain: float = PLAIN_SECONDS
+    """Time of a step of one member by itself, besides what grows with its parameters."""
     per_number: float = 0.0
     """Time of a step for each parameter of each member."""
 
-    def of(self, numbers: float, members: int, widths: int) -> float:
-        """Return what a lane of members that are padded to `numbers` parameters costs."""
-        return (
-            self.steps * self.of_step(numbers, members) + PREPARE_SECONDS + RECORD_SECONDS * widths * (widths > 1)
-        )
+    def of(self, numbers: int, members: int, widths: int, own_numbers: int) -> float:
+        """Return what members cost that are padded to `numbers` parameters and have `own_numbers` together.
 
-    def of_step(self, numbers: float, members: int) -> float:
-        """Return what one step of such a lane takes."""
-        return self.lane + self.per_number * numbers * members
+        They may still be stepped one by one, if that costs less.
+        """
+        prepare = PREPARE_SECONDS + (RECORD_SECONDS * widths if widths > 1 else 0.0)
+        fused = self.steps * self.of_step(numbers, members) + prepare
+        plain = self.steps * (self.plain * members + self.per_number * own_numbers)
+        return plain if members == 1 else min(fused, plain)
+
+    def of_step(self, numbers: int, members: int) -> float:
+        """Return what one step of a lane takes."""
+        lane = self.plain * (LANE_FACTOR if members > 1 else 1)
+        return lane + self.per_number * numbers * members
 
 
 @dataclass(frozen=True)
@@ -84,14 +90,30 @@ def divide(groups: Groups, spec: LaneSpec, costs: Costs) -> list[LaneSpec]:
     classes = [[width for unit in units[start:end] for width in unit] for start, end in cuts]
     apart = sum(costs.of_step(own[-1].numbers, _count(own)) for own in classes)
     whole = costs.of_step(widths[-1].numbers, _count(widths))
-    why = f"{len(widths)} widths in {len(classes)} lanes"
+    why = None
     if apart < whole:
-        why += f", about {milliseconds(apart)} a step of all; padded into one, {milliseconds(whole)}"
+        why = f"padded into one lane, a step of all would take {milliseconds(whole)}, not {milliseconds(apart)}"
+    return _parts(groups, spec, [[name for width in own for name in width.names] for own in classes], why)
+
+
+def apart(groups: Groups, spec: LaneSpec) -> list[LaneSpec]:
+    """Return a lane for each width of a lane's members."""
+    return _parts(groups, spec, [list(width.names) for width in _widths(groups, spec)], None)
+
+
+def _parts(groups: Groups, spec: LaneSpec, parts: list[list[str]], why: str | None) -> list[LaneSpec]:
+    """Return the parts of a lane, in the order of their first members, with what keeps them apart."""
+    if len(parts) == 1:
+        return [spec]
     order = {name: number for number, name in enumerate(spec.members)}
-    found = []
-    for own in classes:
-        names = sorted((name for width in own for name in width.names), key=order.__getitem__)
-        found.append(replace(spec, members=tuple(names), apart_because=join_reasons(spec.apart_because, why)))
+    found: list[LaneSpec] = []
+    for names in sorted((sorted(part, key=order.__getitem__) for part in parts), key=lambda own: order[own[0]]):
+        reason = spec.apart_because
+        if found:
+            first, framework = found[0].members[0], groups.framework(spec)
+            what = framework.difference(groups.tasks[names[0]].signature, groups.tasks[first].signature)
+            reason = join_reasons(spec.apart_because, f"{names[0]!r} differs from {first!r}: {what}", why)
+        found.append(replace(spec, members=tuple(names), apart_because=reason))
     return found
 
 
@@ -162,10 +184,12 @@ def _widest_of(units: Sequence[Sequence[_Width]]) -> list[np.ndarray]:
 def _cost_of(units: Sequence[Sequence[_Width]], costs: Costs) -> Callable[[int, int], float]:
     members = np.cumsum([0, *(_count(unit) for unit in units)])
     widths = np.cumsum([0, *(len(unit) for unit in units)])
+    own = np.cumsum([0, *(sum(width.numbers * len(width.names) for width in unit) for unit in units)])
 
     def cost(first: int, end: int) -> float:
         numbers = max(width.numbers for width in units[end - 1])
-        return costs.of(numbers, int(members[end] - members[first]), int(widths[end] - widths[first]))
+        members_, widths_, own_ = (int(sums[end] - sums[first]) for sums in (members, widths, own))
+        return costs.of(numbers, members_, widths_, own_)
 
     return cost
 
