@@ -275,3 +275,184 @@ def assert_as_alone(make: Callable[[int], nn.Module], widths: list[int] = WIDTHS
 @pytest.mark.parametrize("kind", FUSED)
 def test_padded_members_compute_what_they_compute_alone(kind: str) -> None:
     assert_as_alone(FUSED[kind])
+
+
+OPTIMIZERS = ("sgd", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "nadam", "radam", "adamax", "lion")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_leaves_the_padding_at_zero(optimizer: str) -> None:
+    recipe = {"optimizer": optimizer, "lr": 0.01, "weight_decay": 0.1, "clip_norm": 0.5}
+    fixed = {"momentum": 0.0} if optimizer in ("sgd", "rmsprop") else {}
+    fleet = mf.Fleet.build(lambda width: _layer_norm(int(width)), len(WIDTHS), width=mf.each(WIDTHS))
+    fleet.compile(recipe.pop("optimizer"), "cross_entropy", **recipe, **fixed)
+    x, y = _data()
+    fleet.fit((x, y), epochs=2, batch_size=8, strategy="fused", progress=False)
+    for name in fleet.names:
+        alone = mf.Fleet.build(lambda width: _layer_norm(int(width)), len(WIDTHS), width=mf.each(WIDTHS))
+        alone.compile(optimizer, "cross_entropy", **recipe, **fixed)
+        _only(alone, name).fit((x, y), epochs=2, batch_size=8, progress=False)
+        for key, value in alone[name].state_dict().items():
+            torch.testing.assert_close(fleet[name].state_dict()[key], value, rtol=1e-10, atol=1e-10)
+
+
+def test_dropout_rates_and_slopes_differ_beside_the_widths() -> None:
+    def make(width: int) -> nn.Module:
+        layers = nn.Linear(6, width), nn.LeakyReLU(0.5 / width), nn.Dropout(0.4 if width > 7 else 0.1)
+        return _sequence(*layers, nn.Linear(width, width), nn.Softplus(1 + width / 10), nn.Linear(width, 3))
+
+    assert_as_alone(make)
+
+
+def test_many_widths() -> None:
+    assert_as_alone(_dropout, [3 + number for number in range(12)])
+
+
+def test_batches_of_unequal_sizes_and_sample_weights() -> None:
+    x, y = _data()
+    weights = np.linspace(0.1, 2, ROWS)
+    fleet = _fleet(_layer_norm, WIDTHS)
+    fleet.fit((x, y, weights), epochs=2, batch_size=7, strategy="fused", progress=False)
+    for name in fleet.names:
+        alone = _only(_fleet(_layer_norm, WIDTHS), name)
+        alone.fit((x, y, weights), epochs=2, batch_size=7, progress=False)
+        for key, value in alone[name].state_dict().items():
+            torch.testing.assert_close(fleet[name].state_dict()[key], value, rtol=1e-10, atol=1e-10)
+
+
+def test_a_member_that_fails_and_one_that_stops_early_leave_the_others_alone() -> None:
+    x, y = _data()
+    rates = [0.05, 1e200, 0.05, 0.05]
+    fleet = _fleet(_dropout, WIDTHS, lr=mf.each(rates))
+    fit: dict[str, Any] = {"batch_size": 8, "progress": False}
+    epochs = mf.each([3, 3, 1, 3])
+    history = fleet.fit((x, y), epochs=epochs, strategy="fused", **fit)
+    assert set(history.failed) == {"1"}
+    for name, count in (("0", 3), ("2", 1), ("3", 3)):
+        alone = _only(_fleet(_dropout, WIDTHS), name)
+        own = alone.fit((x, y), epochs=count, **fit)
+        _assert_close(_found(fleet, name, history, x), _found(alone, name, own, x))
+
+
+def test_saved_members_go_on_alone_and_back(tmp_path: Any) -> None:
+    x, y = _data()
+    fit: dict[str, Any] = {"batch_size": 8, "progress": False}
+
+    def build() -> mf.Fleet:
+        fleet = mf.Fleet.build(lambda width: _layer_norm(int(width)), len(WIDTHS), width=mf.each(WIDTHS))
+        fleet.compile("adam", "cross_entropy", lr=0.01)
+        return fleet
+
+    unbroken = build()
+    unbroken.fit((x, y), epochs=3, strategy="fused", **fit)
+    fleet = build()
+    fleet.fit((x, y), epochs=1, strategy="fused", **fit)
+    fleet.save(tmp_path / "saved")
+    loaded = mf.load(tmp_path / "saved", factory=lambda width: _layer_norm(int(width)))
+    loaded.fit((x, y), epochs=1, strategy="interleaved", **fit)  # each in a lane of its own
+    loaded.fit((x, y), epochs=1, strategy="fused", **fit)  # and all in one again
+    for name in unbroken.names:
+        for key, value in unbroken[name].state_dict().items():
+            torch.testing.assert_close(loaded[name].state_dict()[key], value, rtol=1e-10, atol=1e-10)
+
+
+def test_a_run_resumes_from_a_checkpoint(tmp_path: Any) -> None:
+    x, y = _data()
+
+    class Break(mf.Callback):
+        def __init__(self, step: int | None) -> None:
+            self.step = step
+
+        def on_step_end(self, run: Any) -> None:
+            if run.step == self.step:
+                raise RuntimeError("broken off")
+
+    fit: dict[str, Any] = {"epochs": 4, "batch_size": 8, "progress": False, "strategy": "fused"}
+    unbroken = _fleet(_cnn, WIDTHS)
+    unbroken.fit((x, y), **fit)
+    fleet = _fleet(_cnn, WIDTHS)
+    with pytest.raises(RuntimeError, match="broken off"):
+        fleet.fit((x, y), **fit, callbacks=[mf.Checkpoint(tmp_path), Break(7)])
+    resumed = _fleet(_cnn, WIDTHS)
+    resumed.fit((x, y), **fit, callbacks=[mf.Checkpoint(tmp_path), Break(None)])
+    for name in unbroken.names:
+        for key, value in unbroken[name].state_dict().items():
+            torch.testing.assert_close(resumed[name].state_dict()[key], value, rtol=0, atol=0)
+
+
+def _branch(width: int) -> nn.Module:
+    def run(net: Wide, x: Tensor) -> Tensor:
+        x = net.first(x)
+        return net.last(torch.tanh(x) if net.width > 8 else torch.relu(x))
+
+    return Wide(width, {"first": nn.Linear(6, width), "last": nn.Linear(width, 3)}, run)
+
+
+def _hidden_branch(width: int) -> nn.Module:
+    """A branch that shows only in the values."""
+
+    def run(net: Wide, x: Tensor) -> Tensor:
+        x = net.first(x)
+        return net.last(x * (2 if x.shape[-1] > 8 else 3))
+
+    return Wide(width, {"first": nn.Linear(6, width), "last": nn.Linear(width, 3)}, run)
+
+
+def _lstm(width: int) -> nn.Module:
+    def run(net: Wide, x: Tensor) -> Tensor:
+        return net.last(net.lstm(x.unsqueeze(-1))[0][:, -1])
+
+    return Wide(width, {"lstm": nn.LSTM(1, width, batch_first=True), "last": nn.Linear(width, 3)}, run)
+
+
+def _heads(width: int) -> nn.Module:
+    """Two heads of unequal sizes."""
+
+    def run(net: Wide, x: Tensor) -> Tensor:
+        x = net.first(x)
+        return net.last(torch.softmax(x.view(len(x), 2, -1), -1).flatten(1))
+
+    return Wide(width, {"first": nn.Linear(6, 2 * width), "last": nn.Linear(2 * width, 3)}, run)
+
+
+def _median(width: int) -> nn.Module:
+    def run(net: Wide, x: Tensor) -> Tensor:
+        return net.last(net.first(x).median(-1, keepdim=True).values)
+
+    return Wide(width, {"first": nn.Linear(6, width), "last": nn.Linear(1, 3)}, run)
+
+
+APART = {
+    "branch": (_branch, "torch.tanh where others call torch.relu|torch.relu where others call torch.tanh"),
+    "heads": (_heads, "divides a padded axis"),
+    "median": (_median, "has no rule for a padded axis"),
+}
+
+
+@pytest.mark.parametrize("kind", APART)
+def test_what_has_no_rule_is_not_fused_and_says_why(kind: str) -> None:
+    make, reason = APART[kind]
+    x, y = _data()
+    with pytest.raises(mf.StrategyError, match=reason):
+        _fleet(make, WIDTHS).fit((x, y), batch_size=8, strategy="fused", progress=False)
+    fleet = _fleet(make, WIDTHS * 6)  # enough to make one lane seem worth it
+    history = fleet.fit((x, y), epochs=1, batch_size=8, progress=False)
+    for name in ("0", "1"):
+        alone = _only(_fleet(make, WIDTHS * 6), name)
+        own = alone.fit((x, y), epochs=1, batch_size=8, progress=False)
+        _assert_close(_found(fleet, name, history, x), _found(alone, name, own, x))
+
+
+def _kernel(width: int) -> nn.Module:
+    return _sequence(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 3, width % 5, padding="same"), nn.Flatten(), nn.Linear(18, 3))
+
+
+@pytest.mark.parametrize(("make", "groups"), [(_lstm, 3), (_kernel, 2)])
+def test_recurrent_layers_and_kernels_are_in_groups_of_one_size(
+    make: Callable[[int], nn.Module], groups: int
+) -> None:
+    assert len(_fleet(make, WIDTHS).plan().lanes) == groups
+
+
+def test_numbers_that_follow_from_the_width_are_each_members_own() -> None:
+    assert_as_alone(_hidden_branch)

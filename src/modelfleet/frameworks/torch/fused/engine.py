@@ -50,6 +50,8 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         widths = Widths(named, context.variants) if max(context.variants) else None
         self._widths = widths if widths is not None and widths.several else None
         template = 0 if self._widths is None else self._widths.template
+        if self._widths is not None and "eps" in columns and not (columns["eps"] != 0).all():
+            raise CannotFuseError("its optimizer has an eps of 0, which would divide the zeros of padding by zero")
         if programs is None:
             steps = Steps(models[template], context.tasks[template], states.transposed(models[template]))
             programs = Programs(steps, fused=context.fused)
