@@ -6,6 +6,7 @@ There are no columns: each member's own numbers are in its state.
 from collections.abc import Sequence
 from dataclasses import replace
 
+from modelfleet.each import per_member
 from modelfleet.errors import InputError
 from modelfleet.frameworks.jax import losses, metrics, optimizers
 from modelfleet.frameworks.jax.task import PRECISIONS, Task
@@ -45,12 +46,18 @@ def _prepare(recipe: Recipe, names: Sequence[str]) -> Prepared[Task]:
     clips = clip_norms(recipe.clip_norm, names)
     by_name = {name: {**row, "clip_norm": clip} for name, row, clip in zip(names, own, clips, strict=True)}
     task = Task(
-        loss=None if recipe.loss is None else losses.resolve(recipe.loss),
-        objective=recipe.objective,
         metrics=metrics.resolve(recipe.metrics),
         clip=recipe.clip_norm is not None,
         precision=recipe.precision,
         own=by_name,
     )
-    tasks = {id(optimizer): replace(task, optimizer=optimizer) for optimizer in chosen}
-    return Prepared([tasks[id(optimizer)] for optimizer in chosen], [None] * len(names))
+    given_losses = per_member(recipe.loss, names, "loss")
+    resolved = {id(loss): None if loss is None else losses.resolve(loss) for loss in given_losses}
+    objectives = per_member(recipe.objective, names, "objective")
+    settings = list(zip(chosen, given_losses, objectives, strict=True))
+    keys = [tuple(map(id, own)) for own in settings]
+    tasks: dict[tuple[int, ...], Task] = {}
+    for key, (optimizer, loss, objective) in zip(keys, settings, strict=True):
+        if key not in tasks:
+            tasks[key] = replace(task, optimizer=optimizer, loss=resolved[id(loss)], objective=objective)
+    return Prepared([tasks[key] for key in keys], [None] * len(names))

@@ -1,7 +1,7 @@
 """Losses of torch members, computed per row so that padded rows can be left out."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,9 +46,34 @@ def resolve(loss: LossLike) -> Loss:
     named = find_loss(loss, LOSSES)
     if named is not None:
         return named
+    return _stock(loss) or _own(loss)
+
+
+def resolve_each(losses: Sequence[LossLike]) -> list[Loss | None]:
+    """Return the loss of every member. Members that give the same object get the same loss.
+
+    Modules of one class compute in the same way, also one whose numbers are torch's defaults: so that label
+    smoothing of 0 and of 0.1 can be fused.
+    """
+    kinds = {type(loss) for loss in losses}
+    alike = len(kinds) == 1 and isinstance(losses[0], nn.Module)
+    unlike_stock = alike and any(_stock(loss) is None for loss in losses)
+    known: dict[int, Loss | None] = {id(None): None}
+    for loss in losses:
+        if id(loss) not in known:
+            known[id(loss)] = _own(loss) if unlike_stock else resolve(loss)
+    return [known[id(loss)] for loss in losses]
+
+
+def _stock(loss: LossLike) -> Loss | None:
+    """Return the named loss that a function or a module of torch equals, if any."""
     for stock, function, module in _STOCK:
         if loss is function or (type(loss) is module and signature(loss) == signature(module())):
             return stock
+    return None
+
+
+def _own(loss: LossLike) -> Loss:
     name = getattr(loss, "__name__", type(loss).__name__)
     return Loss(name, None, loss, parts=_parts(loss), weighable=_weighable(loss))
 

@@ -61,16 +61,21 @@ def _prepare(recipe: Recipe, names: Sequence[str]) -> Prepared[Task]:
     chosen, columns = hyperparameters.resolve_each(recipe.optimizer, given, names)
     if recipe.clip_norm is not None:
         columns["clip_norm"] = np.array(clip_norms(recipe.clip_norm, names))
+    own_losses = losses.resolve_each(per_member(recipe.loss, names, "loss"))
+    objectives = per_member(recipe.objective, names, "objective")
     task = Task(
         optimizer=chosen[0],
-        loss=None if recipe.loss is None else losses.resolve(recipe.loss),
-        objective=recipe.objective,
         metrics=metrics.resolve(recipe.metrics),
         clip=recipe.clip_norm is not None,
         precision=recipe.precision,
     )
-    tasks = {id(optimizer): replace(task, optimizer=optimizer) for optimizer in chosen}
+    tasks: dict[tuple[int, ...], Task] = {}
+    settings = list(zip(chosen, own_losses, objectives, strict=True))
+    keys = [tuple(map(id, own)) for own in settings]
+    for key, (optimizer, loss, objective) in zip(keys, settings, strict=True):
+        if key not in tasks:
+            tasks[key] = replace(task, optimizer=optimizer, loss=loss, objective=objective)
     own_schedules = per_member(recipe.schedule, names, "schedule")
     for schedule in own_schedules if isinstance(recipe.schedule, Each) else own_schedules[:1]:
         schedules.resolve(schedule)
-    return Prepared([tasks[id(optimizer)] for optimizer in chosen], own_schedules, columns)
+    return Prepared([tasks[key] for key in keys], own_schedules, columns)

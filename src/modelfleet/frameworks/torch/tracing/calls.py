@@ -111,15 +111,17 @@ def _signature(function: Function) -> inspect.Signature | None:
     """Return the parameters of a function that is written in Python."""
     if not isinstance(function, types.FunctionType):
         return None
-    return _known_signature(function) if is_importable(function) else inspect.signature(function)
+    return _known_signature(function) if is_importable(function) else _read_signature(function)
 
 
-@functools.cache
-def _known_signature(function: types.FunctionType) -> inspect.Signature | None:
+def _read_signature(function: types.FunctionType) -> inspect.Signature | None:
     try:
         return inspect.signature(function)
-    except ValueError:
+    except ValueError:  # such as Tensor.__pow__, which only wraps a function written in C
         return None
+
+
+_known_signature = functools.cache(_read_signature)
 
 
 def key_of(function: Function) -> Hashable:

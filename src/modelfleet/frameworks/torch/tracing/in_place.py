@@ -120,6 +120,7 @@ def _use_baddbmm(graph: fx.Graph) -> None:
             if (
                 isinstance(bias, fx.Node)
                 and isinstance(product, fx.Node)
+                and bias is not product  # a product that is added to itself
                 and product.target is aten.bmm.default
                 and list(product.users) == [node]
                 and _alike(node, product)

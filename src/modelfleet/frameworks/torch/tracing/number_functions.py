@@ -183,9 +183,12 @@ def _normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: Any = 1e-12, ou
 
 
 def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: Any = 1e-8) -> Tensor:
-    lengths = [torch.linalg.vector_norm(x, 2, dim, keepdim=True) for x in (x1, x2)]
-    first, second = (x / torch.maximum(n, like(eps, x)) for x, n in zip((x1, x2), lengths, strict=True))
-    return (first * second).sum(dim)
+    scaled = []
+    for x in (x1, x2):
+        norm = torch.linalg.vector_norm(x, 2, dim, keepdim=True)
+        # As in torch, gradients do not see that a short vector's length is replaced by eps.
+        scaled.append(x / (norm + (torch.maximum(norm, like(eps, x)) - norm).detach()))
+    return (scaled[0] * scaled[1]).sum(dim)
 
 
 def _pairwise_distance(x1: Tensor, x2: Tensor, p: float = 2.0, eps: Any = 1e-6, keepdim: bool = False) -> Tensor:

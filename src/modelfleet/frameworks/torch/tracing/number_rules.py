@@ -191,7 +191,8 @@ def _addcdiv(x: Tensor, first: Tensor, second: Tensor, *, value: Any = 1) -> Ten
 
 RULES: dict[Function, Rule] = {
     **_methods("mul multiply div divide true_divide floor_divide remainder fmod pow float_power rsub"),
-    **_methods("atan2 arctan2 xlogy copysign lerp hypot where masked_fill fill"),
+    **_methods("atan2 arctan2 xlogy copysign lerp hypot where fill"),
+    **_methods("masked_fill", lambda _: lambda x, mask, value: torch.where(mask, value, x)),
     **_methods("add sub subtract", _with_alpha),
     **_methods("gt ge lt le eq ne greater greater_equal less less_equal not_equal", exact=True),
     **_methods("clamp clip", _clamp),
