@@ -1,4 +1,4 @@
-"""Width classes: members of unequal widths share a lane, padded to the widest, where that costs less than it saves.
+"""Width classes: members of unequal widths share a lane, padded to the widest, where it pays.
 
 One lane for all would multiply many zeros; a lane for each width would launch every operation once per width. What
 lies between is found by weighing both: the members sorted by size, cut into classes of the least total cost.

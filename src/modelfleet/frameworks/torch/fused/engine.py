@@ -379,14 +379,15 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
 
     def write(self, positions: Positions, state: Given) -> None:
         """Replace the state of some members by part and name. They may be given in their own shapes."""
-        if self._widths is not None:
-            state = {part: dict(own) for part, own in state.items()}
-            for part, own in state.items():
-                for name in own.keys() & self.state.get(part, {}).keys():
-                    value, like = own[name], self.state[part][name]
-                    tensor = arrays.from_host(value, like) if isinstance(value, np.ndarray) else value
-                    own[name] = self._widths.padded(name, tensor)
-        super().write(positions, state)
+        if self._widths is None:
+            return super().write(positions, state)
+        given: State = {part: dict(own) for part, own in state.items()}
+        for part, own in given.items():
+            for name in own.keys() & self.state.get(part, {}).keys():
+                value, like = own[name], self.state[part][name]
+                tensor = arrays.from_host(value, like) if isinstance(value, np.ndarray) else value
+                own[name] = self._widths.padded(name, tensor)
+        return super().write(positions, given)
 
     def read_apart(
         self, positions: Positions, parts: Collection[str] | None = None

@@ -1,7 +1,7 @@
 """Calls of members of unequal widths, side by side: which axes are padded, and how much of them is a member's own.
 
-Each width's forward is recorded once, alone (`tracing/recording.py`). The widest member's recording beside those of
-the others says which axis of which tensor is padded.
+Each width's forward is recorded once, alone (`tracing/recording.py`). The widest member's recording beside those
+of the others says which axis of which tensor is padded.
 """
 
 from collections.abc import Sequence
@@ -78,7 +78,8 @@ def _call(own: OneCall) -> Call:
         tuple(leaf.shape for _, leaf in leaves if isinstance(leaf, Described))
         for leaves in (own.arguments, own.results)
     )
-    inputs, outputs = ([(None,) * len(shape) for shape in own] for own in (shapes, results))
+    inputs: list[Axes] = [(None,) * len(shape) for shape in shapes]
+    outputs: list[Axes] = [(None,) * len(shape) for shape in results]
     return Call(own, shapes, results, inputs, outputs)
 
 

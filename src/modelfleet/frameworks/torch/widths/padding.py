@@ -20,6 +20,7 @@ from modelfleet.frameworks.torch.tracing.recording import Call as OneCall
 from modelfleet.frameworks.torch.tracing.replaying import Change
 from modelfleet.frameworks.torch.widths.padded_calls import Axes, Call, Size
 
+_WRITERS = ("Tensor.__setitem__", "Tensor.__set__")  # return no tensor, and have no rule
 OWN = "own sizes"
 VARIANT = "variant"
 """Names of columns among the members' numbers."""
@@ -37,7 +38,9 @@ class Padding:
         """Return the numbers `(column,)` of a variant."""
         return torch.tensor([size[variant] for size in self.columns], dtype=torch.float64)
 
-    def changes(self, numbers: Mapping[str, Tensor], others: Mapping[int, Change], rules: "Rules") -> dict[int, Change]:
+    def changes(
+        self, numbers: Mapping[str, Tensor], others: Mapping[int, Change], rules: "Rules"
+    ) -> dict[int, Change]:
         """Return what to do in place of the calls of padded tensors, for `Replay`.
 
         Args:
@@ -48,7 +51,7 @@ class Padding:
         step = _Step(self, numbers)
         changed = dict(others)
         for number, call in enumerate(self.calls):
-            if call.padded and call.outputs:
+            if call.padded and (call.outputs or call.own.name in _WRITERS):
                 changed[number] = _change(call, step, others.get(number), rules)
         return changed
 

@@ -6,12 +6,13 @@ not fused, whatever the reason.
 """
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from modelfleet.frameworks.errors import CannotFuseError
-from modelfleet.frameworks.torch.fused.arguments import numbers_key
+from modelfleet.frameworks.torch.fused.arguments import Key, numbers_key
 from modelfleet.frameworks.torch.fused.steps import Recorded, Steps
 from modelfleet.frameworks.torch.fused.steps_protocol import How, Tensors
 from modelfleet.frameworks.torch.model_locks import locked_in_mode
@@ -22,6 +23,7 @@ from modelfleet.frameworks.torch.widths.widths import Widths
 from modelfleet.trees import map_tree, paths
 from modelfleet.types import State, Tree
 
+Value = TypeVar("Value")
 TOGETHER = How(shared_data=True, fused=True)
 ALONE = How(shared_data=True, fused=False)
 
@@ -113,12 +115,12 @@ class _Attempt:
             try:
                 found = self._run(steps, state, TOGETHER)
             finally:
-                for table, before in zip((steps.recordings, steps.padding), kept, strict=True):
-                    table.pop(key) if before is None else table.update({key: before})
+                _restore(steps.recordings, key, kept[0])
+                _restore(steps.padding, key, kept[1])
         for number, expected in enumerate(alone):
             self._compare(number, map_tree(lambda t, at=number: t[at : at + 1], found), expected)
 
-    def _record(self, padding: Padding, key: tuple) -> None:
+    def _record(self, padding: Padding, key: Key) -> None:
         """Record the step that runs for all in this precision: numbers of members are cast to what it records."""
         steps = self._steps
         number = self._own_steps.index(steps)
@@ -164,7 +166,10 @@ class _Attempt:
         if not own.is_floating_point():
             return torch.equal(own, expected)
         tolerance = 1e-9 if self._dtype is not None else 1e-3
-        if any(t.dtype in (torch.float16, torch.bfloat16) for t in (own, expected)) or self._steps.task.precision != "float32":
+        if (
+            any(t.dtype in (torch.float16, torch.bfloat16) for t in (own, expected))
+            or self._steps.task.precision != "float32"
+        ):
             tolerance = 5e-2
         scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
         return torch.allclose(own, expected.to(own.dtype), rtol=tolerance, atol=tolerance * scale, equal_nan=True)
@@ -211,3 +216,10 @@ class _Attempt:
             return leaf.to(self._dtype) if change else leaf
 
         return map_tree(one, tree)
+
+
+def _restore(table: dict[Key, Value], key: Key, before: Value | None) -> None:
+    if before is None:
+        table.pop(key, None)
+    else:
+        table[key] = before
