@@ -247,6 +247,10 @@ class Engine(ABC):
             Tensors `(member, …)` in the order of `positions`, as the engine stores them.
         """
 
+    def by_width(self, positions: Positions) -> list[list[int]]:
+        """Return the rows of some positions by what shapes the members' tensors have. In most lanes all are equal."""
+        return [list(range(len(positions)))]
+
     def read_apart(
         self, positions: Positions, parts: Collection[str] | None = None
     ) -> list[tuple[list[int], State]]:

@@ -323,6 +323,10 @@ class Lane:
             state[COUNTS] = {"steps": self.steps[positions], "epochs": self.epochs[positions]}
         return state
 
+    def by_width(self, names: Sequence[str]) -> list[list[str]]:
+        """Return some members by what shapes their tensors have. In most lanes all are equal."""
+        return [[names[row] for row in rows] for rows in self.engine.by_width(self._positions_of(names))]
+
     def read_apart(
         self, names: Sequence[str], parts: Collection[str] | None = None, *, host: bool = False
     ) -> list[tuple[list[str], State]]:

@@ -389,6 +389,10 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
                 own[name] = self._widths.padded(name, tensor)
         return super().write(positions, given)
 
+    def by_width(self, positions: Positions) -> list[list[int]]:
+        """Return the rows of some positions by what shapes the members' tensors have."""
+        return [rows for _, rows in self._by_width(positions)]
+
     def read_apart(
         self, positions: Positions, parts: Collection[str] | None = None
     ) -> list[tuple[list[int], State]]:

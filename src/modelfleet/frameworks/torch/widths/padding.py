@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from modelfleet.frameworks.errors import CannotFuseError
-from modelfleet.frameworks.torch.random.operations import active_streams
+from modelfleet.frameworks.torch.random.operations import current_streams
 from modelfleet.frameworks.torch.tracing.calls import Arguments, Path, name_of
 from modelfleet.frameworks.torch.tracing.recording import Call as OneCall
 from modelfleet.frameworks.torch.tracing.replaying import Change
@@ -140,7 +140,7 @@ class PaddedCall:
 
     def drawing(self, axes: Axes, shape: Sequence[int]) -> AbstractContextManager[None]:
         """Return a context in which draws of this shape are at a member's own positions."""
-        return active_streams().at_own_positions(axes, shape, lambda size: self.own(size, stacked=True))
+        return current_streams().at_own_positions(axes, shape, lambda size: self.own(size, stacked=True))
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """Return an argument by its position or name."""
