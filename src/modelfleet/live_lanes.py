@@ -9,7 +9,9 @@ from modelfleet.garbage import without_full_collections
 from modelfleet.lanes import DevicePool, Groups, Lane, LaneBuilder, LaneSpec, saved_state
 from modelfleet.lanes.saved_state import TrainingState
 from modelfleet.members import Member
+from modelfleet.planning import width_classes
 from modelfleet.planning.fusability import refuse_data_parallel, refuse_on_cluster, refuse_unfused
+from modelfleet.planning.measurements import UNKNOWN_STEPS
 from modelfleet.planning.placement import place_by_size
 from modelfleet.planning.plan import Plan
 from modelfleet.planning.planner import Planner, usual_sharing
@@ -23,6 +25,7 @@ from modelfleet.runs.opening import LaneOpener, OpenLane
 from modelfleet.sharing import Sharings
 from modelfleet.types import Kind, SharingName, State, Strategy
 
+UNKNOWN_ROWS = 32  # assumed for a batch before there are data
 Asked = tuple[list[tuple[str, ...]], bool]
 """Members of the requested lanes, and True if each lane is over all devices."""
 
@@ -158,6 +161,12 @@ class LiveLanes:
         specs, asked = self._specs(kind, "auto", changed)
         existing = {lane.spec.key: lane for lane in self.lanes}
         lanes = []
+        costs = width_classes.Costs(UNKNOWN_STEPS, per_number=UNKNOWN_ROWS * 6 / width_classes.FLOPS_PER_SECOND)
+        specs = [
+            part
+            for spec in specs
+            for part in ([spec] if spec.key in existing else width_classes.divide(self.groups, spec, costs))
+        ]
         for spec in specs:
             lane = existing.get(spec.key)
             if lane is None:
@@ -213,7 +222,11 @@ class LiveLanes:
         whole = {"auto", "fused", "data_parallel"}
         if self.groups.several_devices:
             whole |= {"threads", "processes"}
-        return self.groups.specs if strategy in whole or parallel else self.groups.apart(f'strategy="{strategy}"')
+        if strategy not in whole and not parallel:
+            return self.groups.apart(f'strategy="{strategy}"')
+        if parallel or self.groups.several_devices:  # what is placed, or divided by rows, is not padded
+            return [part for spec in self.groups.specs for part in width_classes.apart(self.groups, spec)]
+        return self.groups.specs
 
     def _is_outdated(self, kind: Kind, changed: Collection[str]) -> bool:
         """Return True if the members have to be grouped again."""

@@ -16,7 +16,7 @@ from modelfleet.errors import StrategyError
 from modelfleet.lanes import Groups, LaneSpec
 from modelfleet.lanes.shared_objects import find_shared_object
 from modelfleet.lanes.spec import join_reasons
-from modelfleet.planning import lane_width, placement
+from modelfleet.planning import lane_width, placement, width_classes
 from modelfleet.planning.fusability import refuse_indivisible, split_unfusable
 from modelfleet.planning.measurements import Budget, Measurements, steps_per_epoch, total_steps, work
 from modelfleet.planning.placement import Load
@@ -30,6 +30,7 @@ from modelfleet.workers.pickling import pickle_value
 from modelfleet.workers.process import idle_count
 
 WORKER_START_SECONDS = 8.0  # until a new worker process has taken its first step
+FEW_STEPS = 50  # assumed for lanes that only predict or evaluate
 BETTER = 0.9  # an alternative must take at most this fraction of the time
 OTHER_WIDTH_SECONDS = 0.5  # of a trial of narrower lanes, which are traced anew
 SHARING_SECONDS = 0.1  # of steps that a trial of a sharing takes
@@ -65,6 +66,8 @@ class Planner:
         Raises:
             StrategyError: The strategy is not possible.
         """
+        if strategy == "auto" and resumed is None:
+            specs = [part for spec in specs for part in self._by_width(opener, spec)]
         specs = split_unfusable(opener, specs, strategy)
         if opener.kind != "train":
             return Plan(tuple(specs), usual_sharing(opener.groups))
@@ -129,6 +132,32 @@ class Planner:
         self._placed = self._placed[0], _placement(plan.lanes)
         return plan
 
+    # --- widths --------------------------------------------------------------------------------------------------
+
+    def _by_width(self, opener: LaneOpener, spec: LaneSpec) -> list[LaneSpec]:
+        """Return a lane as it is, or in width classes if its members are not equally wide."""
+        groups = opener.groups
+        if opener.is_open(spec) or not width_classes.has_several(groups, spec):
+            return [spec]
+        return width_classes.divide(groups, spec, self._width_costs(opener, spec))
+
+    def _width_costs(self, opener: LaneOpener, spec: LaneSpec) -> width_classes.Costs:
+        """Return what lanes of some widths cost, from plain steps of the smallest and the widest member."""
+        smallest, widest = width_classes.smallest_and_widest(opener.groups, spec)
+        opened = [opener.open(LaneSpec((name,), False, device=spec.device)) for name, _ in (smallest, widest)]
+        rows = opened[0].feed.first().size
+        per_number = 6 * rows / width_classes.FLOPS_PER_SECOND  # forward and backward of a matrix product
+        if opener.kind != "train":
+            return width_classes.Costs(FEW_STEPS, per_number=per_number)
+        steps = max(total_steps(one, opener.job) for one in opened)
+        budget = Budget(steps)
+        small, wide = (self.measurements.step_seconds(opener, one.spec, one.feed, budget) for one in opened)
+        if small is None or wide is None:
+            return width_classes.Costs(steps, per_number=per_number)
+        if wide > 1.3 * small:  # otherwise the difference may be noise
+            per_number = max(per_number, (wide - small) / (widest[1] - smallest[1]))
+        return width_classes.Costs(steps, max(small - per_number * smallest[1], 0.0), per_number)
+
     # --- measuring -----------------------------------------------------------------------------------------------
 
     def _measure(
@@ -177,6 +206,7 @@ class Planner:
                 replace(spec, members=names, apart_because=reason, wave=wave)
                 for wave, names in enumerate(lane_width.waves(width, spec.members))
             ]
+            lanes = split_unfusable(opener, lanes, "auto")
         return self._fastest_width(opener, opened, lanes, budget)
 
     def _fastest_width(
@@ -191,7 +221,7 @@ class Planner:
             return self.measurements.step_seconds(opener, part, feed, budget, expected=expected, again=again)
 
         narrow, quarter = [], lanes[0].width // 4
-        if quarter >= 2:
+        if quarter >= 2 and not width_classes.has_several(opener.groups, spec):
             narrow = [replace(spec, members=names) for names in lane_width.waves(quarter, spec.members)]
         single = LaneSpec(spec.members[:1], False, device=spec.device)
         wide = measure(lanes[0])

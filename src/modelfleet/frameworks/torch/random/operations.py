@@ -243,6 +243,13 @@ class DrawFromStreams(TorchDispatchMode):
         raise NotImplementedError(f"{func} draws random numbers in a way that has no stream per member")
 
 
+def current_streams() -> Streams:
+    """Return the streams that random operations draw from now."""
+    mode = _get_current_dispatch_mode()
+    assert isinstance(mode, DrawFromStreams)
+    return mode.streams
+
+
 @contextmanager
 def active_streams() -> Iterator[Streams]:
     """Yield the streams that random operations draw from now, to draw from them without such an operation.
