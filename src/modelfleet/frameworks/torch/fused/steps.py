@@ -5,7 +5,7 @@ axis. `fused=False` runs a lane of one member as any torch loop would, for model
 member the same numbers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -72,6 +72,8 @@ class Steps:
         self.recordings: dict[
             Key, Recording
         ] = {}  # by kind and form of a batch, for members that differ in numbers
+        self.known_recordings: dict[Hashable, int] = {}  # numbered, without the numbers in which members differ
+        self.members_differ = False  # True if the members of the lane differ in numbers
         self.records = False  # True while a step runs only to be recorded
 
     @property

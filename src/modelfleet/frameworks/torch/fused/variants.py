@@ -5,8 +5,9 @@ functions with other numbers. So one member of each variant runs once, for each 
 calls are recorded. Where the recordings differ in a number, the fused step computes with a column `(member,)`.
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
 
@@ -21,10 +22,10 @@ from modelfleet.frameworks.torch.fused.steps_protocol import How, Tensors
 from modelfleet.frameworks.torch.model_locks import locked_in_mode
 from modelfleet.frameworks.torch.python_state.checks import StatefulError
 from modelfleet.frameworks.torch.python_state.snapshot import PythonSnapshot
-from modelfleet.frameworks.torch.python_state.undo import undoing_side_effects
+from modelfleet.frameworks.torch.python_state.undo import restoring_python, restoring_tensors
 from modelfleet.frameworks.torch.structure import difference, signature, without_modes, without_numbers
 from modelfleet.frameworks.torch.task import Task
-from modelfleet.frameworks.torch.tracing.number_rules import refuse_unknown, site_name
+from modelfleet.frameworks.torch.tracing.number_rules import program_name, refuse_unknown, site_name
 from modelfleet.frameworks.torch.tracing.parameters import NeedsGradientError
 from modelfleet.frameworks.torch.tracing.reasons import explain
 from modelfleet.frameworks.torch.tracing.recording import Recording, compare
@@ -43,11 +44,22 @@ class Variant:
         steps: Steps that run the Python of the first of them.
         positions: Their positions in the lane.
         recordings: Their recordings, by kind and form of a batch.
+        snapshot: What the Python of the first of them read when the members were last checked.
     """
 
     steps: Steps
     positions: list[int]
-    recordings: dict[Key, Recording]
+    recordings: dict[Key, Recording] = field(default_factory=dict)
+    snapshot: PythonSnapshot | None = None
+
+    @contextmanager
+    def undoing_side_effects(self) -> Iterator[None]:
+        """Run the Python of the first member, and leave everything as it was before."""
+        snapshot = self.snapshot
+        if snapshot is None or not snapshot.same(thoroughly=True):
+            snapshot = PythonSnapshot(self.steps.roots())
+        with restoring_python(snapshot, strictly=False), restoring_tensors(snapshot, strictly=False):
+            yield
 
 
 class Variants:
@@ -150,7 +162,9 @@ class Variants:
             columns[site_name(call, path)] = self._column(numbers)
         for call, path, tensors in found.outside:
             columns[site_name(call, path)] = self._column([tensor.detach() for tensor in tensors])
-        return columns
+        # Programs are told apart by the names of their numbers. This one stands for everything that is no column.
+        name = program_name(recordings[0], columns, self._steps.known_recordings)
+        return {name: torch.zeros(len(self._members), device=self._device), **columns}
 
     def _column(self, values: Sequence[Tensor]) -> Tensor:
         """Return a value of each variant as one of each member, `(position, …)`."""
@@ -176,7 +190,7 @@ class Variants:
         train = kind != "evaluate" and kind != "predict"
         steps.differentiates = steps.differentiates or self._steps.differentiates
         steps.contiguous = self._steps.contiguous
-        with locked_in_mode(steps, train=train), undoing_side_effects(*steps.roots()), as_if_compiling():
+        with locked_in_mode(steps, train=train), variant.undoing_side_effects(), as_if_compiling():
             steps.records = True
             try:
                 step(*map_tree(torch.clone, args), How(shared, fused=False))
@@ -233,7 +247,7 @@ class Variants:
             if key not in by_numbers:
                 is_first = positions[0] == 0
                 steps = self._steps if is_first else Steps(model, task, self._steps.layout)
-                by_numbers[key] = Variant(steps, [], {})
+                by_numbers[key] = Variant(steps, [])
             by_numbers[key].positions += positions
         return sorted(by_numbers.values(), key=lambda variant: min(variant.positions))
 
@@ -246,7 +260,7 @@ class Variants:
             return False
         recorded = (own for variant in self._variants for own in variant.recordings.values())
         return all(own.same_outside() for own in recorded) and all(
-            snapshot.same(thoroughly=True) for snapshot in self._snapshots
+            variant.snapshot is None or variant.snapshot.same(thoroughly=True) for variant in self._variants
         )
 
     def _remember(self) -> None:
@@ -257,5 +271,7 @@ class Variants:
         self._values = [tuple(table.values()) for table in self._tables]
         self._tensors = [value for values in self._values for value in values if isinstance(value, Tensor)]
         self._versions = [tensor._version for tensor in self._tensors]
+        self._steps.members_differ = self.several
         # Several members' Python is read here, and not only the first one's, which `Programs` watches.
-        self._snapshots = [PythonSnapshot(variant.steps.roots()) for variant in self._variants if self.several]
+        for variant in self._variants if self.several else ():
+            variant.snapshot = PythonSnapshot(variant.steps.roots())
