@@ -67,6 +67,7 @@ class _Known:
         parts: Sequence[Data] = data if kind == "evaluate" else (data,)
         rows = len(parts[0])
         placed = tuple(arrays.place(part, engine.device, copy=True) for part in parts)
+        engine.look_again()
         try:
             with without_callers_contexts():
                 if kind == "predict":
@@ -184,7 +185,12 @@ class Repeating:
     def learn(self, kind: Kind, data: Data, batch_size: int | Each | None, opened: Sequence[OpenLane]) -> None:
         """Remember how such a call can be answered, after the lanes have answered it."""
         key = _key(kind, data, batch_size)
-        if key is None or self._gate.nested or self._refused.get(key, 0) >= MAX_REFUSALS:
+        if (
+            key is None
+            or not _is_plain(kind, data)
+            or self._gate.nested
+            or self._refused.get(key, 0) >= MAX_REFUSALS
+        ):
             return
         members, groups = list(self._members.values()), self._lanes.current_groups
         known = self._known.get(key)
@@ -231,16 +237,21 @@ def _inputs(kind: Kind, data: Data) -> Data:
 
 
 def _key(kind: Kind, data: Data, batch_size: object) -> Hashable | None:
-    """Return what decides how a call is answered; None for data that only lanes take."""
-    if kind == "evaluate":
-        if type(data) is not tuple or len(data) != 2:
-            return None
-        x, y = data
-        if not _is_plain(x) or not _is_plain(y) or len(x) != len(y):
-            return None
-        return kind, batch_size, x.shape, x.dtype, y.shape, y.dtype
-    return (kind, batch_size, data.shape, data.dtype) if _is_plain(data) else None
+    """Return what decides how a call is answered; None for arguments that only lanes take."""
+    if batch_size is not None and type(batch_size) is not int:
+        return None
+    if kind == "predict":
+        return (kind, batch_size, data.shape, data.dtype) if type(data) is np.ndarray else None
+    if type(data) is not tuple or len(data) != 2:
+        return None
+    x, y = data
+    if type(x) is not np.ndarray or type(y) is not np.ndarray:
+        return None
+    return kind, batch_size, x.shape, x.dtype, y.shape, y.dtype
 
 
-def _is_plain(array: Any) -> bool:
-    return type(array) is np.ndarray and array.ndim > 0 and array.dtype.kind in "fiub" and len(array) > 0
+def _is_plain(kind: Kind, data: Data) -> bool:
+    """Return True for arrays of numbers, with as many rows each, and one at least."""
+    arrays = data if kind == "evaluate" else (data,)
+    numbers = all(array.ndim and array.dtype.kind in "fiub" for array in arrays)
+    return numbers and len({len(array) for array in arrays}) == 1 and len(arrays[0]) > 0
