@@ -7,6 +7,7 @@ goes through the lanes again.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -27,7 +28,8 @@ from modelfleet.types import Data, Kind
 
 Way = Literal["loop", "fused"]
 Answers = dict[str, Any]
-TIMED_CALLS = 3  # of each way, before the quicker one is chosen
+TIMED_CALLS = 4  # of each way, before the quicker one is chosen
+RECENT_CALLS = 8  # whose times are kept
 LOOK_AGAIN = 128  # calls after which the slower way is timed again, if it is not much slower
 MUCH_SLOWER = 3.0
 MAX_PAUSE = 256  # calls
@@ -58,6 +60,7 @@ class _Known:
     pause: int = 0
     """Calls for which the lane is not asked, because the models change again and again."""
     seconds: dict[Way, float] = field(default_factory=dict)
+    recent: dict[Way, deque[float]] = field(default_factory=dict)
     calls: dict[Way, int] = field(default_factory=dict)
 
     def fused(self, lane: Lane, kind: Kind, data: Data) -> list[Any] | None:
@@ -105,9 +108,10 @@ class _Known:
         self.calls[way] = self.calls.get(way, 0) + 1
         if self.calls[way] == 1:
             return  # it tried the models, too
-        known = self.seconds.get(way)
-        # An average, so that a way that has become slower is left. A single slow call changes little.
-        self.seconds[way] = seconds if known is None else 0.8 * known + 0.2 * min(seconds, 2 * known)
+        # The quickest of the last few calls: other processes may have slowed down some of them.
+        recent = self.recent.setdefault(way, deque(maxlen=RECENT_CALLS))
+        recent.append(seconds)
+        self.seconds[way] = min(recent)
 
 
 class _ReadAgain(Exception):  # noqa: N818  no error
