@@ -78,7 +78,9 @@ def test_the_quicker_way_is_taken_after_both_were_timed() -> None:
     for _ in range(12):
         taken.append(known.choose())
         known.record(taken[-1], 1.0 if taken[-1] == "fused" else 3.5)
-    assert taken == ["fused"] * 3 + ["loop"] * 3 + ["fused"] * 6
+    assert taken == ["fused"] * 4 + ["loop"] * 4 + ["fused"] * 4
+    known.record("fused", 9.0)  # something else was in the way
+    assert known.choose() == "fused"
     for _ in range(40):
         known.record("fused", 9.0)  # it has become slower
     assert known.choose() == "loop"
@@ -285,3 +287,37 @@ def test_what_is_not_usable_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None
     for _ in range(5):
         fleet.predict(X[:5])
     assert len(made) == 1
+
+
+TABLE = np.ones((200, 200), np.float32)  # too large to be compared at every step
+
+
+class Reading(nn.Module):
+    """A model that reads an array that is not its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * float(TABLE[0, 0])
+
+
+def test_what_a_forward_reads_elsewhere_is_read_at_every_call(way: str) -> None:
+    fleet = mf.Fleet([Reading(), Reading()])
+    before = [fleet.predict(X[:5]) for _ in range(4)][-1]
+    TABLE[0, 0] = 3.0
+    after = fleet.predict(X[:5])
+    TABLE[0, 0] = 1.0
+    for name in fleet:
+        np.testing.assert_allclose(after[name], 3 * before[name], rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [True, [4], 0, 2.0])
+def test_a_bad_batch_size_is_refused_at_every_call(way: str, size: Any) -> None:
+    fleet = mf.Fleet([net(), net()])
+    for _ in range(3):
+        fleet.predict(X[:5], batch_size=1)
+        fleet.predict(X[:5])
+    with pytest.raises(InputError, match="batch_size"):
+        fleet.predict(X[:5], batch_size=size)

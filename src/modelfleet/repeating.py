@@ -7,6 +7,7 @@ goes through the lanes again.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -27,7 +28,8 @@ from modelfleet.types import Data, Kind
 
 Way = Literal["loop", "fused"]
 Answers = dict[str, Any]
-TIMED_CALLS = 3  # of each way, before the quicker one is chosen
+TIMED_CALLS = 4  # of each way, before the quicker one is chosen
+RECENT_CALLS = 8  # whose times are kept
 LOOK_AGAIN = 128  # calls after which the slower way is timed again, if it is not much slower
 MUCH_SLOWER = 3.0
 MAX_PAUSE = 256  # calls
@@ -58,6 +60,7 @@ class _Known:
     pause: int = 0
     """Calls for which the lane is not asked, because the models change again and again."""
     seconds: dict[Way, float] = field(default_factory=dict)
+    recent: dict[Way, deque[float]] = field(default_factory=dict)
     calls: dict[Way, int] = field(default_factory=dict)
 
     def fused(self, lane: Lane, kind: Kind, data: Data) -> list[Any] | None:
@@ -67,6 +70,7 @@ class _Known:
         parts: Sequence[Data] = data if kind == "evaluate" else (data,)
         rows = len(parts[0])
         placed = tuple(arrays.place(part, engine.device, copy=True) for part in parts)
+        engine.look_again()
         try:
             with without_callers_contexts():
                 if kind == "predict":
@@ -104,9 +108,10 @@ class _Known:
         self.calls[way] = self.calls.get(way, 0) + 1
         if self.calls[way] == 1:
             return  # it tried the models, too
-        known = self.seconds.get(way)
-        # An average, so that a way that has become slower is left. A single slow call changes little.
-        self.seconds[way] = seconds if known is None else 0.8 * known + 0.2 * min(seconds, 2 * known)
+        # The quickest of the last few calls: other processes may have slowed down some of them.
+        recent = self.recent.setdefault(way, deque(maxlen=RECENT_CALLS))
+        recent.append(seconds)
+        self.seconds[way] = min(recent)
 
 
 class _ReadAgain(Exception):  # noqa: N818  no error
@@ -184,7 +189,12 @@ class Repeating:
     def learn(self, kind: Kind, data: Data, batch_size: int | Each | None, opened: Sequence[OpenLane]) -> None:
         """Remember how such a call can be answered, after the lanes have answered it."""
         key = _key(kind, data, batch_size)
-        if key is None or self._gate.nested or self._refused.get(key, 0) >= MAX_REFUSALS:
+        if (
+            key is None
+            or not _is_plain(kind, data)
+            or self._gate.nested
+            or self._refused.get(key, 0) >= MAX_REFUSALS
+        ):
             return
         members, groups = list(self._members.values()), self._lanes.current_groups
         known = self._known.get(key)
@@ -231,16 +241,21 @@ def _inputs(kind: Kind, data: Data) -> Data:
 
 
 def _key(kind: Kind, data: Data, batch_size: object) -> Hashable | None:
-    """Return what decides how a call is answered; None for data that only lanes take."""
-    if kind == "evaluate":
-        if type(data) is not tuple or len(data) != 2:
-            return None
-        x, y = data
-        if not _is_plain(x) or not _is_plain(y) or len(x) != len(y):
-            return None
-        return kind, batch_size, x.shape, x.dtype, y.shape, y.dtype
-    return (kind, batch_size, data.shape, data.dtype) if _is_plain(data) else None
+    """Return what decides how a call is answered; None for arguments that only lanes take."""
+    if batch_size is not None and type(batch_size) is not int:
+        return None
+    if kind == "predict":
+        return (kind, batch_size, data.shape, data.dtype) if type(data) is np.ndarray else None
+    if type(data) is not tuple or len(data) != 2:
+        return None
+    x, y = data
+    if type(x) is not np.ndarray or type(y) is not np.ndarray:
+        return None
+    return kind, batch_size, x.shape, x.dtype, y.shape, y.dtype
 
 
-def _is_plain(array: Any) -> bool:
-    return type(array) is np.ndarray and array.ndim > 0 and array.dtype.kind in "fiub" and len(array) > 0
+def _is_plain(kind: Kind, data: Data) -> bool:
+    """Return True for arrays of numbers, with as many rows each, and one at least."""
+    arrays = data if kind == "evaluate" else (data,)
+    numbers = all(array.ndim and array.dtype.kind in "fiub" for array in arrays)
+    return numbers and len({len(array) for array in arrays}) == 1 and len(arrays[0]) > 0

@@ -189,6 +189,9 @@ class Engine(ABC):
                 0, so that the call has a number of members that was traced before. None for all slots.
         """
 
+    def look_again(self) -> None:  # noqa: B027  most engines look at every step
+        """Compare everything that the models' Python can read, large arrays too, before the next call."""
+
     @abstractmethod
     def inputs(self, data: Tree) -> Tree:
         """Return the inputs of a batch's data: the x of (x, y), or the data themselves."""

@@ -127,29 +127,26 @@ class DirectModels:
             raise _UnsuitableError  # then the mean over a batch depends on what else is in it
         ones = [torch.ones(len(x)) for x in parts[0]] if self._needs_weights(parts[1], all_count) else []
         checked: set[int] = set()
+        chunks, targets = parts
+        first = chunks[0]
         for model, task in zip(models, self._tasks, strict=True):
-            outputs = list(map(model, parts[0]))
-            if parts[0][0]._version:
+            outputs = [model(first)] if len(chunks) == 1 else list(map(model, chunks))
+            if first._version:  # it has written to its input
                 raise _UnsuitableError
             if id(task) not in checked:
-                self._check(task, outputs, parts[1])
+                self._check(task, outputs, targets)
                 checked.add(id(task))
-            loss: Any = task.loss
-            losses = [loss.unchecked(*pair).item() for pair in zip(outputs, parts[1], strict=True)]
-            if len(losses) == 1:
-                values = {"loss": losses[0]}
-            else:
-                sizes = [len(x) for x in parts[0]]
-                values = {"loss": sum(map(operator.mul, losses, sizes)) / sum(sizes)}
+            values = {"loss": _mean_loss(task, outputs, targets)}
             for metric in task.metrics:
-                if not ones and metric.of_labels is not None:
-                    values[metric.name] = metric.of_labels(outputs[0], parts[1][0])
-                else:
-                    sums: dict[str, Any] = {}
-                    for output, y, weights in zip(outputs, parts[1], ones, strict=True):
-                        for key, value in metric.sums(output, y, weights).items():
-                            sums[key] = sums[key] + value if key in sums else value
-                    values[metric.name] = float(metric.value(sums))
+                if not ones:
+                    assert metric.of_labels is not None
+                    values[metric.name] = metric.of_labels(outputs[0], targets[0])
+                    continue
+                sums: dict[str, Any] = {}
+                for output, y, weights in zip(outputs, targets, ones, strict=True):
+                    for key, value in metric.sums(output, y, weights).items():
+                        sums[key] = sums[key] + value if key in sums else value
+                values[metric.name] = float(metric.value(sums))
             yield values
 
     def _needs_weights(self, targets: list[Tensor], all_count: bool) -> bool:
@@ -182,6 +179,16 @@ def _watched(model: nn.Module, given: Tensor) -> Tensor:
     if output.untyped_storage().data_ptr() in memory:  # a user may write to an answer
         raise _UnsuitableError
     return output
+
+
+def _mean_loss(task: Task, outputs: list[Tensor], targets: list[Tensor]) -> float:
+    """Return the mean of the loss over the rows of all chunks."""
+    loss: Any = task.loss
+    if len(outputs) == 1:
+        return loss.unchecked(outputs[0], targets[0]).item()
+    losses = [loss.unchecked(output, y).item() for output, y in zip(outputs, targets, strict=True)]
+    sizes = [len(y) for y in targets]
+    return sum(map(operator.mul, losses, sizes)) / sum(sizes)
 
 
 def _suits(stamp: ModelStamp, task: Task) -> bool:

@@ -188,8 +188,10 @@ def _per_row(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
 def _named(name: str, function: Callable[..., Tensor], kind: TargetKind = "values") -> Loss:
     """Return the loss of a function as torch has them, with a `reduction`."""
 
+    classes = takes_classes(kind)
+
     def are_labels(target: Tensor) -> bool:
-        return takes_classes(kind) and not target.is_floating_point()
+        return classes and not target.is_floating_point()
 
     def in_dtype(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         return (output, target.long()) if are_labels(target) else _same_dtype(output, target)

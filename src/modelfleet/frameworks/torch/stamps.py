@@ -192,8 +192,8 @@ class _Weights:
             self._forms, self._training_forms = self._forms_now(), list(map(_training_form, self._tensors))
 
     def _forms_now(self) -> list[list[Any]]:
-        # `tensor.data = other` replaces all of these in the same object.
-        return [list(map(read, self._tensors)) for read in (Tensor.data_ptr, Tensor.size, Tensor.stride, _dtype)]
+        # `tensor.data = other` replaces all of these in the same object, and the strides.
+        return [list(map(read, self._tensors)) for read in (Tensor.data_ptr, Tensor.size, _dtype)]
 
     def same(self, *, forward: bool = False) -> bool:
         """Return True if the weights are the same to the bit."""
@@ -201,6 +201,7 @@ class _Weights:
         # Versions do not count what is written through `tensor.data` or a NumPy array, so bytes are compared.
         return (
             forms == self._forms
+            and all(map(Tensor.is_contiguous, self._tensors))  # they were
             and not any(map(_memcmp, forms[0], self._copies, self._lengths))
             and (forward or list(map(_training_form, self._tensors)) == self._training_forms)
         )

@@ -124,6 +124,10 @@ class ProgramEngine(TorchEngine, StackedEngine, Generic[OwnSteps]):
         """Update the active members by what `gradients` returned."""
         self.stepper.apply(self.state, hyper, active, gradients)
 
+    def look_again(self) -> None:
+        """Compare everything that the models' Python can read, large arrays too, before the next call."""
+        self.programs.look_again()
+
     # --- rows ----------------------------------------------------------------------------------------------------
 
     def can_mask_padding(self, batch: Batch) -> bool:

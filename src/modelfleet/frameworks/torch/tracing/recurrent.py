@@ -29,7 +29,7 @@ def _lstm_layer(x: Tensor, state: States, weights: Sequence[Tensor]) -> tuple[Te
     # All in one dtype: autocast does not reach into a scan.
     dtype = weights[1].dtype
     projected = F.linear(x, weights[0], _bias(weights)).to(dtype)
-    hiddens, cells, _ = scans.lstm(projected, *(part.to(dtype) for part in state), weights[1])
+    hiddens, cells, *_ = scans.lstm(projected, *(part.to(dtype) for part in state), weights[1])
     return hiddens[1:], hiddens[-1], cells[-1]
 
 
@@ -37,7 +37,7 @@ def _gru_layer(x: Tensor, state: States, weights: Sequence[Tensor]) -> tuple[Ten
     biases = weights[2:4] if len(weights) >= 4 else (None, weights[1].new_zeros(len(weights[1])))
     dtype = weights[1].dtype
     projected = F.linear(x, weights[0], biases[0]).to(dtype)
-    hiddens, _ = scans.gru(projected, state[0].to(dtype), weights[1], biases[1])
+    hiddens, *_ = scans.gru(projected, state[0].to(dtype), weights[1], biases[1])
     return hiddens[1:], hiddens[-1]
 
 

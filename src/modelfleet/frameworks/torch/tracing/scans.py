@@ -5,9 +5,8 @@ again for every length. So a graph contains the recurrence as one operation, wit
 Both loop over time when they run, on batched matrix products. Before a graph is compiled, they are written out
 (`DECOMPOSITIONS`), so that the compiler can fuse the small operations of a time step.
 
-All tensors have a member axis in front: inputs `(member, time, row, gates)`, states `(member, row, hidden)`,
-recurrent weights `(member, gates, hidden)`. Results with all states have one time step more than the inputs: the
-first state.
+Inputs are `(member, time, row, gates)`, states `(member, row, hidden)`, recurrent weights `(member, gates, hidden)`;
+or all without the member axis. Results with all states have one time step more than the inputs: the first state.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,37 +31,42 @@ def _weight_gradient(d_gates: Tensor, hiddens: Tensor) -> Tensor:
     return torch.bmm(_over_time(d_gates).transpose(1, 2), _over_time(hiddens[:, :-1]))
 
 
+def _stacked(*columns: list[Tensor]) -> Tensors:
+    """Return the tensors of all time steps, `(member, time, row, …)` for each column."""
+    return tuple(torch.stack(column, 1) for column in columns)
+
+
 def _lstm(projected: Tensor, hidden: Tensor, cell: Tensor, weight: Tensor) -> Tensors:
     recurrent, size = weight.transpose(1, 2).contiguous(), hidden.shape[-1]
-    hiddens, cells, gates = [hidden], [cell], []
+    hiddens, cells, gates, news = [hidden], [cell], [], []
     for inputs in projected.unbind(1):
         sums = torch.baddbmm(inputs, hidden, recurrent)
-        first, g, o = sums.split([2 * size, size, size], -1)
-        first, g, o = torch.sigmoid(first), torch.tanh(g), torch.sigmoid(o)
-        i, f = first.chunk(2, -1)
-        cell = torch.addcmul(f * cell, i, g)
+        gate, new = torch.sigmoid(sums), torch.tanh(sums.narrow(-1, 2 * size, size))
+        i, f, _, o = gate.chunk(4, -1)
+        cell = torch.addcmul(f * cell, i, new)
         hidden = o * torch.tanh(cell)
         hiddens.append(hidden)
         cells.append(cell)
-        gates.append(torch.cat([first, g, o], -1))
-    return torch.stack(hiddens, 1), torch.stack(cells, 1), torch.stack(gates, 1)
+        gates.append(gate)
+        news.append(new)
+    return _stacked(hiddens, cells, gates, news)
 
 
 def _lstm_backward(
-    d_hiddens: Tensor, d_cells: Tensor, hiddens: Tensor, cells: Tensor, gates: Tensor, weight: Tensor
+    d_hiddens: Tensor, d_cells: Tensor, hiddens: Tensor, cells: Tensor, gates: Tensor, news: Tensor, weight: Tensor
 ) -> Tensors:
-    size = hiddens.shape[-1]
-    tanh_cells = torch.tanh(cells)
-    i, f, g, o = gates.split(size, -1)
+    tanh_cells = torch.tanh(cells[:, 1:])
+    i, f, _, o = gates.chunk(4, -1)
     # What does not recur is computed for all time steps at once.
-    to_cell = o * (1 - tanh_cells[:, 1:] * tanh_cells[:, 1:])
-    by_cell = torch.cat([g * i * (1 - i), cells[:, :-1] * f * (1 - f), i * (1 - g * g)], -1)
-    by_hidden = tanh_cells[:, 1:] * o * (1 - o)
+    to_cell = o * (1 - tanh_cells * tanh_cells)
+    by_cell = torch.stack([news * i * (1 - i), cells[:, :-1] * f * (1 - f), i * (1 - news * news)], -2)
+    by_hidden = tanh_cells * o * (1 - o)
     d_hidden, d_cell = d_hiddens[:, -1], d_cells[:, -1]
     d_gates = []
     for t in range(gates.shape[1] - 1, -1, -1):
         d_cell = torch.addcmul(d_cell, d_hidden, to_cell[:, t])
-        d_gate = torch.cat([d_cell.repeat(1, 1, 3) * by_cell[:, t], d_hidden * by_hidden[:, t]], -1)
+        d_first = (d_cell.unsqueeze(-2) * by_cell[:, t]).flatten(-2)
+        d_gate = torch.cat([d_first, d_hidden * by_hidden[:, t]], -1)
         d_gates.append(d_gate)
         d_hidden = torch.baddbmm(d_hiddens[:, t], d_gate, weight)
         d_cell = torch.addcmul(d_cells[:, t], d_cell, f[:, t])
@@ -73,37 +77,41 @@ def _lstm_backward(
 def _gru(projected: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensors:
     recurrent, size = weight.transpose(1, 2).contiguous(), hidden.shape[-1]
     bias = bias.unsqueeze(1)
-    hiddens, gates = [hidden], []
+    hiddens, gates, news, states = [hidden], [], [], []
     for inputs in projected.unbind(1):
         sums = torch.baddbmm(bias, hidden, recurrent)
         first_x, new_x = inputs.split([2 * size, size], -1)
-        first_h, new_h = sums.split([2 * size, size], -1)
-        first = torch.sigmoid(first_x + first_h)
-        reset, update = first.chunk(2, -1)
-        new = torch.tanh(torch.addcmul(new_x, reset, new_h))
-        hidden = torch.addcmul(new, update, hidden - new)
+        first_h, state = sums.split([2 * size, size], -1)
+        gate = torch.sigmoid(first_x + first_h)
+        reset, update = gate.chunk(2, -1)
+        new = torch.tanh(torch.addcmul(new_x, reset, state))
+        hidden = torch.lerp(new, hidden, update)
         hiddens.append(hidden)
-        gates.append(torch.cat([first, new, new_h], -1))
-    return torch.stack(hiddens, 1), torch.stack(gates, 1)
+        gates.append(gate)
+        news.append(new)
+        states.append(state)
+    return _stacked(hiddens, gates, news, states)
 
 
-def _gru_backward(d_hiddens: Tensor, hiddens: Tensor, gates: Tensor, weight: Tensor) -> Tensors:
-    size = hiddens.shape[-1]
-    reset, update, new, new_h = gates.split(size, -1)
-    by_new = (1 - update) * (1 - new * new)
-    by_update = (hiddens[:, :-1] - new) * update * (1 - update)
-    by_reset = by_new * new_h * reset * (1 - reset)
-    # By what a state's gradient is multiplied for each gate: reset, update, new, and the state's part of new.
-    factors = torch.cat([by_reset, by_update, by_new * reset], -1)
+def _gru_backward(
+    d_hiddens: Tensor, hiddens: Tensor, gates: Tensor, news: Tensor, states: Tensor, weight: Tensor
+) -> Tensors:
+    reset, update = gates.chunk(2, -1)
+    by_new = (1 - update) * (1 - news * news)
+    by_update = (hiddens[:, :-1] - news) * update * (1 - update)
+    by_state = by_new * reset
+    by_reset = by_state * states * (1 - reset)
+    # By what a state's gradient is multiplied for each gate: reset, update, and the state's part of new.
+    factors = torch.stack([by_reset, by_update, by_state], -2)
     d_hidden = d_hiddens[:, -1]
-    d_sums, d_states = [], []
+    d_sums, d_after = [], []
     for t in range(gates.shape[1] - 1, -1, -1):
-        d_sum = d_hidden.repeat(1, 1, 3) * factors[:, t]
-        d_states.append(d_hidden)
+        d_sum = (d_hidden.unsqueeze(-2) * factors[:, t]).flatten(-2)
+        d_after.append(d_hidden)
         d_sums.append(d_sum)
         d_hidden = torch.baddbmm(torch.addcmul(d_hiddens[:, t], d_hidden, update[:, t]), d_sum, weight)
-    d_sum, d_state = torch.stack(d_sums[::-1], 1), torch.stack(d_states[::-1], 1)
-    d_projected = torch.cat([d_sum[..., : 2 * size], d_state * by_new], -1)
+    d_sum, d_state = _stacked(d_sums[::-1], d_after[::-1])
+    d_projected = torch.cat([d_sum[..., : gates.shape[-1]], d_state * by_new], -1)
     return d_projected, d_hidden, _weight_gradient(d_sum, hiddens), _over_time(d_sum).sum(1)
 
 
@@ -133,12 +141,13 @@ def _rnn_backward(slope: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor
     return run
 
 
-def _fake_forward(results: Sequence[int]) -> Callable[..., Tensors]:
-    # For each result, its size in hidden units; those with all states have one time step more.
+def _fake_forward(states: int, others: Sequence[int]) -> Callable[..., Tensors]:
+    # States of all time steps include the first one. The other results are given by their size in hidden units.
     def fake(projected: Tensor, hidden: Tensor, *_: Tensor) -> Tensors:
         members, steps, rows, _gates = projected.shape
         size = hidden.shape[-1]
-        return tuple(projected.new_empty(members, steps + (units == 1), rows, units * size) for units in results)
+        all_states = [projected.new_empty(members, steps + 1, rows, size) for _ in range(states)]
+        return *all_states, *(projected.new_empty(members, steps, rows, units * size) for units in others)
 
     return fake
 
@@ -159,38 +168,56 @@ DECOMPOSITIONS: dict[Any, Callable[..., Tensors]] = {}
 """By operation, the function that writes it out."""
 
 
-def _operation(name: str, inputs: int, outputs: int, run: Callable[..., Tensors], fake: Callable[..., Any]) -> Any:
-    """Define an operation on tensors with a member axis, and return it."""
+def _any_rank(run: Callable[..., Tensors]) -> Callable[..., Any]:
+    """Return a function that also takes tensors of one member. A single result is no tuple."""
+
+    def call(*args: Tensor) -> Any:
+        if args[0].dim() == 4:
+            found = run(*args)
+        else:
+            found = tuple(one.squeeze(0) for one in run(*(arg.unsqueeze(0) for arg in args)))
+        return found if len(found) > 1 else found[0]
+
+    return call
+
+
+def _operation(name: str, inputs: int, outputs: int, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Define an operation on tensors with or without a member axis, and return it."""
     arguments = ", ".join(f"Tensor a{number}" for number in range(inputs))
     _LIBRARY.define(f"{name}({arguments}) -> ({', '.join(['Tensor'] * outputs)})")
     operation = getattr(torch.ops.modelfleet, name).default
-
-    def one_or_several(function: Callable[..., Tensors]) -> Callable[..., Any]:
-        return function if outputs > 1 else lambda *args: function(*args)[0]
-
-    _LIBRARY.impl(name, one_or_several(run), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"modelfleet::{name}", one_or_several(fake), lib=_LIBRARY)
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"modelfleet::{name}", fake, lib=_LIBRARY)
 
     def mapped(info: Any, in_dims: Sequence[int | None], *args: Tensor) -> Any:
         width = info.batch_size
-        whole = [
-            arg.unsqueeze(0).expand(width, *arg.shape) if axis is None else arg.movedim(axis, 0)
-            for arg, axis in zip(args, in_dims, strict=True)
-        ]
-        found = operation(*(arg.flatten(0, 1) for arg in whole))
-        if outputs == 1:
-            return found.unflatten(0, (width, -1)), 0
-        return tuple(one.unflatten(0, (width, -1)) for one in found), (0,) * outputs
+        first = in_dims[0]
+        nested = args[0].dim() - (first is not None) == 4  # there is a member axis already
+        whole = []
+        for arg, axis in zip(args, in_dims, strict=True):
+            if axis is None:
+                arg = arg.unsqueeze(0).expand(width, *arg.shape)
+            elif axis:
+                arg = arg.movedim(axis, 0)
+            whole.append(arg.flatten(0, 1) if nested else arg)
+        found = operation(*whole)
+        several = found if outputs > 1 else (found,)
+        results = tuple(one.unflatten(0, (width, -1)) if nested else one for one in several)
+        return (results, (0,) * outputs) if outputs > 1 else (results[0], 0)
 
     torch.library.register_vmap(f"modelfleet::{name}", mapped, lib=_LIBRARY)
-    DECOMPOSITIONS[operation] = one_or_several(run)
+    DECOMPOSITIONS[operation] = run
     return operation
+
+
+def _tuple(found: Any) -> Tensors:
+    return found if isinstance(found, tuple) else (found,)
 
 
 def _scan(
     name: str,
-    arguments: int,
-    results: Sequence[int],
+    states: int,
+    others: Sequence[int],
     functions: tuple[Callable[..., Tensors], Callable[..., Tensors]],
     gates: int,
     *,
@@ -200,30 +227,24 @@ def _scan(
 
     Args:
         name: The name of the operation.
-        arguments: How many tensors it takes: inputs, states, the weight, a bias.
-        results: For each result, its size in hidden units: 1 for states, which are returned first.
+        states: How many states it has. They come after the inputs, and before the weight and a bias. Their
+            values at all time steps are the first results.
+        others: For each other result, its size in hidden units.
         functions: The recurrence and its gradient. The gradient takes the gradients of the states, the results,
             and the weight.
         gates: The gates of a time step.
         biased: True if the last argument is a bias.
     """
-    run, run_backward = functions
-    states = sum(units == 1 for units in results)
-    taken = states + len(results) + 1
-    forward_op = _operation(name, arguments, len(results), run, _fake_forward(results))
-    backward_op = _operation(
-        f"{name}_backward", taken, arguments, run_backward, _fake_backward(states, gates, biased)
-    )
-
-    def alone(operation: Any, args: Sequence[Tensor]) -> Tensors:
-        found = operation(*(arg.unsqueeze(0) for arg in args))
-        return tuple(one.squeeze(0) for one in (found if isinstance(found, tuple) else (found,)))
+    run, run_backward = map(_any_rank, functions)
+    arguments, results = 2 + states + biased, states + len(others)
+    taken = states + results + 1
+    forward_op = _operation(name, arguments, results, run, _any_rank(_fake_forward(states, others)))
+    fake_backward = _any_rank(_fake_backward(states, gates, biased))
+    backward_op = _operation(f"{name}_backward", taken, arguments, run_backward, fake_backward)
 
     def gradient(grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensors:
         """Return the gradient as a function of the inputs alone, written out."""
-        found = run(*(arg.unsqueeze(0) for arg in inputs))
-        grads = [grad.unsqueeze(0) for grad in grads]
-        return tuple(one.squeeze(0) for one in run_backward(*grads, *found, inputs[states + 1].unsqueeze(0)))
+        return run_backward(*grads, *_tuple(run(*inputs)), inputs[states + 1])
 
     class Backward(torch.autograd.Function):
         """Takes the states' gradients, the results, and the inputs, which only its own gradient needs."""
@@ -232,7 +253,7 @@ def _scan(
 
         @staticmethod
         def forward(*args: Tensor) -> Tensors:
-            return alone(backward_op, (*args[: taken - 1], args[taken + states]))
+            return backward_op(*args[: taken - 1], args[taken + states])
 
         @staticmethod
         def setup_context(ctx: Any, inputs: Tensors, output: Tensors) -> None:
@@ -251,7 +272,7 @@ def _scan(
 
         @staticmethod
         def forward(*args: Tensor) -> Tensors:
-            return alone(forward_op, args)
+            return _tuple(forward_op(*args))
 
         @staticmethod
         def setup_context(ctx: Any, inputs: Tensors, output: Tensors) -> None:
@@ -264,13 +285,13 @@ def _scan(
     return Scan.apply
 
 
-lstm = _scan("lstm", 4, (1, 1, 4), (_lstm, _lstm_backward), 4)
-"""Takes inputs, hidden and cell state, weight; returns the hidden states, cell states and gates of all steps."""
-gru = _scan("gru", 4, (1, 4), (_gru, _gru_backward), 3, biased=True)
-"""Takes inputs, hidden state, weight, bias; returns the hidden states and gates of all steps."""
-rnn_tanh = _scan("rnn_tanh", 3, (1,), (_rnn(torch.tanh), _rnn_backward(lambda h: 1 - h * h)), 1)
+lstm = _scan("lstm", 2, (4, 1), (_lstm, _lstm_backward), 4)
+"""Takes inputs, hidden and cell state, weight; returns the hidden states of all steps, the cell states, …"""
+gru = _scan("gru", 1, (2, 1, 1), (_gru, _gru_backward), 3, biased=True)
+"""Takes inputs, hidden state, weight, bias; returns the hidden states of all steps, …"""
+rnn_tanh = _scan("rnn_tanh", 1, (), (_rnn(torch.tanh), _rnn_backward(lambda h: 1 - h * h)), 1)
 """Takes inputs, hidden state, weight; returns the hidden states of all steps."""
-rnn_relu = _scan("rnn_relu", 3, (1,), (_rnn(torch.relu), _rnn_backward(lambda h: (h > 0).to(h.dtype))), 1)
+rnn_relu = _scan("rnn_relu", 1, (), (_rnn(torch.relu), _rnn_backward(lambda h: (h > 0).to(h.dtype))), 1)
 """Takes inputs, hidden state, weight; returns the hidden states of all steps."""
 
 
@@ -282,9 +303,4 @@ def count_operations(graph: fx.GraphModule) -> int:
 def _count(node: fx.Node) -> int:
     if node.target not in DECOMPOSITIONS:
         return 1
-    longest = max(value.shape[1] for value in map(_value, node.args) if value is not None and value.dim() == 4)
-    return OPERATIONS_PER_STEP * longest
-
-
-def _value(argument: object) -> Tensor | None:
-    return argument.meta.get("val") if isinstance(argument, fx.Node) else None
+    return OPERATIONS_PER_STEP * node.args[0].meta["val"].shape[-3]
