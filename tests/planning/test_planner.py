@@ -29,10 +29,12 @@ class Stopwatch:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fused: float, single: float, shared: float = 1e9) -> None:
         self.asked: list[tuple[int, bool]] = []
+        self.seconds: list[float] = []  # that each trial of a step was given
         self.sharings = 0
 
         def step_seconds(builder: Any, groups: Any, part: Any, batch: Any, most: float) -> float:
             self.asked.append((len(part.members), part.fused))
+            self.seconds.append(most)
             return fused * len(part.members) if part.fused else single
 
         def epoch_seconds(*args: Any) -> float:
@@ -98,12 +100,46 @@ def test_a_trial_that_was_disturbed_once_does_not_split_a_lane(monkeypatch: pyte
 
 
 def test_a_run_of_seconds_does_not_try_narrower_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = Stopwatch(monkeypatch, 1e-4, 1e-2)  # to trace them would take longer than they can save
+    watch = Stopwatch(monkeypatch, 1e-3, 1e-1)  # to trace them would take longer than they can save
     fleet_of(8).plan((X, Y), **LONG)
     assert set(watch.asked) == {(8, True), (1, False)}
     longer = Stopwatch(monkeypatch, 1e-1, 1e1)
     fleet_of(8, optimizer="adam").plan((X, Y), **LONG)
     assert (2, True) in longer.asked
+
+
+def two_depths() -> mf.Fleet:
+    fleet = mf.Fleet({"a": mlp(), "deep": nn.Sequential(*mlp(), nn.ReLU(), nn.Linear(3, 3))})
+    fleet.compile("sgd", "cross_entropy")
+    return fleet
+
+
+def test_a_first_look_at_every_lane_tells_that_a_run_is_over_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Stopwatch(monkeypatch, 1e-4, 1e-4, shared=1e-9)
+    plan = two_depths().plan((X, Y), **LONG)
+    assert watch.asked == [(1, True), (1, True)] or watch.asked == [(1, False), (1, False)]
+    assert watch.seconds == [0.0, 0.0]
+    assert watch.sharings == 0
+    assert plan.predicted_seconds == pytest.approx(2 * 800e-4)
+
+
+def test_a_first_look_is_not_remembered(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    watch = Stopwatch(monkeypatch, 1e-4, 1e-4)
+    fleet = two_depths()
+    fleet.plan((X, Y), **LONG)
+    fleet.plan((X, Y), **LONG)
+    assert len(watch.asked) == 2
+    assert not cache.exists()
+    two_depths().plan((X, Y), **LONG)
+    assert len(watch.asked) == 4
+
+
+def test_a_first_look_at_a_long_run_is_followed_by_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Stopwatch(monkeypatch, 0.1, 0.1, shared=1e9)
+    two_depths().plan((X, Y), **LONG)
+    assert watch.seconds[:2] == [0.0, 0.0]
+    assert min(watch.seconds[2:]) > 1.0  # 160 s allow several
+    assert watch.sharings >= 1
 
 
 def test_what_was_measured_is_known_to_the_next_fleet(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
@@ -122,7 +158,7 @@ def test_what_was_measured_is_known_to_the_next_fleet(monkeypatch: pytest.Monkey
 
 def test_lanes_share_the_device_as_it_measures_best(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Stopwatch(monkeypatch, 0.01, 0.01, shared=1e-6)
-    fleet = mf.Fleet({"a": mlp(), "wide": mlp(9)})
+    fleet = mf.Fleet({"a": mlp(), "deep": nn.Sequential(*mlp(), nn.ReLU(), nn.Linear(3, 3))})
     fleet.compile("sgd", "cross_entropy")
     assert fleet.plan((X, Y), **LONG).sharing in ("threads", "processes")
     assert watch.sharings >= 1

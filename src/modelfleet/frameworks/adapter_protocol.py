@@ -115,6 +115,7 @@ class Adapter(Protocol):
       see that models have not changed than to read them again.
     * `leaves_models_alone(task, programs)`, if lanes of one member may keep their state apart from the model. A
       trial then needs no copy of the model.
+    * `COMPILES_FIRST = True`, if the first step of a lane compiles for long, without Python's lock.
     * `signatures(models)`, if it is quicker to find the structures of many models together.
     * `DirectModels`, like that of `frameworks.torch.direct`, if models on the CPU can answer without a lane.
     * `as_loader`, like `frameworks.keras.datasets.as_loader`, if there are loaders of the framework's own.

@@ -22,7 +22,7 @@ PART_OF_RUN = 0.05  # fraction of a run's time that measuring may take
 FIRST_LOOK = 1.0  # seconds that may pass until the time of the run is known roughly
 SHORT_RUN: int = 300  # steps: a shorter run is over before measuring has paid off
 UNKNOWN_STEPS = 1000  # assumed for an epoch of unknown length
-LEAST_SECONDS = 0.4  # for a run of any length that is not short: enough to compare fused with apart
+LEAST_SECONDS = 0.4  # enough to compare fused with apart; a run of a few seconds may take twice its part for it
 
 
 class Budget:
@@ -38,13 +38,13 @@ class Budget:
 
     def limit(self, seconds: float) -> None:
         """Set the budget for a run that takes about this many seconds, as a first look at all lanes has shown."""
-        self._predicted, self._seconds = seconds, max(LEAST_SECONDS, PART_OF_RUN * seconds)
+        self._predicted, self._seconds = seconds, _allowed(seconds)
 
     def predict(self, seconds: float) -> None:
         """Set the budget for a run, or a part of one, that is predicted to take this many seconds."""
         self._predicted = max(self._predicted, seconds)
         if self._seconds:
-            self._seconds = max(LEAST_SECONDS, PART_OF_RUN * self._predicted)
+            self._seconds = _allowed(self._predicted)
 
     def left(self) -> float:
         """Return the seconds that are left."""
@@ -58,6 +58,11 @@ class Budget:
         """Charge the budget for a trial."""
         self.spent += seconds
         self.longest = max(self.longest, seconds)
+
+
+def _allowed(run: float) -> float:
+    """Return the seconds that measuring may take in a run of this many seconds."""
+    return max(PART_OF_RUN * run, min(LEAST_SECONDS, 2 * PART_OF_RUN * run))
 
 
 class Measurements:

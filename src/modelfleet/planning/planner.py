@@ -1,16 +1,18 @@
 """Planning a run: which lanes there are, where they run, and how they share their devices.
 
-The planner starts with every group fused. If the run is long enough, it times a step of each group fused and
-apart, keeps what is faster, and then times the lanes taking turns, in threads and in processes. Measuring may take
-a small part of the run, and measurements are remembered (`timings`). With several devices, lanes are placed first,
-by the times that are known.
+The planner starts with every group fused, and looks at a step or two of each, which tells how long the run will
+take. If it is long enough, the planner times a step of each group fused and apart, keeps what is faster, and then
+times the lanes taking turns, in threads and in processes. Measuring may take a small part of the run, and
+measurements are remembered (`timings`). With several devices, lanes are placed first, by the times that are known.
 """
 
 import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 from modelfleet.errors import StrategyError
 from modelfleet.lanes import Groups, LaneSpec
@@ -175,7 +177,7 @@ class Planner:
         choice = len(opened) > 1 or (opened[0].spec.width > 1 and opened[0].lane.engine.fused)
         budget = Budget(max(total_steps(one, opener.job) for one in opened) if choice else 0)
         if budget.left():
-            looks = [self.measurements.estimate(opener, one, budget) for one in opened]
+            looks = self._look(opener, opened, budget)
             times = [look * total_steps(one, opener.job) for one, look in zip(opened, looks, strict=True) if look]
             if len(times) == len(opened):
                 budget.limit(sum(times))
@@ -184,6 +186,20 @@ class Planner:
         plan = self._share(opener, Plan(tuple(chosen), usual), sharings, others, budget)
         self.measurements.timings.save()
         return replace(plan, measuring_seconds=time.perf_counter() - begun)
+
+    def _look(self, opener: LaneOpener, opened: Sequence[OpenLane], budget: Budget) -> list[float | None]:
+        """Return the time of each lane's step, after a first look at lanes that are not known.
+
+        The first step of some frameworks compiles for a long time. Such lanes are looked at side by side.
+        """
+        lanes = [one.lane for one in opened]
+        look = partial(self.measurements.estimate, opener, budget=budget)
+        compiling = all(getattr(lane.members[0].framework, "COMPILES_FIRST", False) for lane in lanes)
+        if len(lanes) == 1 or not compiling or find_shared_object(lanes) is not None:
+            return [look(one) for one in opened]
+        count = min(len(lanes), os.cpu_count() or 1)
+        with ThreadPoolExecutor(count, "modelfleet-look") as pool:
+            return list(pool.map(look, opened))
 
     def _with_known_time(self, opener: LaneOpener, opened: OpenLane) -> LaneSpec:
         seconds = self.measurements.known_step_seconds(opener.groups, opened)

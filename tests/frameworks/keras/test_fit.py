@@ -285,3 +285,18 @@ def test_an_adapted_layer_is_kept(tmp_path: Path) -> None:
     for name, expected in fleet.predict(x).items():
         np.testing.assert_allclose(found[name], expected, rtol=1e-5)
         np.testing.assert_allclose(found[name], fleet[name].predict(x, verbose=0), rtol=1e-5)
+
+
+def test_measuring_copies_no_model_and_changes_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MODELFLEET_CACHE", str(tmp_path))
+    monkeypatch.setattr("modelfleet.planning.measurements.SHORT_RUN", 1)
+    monkeypatch.setattr("modelfleet.frameworks.keras.copy_model", None)
+    own = {"a": models.mlp(seed=0), "b": models.mlp(seed=1, norm=True)}
+    for model in own.values():
+        model.compile(models.adam(0.01), loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    before = {name: models.numbers(model) for name, model in own.items()}
+    plan = mf.Fleet(own).plan((X, Y), epochs=2, batch_size=8)
+    assert all(lane.predicted_seconds_per_step for lane in plan.lanes)
+    for name, model in own.items():
+        for now, then in zip(models.numbers(model), before[name], strict=True):
+            np.testing.assert_array_equal(now, then)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from modelfleet.frameworks.torch import likeness
+from modelfleet.frameworks.torch import likeness, walking
 from modelfleet.frameworks.torch.structure import signature
 
 
@@ -108,3 +108,21 @@ def test_a_structure_that_many_models_have_is_looked_at_once(monkeypatch: pytest
     found = likeness.signatures([*models, tied(), tied()])
     assert all(one is found[0] for one in found[:20])
     assert len(looked) == 1 + 2  # tied weights take a closer look
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_quick_walk_finds_the_parameters_of_plain_models_only(name: str) -> None:
+    model = MAKERS[name]()
+    found = walking.plain_parameters(model)
+    if name in ("tied", "a layer twice", "a buffer", "a temporary buffer"):
+        assert found is None
+    else:
+        assert found is not None
+        assert [*found.items()] == [*model.named_parameters()]
+
+
+def test_a_quick_walk_ends_where_a_module_holds_itself() -> None:
+    model = mlp()
+    model.add_module("itself", model)
+    assert walking.plain_parameters(model) is None
+    assert len(list(walking.modules_of(model))) == len(list(model.modules()))

@@ -31,6 +31,7 @@ from modelfleet.frameworks.jax.task import PRECISIONS
 from modelfleet.frameworks.no_schedules import NoSchedules as Schedules
 
 NAME = "jax"
+COMPILES_FIRST = True
 
 # JAX would take three quarters of a GPU's memory at its first use, which other programs may need.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -151,10 +151,8 @@ class _CpuProgram:
     """A function under `jax.jit`, compiled in the way that suits the size of its first argument."""
 
     def __init__(self, function: Function, donated: tuple[int, ...]) -> None:
-        self._quick, self._large = (
-            jax.jit(function, donate_argnums=donated, compiler_options=options)
-            for options in (_QUICK_OPTIONS, _CPU_OPTIONS)
-        )
+        self._quick: Any = jax.jit(function, donate_argnums=donated, compiler_options=_QUICK_OPTIONS)
+        self._large: Any = jax.jit(function, donate_argnums=donated, compiler_options=_CPU_OPTIONS)
 
     def __call__(self, *args: Tree) -> Tree:
         return self._for(args)(*args)

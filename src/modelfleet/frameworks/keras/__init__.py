@@ -32,6 +32,7 @@ from modelfleet.frameworks.no_schedules import NoSchedules as Schedules
 
 NAME = "keras"
 PRECISIONS = ("float32",)  # any other comes from the model's dtype policy
+COMPILES_FIRST = keras.backend.backend() == "jax"
 GOES_ON = True  # with `steps_per_epoch`, an epoch of arrays continues where the last one stopped
 
 _PARTS = {  # for each backend, the modules of its arrays, devices and files

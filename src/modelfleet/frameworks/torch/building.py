@@ -16,7 +16,7 @@ from modelfleet.frameworks.torch.extra_state import (
     is_extra,
     set_extra_states,
 )
-from modelfleet.frameworks.torch.walking import modules_of
+from modelfleet.frameworks.torch.walking import modules_of, plain_parameters
 from modelfleet.frameworks.weight_mismatch import Spec, mismatch
 from modelfleet.trees import leaves
 
@@ -130,6 +130,9 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     # Each parameter once, even if it is tied, and the buffers that a state_dict would contain.
+    plain = plain_parameters(model)
+    if plain is not None:
+        return plain
     buffers = dict(model.named_buffers())
     if buffers:
         kept = set(model.state_dict(keep_vars=True))

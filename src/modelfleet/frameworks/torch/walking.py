@@ -40,3 +40,32 @@ def tensors_at(model: nn.Module, places: Sequence[Place]) -> list[Tensor]:
         assert tensor is not None
         found.append(tensor)
     return found
+
+
+def plain_parameters(model: nn.Module) -> dict[str, Tensor] | None:
+    """Return what `named_parameters` gives, for a model that has nothing else: no buffers, and nothing twice.
+
+    For any other model, return None.
+    """
+    if type(model).named_parameters is not nn.Module.named_parameters:
+        return None
+    found: dict[str, Tensor] = {}
+    return found if _add_parameters(model, "", found, set()) else None
+
+
+def _add_parameters(module: nn.Module, prefix: str, found: dict[str, Tensor], seen: set[int]) -> bool:
+    """Add a module's parameters by name. Return False if it has buffers, or if something was seen before."""
+    if module._buffers or id(module) in seen:
+        return False
+    seen.add(id(module))
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            if id(parameter) in seen:
+                return False
+            found[prefix + name] = parameter
+            seen.add(id(parameter))
+    return all(
+        _add_parameters(child, f"{prefix}{name}.", found, seen)
+        for name, child in module._modules.items()
+        if child is not None
+    )
