@@ -55,11 +55,11 @@ COSTS = Costs(100_000, per_number=6 * 32 / 30e9)
 
 
 def test_widths_far_apart_have_lanes_of_their_own() -> None:
-    groups, spec = _groups([48, 96, 192, 384] * 24)
+    groups, spec = _groups([64, 128, 256, 512] * 24)
     found = divide(groups, spec, COSTS)
     assert [len(part.members) for part in found] == [24] * 4
     assert found[0].apart_because is None
-    assert "'1' differs from '0': parameter 0.weight is (96, 32), not (48, 32)" in str(found[1].apart_because)
+    assert "'1' differs from '0': parameter 0.weight is (128, 32), not (64, 32)" in str(found[1].apart_because)
     assert "padded into one lane, a step of all would take" in str(found[1].apart_because)
 
 
