@@ -1,7 +1,7 @@
 """Which members of unequal widths share a lane."""
 
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def _ways(count: int) -> Iterator[list[tuple[int, int]]]:
     for number in range(count):
         for cuts in combinations(range(1, count), number):
             edges = [0, *cuts, count]
-            yield list(zip(edges, edges[1:], strict=False))
+            yield list(pairwise(edges))
 
 
 @pytest.mark.parametrize("seed", range(5))

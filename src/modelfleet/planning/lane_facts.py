@@ -54,7 +54,9 @@ def _reason(spec: LaneSpec, lane: Lane) -> str:
         group, devices = spec.split
         together = f"{spec.width} of {group} of one structure, split over {devices} devices"
     elif lane.engine.fused and spec.width > 1:
-        together = f"{spec.width} of one structure, fused"
+        widths = len(lane.by_width(lane.names))
+        alike = "one structure" if widths == 1 else f"{widths} widths, padded to the widest"
+        together = f"{spec.width} of {alike}, fused"
     untraced = lane.engine.untraced
     python = untraced and f"every step runs its Python: {untraced}"
     return join_reasons(together, spec.apart_because, python) or "on its own"
