@@ -31,7 +31,7 @@ MAX_TEXT = 80  # characters of a setting in an error
 _RUN = {
     "members": [[str]],
     "seeds?": [[int]],
-    "weights?": [{str: str}],
+    "weights?": [({str: str}, [{str: str}])],
     "epochs": [[int]],
     "started?": [[int]],
 }

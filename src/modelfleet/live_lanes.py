@@ -25,7 +25,6 @@ from modelfleet.runs.opening import LaneOpener, OpenLane
 from modelfleet.sharing import Sharings
 from modelfleet.types import Kind, SharingName, State, Strategy
 
-UNKNOWN_ROWS = 32  # assumed for a batch before there are data
 Asked = tuple[list[tuple[str, ...]], bool]
 """Members of the requested lanes, and True if each lane is over all devices."""
 
@@ -161,7 +160,7 @@ class LiveLanes:
         specs, asked = self._specs(kind, "auto", changed)
         existing = {lane.spec.key: lane for lane in self.lanes}
         lanes = []
-        costs = width_classes.Costs(UNKNOWN_STEPS, per_number=UNKNOWN_ROWS * 6 / width_classes.FLOPS_PER_SECOND)
+        costs = width_classes.Costs(UNKNOWN_STEPS, per_number=width_classes.UNKNOWN_PER_NUMBER)
         specs = [
             part
             for spec in specs

@@ -111,6 +111,8 @@ class Adapter(Protocol):
       default dtype. Workers then compute with the settings of the process that started them.
     * `family(signature, task)`, if engines can run members of different structures or tasks as one lane. Members
       with equal families are tried in one lane; if the engine raises `CannotFuseError`, each variant gets its own.
+    * `shapes(signature)`, if members of one family may have unequal sizes, which engines pad: the names and shapes
+      of a model's tensors. The planner then decides which of them share a lane.
     * `ModelStamp(model)` and `ModelStamps(stamps)`, like those of `frameworks.torch.stamps`, if it is quicker to
       see that models have not changed than to read them again.
     * `leaves_models_alone(task, programs)`, if lanes of one member may keep their state apart from the model. A

@@ -251,7 +251,7 @@ class Engine(ABC):
         """
 
     def by_width(self, positions: Positions) -> list[list[int]]:
-        """Return the rows of some positions by the shapes of the members' tensors. In most lanes all are equal."""
+        """Return the rows of some positions by the shapes of the members' tensors. Mostly all are equal."""
         return [list(range(len(positions)))]
 
     def read_apart(

@@ -25,7 +25,7 @@ class LaneSpec:
     reason: str = field(default="", compare=False)
     """All reasons why the lane is as it is, in words."""
     parameters: int = field(default=0, compare=False)
-    """Number of trained parameters per member."""
+    """Number of trained parameters per member, or of the widest one."""
     state_bytes: int = field(default=0, compare=False)
     """Size of the weights and the optimizer's state on the device."""
     working_bytes: int | None = field(default=None, compare=False)

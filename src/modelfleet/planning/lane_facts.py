@@ -55,7 +55,9 @@ def _reason(spec: LaneSpec, lane: Lane) -> str:
         group, devices = spec.split
         together = f"{spec.width} of {group} of one structure, split over {devices} devices"
     elif lane.engine.fused and spec.width > 1:
-        together = f"{spec.width} of one structure, fused"
+        widths = len(lane.by_width(lane.names))
+        alike = "one structure" if widths == 1 else f"{widths} widths, padded to the widest"
+        together = f"{spec.width} of {alike}, fused"
     optimizers = Counter(task.optimizer_name for task in lane.tasks)
     several = ", ".join(f"{count} {name}" for name, count in optimizers.items()) if len(optimizers) > 1 else None
     untraced = lane.engine.untraced

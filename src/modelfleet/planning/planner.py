@@ -20,7 +20,14 @@ from modelfleet.lanes.shared_objects import find_shared_object
 from modelfleet.lanes.spec import join_reasons
 from modelfleet.planning import lane_width, placement, width_classes
 from modelfleet.planning.fusability import refuse_indivisible, split_unfusable
-from modelfleet.planning.measurements import Budget, Measurements, steps_per_epoch, total_steps, work
+from modelfleet.planning.measurements import (
+    UNKNOWN_STEPS,
+    Budget,
+    Measurements,
+    steps_per_epoch,
+    total_steps,
+    work,
+)
 from modelfleet.planning.placement import Load
 from modelfleet.planning.plan import Plan
 from modelfleet.planning.printing import milliseconds
@@ -145,6 +152,8 @@ class Planner:
 
     def _width_costs(self, opener: LaneOpener, spec: LaneSpec) -> width_classes.Costs:
         """Return what lanes of some widths cost, from plain steps of the smallest and the widest member."""
+        if opener.feeding.uses_loaders("data"):  # a loader is not read to measure
+            return width_classes.Costs(UNKNOWN_STEPS, per_number=width_classes.UNKNOWN_PER_NUMBER)
         smallest, widest = width_classes.smallest_and_widest(opener.groups, spec)
         opened = [opener.open(LaneSpec((name,), False, device=spec.device)) for name, _ in (smallest, widest)]
         rows = opened[0].feed.first().size

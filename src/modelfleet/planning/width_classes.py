@@ -20,6 +20,7 @@ MAX_WIDTHS = 256  # that are weighed one by one; of more, neighbours are put tog
 PLAIN_SECONDS = 0.5e-3  # a step of one member by itself takes at least
 LANE_FACTOR = 3  # and that of a lane of several, so many times as long
 FLOPS_PER_SECOND = 30e9
+UNKNOWN_PER_NUMBER = 6 * 32 / FLOPS_PER_SECOND  # for batches of unknown size
 PREPARE_SECONDS = 0.6  # to trace a lane's steps
 RECORD_SECONDS = 0.02  # and for each width in it, if there are several
 

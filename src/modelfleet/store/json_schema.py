@@ -5,7 +5,7 @@ A schema is one of these:
 - a type: `float` accepts whole numbers, `int` no booleans, `object` anything;
 - None;
 - a range, for the whole numbers in it;
-- a tuple of schemas, of which one must match (at most one of them a list or a mapping);
+- a tuple of schemas, of which one must match (at most one of them a list, and one a mapping);
 - `[schema]` for a list of any length;
 - `{str: schema}` for a mapping;
 - `{"key": schema, "key?": schema}` for a mapping with these keys, of which some are optional, and maybe others.
@@ -52,8 +52,8 @@ def _find_mismatch(value: Json, schema: Schema, path: str) -> None:
         plain = [one for one in schema if isinstance(one, type | range) or one is None]
         if any(_matches(value, one) for one in plain):
             return
-        nested = [one for one in schema if one not in plain]
-        if not nested or not isinstance(value, type(nested[0])):
+        nested = [one for one in schema if one not in plain and isinstance(value, type(one))]
+        if not nested:
             raise _mismatch(value, schema, path)
         _find_mismatch(value, nested[0], path)
     elif isinstance(schema, list):

@@ -181,8 +181,11 @@ class Variants:
         # Programs are told apart by the names of their numbers. This one stands for everything that is no column.
         name = program_name(first, columns, self._steps.known_recordings)
         if self._widths is not None:
-            padding = self._steps.padding[key] = Padding(side_by_side(first, found))
-            self._try_padding(kind, padding, columns, data, weights, shared=shared)
+            calls, known = side_by_side(first, found), self._steps.padding.get(key)
+            padding = known if known is not None and known.calls == calls else Padding(calls)
+            if padding is not known:  # another lane of the same members has tried it
+                self._try_padding(kind, padding, columns, data, weights, shared=shared)
+            self._steps.padding[key] = padding
             exact = torch.float32 if self._device.type == "mps" else torch.float64
             tables = [padding.table(number).to(exact) for number in range(len(self._variants))]
             columns[OWN] = self._column(tables)
