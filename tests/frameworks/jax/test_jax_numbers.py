@@ -121,9 +121,13 @@ MODELS: dict[str, Callable[[int], Any]] = {
 }
 
 
+def told(recipe: dict[str, Any]) -> Any:
+    return {key: value for key, value in {**RECIPE, **recipe}.items() if value is not None}
+
+
 def fleet_of(make: Callable[[int], Any], count: int = 3, **recipe: Any) -> mf.Fleet:
     fleet = mf.Fleet({f"m{i}": make(i) for i in range(count)})
-    fleet.compile(**{**RECIPE, **recipe})
+    fleet.compile(**told(recipe))
     return fleet
 
 
@@ -145,7 +149,7 @@ def same(fleet: mf.Fleet, make: Callable[[int], Any], act: Callable[[mf.Fleet], 
     found = act(fleet)
     for i, name in enumerate(fleet.names):
         alone = mf.Fleet({name: make(i)})
-        alone.compile(**{**RECIPE, **recipe})
+        alone.compile(**told(recipe))
         wanted = act(alone)
         close([own[name] for own in found], [own[name] for own in wanted])
         assert testing.largest_difference(fleet[name], alone[name])[0] < 1e-10
@@ -398,3 +402,11 @@ def test_transformations_that_differ_in_a_number_share_a_lane() -> None:
             net(Net, plain, i), name, (X, Y), optimizer=made[name], loss="mse", epochs=2, batch_size=8
         )
         assert testing.largest_difference(fleet[name], expected)[0] < 1e-10
+
+
+@pytest.mark.parametrize("optimizer", [optax.lbfgs(), optax.polyak_sgd(), optax.MultiSteps(optax.adam(0.02), 2)])
+def test_optimizers_that_need_the_loss_have_that_of_their_own_member(optimizer: Any) -> None:
+    make = MODELS["own attributes"]
+    fleet = fleet_of(make, optimizer=optimizer, lr=None)
+    assert len(lanes(fleet)) == 1
+    same(fleet, make, lambda fleet: [fit(fleet, epochs=2)], optimizer=optimizer, lr=None)
