@@ -344,11 +344,20 @@ def _first_weights(run: LaneRun) -> dict[str, Tensor]:
     return by_path(run.lane.read(run.names[:1], WEIGHTS))
 
 
-def _weights(run: LaneRun) -> dict[str, str]:
-    """Return the shape and dtype of every weight, by path, without the member axis."""
+def _weights(run: LaneRun) -> dict[str, str] | list[dict[str, str]]:
+    """Return the shape and dtype of every weight, by path; for each member, if they are not equally wide."""
+    widths = run.lane.by_width(run.lane.names)
+    found: dict[str, dict[str, str]] = {}
+    for names in widths:
+        ((_, state),) = run.lane.read_apart(names[:1], WEIGHTS)
+        found |= dict.fromkeys(names, _in_words(by_path(state)))
+    return found[run.lane.names[0]] if len(widths) == 1 else [found[name] for name in run.lane.names]
+
+
+def _in_words(weights: Mapping[str, Tensor]) -> dict[str, str]:
     return {
         path: f"{tuple(tensor.shape[1:])} {str(tensor.dtype).removeprefix('torch.')}"
-        for path, tensor in _first_weights(run).items()
+        for path, tensor in weights.items()
     }
 
 

@@ -114,7 +114,8 @@ class Fit:
 
     def snapshot(self, name: str) -> State:
         """Return a copy of a member's current weights."""
-        return self._idle_run(name, "run.snapshot").bring_here().read([name], WEIGHTS)
+        ((_, state),) = self._idle_run(name, "run.snapshot").bring_here().read_apart([name], WEIGHTS)
+        return state
 
     def restore(self, name: str, snapshot: State) -> None:
         """Give a member the weights of a snapshot, whether it is still training or not."""

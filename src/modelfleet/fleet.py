@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args, overload
 
 from modelfleet import checkpoints, frameworks, saving
+from modelfleet.answering import Answering
 from modelfleet.callbacks import refuse_missing_validation, wrap_callbacks
 from modelfleet.devices import parse_devices
 from modelfleet.each import Each, per_member
@@ -37,7 +38,6 @@ from modelfleet.runs.starting import make_runs
 from modelfleet.runs.validation_split import split_validation
 from modelfleet.saving import SavedFleet
 from modelfleet.sharing import Sharings, sharings
-from modelfleet.sharing.each_lane import for_each_lane
 from modelfleet.store.recipe_json import completes, import_path
 from modelfleet.types import (
     Data,
@@ -96,9 +96,10 @@ class Fleet:
         self._live_lanes = LiveLanes(self._members, self._recipes, self._pool, LaneBuilder(), self._planner)
         self._gate = Gate()
         self._reading = Reading(self._live_lanes, self._members, self._exposed, self._gate, self._sharings)
-        self._repeating = Repeating(self._live_lanes, self._members, self._exposed, self._gate)
         self._epoch_seconds: float | None = None  # of the last fit
         self._token = secrets.token_hex(8)  # identifies the fleet to worker processes
+        repeating = Repeating(self._live_lanes, self._members, self._exposed, self._gate)
+        self._answering = Answering(self._reading, repeating, self._recipes, self._pool, self._token)
         for name, model in pairs:
             self._exposed.add(self._enlist(name, model))
 
@@ -478,50 +479,52 @@ class Fleet:
                 shown.close()
 
     @explain_arguments
-    def evaluate(self, data: Data, *, batch_size: int | Each | None = None) -> dict[str, dict[str, float]]:
+    def evaluate(
+        self,
+        data: Data,
+        *,
+        batch_size: int | Each | None = None,
+        strategy: Strategy = "auto",
+        members: Sequence[str] | None = None,
+    ) -> dict[str, dict[str, float]]:
         """Return every member's loss and metrics on data: {name: {metric: value}}.
 
         Args:
             data: As for `fit`.
             batch_size: As for `fit`.
+            strategy: As for `predict`.
+            members: As for `predict`.
+
+        Raises:
+            InputError: The data do not fit the models, or a member does not exist.
+            StrategyError: The strategy is not possible.
         """
-        known = self._repeating.answer("evaluate", data, batch_size)
-        if known is not None:
-            return known
-        found: dict[str, dict[str, float]] = {}
-        job = Job(tuple(self.names), data, batch_size=batch_size, shuffle=False)
-        with (
-            self._gate.reading("evaluate"),
-            computing(),
-            self._reading.open("evaluate", job) as (opened, in_step),
-        ):
-            results = for_each_lane(opened, Lane.evaluating, in_step=in_step)
-            for one, values in zip(opened, results, strict=True):
-                one.lane.refuse_failures(one.feed)
-                for row, name in enumerate(one.lane.names):
-                    found[name] = {metric: float(column[row]) for metric, column in values.items()}
-            self._repeating.learn("evaluate", data, batch_size, opened)
-        return {name: found[name] for name in self.names}
+        return self._answering.answer("evaluate", data, batch_size, strategy, members)
 
     @explain_arguments
-    def predict(self, data: Data, *, batch_size: int | Each | None = None) -> dict[str, Tree]:
+    def predict(
+        self,
+        data: Data,
+        *,
+        batch_size: int | Each | None = None,
+        strategy: Strategy = "auto",
+        members: Sequence[str] | None = None,
+    ) -> dict[str, Tree]:
         """Return every member's outputs on data: {name: array}.
 
         Args:
             data: x, or (x, y), whose y is ignored; one for all, or `each(...)`.
             batch_size: As for `fit`.
+            strategy: "auto" takes what is quickest: a fused program, or the models one after the other. "fused"
+                insists on fusing. "interleaved" runs the models one after the other; "threads" and "processes"
+                run them side by side. The numbers are the same.
+            members: The members to run, by name. All by default.
+
+        Raises:
+            InputError: The data do not fit the models, or a member does not exist.
+            StrategyError: The strategy is not possible.
         """
-        known = self._repeating.answer("predict", data, batch_size)
-        if known is not None:
-            return known
-        found: dict[str, Tree] = {}
-        job = Job(tuple(self.names), data, batch_size=batch_size, shuffle=False)
-        with self._gate.reading("predict"), computing(), self._reading.open("predict", job) as (opened, in_step):
-            results = for_each_lane(opened, Lane.predicting, in_step=in_step)
-            for one, outputs in zip(opened, results, strict=True):
-                found.update(zip(one.lane.names, outputs, strict=True))
-            self._repeating.learn("predict", data, batch_size, opened)
-        return {name: found[name] for name in self.names}
+        return self._answering.answer("predict", data, batch_size, strategy, members)
 
     def save(self, folder: str | Path, *, optimizer: bool = True) -> None:
         """Save the fleet in a folder: safetensors files and a JSON manifest.

@@ -9,7 +9,9 @@ from modelfleet.garbage import without_full_collections
 from modelfleet.lanes import DevicePool, Groups, Lane, LaneBuilder, LaneSpec, saved_state
 from modelfleet.lanes.saved_state import TrainingState
 from modelfleet.members import Member
+from modelfleet.planning import width_classes
 from modelfleet.planning.fusability import refuse_data_parallel, refuse_on_cluster, refuse_unfused
+from modelfleet.planning.measurements import UNKNOWN_STEPS
 from modelfleet.planning.placement import place_by_size
 from modelfleet.planning.plan import Plan
 from modelfleet.planning.planner import Planner, usual_sharing
@@ -21,8 +23,9 @@ from modelfleet.runs.job import Job
 from modelfleet.runs.lane_run import LaneRun
 from modelfleet.runs.opening import LaneOpener, OpenLane
 from modelfleet.sharing import Sharings
-from modelfleet.types import Kind, SharingName, Strategy
+from modelfleet.types import Kind, SharingName, State, Strategy
 
+UNKNOWN_ROWS = 32  # assumed for a batch before there are data
 Asked = tuple[list[tuple[str, ...]], bool]
 """Members of the requested lanes, and True if each lane is over all devices."""
 
@@ -80,6 +83,12 @@ class LiveLanes:
         """Return the members in groups; None if they have to be grouped again."""
         return self._groups
 
+    def part(self, members: Mapping[str, Member]) -> "LiveLanes":
+        """Return another set for some members, with the optimizer state that they have here."""
+        own = LiveLanes(members, self._recipes, self._pool, self._builder, self._planner)
+        own.take_state(self, list(members))
+        return own
+
     def aside(self, specs: Sequence[LaneSpec]) -> "LiveLanes":
         """Return another set for the same members, in these lanes, or in others if there are none."""
         fixed = (self._groups, specs) if specs and self._groups is not None else None
@@ -130,6 +139,20 @@ class LiveLanes:
             self._together = None
         return plan, opened, opener.feeding
 
+    def specs_for(self, job: Job, kind: Kind, strategy: Strategy, changed: Collection[str]) -> list[LaneSpec]:
+        """Return the lanes of a verb that runs elsewhere. They are not opened here."""
+        specs, _ = self._specs(kind, strategy, changed)
+        return Feeding(job, self.groups).split_by_form(specs)
+
+    def draw_states(self, names: Collection[str]) -> dict[str, State]:
+        """Return the part of some members' state that their random draws depend on, on the host."""
+        found: dict[str, State] = {}
+        for name in names:
+            if name in self._holders:
+                lane, source = self._holders[name]
+                found[name] = lane.read([source], ("member",), host=True)
+        return found
+
     @without_full_collections()
     def plan_without_data(self, kind: Kind, changed: Collection[str]) -> tuple[Plan, list[Lane]]:
         """Return what can be planned without data, and the lanes of that plan."""
@@ -138,6 +161,12 @@ class LiveLanes:
         specs, asked = self._specs(kind, "auto", changed)
         existing = {lane.spec.key: lane for lane in self.lanes}
         lanes = []
+        costs = width_classes.Costs(UNKNOWN_STEPS, per_number=UNKNOWN_ROWS * 6 / width_classes.FLOPS_PER_SECOND)
+        specs = [
+            part
+            for spec in specs
+            for part in ([spec] if spec.key in existing else width_classes.divide(self.groups, spec, costs))
+        ]
         for spec in specs:
             lane = existing.get(spec.key)
             if lane is None:
@@ -193,7 +222,11 @@ class LiveLanes:
         whole = {"auto", "fused", "data_parallel"}
         if self.groups.several_devices:
             whole |= {"threads", "processes"}
-        return self.groups.specs if strategy in whole or parallel else self.groups.apart(f'strategy="{strategy}"')
+        if strategy not in whole and not parallel:
+            return self.groups.apart(f'strategy="{strategy}"')
+        if parallel or self.groups.several_devices:  # what is placed, or divided by rows, is not padded
+            return [part for spec in self.groups.specs for part in width_classes.apart(self.groups, spec)]
+        return self.groups.specs
 
     def _is_outdated(self, kind: Kind, changed: Collection[str]) -> bool:
         """Return True if the members have to be grouped again."""

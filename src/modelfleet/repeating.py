@@ -64,7 +64,7 @@ class _Known:
         """Return the answers of a fused lane; None if it has none of the usual form."""
         engine, width = lane.engine, len(lane.members)
         arrays: ModuleType = lane.members[0].framework.arrays
-        parts = data if kind == "evaluate" else (data,)
+        parts: Sequence[Data] = data if kind == "evaluate" else (data,)
         rows = len(parts[0])
         placed = tuple(arrays.place(part, engine.device, copy=True) for part in parts)
         try:

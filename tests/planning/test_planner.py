@@ -78,9 +78,32 @@ def test_plain_steps_win_ties(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_measuring_stays_within_its_part_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Stopwatch(monkeypatch, 1e-6, 1e-9)  # the run would take milliseconds: one look, and on
-    monkeypatch.setattr(measurements.Budget, "spend", lambda self, seconds: setattr(self, "_spent", 5.0))
+    monkeypatch.setattr(measurements.Budget, "spend", lambda self, seconds: setattr(self, "spent", 5.0))
     fleet_of(8).plan((X, Y), **LONG)
     assert watch.asked == [(8, True)]
+
+
+def test_a_trial_that_was_disturbed_once_does_not_split_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Stopwatch(monkeypatch, 0.01, 0.05)
+    plain, disturbed = trials.step_seconds, [100.0]
+
+    def step_seconds(*args: Any) -> float:
+        return plain(*args) * (disturbed.pop() if disturbed else 1.0)
+
+    monkeypatch.setattr(trials, "step_seconds", step_seconds)
+    plan = fleet_of(8).plan((X, Y), **LONG)
+    assert [len(lane.members) for lane in plan.lanes] == [8]
+    assert watch.asked.count((8, True)) == 2
+    assert plan.lanes[0].predicted_seconds_per_step == pytest.approx(0.08)
+
+
+def test_a_run_of_seconds_does_not_try_narrower_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Stopwatch(monkeypatch, 1e-4, 1e-2)  # to trace them would take longer than they can save
+    fleet_of(8).plan((X, Y), **LONG)
+    assert set(watch.asked) == {(8, True), (1, False)}
+    longer = Stopwatch(monkeypatch, 1e-1, 1e1)
+    fleet_of(8, optimizer="adam").plan((X, Y), **LONG)
+    assert (2, True) in longer.asked
 
 
 def test_what_was_measured_is_known_to_the_next_fleet(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:

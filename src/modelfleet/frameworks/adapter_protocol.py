@@ -113,6 +113,8 @@ class Adapter(Protocol):
       with equal families are tried in one lane; if the engine raises `CannotFuseError`, each variant gets its own.
     * `ModelStamp(model)` and `ModelStamps(stamps)`, like those of `frameworks.torch.stamps`, if it is quicker to
       see that models have not changed than to read them again.
+    * `leaves_models_alone(task, programs)`, if lanes of one member may keep their state apart from the model. A
+      trial then needs no copy of the model.
     * `signatures(models)`, if it is quicker to find the structures of many models together.
     * `DirectModels`, like that of `frameworks.torch.direct`, if models on the CPU can answer without a lane.
     * `as_loader`, like `frameworks.keras.datasets.as_loader`, if there are loaders of the framework's own.

@@ -247,9 +247,25 @@ class Engine(ABC):
             Tensors `(member, …)` in the order of `positions`, as the engine stores them.
         """
 
+    def by_width(self, positions: Positions) -> list[list[int]]:
+        """Return the rows of some positions by the shapes of the members' tensors. In most lanes all are equal."""
+        return [list(range(len(positions)))]
+
+    def read_apart(
+        self, positions: Positions, parts: Collection[str] | None = None
+    ) -> list[tuple[list[int], State]]:
+        """Return a copy of the state of some members for another lane, or for a file.
+
+        A lane may hold members of unequal widths, padded to the widest. Here each has its own shapes.
+
+        Returns:
+            States `(member, …)` as of `read`, each with the rows of `positions` that it is for.
+        """
+        return [(list(range(len(positions))), self.read(positions, parts))]
+
     @abstractmethod
     def write(self, positions: Positions, state: Given) -> None:
-        """Replace the state of some members by what `read` returned, or by NumPy arrays of it.
+        """Replace the state of some members by what `read` or `read_apart` returned, or by NumPy arrays of it.
 
         Args:
             positions: The members' positions in the lane. A member may have a slot or rest.

@@ -30,7 +30,7 @@ class LaneBuilder:
         Args:
             groups: The members of the fleet.
             spec: The lane to build. If it has no device yet, it gets the first one that it may run on.
-            scratch: For a trial: a lane of one member steps a copy of the member's model.
+            scratch: For a trial: a lane of one member steps a copy of the member's model, if it steps a model.
         """
         own = [groups.tasks[name] for name in spec.members]
         framework = own[0].member.framework
@@ -42,13 +42,14 @@ class LaneBuilder:
         keys = {key: None for task in own for key in task.hyperparameters}
         hyperparameters = {key: np.array([task.hyperparameters.get(key, np.nan) for task in own]) for key in keys}
         members = [task.member for task in own]
-        if scratch and len(members) == 1:
-            members = [_copy(member) for member in members]
         # Tasks compare by identity, and a signature may be costly to hash: so a list, not a dict.
         variants = groups.variants(spec)
         firsts = [groups.tasks[names[0]] for names in variants]
         known = [(first.signature, first.task) for first in firsts], spec.fused, native
         programs = next((programs for key, programs in self._programs if key == known), None)
+        leaves_alone = getattr(framework, "leaves_models_alone", lambda task, programs: False)
+        if scratch and len(members) == 1 and not leaves_alone(own[0].task, programs):
+            members = [_copy(member) for member in members]
         number = {name: number for number, names in enumerate(variants) for name in names}
         context = LaneContext(
             members,

@@ -326,8 +326,31 @@ class Lane:
             state[COUNTS] = {"steps": self.steps[positions], "epochs": self.epochs[positions]}
         return state
 
+    def by_width(self, names: Sequence[str]) -> list[list[str]]:
+        """Return some members by what shapes their tensors have. In most lanes all are equal."""
+        return [[names[row] for row in rows] for rows in self.engine.by_width(self._positions_of(names))]
+
+    def read_apart(
+        self, names: Sequence[str], parts: Collection[str] | None = None, *, host: bool = False
+    ) -> list[tuple[list[str], State]]:
+        """Return a copy of the state of some members for another lane, or for a file: each has its own shapes.
+
+        Returns:
+            States as of `read`, each with the names of the members that it is for.
+        """
+        found: list[tuple[list[str], State]] = []
+        for rows, state in self.engine.read_apart(self._positions_of(names), parts):
+            own = [names[row] for row in rows]
+            if host:
+                state = map_tree(self.members[0].framework.arrays.host, state)
+            if parts is None or COUNTS in parts:
+                positions = self._positions_of(own)
+                state = {**state, COUNTS: {"steps": self.steps[positions], "epochs": self.epochs[positions]}}
+            found.append((own, state))
+        return found
+
     def write(self, names: Sequence[str], state: Given) -> None:
-        """Replace the state of some members by what `read` returned, here or in another lane of their group.
+        """Replace the state of some members by what `read` or `read_apart` returned, here or in another lane.
 
         Args:
             names: Members of the lane, with or without a slot.

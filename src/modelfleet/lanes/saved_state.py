@@ -43,12 +43,15 @@ class TrainingState:
 
 
 def read(lane: Lane, names: Sequence[str]) -> list[tuple[list[str], TrainingState]]:
-    """Return a copy of the training state of some members of a lane, those of one optimizer together."""
-    return [(own, _read(lane, own, tensors)) for own, tensors in _by_optimizer(lane, names)]
+    """Return a copy of the training state of some members of a lane, those of one form together."""
+    return [
+        (own, _training_state(found, tensors))
+        for some, tensors in _by_optimizer(lane, names)
+        for own, found in lane.read_apart(some, (*CARRIED, COUNTS))
+    ]
 
 
-def _read(lane: Lane, names: Sequence[str], tensors: Collection[str] | None) -> TrainingState:
-    found = lane.read(names, (*CARRIED, COUNTS))
+def _training_state(found: State, tensors: Collection[str] | None) -> TrainingState:
     own = {**CARRIED, "optimizer": tensors}
     state = {
         part: {name: tensor for name, tensor in found.get(part, {}).items() if chosen is None or name in chosen}
@@ -76,13 +79,14 @@ def write(lane: Lane, states: Mapping[str, TrainingState]) -> None:
     for name, one in states.items():
         by_form.setdefault(one.form, []).append(name)
     for alike in by_form.values():
-        for names, tensors in _by_optimizer(lane, alike):
-            _write(lane, names, tensors, join([states[name] for name in names], arrays.concatenate))
+        for some, tensors in _by_optimizer(lane, alike):
+            for names in lane.by_width(some):
+                _write(lane, names, tensors, join([states[name] for name in names], arrays.concatenate))
 
 
 def _write(lane: Lane, names: Sequence[str], tensors: Collection[str] | None, joined: TrainingState) -> None:
     arrays = lane.members[0].framework.arrays
-    own = lane.read(names, CARRIED)
+    ((_, own),) = lane.read_apart(names[:1], CARRIED)
     ours = own.get("optimizer", {}).keys() if tensors is None else tensors
     theirs = joined.state.get("optimizer", {}).keys()
     if theirs and not (theirs <= set(ours) or set(ours) <= theirs):

@@ -11,6 +11,7 @@ from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.lanes import LaneSpec
 from modelfleet.lanes.spec import join_reasons
 from modelfleet.members import Member
+from modelfleet.planning import width_classes
 from modelfleet.runs.opening import LaneOpener, OpenLane
 from modelfleet.types import Strategy
 
@@ -34,6 +35,9 @@ def split_unfusable(opener: LaneOpener, specs: Sequence[LaneSpec], strategy: Str
                 ) from error
             variants = opener.groups.variants(spec)
             if len(variants) > 1:
+                # Those of one width may still be fused, although they differ in numbers.
+                widths = width_classes.by_width(opener.groups, spec)
+                variants = widths if len(widths) > 1 else variants
                 reason = join_reasons(spec.apart_because, f"not fused with {first!r}: {error}")
                 together = error.together or [[number] for number in range(len(variants))]
                 names = [tuple(name for number in own for name in variants[number]) for own in together]

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -18,26 +19,36 @@ from modelfleet.runs.job import Job
 from modelfleet.runs.opening import LaneOpener, OpenLane
 
 PART_OF_RUN = 0.05  # fraction of a run's time that measuring may take
+FIRST_LOOK = 1.0  # seconds that may pass until the time of the run is known roughly
 SHORT_RUN: int = 300  # steps: a shorter run is over before measuring has paid off
 UNKNOWN_STEPS = 1000  # assumed for an epoch of unknown length
+LEAST_SECONDS = 0.4  # for a run of any length that is not short: enough to compare fused with apart
 
 
 class Budget:
     """Seconds that measuring may take: none for a short run, otherwise a part of the run's predicted time."""
 
     def __init__(self, steps: int) -> None:
-        self._seconds = 0.0 if steps < SHORT_RUN else 1.0  # enough to time a single step
-        self._spent = 0.0
-        self.longest = 0.2
+        self._seconds = 0.0 if steps < SHORT_RUN else FIRST_LOOK
+        self._predicted = 0.0
+        self.spent = 0.0
+        """Seconds that trials have taken."""
+        self.longest = 0.1
         """Time of the longest trial so far. Most of it may be compiling."""
 
+    def limit(self, seconds: float) -> None:
+        """Set the budget for a run that takes about this many seconds, as a first look at all lanes has shown."""
+        self._predicted, self._seconds = seconds, max(LEAST_SECONDS, PART_OF_RUN * seconds)
+
     def predict(self, seconds: float) -> None:
-        """Extend the budget for a run, or a part of one, that is predicted to take this many seconds."""
-        self._seconds = max(self._seconds, PART_OF_RUN * seconds)
+        """Set the budget for a run, or a part of one, that is predicted to take this many seconds."""
+        self._predicted = max(self._predicted, seconds)
+        if self._seconds:
+            self._seconds = max(LEAST_SECONDS, PART_OF_RUN * self._predicted)
 
     def left(self) -> float:
         """Return the seconds that are left."""
-        return max(0.0, self._seconds - self._spent)
+        return max(0.0, self._seconds - self.spent)
 
     def allows(self, seconds: float) -> bool:
         """Return True if a trial of this many seconds is within the budget."""
@@ -45,7 +56,7 @@ class Budget:
 
     def spend(self, seconds: float) -> None:
         """Charge the budget for a trial."""
-        self._spent += seconds
+        self.spent += seconds
         self.longest = max(self.longest, seconds)
 
 
@@ -54,24 +65,64 @@ class Measurements:
 
     def __init__(self) -> None:
         self.timings = timings.Timings()
+        self._estimates: dict[str, float] = {}  # times of steps after a first look; too rough to be kept on disk
 
-    def step_seconds(self, opener: LaneOpener, spec: LaneSpec, feed: Feed, budget: Budget) -> float | None:
-        """Return the time of a lane's step. It is measured if it is not known and the budget allows it."""
+    def estimate(self, opener: LaneOpener, opened: OpenLane, budget: Budget) -> float | None:
+        """Return the time of a lane's step. If it is not known, take a first look: a step or two."""
+        key = self._lane_key(opener.groups, opened.spec, opened.feed)
+        if self._known(key) is None and budget.left():
+            begun = time.perf_counter()
+            with suppress(CannotFuseError):
+                self._estimates[key] = trials.step_seconds(
+                    opener.builder, opener.groups, opened.spec, opened.feed.first(), 0.0
+                )
+            budget.spend(time.perf_counter() - begun)
+        return self._known(key)
+
+    def step_seconds(
+        self,
+        opener: LaneOpener,
+        spec: LaneSpec,
+        feed: Feed,
+        budget: Budget,
+        *,
+        expected: float = 0.0,
+        again: bool = False,
+    ) -> float | None:
+        """Return the time of a lane's step. It is measured if it is not known and the budget allows it.
+
+        Args:
+            opener: Opened the lanes.
+            spec: The lane.
+            feed: Its feed.
+            budget: The budget to charge for a trial.
+            expected: The seconds that a trial is expected to take, if they are more than those of an earlier one.
+            again: Measure again if the time is known, and keep the shorter one. Noise only adds.
+        """
         key = self._lane_key(opener.groups, spec, feed)
         seconds = self.timings.get(key)
-        if seconds is None and budget.allows(budget.longest):
+        if (again or seconds is None) and budget.allows(max(expected, budget.longest)):
             begun = time.perf_counter()
             try:
-                seconds = trials.step_seconds(opener.builder, opener.groups, spec, feed.first(), budget.left())
+                found = trials.step_seconds(opener.builder, opener.groups, spec, feed.first(), budget.left())
+                seconds = found if seconds is None else min(found, seconds)
                 self.timings.put(key, seconds)
             except CannotFuseError:
-                seconds = None
+                self._estimates.pop(key, None)
             budget.spend(time.perf_counter() - begun)
-        return seconds
+        return self._known(key)
 
     def known_step_seconds(self, groups: Groups, opened: OpenLane) -> float | None:
         """Return the time of a lane's step if it is known."""
-        return self.timings.get(self._lane_key(groups, opened.spec, opened.feed))
+        return self._known(self._lane_key(groups, opened.spec, opened.feed))
+
+    def are_measured(self, groups: Groups, opened: Sequence[OpenLane]) -> bool:
+        """Return True if the times of all lanes are more than estimates, so that they may be compared."""
+        return all(self.timings.get(self._lane_key(groups, one.spec, one.feed)) is not None for one in opened)
+
+    def _known(self, key: str) -> float | None:
+        measured = self.timings.get(key)
+        return self._estimates.get(key) if measured is None else measured
 
     def known_epoch_seconds(self, groups: Groups, opened: Sequence[OpenLane], sharing: str) -> float | None:
         """Return the time of an epoch of lanes that share their device in a given way, if it is known."""

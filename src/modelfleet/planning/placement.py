@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from modelfleet.devices import Device
 from modelfleet.lanes import Groups, LaneSpec
 from modelfleet.planning.lane_width import pieces
+from modelfleet.planning.width_classes import apart
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,9 @@ def place_whole(groups: Groups, specs: Sequence[LaneSpec]) -> list[LaneSpec]:
 
 
 def undo_cuts(groups: Groups, specs: Sequence[LaneSpec]) -> list[tuple[LaneSpec, list[int]]]:
-    """Return lanes as they were before placing: whole groups, each with the numbers of its pieces."""
-    group_of = {name: number for number, group in enumerate(groups.specs) for name in group.members}
+    """Return lanes as they were before placing: whole groups of one width, each with the numbers of its pieces."""
+    whole = [part for spec in groups.specs for part in apart(groups, spec)]
+    group_of = {name: number for number, group in enumerate(whole) for name in group.members}
     found: dict[tuple[int, str], list[int]] = {}
     for number, spec in enumerate(specs):
         group = group_of[spec.members[0]]
@@ -70,7 +72,7 @@ def undo_cuts(groups: Groups, specs: Sequence[LaneSpec]) -> list[tuple[LaneSpec,
     for (group, _), numbers in found.items():
         first = specs[numbers[0]]
         names = {name for number in numbers for name in specs[number].members}
-        kept = tuple(name for name in groups.specs[group].members if name in names)
-        reason = groups.specs[group].apart_because if first.fused else first.apart_because
+        kept = tuple(name for name in whole[group].members if name in names)
+        reason = whole[group].apart_because if first.fused else first.apart_because
         merged.append((LaneSpec(kept, first.fused, reason), numbers))
     return merged

@@ -6,6 +6,7 @@ a small part of the run, and measurements are remembered (`timings`). With sever
 by the times that are known.
 """
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -15,13 +16,12 @@ from modelfleet.errors import StrategyError
 from modelfleet.lanes import Groups, LaneSpec
 from modelfleet.lanes.shared_objects import find_shared_object
 from modelfleet.lanes.spec import join_reasons
-from modelfleet.planning import lane_width, placement
+from modelfleet.planning import lane_width, placement, width_classes
 from modelfleet.planning.fusability import refuse_indivisible, split_unfusable
 from modelfleet.planning.measurements import Budget, Measurements, steps_per_epoch, total_steps, work
 from modelfleet.planning.placement import Load
 from modelfleet.planning.plan import Plan
 from modelfleet.planning.printing import milliseconds
-from modelfleet.planning.trials import MIN_SECONDS
 from modelfleet.runs.opening import LaneOpener, OpenLane
 from modelfleet.sharing import Sharings
 from modelfleet.types import SharingName, Strategy
@@ -30,7 +30,10 @@ from modelfleet.workers.pickling import pickle_value
 from modelfleet.workers.process import idle_count
 
 WORKER_START_SECONDS = 8.0  # until a new worker process has taken its first step
+FEW_STEPS = 50  # assumed for lanes that only predict or evaluate
 BETTER = 0.9  # an alternative must take at most this fraction of the time
+OTHER_WIDTH_SECONDS = 0.5  # of a trial of narrower lanes, which are traced anew
+SHARING_SECONDS = 0.1  # of steps that a trial of a sharing takes
 
 Placement = tuple[tuple[tuple[str, ...], bool, str | None], ...]
 """Members, fused and device of every lane."""
@@ -63,6 +66,8 @@ class Planner:
         Raises:
             StrategyError: The strategy is not possible.
         """
+        if strategy == "auto" and resumed is None:
+            specs = [part for spec in specs for part in self._by_width(opener, spec)]
         specs = split_unfusable(opener, specs, strategy)
         if opener.kind != "train":
             return Plan(tuple(specs), usual_sharing(opener.groups))
@@ -127,6 +132,32 @@ class Planner:
         self._placed = self._placed[0], _placement(plan.lanes)
         return plan
 
+    # --- widths --------------------------------------------------------------------------------------------------
+
+    def _by_width(self, opener: LaneOpener, spec: LaneSpec) -> list[LaneSpec]:
+        """Return a lane as it is, or in width classes if its members are not equally wide."""
+        groups = opener.groups
+        if opener.is_open(spec) or not width_classes.has_several(groups, spec):
+            return [spec]
+        return width_classes.divide(groups, spec, self._width_costs(opener, spec))
+
+    def _width_costs(self, opener: LaneOpener, spec: LaneSpec) -> width_classes.Costs:
+        """Return what lanes of some widths cost, from plain steps of the smallest and the widest member."""
+        smallest, widest = width_classes.smallest_and_widest(opener.groups, spec)
+        opened = [opener.open(LaneSpec((name,), False, device=spec.device)) for name, _ in (smallest, widest)]
+        rows = opened[0].feed.first().size
+        per_number = 6 * rows / width_classes.FLOPS_PER_SECOND  # forward and backward of a matrix product
+        if opener.kind != "train":
+            return width_classes.Costs(FEW_STEPS, per_number=per_number)
+        steps = max(total_steps(one, opener.job) for one in opened)
+        budget = Budget(steps)
+        small, wide = (self.measurements.step_seconds(opener, one.spec, one.feed, budget) for one in opened)
+        if small is None or wide is None:
+            return width_classes.Costs(steps, per_number=per_number)
+        if wide > 1.3 * small:  # otherwise the difference may be noise
+            per_number = max(per_number, (wide - small) / (widest[1] - smallest[1]))
+        return width_classes.Costs(steps, max(small - per_number * smallest[1], 0.0), per_number)
+
     # --- measuring -----------------------------------------------------------------------------------------------
 
     def _measure(
@@ -143,6 +174,11 @@ class Planner:
         # A single lane of one member leaves nothing to choose, so nothing is worth measuring.
         choice = len(opened) > 1 or (opened[0].spec.width > 1 and opened[0].lane.engine.fused)
         budget = Budget(max(total_steps(one, opener.job) for one in opened) if choice else 0)
+        if budget.left():
+            looks = [self.measurements.estimate(opener, one, budget) for one in opened]
+            times = [look * total_steps(one, opener.job) for one, look in zip(opened, looks, strict=True) if look]
+            if len(times) == len(opened):
+                budget.limit(sum(times))
         chosen = [spec for one in opened for spec in self._divide(opener, one, budget)]
         chosen = [self._with_known_time(opener, opener.open(spec)) for spec in chosen]
         plan = self._share(opener, Plan(tuple(chosen), usual), sharings, others, budget)
@@ -170,6 +206,7 @@ class Planner:
                 replace(spec, members=names, apart_because=reason, wave=wave)
                 for wave, names in enumerate(lane_width.waves(width, spec.members))
             ]
+            lanes = split_unfusable(opener, lanes, "auto")
         return self._fastest_width(opener, opened, lanes, budget)
 
     def _fastest_width(
@@ -177,38 +214,49 @@ class Planner:
     ) -> list[LaneSpec]:
         """Return the lanes, narrower ones, or every member apart, by the time of a step of all members."""
         spec, ratio = opened.spec, opened.lane.engine.compiled_time_ratio
+        spent = budget.spent
 
-        def measure(part: LaneSpec) -> float | None:
-            return self.measurements.step_seconds(opener, part, opener.part_of_feed(part, opened), budget)
+        def measure(part: LaneSpec, *, expected: float = 0.0, again: bool = False) -> float | None:
+            feed = opener.part_of_feed(part, opened)
+            return self.measurements.step_seconds(opener, part, feed, budget, expected=expected, again=again)
 
+        narrow, quarter = [], lanes[0].width // 4
+        if quarter >= 2 and not width_classes.has_several(opener.groups, spec):
+            narrow = [replace(spec, members=names) for names in lane_width.waves(quarter, spec.members)]
+        single = LaneSpec(spec.members[:1], False, device=spec.device)
         wide = measure(lanes[0])
         if wide is None:
             return lanes
         budget.predict(wide * len(lanes) * total_steps(opened, opener.job))
-        candidates: list[tuple[float, list[LaneSpec]]] = [(wide * ratio * len(lanes), lanes)]
-        quarter = lanes[0].width // 4
-        if quarter >= 2:
-            narrow = [replace(spec, members=names) for names in lane_width.waves(quarter, spec.members)]
-            seconds = measure(narrow[0])
-            if seconds is not None:
-                total = seconds * ratio * len(narrow)
-                faster = (
-                    f"lanes of {quarter} are faster than one of {spec.width} ({milliseconds(total)} a step of all)"
-                )
-                reason = join_reasons(spec.apart_because, faster)
-                candidates.append((total, [replace(lane, apart_because=reason) for lane in narrow]))
-        seconds = measure(LaneSpec(spec.members[:1], False, device=spec.device))
-        if seconds is not None:
-            total = seconds * spec.width
+        apart = measure(single)
+        narrower = measure(narrow[0], expected=OTHER_WIDTH_SECONDS) if narrow else None
+
+        def step_of_all(seconds: float | None, count: float) -> float:
+            return math.inf if seconds is None else seconds * count
+
+        in_narrow = step_of_all(narrower, ratio * len(narrow))
+        one_by_one = step_of_all(apart, spec.width)
+        if budget.spent > spent and min(in_narrow, one_by_one) < wide * ratio * len(lanes):
+            # Another process may have disturbed the first trial: the lanes stay as they are unless it shows twice.
+            wide = measure(lanes[0], again=True) or wide
+        as_is = wide * ratio * len(lanes)
+        if one_by_one <= min(as_is, in_narrow):  # plain steps win ties
             faster = (
-                f"apart is {'faster than' if total < candidates[0][0] else 'as fast as'} fused: "
-                f"{milliseconds(total)} a step of all, not {milliseconds(candidates[0][0])}"
+                f"apart is {'faster than' if one_by_one < as_is else 'as fast as'} fused: "
+                f"{milliseconds(one_by_one)} a step of all, not {milliseconds(as_is)}"
             )
-            apart = replace(spec, fused=False, apart_because=join_reasons(spec.apart_because, faster), split=None)
-            if total <= min(candidate[0] for candidate in candidates):  # plain steps win ties
-                return [replace(apart, members=(name,)) for name in spec.members]
-        best = min(candidates, key=lambda candidate: candidate[0])
-        return best[1] if best[0] < BETTER * candidates[0][0] else lanes
+            reason = join_reasons(spec.apart_because, faster)
+            return [
+                replace(spec, members=(name,), fused=False, apart_because=reason, split=None)
+                for name in spec.members
+            ]
+        if in_narrow < BETTER * as_is:
+            faster = (
+                f"lanes of {quarter} are faster than one of {spec.width} ({milliseconds(in_narrow)} a step of all)"
+            )
+            reason = join_reasons(spec.apart_because, faster)
+            return [replace(lane, apart_because=reason) for lane in narrow]
+        return lanes
 
     def _share(
         self,
@@ -234,8 +282,9 @@ class Planner:
         for other in others:
             start = WORKER_START_SECONDS if other == "processes" else 0.0
             seconds = self.measurements.known_epoch_seconds(groups, opened, other)
-            if seconds is None and budget.allows(start + budget.longest):
-                shorten = max(1.0, turns / (2 * MIN_SECONDS))  # the trial takes a few turns of each lane
+            measured = self.measurements.are_measured(groups, opened)
+            if seconds is None and measured and budget.allows(start + budget.longest):
+                shorten = max(1.0, turns / SHARING_SECONDS)  # the trial takes a few turns of each lane
                 steps = [max(1, min(64, round(count / shorten))) for count in per_epoch]
                 scale = turns / max(_busiest_device(plan.lanes, steps), 1e-9)
                 seconds = self.measurements.epoch_seconds(

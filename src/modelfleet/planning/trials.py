@@ -16,7 +16,7 @@ from modelfleet.runs.starting import make_runs
 from modelfleet.trees import map_tree
 from modelfleet.types import Tensor
 
-MIN_SECONDS = 0.05  # of steps that a trial times together
+MIN_SECONDS = 0.02  # of steps that a trial times together
 ROUNDS = 3
 
 

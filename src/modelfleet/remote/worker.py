@@ -26,6 +26,14 @@ _builders: dict[str, LaneBuilder] = {}
 """Builder of the last fleet, which keeps its programs."""
 
 
+def builder_of(fleet: str) -> LaneBuilder:
+    """Return the builder of a fleet. Only that of the last fleet is kept."""
+    if fleet not in _builders:
+        _builders.clear()
+        _builders[fleet] = LaneBuilder()
+    return _builders[fleet]
+
+
 def run_lanes(order: LaneOrder) -> Generator[WorkerUpdate, OwnerReply, None]:
     """Run the lanes of an order. Yield the updates, and receive the replies."""
     yield WorkerUpdate()
@@ -85,9 +93,7 @@ class _WorkerLanes:
 
     def __init__(self, order: LaneOrder, ranks: object | None) -> None:
         self._reports_state = order.ranks is None or order.ranks[1] == 0  # of all ranks the first reports it
-        if order.fleet not in _builders:
-            _builders.clear()
-            _builders[order.fleet] = LaneBuilder()
+        builder = builder_of(order.fleet)
         job = order.job
         if order.data is not None:
             data, validation = order.data.get()
@@ -98,7 +104,7 @@ class _WorkerLanes:
         for spec, progress in zip(order.lanes, order.progress, strict=True):
             # Shuffles depend on them.
             groups.epochs.update(zip(spec.members, progress.before["epochs"], strict=True))
-        opener = LaneOpener(_builders[order.fleet], groups, job, "train", ranks=ranks)
+        opener = LaneOpener(builder, groups, job, "train", ranks=ranks)
         self.in_step = len(order.lanes) > 1 and opener.feeding.one_loader
         self.runs = make_runs(opener.open_all(order.lanes), opener.feeding)
         self._signatures = {id(run): run.lane.signature for run in self.runs if len(run.lane.members) == 1}

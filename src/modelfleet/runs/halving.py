@@ -29,7 +29,8 @@ def halve(builder: LaneBuilder, groups: Groups, run: LaneRun) -> list[LaneRun]:
         # Not made ready here: that could run out of memory again. A step that does so halves the lane once more.
         half.engine.check(feed.first(), names[0])
         half.record_losses(on=lane.losses is not None)
-        half.write(names, lane.read(names, host=True))  # the device has no memory for another copy
+        for own, state in lane.read_apart(names, host=True):  # the device has no memory for another copy
+            half.write(own, state)
         steps = None if run.known_steps is None else run.known_steps[positions]
         schedules = make_schedules(half, steps, run.epochs[positions], run.initial_epoch)
         state = run.schedules.state()

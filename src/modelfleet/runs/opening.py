@@ -76,6 +76,11 @@ class LaneOpener:
         opened.lane.spec = spec
         return opened
 
+    def is_open(self, spec: LaneSpec) -> bool:
+        """Return True if the lane of a spec is there from an earlier verb, or open."""
+        (spec,) = self.groups.on_first_device([spec])
+        return spec.key in self._existing or spec.key in self._open
+
     def open_all(self, specs: Sequence[LaneSpec]) -> list[OpenLane]:
         """Return the lanes of several specs."""
         return [self.open(spec) for spec in specs]

@@ -14,7 +14,8 @@ from modelfleet.frameworks.torch.fused.runner import Paces
 from modelfleet.frameworks.torch.tracing.recurrent import RECURRENT_RULES
 from modelfleet.frameworks.torch.tracing.scans import DECOMPOSITIONS, count_operations
 
-KINDS: list[tuple[type[nn.RNNBase], dict[str, Any]]] = [
+Kind = type[nn.LSTM] | type[nn.GRU] | type[nn.RNN]
+KINDS: list[tuple[Kind, dict[str, Any]]] = [
     (nn.LSTM, {}),
     (nn.GRU, {}),
     (nn.RNN, {}),
@@ -24,7 +25,7 @@ FORMS: list[dict[str, Any]] = [{}, {"num_layers": 2, "bidirectional": True}, {"b
 X = torch.randn(5, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def layer_of(kind: type[nn.RNNBase], options: dict[str, Any]) -> nn.RNNBase:
+def layer_of(kind: Kind, options: dict[str, Any]) -> nn.RNNBase:
     torch.manual_seed(1)
     return kind(3, 6, **options).double()
 
@@ -49,9 +50,7 @@ def by_torch(layer: nn.RNNBase, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("options", FORMS, ids=str)
 @pytest.mark.parametrize(("kind", "own"), KINDS, ids=str)
-def test_outputs_and_gradients_are_torch_s_own(
-    kind: type[nn.RNNBase], own: dict[str, Any], options: dict[str, Any]
-) -> None:
+def test_outputs_and_gradients_are_torch_s_own(kind: Kind, own: dict[str, Any], options: dict[str, Any]) -> None:
     layer = layer_of(kind, {**own, **options})
     weights = list(layer.parameters())
     x = X.clone().requires_grad_()
@@ -65,7 +64,7 @@ def test_outputs_and_gradients_are_torch_s_own(
 
 
 @pytest.mark.parametrize(("kind", "own"), KINDS[:3], ids=str)
-def test_second_derivatives_are_right(kind: type[nn.RNNBase], own: dict[str, Any]) -> None:
+def test_second_derivatives_are_right(kind: Kind, own: dict[str, Any]) -> None:
     layer = layer_of(kind, own)
     weights = [weight.detach() for weight in layer.parameters()]
     x = X[:3, :1].clone().requires_grad_()
@@ -73,7 +72,7 @@ def test_second_derivatives_are_right(kind: type[nn.RNNBase], own: dict[str, Any
 
 
 @pytest.mark.parametrize(("kind", "own"), KINDS, ids=str)
-def test_members_get_their_own_derivatives_under_vmap(kind: type[nn.RNNBase], own: dict[str, Any]) -> None:
+def test_members_get_their_own_derivatives_under_vmap(kind: Kind, own: dict[str, Any]) -> None:
     layers = [layer_of(kind, own) for _ in range(3)]
     for number, layer in enumerate(layers):
         with torch.no_grad():
@@ -98,7 +97,7 @@ def test_members_get_their_own_derivatives_under_vmap(kind: type[nn.RNNBase], ow
 class Last(nn.Module):
     """A recurrent layer whose last output is classified."""
 
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind: Kind) -> None:
         super().__init__()
         self.layer = kind(3, 6, num_layers=2, dropout=0.25, bidirectional=True, batch_first=True)
         self.head = nn.Linear(12, 2)
@@ -116,7 +115,7 @@ def batches(lengths: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
-def test_batches_of_several_lengths_are_trained_as_alone(kind: type[nn.RNNBase]) -> None:
+def test_batches_of_several_lengths_are_trained_as_alone(kind: Kind) -> None:
     def build() -> nn.Module:
         return Last(kind).double()
 

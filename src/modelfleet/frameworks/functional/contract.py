@@ -156,6 +156,18 @@ class Backend(Protocol):
         """
         ...
 
+    def without_axis(self, tree: Tree) -> Tree:
+        """* Return the tensors `(1, …)` of the only member without the member axis."""
+        ...
+
+    def with_axis(self, tree: Tree) -> Tree:
+        """* Return the tensors of a member with a member axis, `(1, …)`."""
+        ...
+
+    def first(self, tree: Tree) -> Tree:
+        """Return the first member's part of every tensor, as tensors or NumPy arrays, for a trial."""
+        ...
+
     def where(self, chosen: Tensor, new: Tensor, old: Tensor) -> Tensor:
         """* Return `new` for the members `(member,)` that are chosen, and `old` for the others."""
         ...

@@ -248,7 +248,7 @@ class FunctionalEngine(FunctionalState):
         known, form = self.programs.output_shapes, _form(batch)
         if form not in known:
             with self._trying(batch, self.inputs(batch.data), name) as few:
-                state = map_tree(lambda t: t[0], self._readable(self.state))
+                state = self.backend.first(self._readable(self.state))
                 output, _ = self.backend.shapes(self.programs.definition.first.predict, state, few)
             known[form] = tuple(output.shape) if hasattr(output, "shape") else None
         return known[form]
@@ -282,7 +282,7 @@ class FunctionalEngine(FunctionalState):
 
     def _examples(self, state: State) -> list[State]:
         """Return the state of one member, without a member axis, as a member of each variant would have it."""
-        one, variants = map_tree(lambda t: t[0], state), self.programs.definition.variants
+        one, variants = self.backend.first(state), self.programs.definition.variants
         if variants == 1:
             return [one]
         numbers = (self.tensor(np.array(number, np.int32)) for number in range(variants))
@@ -290,7 +290,7 @@ class FunctionalEngine(FunctionalState):
 
     def _allocate_metrics(self, batch: Batch) -> None:
         """Find out which metrics there are, by a trial on one member."""
-        one = map_tree(lambda t: t[0], self.state)
+        one = self.backend.first(self.state)
         self.programs.definition.try_out(one, _two_rows(batch.data, batch.shared))
         if not self.state["metrics"]:
             self.state = {**self.state, "metrics": self._fresh_metrics()}

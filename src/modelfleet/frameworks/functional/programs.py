@@ -231,8 +231,8 @@ class Programs:
         # A single member is not mapped: plain operations are faster, and some operations can't be mapped.
         if leaves(args[0])[0].shape[0] > 1:
             return self.backend.map(function, args, mapped)
-        rows = [map_tree(lambda t: t[0], arg) if own else arg for arg, own in zip(args, mapped, strict=True)]
-        return map_tree(lambda t: t[None], function(*rows))
+        rows = [self.backend.without_axis(arg) if own else arg for arg, own in zip(args, mapped, strict=True)]
+        return self.backend.with_axis(function(*rows))
 
 
 # Steps that run as Python if one of them can't be traced: a model that branches as it trains also does elsewhere.

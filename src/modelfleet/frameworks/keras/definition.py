@@ -121,15 +121,15 @@ class KerasEngine(FunctionalEngine):
     parts_in_models = ("params", "buffers", "optimizer")
 
     def __init__(
-        self, context: LaneContext[Task, Programs], definition: KerasDefinition, backend: Backend
+        self, context: LaneContext[Task, Programs], kind: type[KerasDefinition], backend: Backend
     ) -> None:
-        if context.programs is not None:
-            known = context.programs.definition
-            assert isinstance(known, KerasDefinition)
-            if known.steps.stale:
+        known = None if context.programs is None else context.programs.definition
+        if isinstance(known, KerasDefinition) and not known.steps.stale:
+            definition = known
+        else:
+            definition = kind(context.members[0].model, context.task)
+            if context.programs is not None:
                 context.programs.renew(definition)
-            else:
-                definition = known
         self._use(context, [definition])
         super().__init__(context, definition, backend)
 
@@ -172,6 +172,12 @@ class KerasEngine(FunctionalEngine):
         if any(steps.stale for steps in self._steps):
             return False
         return all(task_of(member.model) is task for member, task in zip(members, self._tasks, strict=True))
+
+
+def apart(programs: Programs) -> str | None:
+    """Return why a lane of these programs runs plainly, as far as is known."""
+    assert isinstance(programs.definition, KerasDefinition)
+    return programs.definition.steps.apart
 
 
 def _copied(arrays: Arrays) -> Arrays:

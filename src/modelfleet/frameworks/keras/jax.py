@@ -13,7 +13,7 @@ from modelfleet.frameworks.jax import arrays
 from modelfleet.frameworks.jax.backend import JaxBackend
 from modelfleet.frameworks.jax.merged_definition import MergedDefinition
 from modelfleet.frameworks.jax.replica import lent
-from modelfleet.frameworks.keras.definition import KerasDefinition, KerasEngine, Loss
+from modelfleet.frameworks.keras.definition import KerasDefinition, KerasEngine, Loss, apart  # noqa: F401
 from modelfleet.frameworks.keras.steps import outputs
 from modelfleet.frameworks.keras.structure import difference, signature
 from modelfleet.frameworks.keras.task import Task
@@ -53,7 +53,7 @@ class Engine(KerasEngine):
         """Make the engine, or use the programs of another one."""
         backend = JaxBackend(context.device)
         if max(context.variants) == 0:
-            super().__init__(context, JaxDefinition(context.members[0].model, context.task), backend)
+            super().__init__(context, JaxDefinition, backend)
             return
         numbers = {member.name: number for member, number in zip(context.members, context.variants, strict=True)}
         definition = self._merged(context, numbers)

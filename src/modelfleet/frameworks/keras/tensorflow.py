@@ -10,7 +10,7 @@ from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.engine import NOTHING_LEFT, Hyper, Pace
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.functional import Programs, Replica, State
-from modelfleet.frameworks.keras.definition import KerasDefinition, KerasEngine, Loss
+from modelfleet.frameworks.keras.definition import KerasDefinition, KerasEngine, Loss, apart  # noqa: F401
 from modelfleet.frameworks.keras.replica import is_double
 from modelfleet.frameworks.keras.steps import outputs
 from modelfleet.frameworks.keras.task import Task
@@ -59,12 +59,11 @@ class Engine(KerasEngine):
 
     def __init__(self, context: LaneContext[Task, Programs]) -> None:
         """Make the engine, or use the programs of another one."""
-        definition = TensorFlowDefinition(context.members[0].model, context.task)
         # The backend of the other engine, if there is one: it knows how its programs run.
         known = context.programs.backend if context.programs else TensorFlowBackend(context.device)
         assert isinstance(known, TensorFlowBackend)
         self._tensorflow = known
-        super().__init__(context, definition, known)
+        super().__init__(context, TensorFlowDefinition, known)
 
     def ready(self, kind: Kind, hyper: Hyper, active: Tensor, batch: Batch) -> None:
         """Prepare the program for batches like this one. Loops over time are not fused, as this would be slow."""

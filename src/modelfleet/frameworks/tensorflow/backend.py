@@ -85,10 +85,25 @@ class TensorFlowBackend:
         self.looped |= looped
         return rebuild(trees[-1], found)
 
+    def without_axis(self, tree: Tree) -> Tree:
+        """Return the tensors of the only member without the member axis."""
+        # A tensor's [0] takes four constants, and several times as long to trace.
+        return map_tree(lambda t: tf.squeeze(t, [0]) if isinstance(t, tf.Tensor) else t[0], tree)
+
+    def with_axis(self, tree: Tree) -> Tree:
+        """Return the tensors of a member with a member axis."""
+        return map_tree(lambda t: tf.expand_dims(t, 0) if isinstance(t, tf.Tensor) else t[None], tree)
+
+    def first(self, tree: Tree) -> Tree:
+        """Return the first member's part of every tensor."""
+        return map_tree(lambda t: t[0], tree)
+
     def where(self, chosen: tf.Tensor, new: Tensor, old: Tensor) -> tf.Tensor:
         """Return `new` for the members that are chosen, `old` for the others."""
         rank = len(old.shape) if tf.is_tensor(old) else 0
-        found = tf.where(tf.reshape(chosen, [-1, *[1] * (rank - 1)]), new, old)
+        if chosen.shape[0] != 1:  # that of a single member fits any shape
+            chosen = tf.reshape(chosen, [-1, *[1] * (rank - 1)])
+        found = tf.where(chosen, new, old)
         if rank:
             found.set_shape(old.shape)
         return found

@@ -30,5 +30,6 @@ from modelfleet.frameworks.torch.settings import settings, using
 from modelfleet.frameworks.torch.stamps import ModelStamp, ModelStamps
 from modelfleet.frameworks.torch.structure import difference, signature, trained_twice
 from modelfleet.frameworks.torch.task import PRECISIONS
+from modelfleet.frameworks.torch.widths.family import shapes
 
 NAME = "torch"

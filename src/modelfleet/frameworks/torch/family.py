@@ -14,11 +14,12 @@ from modelfleet.frameworks.torch.structure import signature, without_numbers
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.frameworks.torch.values import Freezer
 from modelfleet.frameworks.torch.values import without_numbers as without_numbers_of
+from modelfleet.frameworks.torch.widths.family import without_sizes
 
 
 def family(own: Signature, task: Task) -> Hashable:
     """Return a value that is equal for members that are tried in one lane."""
-    return without_numbers(own), task_family(task)
+    return without_sizes(without_numbers(own)), task_family(task)
 
 
 def task_family(task: Task) -> Hashable:

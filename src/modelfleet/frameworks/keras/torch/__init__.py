@@ -6,6 +6,7 @@ is compiled if that pays. The loss, the metrics and the optimizer's update come 
 
 from modelfleet.frameworks.keras.torch.contexts import drawing
 from modelfleet.frameworks.keras.torch.engine import KerasTorchEngine as Engine
+from modelfleet.frameworks.keras.torch.engine import apart
 from modelfleet.frameworks.keras.torch.replica import lend, numbers, replica
 
-__all__ = ["Engine", "drawing", "lend", "numbers", "replica"]
+__all__ = ["Engine", "apart", "drawing", "lend", "numbers", "replica"]

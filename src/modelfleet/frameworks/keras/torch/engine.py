@@ -235,6 +235,11 @@ class KerasTorchEngine(ProgramEngine[TorchSteps]):
         return found if metrics is None else {**found, "metrics": metrics}
 
 
+def apart(programs: Programs[TorchSteps]) -> str | None:
+    """Return why a lane of these programs runs plainly, as far as is known."""
+    return programs.steps.own.apart
+
+
 class _NoCoefficients:
     """No numbers (see `stepping.CoefficientSource`): a Keras optimizer keeps its numbers in variables."""
 

@@ -111,6 +111,11 @@ def sharing_cores() -> Iterator[None]:
         watch.leave()
 
 
+def crowded() -> bool:
+    """Return True if waiting threads sleep now, because other processes need the cores."""
+    return _watch.team is not None
+
+
 def is_crowded() -> bool:
     """Return True if other processes and torch's threads are more than there are cores. Linux only."""
     cores = os.cpu_count() or 1

@@ -11,7 +11,8 @@ from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.engine import Engine, Hyper
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.lane_context import LaneContext
-from modelfleet.frameworks.stacked import CARRIED, WEIGHTS, Positions, StackedState, fitting
+from modelfleet.frameworks.stacked import CARRIED, WEIGHTS, Given, Positions, StackedState, fitting
+from modelfleet.frameworks.torch import arrays
 from modelfleet.frameworks.torch.base import ModuleEngine, TorchEngine, on_host
 from modelfleet.frameworks.torch.compiling.decision import compile_mode
 from modelfleet.frameworks.torch.fused import packing
@@ -33,6 +34,7 @@ from modelfleet.frameworks.torch.parallel.row_independence import ignores_paddin
 from modelfleet.frameworks.torch.structure import shared_parameters
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.frameworks.torch.walking import places_of, tensors_at
+from modelfleet.frameworks.torch.widths.widths import Widths
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree, map_trees
 from modelfleet.types import Kind, State, Tree
@@ -47,10 +49,17 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         models = [member.model for member in members]
         programs = context.programs
         self._rules = Rules(context.tasks, () if programs is None else programs.steps.rules)
+        named = [(member.name, member.model) for member in members]
+        widths = Widths(named, context.variants) if max(context.variants) else None
+        self._widths = widths if widths is not None and widths.several else None
+        template = 0 if self._widths is None else self._widths.template
+        if self._widths is not None and "eps" in columns and not (columns["eps"] != 0).all():
+            raise CannotFuseError("its optimizer has an eps of 0, which would divide the zeros of padding by zero")
         if programs is None:
-            steps = Steps(models[0], context.task, states.transposed(models[0]), self._rules.all)
+            layout = states.transposed(models[template])
+            steps = Steps(models[template], context.tasks[template], layout, self._rules.all)
             programs = Programs(steps, fused=context.fused)
-        programs.serve(models[0])
+        programs.serve(models[template])
         self._first = members[0].name
         self.layout = programs.steps.layout
         common = shared_parameters(models) if len(models) > 1 else set()
@@ -59,13 +68,14 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
             name: states.placed(first[name], device, transpose=name in self.layout) for name in sorted(common)
         }
         self._variants = variants = Variants(
-            [(member.name, member.model) for member in members],
+            named,
             context.tasks,
             context.variants,
             programs.steps,
             shared,
             lambda position: self._weights_of([members[position]]),
             device,
+            self._widths,
         )
         self._division = RowDivision(self._first, programs, variants, device)
         stepper = Stepper(
@@ -103,7 +113,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
 
         All tensors that a step changes are made here, so this is the place to lay them out in memory.
         """
-        state = self._weights_of(members)
+        state = self._weights_of(members, range(len(members)))
         hyper = {name: self.tensor(column) for name, column in columns.items()}
         state["optimizer"] = self._rules.initial(state["params"], hyper)
         width = len(members)
@@ -183,12 +193,13 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
             steps = self._variants.steps_of(positions[slot])
             rows = torch.tensor([slot], device=self.device)
             one = states.select(state, rows)
+            alone = self._variants.cut(one, positions[slot])
             own = (
                 batch.data if batch.shared else map_tree(lambda leaf, slot=slot: leaf[slot : slot + 1], batch.data)
             )
             with locked_in_mode(steps, train=False):
                 rest = [weight[slot : slot + 1] for weight in weights]
-                found.append(getattr(steps, kind)(one, self.shared, own, *rest, How(batch.shared, fused=False)))
+                found.append(getattr(steps, kind)(alone, self.shared, own, *rest, How(batch.shared, fused=False)))
             if count:
                 states.put(state["buffers"], rows, one["buffers"])
         return map_trees(torch.cat, found)
@@ -271,8 +282,11 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
 
     # --- state ---------------------------------------------------------------------------------------------------
 
-    def _weights_of(self, members: Sequence[Member]) -> State:
-        """Return the weights that the models of some members hold. Models of one structure have the same names."""
+    def _weights_of(self, members: Sequence[Member], positions: Positions | None = None) -> State:
+        """Return the weights that the models of some members hold, padded to the widest.
+
+        Members of one lane have the same names. Without positions, they are of one width, which is not padded.
+        """
         parts = {"params": states.trained, "frozen": states.kept, "buffers": states.buffers}
         state: State = {}
         for part, find in parts.items():
@@ -280,16 +294,22 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
             places = places_of(names)
             found = [tensors_at(member.model, places) for member in members]
             state[part] = {
-                name: states.stack(column, self.device, transpose=name in self.layout)
+                name: self._stacked(column, name, positions)
                 for name, column in zip(names, zip(*found, strict=True), strict=True)
             }
         return state
+
+    def _stacked(self, tensors: Sequence[Tensor], name: str, positions: Positions | None) -> Tensor:
+        if self._widths is None or positions is None:
+            return states.stack(tensors, self.device, transpose=name in self.layout)
+        return self._widths.stack(tensors, name, positions, self.device)
 
     def scatter(self, positions: Positions, members: Sequence[Member]) -> None:
         """Copy the weights of some members into their models."""
         state = self.stacked.read(positions, WEIGHTS, copy=False)
         with lock_of(self.programs.steps.model):
-            states.write_back([member.model for member in members], state, self.layout)
+            for rows, own in self._in_own_shapes(positions, state):
+                states.write_back([members[row].model for row in rows], own, self.layout)
 
     def gather(self, positions: Positions, members: Sequence[Member]) -> None:
         """Copy the weights of some members' models into the state here.
@@ -307,7 +327,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
                     f'and the member is fused with others. Use strategy="interleaved", or do it between two fits.'
                 )
         with lock_of(self.programs.steps.model):
-            weights = self._weights_of(members)
+            weights = self._weights_of(members, positions)
         self.write(positions, weights)
         for row, (position, member) in enumerate(zip(positions, members, strict=True)):
             hyper = {key: self.tensor(column[[position]]) for key, column in self._columns.items()}
@@ -329,19 +349,29 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         """
         assert isinstance(other, TorchEngine)
         for rows, theirs in other.carried(sources):
-            for own in self._rules.together([positions[row] for row in rows]):
-                here = [positions[rows[place]] for place in own]
-                self._adopt(here, theirs if len(own) == len(rows) else states.select(theirs, self.tensor(own)))
+            here = [positions[row] for row in rows]
+            for part in self._alike(here):
+                some = theirs if len(part) == len(rows) else states.select(theirs, self.tensor(np.array(part)))
+                self._adopt([here[row] for row in part], some)
 
     def _adopt(self, positions: Positions, theirs: State) -> None:
-        """Take over a state of some members of one rule. Tensors that their optimizer has not are kept aside."""
+        """Take over a state of members of one width and rule. What their optimizer does not have is kept aside."""
         known = self.optimizer_tensors(positions[0])
         optimizer = {name: tensor for name, tensor in theirs["optimizer"].items() if name in known}
         stored = {**theirs, "optimizer": self._transposed(optimizer)}
-        self.write(positions, fitting(stored, self.state, parts=CARRIED))
+        own = self.state if self._widths is None else self._widths.cut(self.state, self._widths.of(positions[0]))
+        self.write(positions, fitting(stored, own, parts=CARRIED))
         frozen = {name: t for name, t in theirs["optimizer"].items() if name not in known}
         for row, position in enumerate(positions):
             self._frozen_optimizer[position] = {name: t[row : row + 1] for name, t in frozen.items()}
+
+    def _alike(self, positions: Positions) -> list[list[int]]:
+        """Return the rows of some positions, those of one width and one rule together."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for row, position in enumerate(positions):
+            width = 0 if self._widths is None else self._widths.of(position)
+            found.setdefault((width, int(self._rules.numbers[position])), []).append(row)
+        return list(found.values())
 
     def carried(self, positions: Positions) -> list[tuple[list[int], State]]:
         """Return the optimizer state and step counts of some members for another engine to adopt.
@@ -355,11 +385,11 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
             row for row, position in enumerate(positions) if replaced[row] or self._frozen_optimizer.get(position)
         ]
         others = sorted(set(range(len(positions))) - set(special))
-        together = self._rules.together([positions[row] for row in others])
+        together = [[others[row] for row in rows] for rows in self._alike([positions[row] for row in others])]
         found: list[tuple[list[int], State]] = []
-        for rows in [[others[place] for place in places] for places in together] + [[row] for row in special]:
+        for rows in together + [[row] for row in special]:
             first = positions[rows[0]]
-            own = self.read([positions[row] for row in rows], tuple(CARRIED))
+            ((_, own),) = self.read_apart([positions[row] for row in rows], tuple(CARRIED))
             known = self.optimizer_tensors(first)
             current = {name: tensor for name, tensor in own["optimizer"].items() if name in known}
             optimizer = {**self._frozen_optimizer.get(first, {}), **self._transposed(current)}
@@ -372,6 +402,44 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         """Return the names of those of the optimizer's tensors that a member's own optimizer has."""
         keys = self._rules.of(position).optimizer.tensor_names
         return {f"{key}/{name}" for key in keys for name in self.state["params"]}
+
+    def write(self, positions: Positions, state: Given) -> None:
+        """Replace the state of some members by part and name. They may be given in their own shapes."""
+        if self._widths is None:
+            return super().write(positions, state)
+        given: State = {part: dict(own) for part, own in state.items()}
+        for part, own in given.items():
+            for name in own.keys() & self.state.get(part, {}).keys():
+                value, like = own[name], self.state[part][name]
+                tensor = arrays.from_host(value, like) if isinstance(value, np.ndarray) else value
+                own[name] = self._widths.padded(name, tensor)
+        return super().write(positions, given)
+
+    def by_width(self, positions: Positions) -> list[list[int]]:
+        """Return the rows of some positions by what shapes the members' tensors have."""
+        return [rows for _, rows in self._by_width(positions)]
+
+    def read_apart(
+        self, positions: Positions, parts: Collection[str] | None = None
+    ) -> list[tuple[list[int], State]]:
+        """Return the state of some members in their own shapes, those of one width together."""
+        return self._in_own_shapes(positions, self.read(positions, parts))
+
+    def _in_own_shapes(self, positions: Positions, state: State) -> list[tuple[list[int], State]]:
+        """Return a state of some members by width: the rows, and their state in their own shapes."""
+        if self._widths is None:
+            return [(list(range(len(positions))), state)]
+        found: list[tuple[list[int], State]] = []
+        for width, rows in self._widths.by_width(positions):
+            some = state if len(rows) == len(positions) else states.select(state, self.tensor(np.array(rows)))
+            found.append((rows, self._widths.cut(some, width)))
+        return found
+
+    def _by_width(self, positions: Positions) -> list[tuple[int, list[int]]]:
+        """Return the rows of some positions by width; all together if the widths are equal."""
+        if self._widths is None:
+            return [(0, list(range(len(positions))))] if len(positions) else []
+        return self._widths.by_width(positions)
 
     def _transposed(self, optimizer: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return an optimizer's tensors in the layout of the model's parameters, or back from it."""

@@ -15,6 +15,7 @@ from modelfleet.frameworks.stacked import Given, Positions
 from modelfleet.frameworks.stacked_engine import StackedEngine
 from modelfleet.frameworks.torch.base import TorchEngine, explained
 from modelfleet.frameworks.torch.cpu import malloc
+from modelfleet.frameworks.torch.cpu.thread_choice import ThreadChoice
 from modelfleet.frameworks.torch.fused import state as states
 from modelfleet.frameworks.torch.fused.programs import OwnSteps, Programs
 from modelfleet.frameworks.torch.fused.stepping import Stepper, batch_form
@@ -55,6 +56,7 @@ class ProgramEngine(TorchEngine, StackedEngine, Generic[OwnSteps]):
         self.stepper = stepper
         self.shared = stepper.shared
         self._trials = trials
+        self._threads = ThreadChoice()
         self._ignores_padding: dict[tuple[int, int], bool] = {}  # by real rows and rows of a batch
         self._independent_rows: dict[int, bool] = {}  # by the size of a batch
 
@@ -102,7 +104,8 @@ class ProgramEngine(TorchEngine, StackedEngine, Generic[OwnSteps]):
 
     def train(self, hyper: Hyper, active: Tensor, batch: Batch, pace: Pace = NOTHING_LEFT) -> None:
         """Take the steps of a batch for the active members."""
-        losses = self.stepper.train(self.state, hyper, active, batch, pace)
+        with self._threads(batch.steps or 1):
+            losses = self.stepper.train(self.state, hyper, active, batch, pace)
         if self.record is not None:
             for loss in losses:
                 self.record(loss, None)

@@ -156,7 +156,8 @@ class Stepper(Generic[OwnSteps]):
                 raise
         steps: OwnSteps | Steps = self._programs.steps
         if self._variants is not None:
-            steps = self._variants.steps_of((self._variants.slots if positions is None else positions)[0])
+            position = (self._variants.slots if positions is None else positions)[0]
+            steps, state = self._variants.steps_of(position), self._variants.cut(state, position)
         with locked_in_mode(steps, train=True):
             loss = steps.train(state, self.shared, *rest, How(batch.shared, fused=False))
         self.coefficients.stepped(None)

@@ -37,6 +37,8 @@ from modelfleet.frameworks.torch.tracing.number_rules import changes
 from modelfleet.frameworks.torch.tracing.parameters import NeedsGradientError, ParameterMode
 from modelfleet.frameworks.torch.tracing.recording import Origin, Recording, recording
 from modelfleet.frameworks.torch.tracing.replaying import replaying
+from modelfleet.frameworks.torch.widths.padding import OWN, VARIANT, Padding
+from modelfleet.frameworks.torch.widths.rules import RULES
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import State, Tree
 
@@ -75,6 +77,7 @@ class Steps:
         self.recordings: dict[
             Key, Recording
         ] = {}  # by kind and form of a batch, for members that differ in numbers
+        self.padding: dict[Key, Padding] = {}  # by the same, for members of unequal widths
         self.records = False  # True while a step runs only to be recorded
 
     @property
@@ -418,7 +421,11 @@ class Steps:
         if numbers is None or not how.fused:
             return nullcontext()
         expected = self.recordings[key]
-        return replaying(expected, changes(expected, numbers))
+        own = {site: number for site, number in numbers.items() if site not in (OWN, VARIANT)}
+        changed = changes(expected, own)
+        if OWN in numbers:
+            changed = self.padding[key].changes(numbers, changed, RULES)
+        return replaying(expected, changed)
 
     def _call(
         self,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from modelfleet.frameworks.errors import CannotFuseError
+from modelfleet.frameworks.structure import Signature
 from modelfleet.frameworks.torch.fused.arguments import Key, numbers_key
 from modelfleet.frameworks.torch.fused.steps import Recorded, Steps
 from modelfleet.frameworks.torch.fused.steps_protocol import How, Tensors
@@ -31,8 +32,13 @@ from modelfleet.frameworks.torch.tracing.reasons import explain
 from modelfleet.frameworks.torch.tracing.recording import Recording, compare
 from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, as_if_compiling
 from modelfleet.frameworks.torch.walking import modules_of
+from modelfleet.frameworks.torch.widths.family import shapes, without_sizes
+from modelfleet.frameworks.torch.widths.padded_calls import side_by_side
+from modelfleet.frameworks.torch.widths.padding import OWN, Padding
+from modelfleet.frameworks.torch.widths.trial import WidthTrial
+from modelfleet.frameworks.torch.widths.widths import Widths
 from modelfleet.trees import map_tree
-from modelfleet.types import Signature, State, Tree
+from modelfleet.types import State, Tree
 
 Named = tuple[str, nn.Module]
 
@@ -59,10 +65,11 @@ class Variants:
         members: The members by name, in the order of their positions.
         tasks: Their tasks.
         variants: The variant of each, as `LaneContext.variants` has them.
-        steps: The steps of the first member.
+        steps: The steps of the first member, or of the widest.
         shared: The tensors that all members share.
         weights_of: Returns the weights of the member at a position, `(1, …)`.
         device: The device of the lane.
+        widths: The widths of the members, if they are not equal.
     """
 
     def __init__(
@@ -74,13 +81,15 @@ class Variants:
         shared: Tensors,
         weights_of: Callable[[int], State],
         device: torch.device,
+        widths: Widths | None,
     ) -> None:
-        self._members, self._tasks = members, tasks
+        self._members, self._tasks, self._widths = members, tasks, widths
         self._steps, self._shared, self._weights_of, self._device = steps, shared, weights_of, device
         self.slots = np.arange(len(members))
         """Position of the member in each slot."""
         self._columns: dict[Key, Tensors] = {}  # by kind and form: by site, `(position, …)`
         self._given: dict[Key, tuple[State, np.ndarray, State]] = {}  # by kind and form: the last state
+        self._shapes = [] if widths is None else [shapes(signature(model)) for _, model in members]
         self._variants = self._grouped(variants)
         self._remember()
 
@@ -93,10 +102,14 @@ class Variants:
         """Return the steps that run the Python of a member, or of one with the same numbers."""
         return next(variant.steps for variant in self._variants if position in variant.positions)
 
+    def cut(self, state: State, position: int) -> State:
+        """Return the state `(1, …)` of a member as views in its own shapes, for `steps_of`."""
+        return state if self._widths is None else self._widths.cut(state, self._widths.of(position))
+
     @property
     def trials(self) -> list[Steps]:
-        """Return the steps to try if something is to hold for all members."""
-        return [variant.steps for variant in self._variants]
+        """Return the steps to try on a state of this lane if something is to hold for all members."""
+        return [variant.steps for variant in self._variants] if self._widths is None else [self._steps]
 
     # --- numbers -------------------------------------------------------------------------------------------------
 
@@ -144,15 +157,44 @@ class Variants:
                     variant.recordings[key] = self._record(variant, kind, data, weights, shared=shared)
         recordings = [variant.recordings[key] for variant in self._variants]
         found = compare(recordings)
-        refuse_unknown(recordings[0], found)
-        self._steps.recordings[key] = recordings[0]
+        first = next(variant.recordings[key] for variant in self._variants if variant.steps is self._steps)
+        refuse_unknown(first, found, sizes=self._widths is not None)
+        self._steps.recordings[key] = first
         columns: Tensors = {}
         for call, path, values in found.floats:
             numbers = [torch.tensor(float(value), dtype=torch.float64) for value in values]
             columns[site_name(call, path)] = self._column(numbers)
         for call, path, tensors in found.outside:
             columns[site_name(call, path)] = self._column([tensor.detach() for tensor in tensors])
+        if self._widths is not None:
+            padding = self._steps.padding[key] = Padding(side_by_side(first, found))
+            self._try_padding(kind, padding, columns, data, weights, shared=shared)
+            exact = torch.float32 if self._device.type == "mps" else torch.float64
+            tables = [padding.table(number).to(exact) for number in range(len(self._variants))]
+            columns[OWN] = self._column(tables)
         return columns
+
+    def _try_padding(
+        self, kind: str, padding: Padding, columns: Tensors, data: Tree, weights: Tensor | None, *, shared: bool
+    ) -> None:
+        """Compare a step of all variants, padded, with what each computes alone."""
+        assert self._widths is not None
+        if kind == "row_gradients":
+            raise CannotFuseError("the rows of members of unequal widths are not divided over devices")
+        firsts = [variant.positions[0] for variant in self._variants]
+        rows = torch.tensor(firsts, device=self._device)
+        trial = WidthTrial(
+            self._steps,
+            [variant.steps for variant in self._variants],
+            [(self._members[at][0], self._widths.of(at)) for at in firsts],
+            [self._weights_of(at) for at in firsts],
+            self._widths,
+            self._shared,
+        )
+        numbers = {site: column.index_select(0, rows) for site, column in columns.items()}
+        own = data if shared else map_tree(lambda t: t[0], data)
+        with TRACE_LOCK:
+            trial.run(kind, padding, numbers, own, None if weights is None else weights[0])
 
     def _column(self, values: Sequence[Tensor]) -> Tensor:
         """Return a value of each variant as one of each member, `(position, …)`."""
@@ -212,9 +254,9 @@ class Variants:
             if own not in known:
                 known[own] = without_modes(own)
             structures.append(known[own])
-        first, expected = self._members[0][0], without_numbers(structures[0])
-        for (name, _), own in zip(self._members, structures, strict=True):
-            if own is not structures[0] and without_numbers(own) != expected:
+        first, expected = self._members[0][0], self._without_numbers(structures[0], 0)
+        for position, ((name, _), own) in enumerate(zip(self._members, structures, strict=True)):
+            if own is not structures[0] and self._without_numbers(own, position) != expected:
                 found = difference(own, structures[0])
                 raise StatefulError(f"{name!r} no longer has the structure of {first!r}: {found}")
         numbers: dict[Hashable, int] = {}
@@ -222,6 +264,13 @@ class Variants:
         self._columns, self._given = {}, {}
         self._variants = self._grouped([numbers.setdefault(key, len(numbers)) for key in keys])
         self._remember()
+
+    def _without_numbers(self, own: Signature, position: int) -> Hashable:
+        """Return a structure without what members of this lane may differ in."""
+        if self._widths is None:
+            return without_numbers(own)
+        changed = shapes(own) != self._shapes[position]
+        return without_sizes(without_numbers(own)), changed
 
     def _grouped(self, variants: Sequence[int]) -> list[Variant]:
         """Return the variants. Those that differ in nothing that a forward computes are one."""
@@ -236,7 +285,7 @@ class Variants:
             else:
                 key = without_modes(signature(model)), id(task.loss), id(task.objective)
             if key not in by_numbers:
-                is_first = positions[0] == 0
+                is_first = model is self._steps.model
                 steps = self._steps if is_first else Steps(model, task, self._steps.layout)
                 by_numbers[key] = Variant(steps, [], {})
             by_numbers[key].positions += positions

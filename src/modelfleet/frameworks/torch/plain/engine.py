@@ -22,6 +22,7 @@ from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS, SCALE
 from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.frameworks.stacked import Given, Positions
 from modelfleet.frameworks.torch.base import ModuleEngine, TorchEngine, on_host
+from modelfleet.frameworks.torch.cpu.thread_choice import ThreadChoice
 from modelfleet.frameworks.torch.fused import state as states
 from modelfleet.frameworks.torch.fused.updating import GROWTH_STEPS, SMALLEST_SCALE
 from modelfleet.frameworks.torch.global_modes import KeepingModes
@@ -63,6 +64,7 @@ class PlainEngine(ModuleEngine):
         self._active: tuple[Tensor | None, bool] = None, True  # the last mask, and its value
         self._skipped = False  # True if the last step was not taken
         self._independent_rows: dict[int, bool] = {}  # by the size of a batch
+        self._threads = ThreadChoice()
 
     @property
     def model(self) -> nn.Module:
@@ -96,9 +98,10 @@ class PlainEngine(ModuleEngine):
         """Take the steps of a batch, if the member is active."""
         self._member.use(hyper)
         weights = None if batch.weights is None else batch.weights[0]
-        for step in range(batch.steps or 1):
-            if self._takes_part(active):
-                self._take_step(_own_copy(batch, None if batch.steps is None else step), weights)
+        with self._threads(batch.steps or 1):
+            for step in range(batch.steps or 1):
+                if self._takes_part(active):
+                    self._take_step(_own_copy(batch, None if batch.steps is None else step), weights)
 
     def train_some(self, hyper: Hyper, batch: Batch, pace: Pace = NOTHING_LEFT) -> None:
         """Take one step on a batch that `first_rows` returned."""

@@ -7,13 +7,14 @@ with no fixed number of draws. They have no rule, and models that draw them are 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
 from modelfleet.frameworks.torch.random.streams import Streams
 
@@ -242,10 +243,24 @@ class DrawFromStreams(TorchDispatchMode):
         raise NotImplementedError(f"{func} draws random numbers in a way that has no stream per member")
 
 
-def active_streams() -> Streams:
+def current_streams() -> Streams:
     """Return the streams that random operations draw from now."""
-    modes = reversed(_get_current_dispatch_mode_stack())
-    return next(mode for mode in modes if isinstance(mode, DrawFromStreams)).streams
+    mode = _get_current_dispatch_mode()
+    assert isinstance(mode, DrawFromStreams)
+    return mode.streams
+
+
+@contextmanager
+def active_streams() -> Iterator[Streams]:
+    """Yield the streams that random operations draw from now, to draw from them without such an operation.
+
+    As within such an operation, what is computed in the context is seen neither by modes of torch functions nor by
+    `DrawFromStreams`. A step makes hundreds of calls for its draws.
+    """
+    mode = _get_current_dispatch_mode()
+    assert isinstance(mode, DrawFromStreams)
+    with torch._C.DisableTorchFunction(), _pop_mode_temporarily():
+        yield mode.streams
 
 
 def device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:

@@ -6,9 +6,11 @@ Here every number is computed from Threefry's words for (seed, step, number of t
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,6 +85,24 @@ class Streams:
         self._draws = 0
         self._skipped: Tensor | None = None  # draws that each member left out, `(member, 1)`
         self._rows = rows
+        self._padded: tuple[Sequence[Any], tuple[int, ...], Callable[[Any], Tensor]] | None = None
+
+    @contextmanager
+    def at_own_positions(
+        self, axes: Sequence[Any], shape: Sequence[int], own: Callable[[Any], Tensor]
+    ) -> Iterator[None]:
+        """Draw at the positions that a padded member's numbers have in its own shape.
+
+        Args:
+            axes: For each axis of a draw, what `own` takes; None if the axis is not padded.
+            shape: The padded shape, without the member's axis.
+            own: Returns the own sizes `(member,)` of an axis.
+        """
+        self._padded = axes, tuple(shape), own
+        try:
+            yield
+        finally:
+            self._padded = None
 
     @cached_property
     def _key(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,7 +201,31 @@ class Streams:
         """Return the number of the next draw, its size per member, and its positions if they are not in order."""
         own = list(shape[1:] if self._stacked else shape)
         number, self._draws = self._draws, self._draws + 1
-        return number, math.prod(own), None if self._rows is None else self._rows.positions(number, own).flatten()
+        positions = None
+        if self._rows is not None:
+            positions = self._rows.positions(number, own).flatten()
+        elif self._padded is not None and any(self._padded[0]):
+            positions = self._own_positions(own)
+        return number, math.prod(own), positions
+
+    def _own_positions(self, shape: Sequence[int]) -> Tensor:
+        """Return `(member, number)`: the flat positions of a draw's numbers in the own shape of each member."""
+        assert self._padded is not None
+        axes, padded, own_sizes = self._padded
+        if len(shape) != len(padded) or any(n not in (1, m) for n, m in zip(shape, padded, strict=True)):
+            raise NotImplementedError(f"a padded draw has the shape {tuple(shape)}, expected {padded}")
+        found = torch.zeros((), dtype=torch.int64, device=self._seed.device)
+        stride: int | Tensor = 1
+        for index in reversed(range(len(shape))):
+            place = torch.arange(shape[index], dtype=torch.int64, device=self._seed.device)
+            place = place.view(-1, *[1] * (len(shape) - 1 - index))
+            found = found + place * stride
+            own, size = axes[index], shape[index]
+            if own is not None and size == padded[index]:
+                stride = stride * own_sizes(own).to(torch.int64).view(-1, *[1] * len(shape))
+            else:
+                stride = stride * size
+        return found.expand(len(self._seed), *shape).flatten(1)
 
     def _words_of(self, number: int, counters: Tensor) -> tuple[Tensor, Tensor]:
         first, second, step = self._key

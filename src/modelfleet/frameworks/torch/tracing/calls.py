@@ -50,12 +50,16 @@ class Arguments:
 
     def call(self, function: Function | None = None) -> Any:
         """Call the function, or another one that takes the same arguments."""
-        function = function or self.function
+        args, kwargs = self.positional()
+        return (function or self.function)(*args, **kwargs)
+
+    def positional(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments as the function is called: those by position, and those by name."""
         if self._bound is not None:
             bound = inspect.BoundArguments(self._bound.signature, self.values)  # pyrefly: ignore[bad-argument-type]
-            return function(*bound.args, **bound.kwargs)
-        args = [value for key, value in self.values.items() if isinstance(key, int)]
-        return function(*args, **{key: value for key, value in self.values.items() if isinstance(key, str)})
+            return bound.args, bound.kwargs
+        args = tuple(value for key, value in self.values.items() if isinstance(key, int))
+        return args, {key: value for key, value in self.values.items() if isinstance(key, str)}
 
     def leaves(self) -> Iterator[tuple[Path, Any]]:
         """Yield everything within the arguments by path: containers as their `Container`, then their parts."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, fx
 
+from modelfleet.frameworks.torch.tracing.narrow import turn_narrow
 from modelfleet.frameworks.torch.tracing.writes import memory_owners
 
 aten = torch.ops.aten
@@ -59,7 +60,8 @@ NEW = {
 def in_place(module: fx.GraphModule) -> fx.GraphModule:
     """Return a copy of a traced graph that reuses memory.
 
-    It computes the same numbers, bit for bit, except that a batched product rounds once with its bias.
+    It computes the same numbers, bit for bit, except that a batched product rounds once with its bias, and that
+    narrow products and softmaxes may add up in another order.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
@@ -67,6 +69,7 @@ def in_place(module: fx.GraphModule) -> fx.GraphModule:
         if node.target is aten.copy_.default:
             _write_where(node)
     _use_baddbmm(graph)
+    turn_narrow(graph)
     _reuse_arguments(graph)
     for node in list(graph.nodes):
         if node.target is aten.copy_.default:

@@ -85,8 +85,9 @@ def _kept(input: Tensor, shape: Any, p: Tensor) -> Tensor:
     if functorch.maybe_current_level() > level + 1:  # below the members' vmap there is at most one grad
         raise CannotFuseError("it draws random numbers at its own rate within a torch.func transform")
     rates = functorch.get_unwrapped(p)
-    with temporarily_clear_interpreter_stack():  # the members' axis is the first one here, and nothing is hidden
-        mask = active_streams().kept([len(rates), *shape], rates)
+    # Here the members' axis is the first one, and nothing is hidden.
+    with temporarily_clear_interpreter_stack(), active_streams() as streams:
+        mask = streams.kept([len(rates), *shape], rates)
     return functorch._add_batch_dim(mask, 0, level)
 
 

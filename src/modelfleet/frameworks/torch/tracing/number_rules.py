@@ -41,11 +41,14 @@ def changes(expected: Recording, numbers: Mapping[str, Tensor]) -> dict[int, Cha
     return {call: _change(expected.calls[call], own) for call, own in by_call.items()}
 
 
-def refuse_unknown(recording: Recording, found: Comparison) -> None:
-    """Raise `CannotFuseError` if members differ in more than numbers, or a function has no rule for a number."""
+def refuse_unknown(recording: Recording, found: Comparison, *, sizes: bool = False) -> None:
+    """Raise `CannotFuseError` if members differ in more than numbers, or a function has no rule for a number.
+
+    With `sizes`, they may also differ in shapes and integers.
+    """
     if found.other is not None:
         raise CannotFuseError(found.other)
-    for difference in (*found.integers, *found.shapes):
+    for difference in () if sizes else (*found.integers, *found.shapes):
         name = recording.calls[difference.call].name
         one, other = list(dict.fromkeys(difference.values))[:2]
         what = "a shape" if isinstance(one, tuple) else "an integer"

@@ -242,7 +242,7 @@ def _scan(
         def backward(ctx: Any, *grad_outputs: Tensor) -> Tensors:
             # Second derivatives are rare: those of the recurrence written out.
             grads, results = ctx.saved_tensors[:states], ctx.saved_tensors[states : taken - 1]
-            _, pull = torch.func.vjp(gradient, grads, ctx.saved_tensors[taken - 1 :])
+            pull: Any = torch.func.vjp(gradient, grads, ctx.saved_tensors[taken - 1 :])[1]
             by_grads, by_inputs = pull(grad_outputs)
             return *by_grads, *map(torch.zeros_like, results), *by_inputs
 

@@ -1,0 +1,62 @@
+"""Structures without the sizes in them: members that differ in nothing else are tried in one lane."""
+
+from collections.abc import Hashable
+from functools import lru_cache
+
+from torch import nn
+
+from modelfleet.frameworks.structure import Signature
+from modelfleet.frameworks.torch.structure import _Module, _Tensor
+from modelfleet.frameworks.torch.values import Leaf, Tree
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+
+_SIZE = Leaf("size", None)
+# Attributes of torch's own modules that are sizes of their parameters. Kernels, strides and the like are not.
+_SIZES = frozenset(
+    {"in_features", "out_features", "in1_features", "in2_features", "in_channels", "out_channels", "groups"}
+    | {"num_features", "num_channels", "num_groups", "normalized_shape", "num_embeddings", "embedding_dim"}
+    | {"num_parameters", "unflattened_size"}
+)
+# Sizes of these do not decide what is a member's own: a lane of unequal ones is not even tried.
+_FIXED = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
+
+
+def shapes(own: Signature) -> Shapes:
+    """Return the shapes of a structure's parameters and buffers, by name."""
+    return tuple((path, entry.shape) for path, entry in own.entries if isinstance(entry, _Tensor) and entry.shape)
+
+
+@lru_cache(maxsize=4096)
+def without_sizes(own: Signature) -> Signature:
+    """Return a structure without the sizes of its layers.
+
+    Kernels keep theirs. So do recurrent layers, whose gates are stacked in one parameter, and everything in
+    torch's own modules that is no size of a parameter. In other modules, any integer may be a size.
+    """
+    kinds = {path: entry.kind for path, entry in own.entries if isinstance(entry, _Module)}
+    found: list[tuple[str, Hashable]] = []
+    for path, entry in own.entries:
+        owner, _, name = path.rpartition(".")
+        kind = kinds.get(owner)
+        if isinstance(kind, type) and issubclass(kind, _FIXED):
+            found.append((path, entry))
+        elif isinstance(entry, _Tensor):
+            shape = None if entry.shape is None else (*[-1] * min(2, len(entry.shape)), *entry.shape[2:])
+            found.append((path, entry._replace(shape=shape)))
+        elif isinstance(entry, _Module):
+            found.append((path, entry))
+        elif isinstance(kind, type) and kind.__module__.startswith("torch.nn."):
+            found.append((path, _without_integers(entry) if name in _SIZES else entry))
+        else:
+            found.append((path, _without_integers(entry)))
+    return Signature(tuple(found))
+
+
+def _without_integers(frozen: Hashable) -> Hashable:
+    match frozen:
+        case Tree(kind, parts):
+            return Tree(kind, tuple((label, _without_integers(part)) for label, part in parts))
+        case Leaf(kind, _) if kind is int:
+            return _SIZE
+    return frozen

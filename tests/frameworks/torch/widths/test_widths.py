@@ -1,0 +1,459 @@
+"""Members of unequal widths in one lane compute what each computes alone, in float64 to ten digits."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import modelfleet as mf
+
+WIDTHS = [4, 12, 7, 12]
+ROWS = 24
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+class Wide(nn.Module):
+    """A network of a width that computes by a function."""
+
+    def __init__(
+        self, width: int, parts: Mapping[str, nn.Module], run: Callable[["Wide", Tensor], Tensor]
+    ) -> None:
+        super().__init__()
+        self.width = width
+        for name, part in parts.items():
+            self.add_module(name, part)
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+def _sequence(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(*layers)
+
+
+def _mlp(width: int) -> nn.Module:
+    return _sequence(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3))
+
+
+def _several_sizes(width: int) -> nn.Module:
+    return _sequence(nn.Linear(6, 2 * width), nn.ReLU(), nn.Linear(2 * width, width + 1), nn.Linear(width + 1, 3))
+
+
+def _layer_norm(width: int) -> nn.Module:
+    return _sequence(nn.Linear(6, width), nn.LayerNorm(width), nn.ReLU(), nn.Linear(width, 3))
+
+
+def _rms_norm(width: int) -> nn.Module:
+    return _sequence(nn.Linear(6, width), nn.RMSNorm(width), nn.ReLU(), nn.Linear(width, 3))
+
+
+def _batch_norm(width: int) -> nn.Module:
+    layers = nn.Linear(6, width, bias=False), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 3)
+    return _sequence(*layers)
+
+
+def _dropout(width: int) -> nn.Module:
+    layers = nn.Linear(6, width), nn.ReLU(), nn.Dropout(0.4), nn.Linear(width, width), nn.AlphaDropout(0.2)
+    return _sequence(*layers, nn.Linear(width, 3))
+
+
+def _activation(kind: Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
+    return lambda width: _sequence(
+        nn.Linear(6, width), kind(), nn.Linear(width, width), kind(), nn.Linear(width, 3)
+    )
+
+
+def _cnn(width: int) -> nn.Module:
+    return _sequence(
+        nn.Unflatten(1, (1, 2, 3)),
+        nn.Conv2d(1, width, 3, padding=1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+        nn.Conv2d(width, 2 * width, 3, padding=1),
+        nn.MaxPool2d((1, 2)),
+        nn.Dropout2d(0.3),
+        nn.Flatten(),
+        nn.Linear(4 * width, 3),
+    )
+
+
+def _depthwise(width: int) -> nn.Module:
+    return _sequence(
+        nn.Unflatten(1, (1, 2, 3)),
+        nn.Conv2d(1, width, 1),
+        nn.Conv2d(width, width, 3, padding=1, groups=width),
+        nn.GroupNorm(1, width),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(width, 3),
+    )
+
+
+def _residual(width: int) -> nn.Module:
+    def run(net: Any, x: Tensor) -> Tensor:
+        x = net.first(x)
+        for block in net.blocks:
+            x = x + block(x)
+        return net.last(x)
+
+    blocks = nn.ModuleList(
+        _sequence(nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width)) for _ in "ab"
+    )
+    return Wide(width, {"first": nn.Linear(6, width), "blocks": blocks, "last": nn.Linear(width, 3)}, run)
+
+
+def _embedding(width: int) -> nn.Module:
+    def run(net: Any, x: Tensor) -> Tensor:
+        ids = (x * 3).round().long() % 5
+        return net.last(net.embed(ids).mean(1))
+
+    return Wide(width, {"embed": nn.Embedding(5, width), "last": nn.Linear(width, 3)}, run)
+
+
+def _tied(width: int) -> nn.Module:
+    def run(net: Any, x: Tensor) -> Tensor:
+        return F.linear(torch.tanh(net.first(x)), net.first.weight.T)[:, :3]
+
+    return Wide(width, {"first": nn.Linear(6, width)}, run)
+
+
+def _attention(width: int) -> nn.Module:
+    """Attention of as many heads as the width, each of size 2, over six tokens."""
+
+    def run(net: Any, x: Tensor) -> Tensor:
+        x = net.first(x.unsqueeze(-1))
+        query, key, value = (part(x).view(*x.shape[:2], -1, 2).transpose(1, 2) for part in net.parts)
+        found = F.scaled_dot_product_attention(query, key, value)
+        return net.last(net.norm(found.transpose(1, 2).flatten(2)).mean(1))
+
+    parts = nn.ModuleList(nn.Linear(width, 2 * width) for _ in "qkv")
+    last = nn.Linear(2 * width, 3)
+    return Wide(
+        width, {"first": nn.Linear(1, width), "parts": parts, "norm": nn.LayerNorm(2 * width), "last": last}, run
+    )
+
+
+def _scaled(width: int) -> nn.Module:
+    """Softmax over the hidden units, scaled by the width."""
+
+    def run(net: Any, x: Tensor) -> Tensor:
+        x = net.first(x)
+        gate = torch.softmax(x / x.shape[-1] ** 0.5, -1)
+        return net.last(x * gate * net.width) + F.log_softmax(x, 1).mean(1, keepdim=True)
+
+    return Wide(width, {"first": nn.Linear(6, width), "last": nn.Linear(width, 3)}, run)
+
+
+def _reductions(width: int) -> nn.Module:
+    def run(net: Any, x: Tensor) -> Tensor:
+        x = net.first(x)
+        found = [x.mean(-1), x.sum(-1), x.var(-1), x.std(-1), x.amax(-1), x.min(-1).values, x.norm(dim=-1)]
+        found += [
+            torch.logsumexp(x, -1),
+            (0.1 * x + 1).prod(-1),
+            (x.exp() + 1).log().mean(-1),
+            (x * x + 1).rsqrt().sum(-1),
+        ]
+        return net.last(torch.stack(found, 1))
+
+    return Wide(width, {"first": nn.Linear(6, width), "last": nn.Linear(11, 3)}, run)
+
+
+def _joined(width: int) -> nn.Module:
+    """Concatenation and gates along a padded axis."""
+
+    def run(net: Any, x: Tensor) -> Tensor:
+        first = F.relu(net.first(x))
+        both = torch.cat([first, x, net.second(first)], -1)
+        left, right = net.third(both).chunk(2, -1)
+        return net.last(F.glu(torch.cat([left * torch.sigmoid(right), left], -1)) + torch.ones(net.width))
+
+    parts = {"first": nn.Linear(6, width), "second": nn.Linear(width, 2 * width), "last": nn.Linear(width, 3)}
+    return Wide(width, {**parts, "third": nn.Linear(3 * width + 6, 2 * width)}, run)
+
+
+def _noise(width: int) -> nn.Module:
+    def run(net: Any, x: Tensor) -> Tensor:
+        x = net.first(x)
+        x = x + 0.1 * torch.randn_like(x) if net.training else x
+        return net.last(x + torch.rand(net.width) * 0.1 + torch.zeros(1, net.width))
+
+    return Wide(width, {"first": nn.Linear(6, width), "last": nn.Linear(width, 3)}, run)
+
+
+def _zero_head(width: int) -> nn.Module:
+    net = _mlp(width)
+    for parameter in list(net.parameters())[-2:]:
+        nn.init.zeros_(parameter)
+    return net
+
+
+FUSED = {
+    "mlp": _mlp,
+    "several sizes": _several_sizes,
+    "layer norm": _layer_norm,
+    "rms norm": _rms_norm,
+    "batch norm": _batch_norm,
+    "dropout": _dropout,
+    "gelu": _activation(nn.GELU),
+    "sigmoid": _activation(nn.Sigmoid),
+    "softplus": _activation(nn.Softplus),
+    "elu": _activation(nn.ELU),
+    "prelu": _activation(nn.PReLU),
+    "softmax": _activation(lambda: nn.Softmax(-1)),
+    "cnn": _cnn,
+    "depthwise": _depthwise,
+    "residual": _residual,
+    "embedding": _embedding,
+    "tied": _tied,
+    "attention": _attention,
+    "scaled": _scaled,
+    "reductions": _reductions,
+    "joined": _joined,
+    "noise": _noise,
+    "zero head": _zero_head,
+}
+
+
+def _data() -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    return random.normal(size=(ROWS, 6)), random.integers(0, 3, ROWS)
+
+
+def _fleet(make: Callable[[int], nn.Module], widths: list[int], **recipe: Any) -> mf.Fleet:
+    fleet = mf.Fleet.build(lambda width: make(int(width)), len(widths), seed=0, width=mf.each(widths))
+    recipe = {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "loss": "cross_entropy", **recipe}
+    fleet.compile(recipe.pop("optimizer"), recipe.pop("loss"), metrics=["accuracy"], **recipe)
+    return fleet
+
+
+def _only(fleet: mf.Fleet, name: str) -> mf.Fleet:
+    for other in list(fleet.names):
+        if other != name:
+            fleet.drop(other)
+    return fleet
+
+
+def _found(fleet: mf.Fleet, name: str, history: mf.History, x: np.ndarray) -> dict[str, np.ndarray]:
+    weights = {f"weight {key}": value.detach().numpy().copy() for key, value in fleet[name].state_dict().items()}
+    values = {f"history {key}": np.array(own) for key, own in history[name].items()}
+    return {**weights, **values, "prediction": fleet.predict(x)[name]}
+
+
+def _assert_close(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        np.testing.assert_allclose(found[key], value, rtol=1e-10, atol=1e-10, err_msg=key)
+
+
+def assert_as_alone(make: Callable[[int], nn.Module], widths: list[int] = WIDTHS, **recipe: Any) -> None:
+    """Train members of some widths in one lane, and each alone, and compare everything."""
+    x, y = _data()
+    fit: dict[str, Any] = {"validation": (x, y), "epochs": 2, "batch_size": 8, "progress": False}
+    fleet = _fleet(make, widths, **recipe)
+    history = fleet.fit((x, y), strategy="fused", **fit)
+    plan = fleet.plan((x, y), batch_size=8)
+    assert len(plan.lanes) == 1
+    assert plan.lanes[0].fused
+    for name in fleet.names:
+        alone = _only(_fleet(make, widths, **recipe), name)
+        own = alone.fit((x, y), **fit)
+        _assert_close(_found(fleet, name, history, x), _found(alone, name, own, x))
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_padded_members_compute_what_they_compute_alone(kind: str) -> None:
+    assert_as_alone(FUSED[kind])
+
+
+OPTIMIZERS = ("sgd", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "nadam", "radam", "adamax", "lion")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_leaves_the_padding_at_zero(optimizer: str) -> None:
+    recipe: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "clip_norm": 0.5}
+    fleet = mf.Fleet.build(lambda width: _layer_norm(int(width)), len(WIDTHS), width=mf.each(WIDTHS))
+    fleet.compile(optimizer, "cross_entropy", **recipe)
+    x, y = _data()
+    fleet.fit((x, y), epochs=2, batch_size=8, strategy="fused", progress=False)
+    for name in fleet.names:
+        alone = mf.Fleet.build(lambda width: _layer_norm(int(width)), len(WIDTHS), width=mf.each(WIDTHS))
+        alone.compile(optimizer, "cross_entropy", **recipe)
+        _only(alone, name).fit((x, y), epochs=2, batch_size=8, progress=False)
+        for key, value in alone[name].state_dict().items():
+            torch.testing.assert_close(fleet[name].state_dict()[key], value, rtol=1e-10, atol=1e-10)
+
+
+def test_dropout_rates_and_slopes_differ_beside_the_widths() -> None:
+    def make(width: int) -> nn.Module:
+        layers = nn.Linear(6, width), nn.LeakyReLU(0.5 / width), nn.Dropout(0.4 if width > 7 else 0.1)
+        return _sequence(*layers, nn.Linear(width, width), nn.Softplus(1 + width / 10), nn.Linear(width, 3))
+
+    assert_as_alone(make)
+
+
+def test_many_widths() -> None:
+    assert_as_alone(_dropout, [3 + number for number in range(12)])
+
+
+def test_batches_of_unequal_sizes_and_sample_weights() -> None:
+    x, y = _data()
+    weights = np.linspace(0.1, 2, ROWS)
+    fleet = _fleet(_layer_norm, WIDTHS)
+    fleet.fit((x, y, weights), epochs=2, batch_size=7, strategy="fused", progress=False)
+    for name in fleet.names:
+        alone = _only(_fleet(_layer_norm, WIDTHS), name)
+        alone.fit((x, y, weights), epochs=2, batch_size=7, progress=False)
+        for key, value in alone[name].state_dict().items():
+            torch.testing.assert_close(fleet[name].state_dict()[key], value, rtol=1e-10, atol=1e-10)
+
+
+def test_a_member_that_fails_and_one_that_stops_early_leave_the_others_alone() -> None:
+    x, y = _data()
+    rates = [0.05, 1e200, 0.05, 0.05]
+    fleet = _fleet(_dropout, WIDTHS, lr=mf.each(rates))
+    fit: dict[str, Any] = {"batch_size": 8, "progress": False}
+    epochs = mf.each([3, 3, 1, 3])
+    history = fleet.fit((x, y), epochs=epochs, strategy="fused", **fit)
+    assert set(history.failed) == {"1"}
+    for name, count in (("0", 3), ("2", 1), ("3", 3)):
+        alone = _only(_fleet(_dropout, WIDTHS), name)
+        own = alone.fit((x, y), epochs=count, **fit)
+        _assert_close(_found(fleet, name, history, x), _found(alone, name, own, x))
+
+
+def test_saved_members_go_on_alone_and_back(tmp_path: Any) -> None:
+    x, y = _data()
+    fit: dict[str, Any] = {"batch_size": 8, "progress": False}
+
+    def build() -> mf.Fleet:
+        fleet = mf.Fleet.build(lambda width: _layer_norm(int(width)), len(WIDTHS), width=mf.each(WIDTHS))
+        fleet.compile("adam", "cross_entropy", lr=0.01)
+        return fleet
+
+    unbroken = build()
+    unbroken.fit((x, y), epochs=3, strategy="fused", **fit)
+    fleet = build()
+    fleet.fit((x, y), epochs=1, strategy="fused", **fit)
+    fleet.save(tmp_path / "saved")
+    loaded = mf.load(tmp_path / "saved", factory=lambda width: _layer_norm(int(width)))
+    loaded.fit((x, y), epochs=1, strategy="interleaved", **fit)  # each in a lane of its own
+    loaded.fit((x, y), epochs=1, strategy="fused", **fit)  # and all in one again
+    for name in unbroken.names:
+        for key, value in unbroken[name].state_dict().items():
+            torch.testing.assert_close(loaded[name].state_dict()[key], value, rtol=1e-10, atol=1e-10)
+
+
+def test_a_run_resumes_from_a_checkpoint(tmp_path: Any) -> None:
+    x, y = _data()
+
+    class Break(mf.Callback):
+        def __init__(self, step: int | None) -> None:
+            self.step = step
+
+        def on_step_end(self, run: Any) -> None:
+            if run.step == self.step:
+                raise RuntimeError("broken off")
+
+    fit: dict[str, Any] = {"epochs": 4, "batch_size": 8, "progress": False, "strategy": "fused"}
+    unbroken = _fleet(_cnn, WIDTHS)
+    unbroken.fit((x, y), **fit)
+    fleet = _fleet(_cnn, WIDTHS)
+    with pytest.raises(RuntimeError, match="broken off"):
+        fleet.fit((x, y), **fit, callbacks=[mf.Checkpoint(tmp_path), Break(7)])
+    resumed = _fleet(_cnn, WIDTHS)
+    resumed.fit((x, y), **fit, callbacks=[mf.Checkpoint(tmp_path), Break(None)])
+    for name in unbroken.names:
+        for key, value in unbroken[name].state_dict().items():
+            torch.testing.assert_close(resumed[name].state_dict()[key], value, rtol=0, atol=0)
+
+
+def _branch(width: int) -> nn.Module:
+    def run(net: Any, x: Tensor) -> Tensor:
+        x = net.first(x)
+        return net.last(torch.tanh(x) if net.width > 8 else torch.relu(x))
+
+    return Wide(width, {"first": nn.Linear(6, width), "last": nn.Linear(width, 3)}, run)
+
+
+def _hidden_branch(width: int) -> nn.Module:
+    """A branch that shows only in the values."""
+
+    def run(net: Any, x: Tensor) -> Tensor:
+        x = net.first(x)
+        return net.last(x * (2 if x.shape[-1] > 8 else 3))
+
+    return Wide(width, {"first": nn.Linear(6, width), "last": nn.Linear(width, 3)}, run)
+
+
+def _lstm(width: int) -> nn.Module:
+    def run(net: Any, x: Tensor) -> Tensor:
+        return net.last(net.lstm(x.unsqueeze(-1))[0][:, -1])
+
+    return Wide(width, {"lstm": nn.LSTM(1, width, batch_first=True), "last": nn.Linear(width, 3)}, run)
+
+
+def _heads(width: int) -> nn.Module:
+    """Two heads of unequal sizes."""
+
+    def run(net: Any, x: Tensor) -> Tensor:
+        x = net.first(x)
+        return net.last(torch.softmax(x.view(len(x), 2, -1), -1).flatten(1))
+
+    return Wide(width, {"first": nn.Linear(6, 2 * width), "last": nn.Linear(2 * width, 3)}, run)
+
+
+def _median(width: int) -> nn.Module:
+    def run(net: Any, x: Tensor) -> Tensor:
+        return net.last(net.first(x).median(-1, keepdim=True).values)
+
+    return Wide(width, {"first": nn.Linear(6, width), "last": nn.Linear(1, 3)}, run)
+
+
+APART = {
+    "branch": (_branch, "torch.tanh where others call torch.relu|torch.relu where others call torch.tanh"),
+    "heads": (_heads, "divides a padded axis"),
+    "median": (_median, "has no rule for a padded axis"),
+}
+
+
+@pytest.mark.parametrize("kind", APART)
+def test_what_has_no_rule_is_not_fused_and_says_why(kind: str) -> None:
+    make, reason = APART[kind]
+    x, y = _data()
+    with pytest.raises(mf.StrategyError, match=reason):
+        _fleet(make, WIDTHS).fit((x, y), batch_size=8, strategy="fused", progress=False)
+    fleet = _fleet(make, WIDTHS * 6)  # enough to make one lane seem worth it
+    history = fleet.fit((x, y), epochs=1, batch_size=8, progress=False)
+    for name in ("0", "1"):
+        alone = _only(_fleet(make, WIDTHS * 6), name)
+        own = alone.fit((x, y), epochs=1, batch_size=8, progress=False)
+        _assert_close(_found(fleet, name, history, x), _found(alone, name, own, x))
+
+
+def _kernel(width: int) -> nn.Module:
+    layers = nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 3, width % 5, padding="same"), nn.Flatten(), nn.Linear(18, 3)
+    return _sequence(*layers)
+
+
+@pytest.mark.parametrize(("make", "groups"), [(_lstm, 3), (_kernel, 2)])
+def test_recurrent_layers_and_kernels_are_in_groups_of_one_size(
+    make: Callable[[int], nn.Module], groups: int
+) -> None:
+    assert len(_fleet(make, WIDTHS).plan().lanes) == groups
+
+
+def test_numbers_that_follow_from_the_width_are_each_members_own() -> None:
+    assert_as_alone(_hidden_branch)
