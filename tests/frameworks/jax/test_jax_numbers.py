@@ -14,6 +14,7 @@ from flax import nnx
 
 import modelfleet as mf
 from modelfleet import testing
+from modelfleet.frameworks.jax.engine import JaxEngine
 
 DOUBLE: Any = {"dtype": jnp.float64, "param_dtype": jnp.float64}
 X = np.random.default_rng(0).normal(size=(24, 6))
@@ -260,8 +261,13 @@ class Step(mf.Callback):
 
 
 @pytest.mark.parametrize("alike", [True, False])
-def test_numbers_that_a_callback_changes_are_read_again(alike: bool) -> None:
-    """Members may begin with equal numbers, and each goes its own way from there."""
+def test_numbers_that_a_callback_changes_are_read_again(alike: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members may begin with equal numbers, and each goes its own way from there. They stay fused."""
+
+    def not_fused(engine: JaxEngine, slot: int) -> None:
+        raise AssertionError(f"the member in slot {slot} has a program of its own")
+
+    monkeypatch.setattr(JaxEngine, "_serving", not_fused)
 
     def make(i: int) -> Any:
         rate = 0.5 if alike else 0.2 * (i + 1)
