@@ -227,3 +227,11 @@ def test_a_random_key_that_is_a_constant_is_refused() -> None:
 
 def test_those_that_can_be_merged_are_found() -> None:
     assert classes(traced(early, [0.5, 0.0, 0.25, 0, 0.75]))[0] == [[0, 2, 4], [1, 3]]
+
+
+def test_large_constants_are_refused() -> None:
+    large = [np.full((1 << 20,), value) for value in (1.0, 2.0)]
+    jaxprs = traced(lambda x, own: x[0, 0] * own, large)
+    with pytest.raises(DifferenceError, match="constants of 8 MB differ"):
+        MergedFunction([*jaxprs, *jaxprs])
+    assert classes([*jaxprs, *jaxprs])[0] == [[0, 1, 2, 3]]

@@ -14,6 +14,7 @@ from flax import nnx
 
 import modelfleet as mf
 from modelfleet import testing
+from modelfleet.frameworks.jax.engine import JaxEngine
 
 DOUBLE: Any = {"dtype": jnp.float64, "param_dtype": jnp.float64}
 X = np.random.default_rng(0).normal(size=(24, 6))
@@ -121,9 +122,13 @@ MODELS: dict[str, Callable[[int], Any]] = {
 }
 
 
+def told(recipe: dict[str, Any]) -> Any:
+    return {key: value for key, value in {**RECIPE, **recipe}.items() if value is not None}
+
+
 def fleet_of(make: Callable[[int], Any], count: int = 3, **recipe: Any) -> mf.Fleet:
     fleet = mf.Fleet({f"m{i}": make(i) for i in range(count)})
-    fleet.compile(**{**RECIPE, **recipe})
+    fleet.compile(**told(recipe))
     return fleet
 
 
@@ -145,7 +150,7 @@ def same(fleet: mf.Fleet, make: Callable[[int], Any], act: Callable[[mf.Fleet], 
     found = act(fleet)
     for i, name in enumerate(fleet.names):
         alone = mf.Fleet({name: make(i)})
-        alone.compile(**{**RECIPE, **recipe})
+        alone.compile(**told(recipe))
         wanted = act(alone)
         close([own[name] for own in found], [own[name] for own in wanted])
         assert testing.largest_difference(fleet[name], alone[name])[0] < 1e-10
@@ -256,8 +261,13 @@ class Step(mf.Callback):
 
 
 @pytest.mark.parametrize("alike", [True, False])
-def test_numbers_that_a_callback_changes_are_read_again(alike: bool) -> None:
-    """Members may begin with equal numbers, and each goes its own way from there."""
+def test_numbers_that_a_callback_changes_are_read_again(alike: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members may begin with equal numbers, and each goes its own way from there. They stay fused."""
+
+    def not_fused(engine: JaxEngine, slot: int) -> None:
+        raise AssertionError(f"the member in slot {slot} has a program of its own")
+
+    monkeypatch.setattr(JaxEngine, "_serving", not_fused)
 
     def make(i: int) -> Any:
         rate = 0.5 if alike else 0.2 * (i + 1)
@@ -398,3 +408,11 @@ def test_transformations_that_differ_in_a_number_share_a_lane() -> None:
             net(Net, plain, i), name, (X, Y), optimizer=made[name], loss="mse", epochs=2, batch_size=8
         )
         assert testing.largest_difference(fleet[name], expected)[0] < 1e-10
+
+
+@pytest.mark.parametrize("optimizer", [optax.lbfgs(), optax.polyak_sgd(), optax.MultiSteps(optax.adam(0.02), 2)])
+def test_optimizers_that_need_the_loss_have_that_of_their_own_member(optimizer: Any) -> None:
+    make = MODELS["own attributes"]
+    fleet = fleet_of(make, optimizer=optimizer, lr=None)
+    assert len(lanes(fleet)) == 1
+    same(fleet, make, lambda fleet: [fit(fleet, epochs=2)], optimizer=optimizer, lr=None)

@@ -31,14 +31,16 @@ def double() -> Iterator[None]:
     keras.config.set_dtype_policy(kinds[1])
 
 
-def model(seed: int, *between: Any, loss: Any = None, optimizer: Any = None, **options: Any) -> keras.Model:
+def model(
+    seed: int, *between: Any, loss: Any = None, optimizer: Any = None, metric: Any = "accuracy", **options: Any
+) -> keras.Model:
     first, second = (keras.initializers.GlorotUniform(seed=2 * seed + number) for number in (1, 2))
     parts = [layers.Dense(6, "softplus", kernel_initializer=first), *between]
     made = keras.Sequential([keras.Input((4,)), *parts, layers.Dense(3, kernel_initializer=second, **options)])
     made.compile(
         optimizer or keras.optimizers.Adam(0.02),
         loss or losses.CategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
+        metrics=[metric],
     )
     return made
 
@@ -85,6 +87,8 @@ MODELS: dict[str, Callable[[int], keras.Model]] = {
     "regularizers": lambda i: model(
         i, layers.ActivityRegularization(l2=0.1 * (i + 1)), kernel_regularizer=keras.regularizers.L2(0.1 / (i + 1))
     ),
+    "constraints": lambda i: model(i, kernel_constraint=keras.constraints.MaxNorm(0.3 * (i + 1))),
+    "metrics": lambda i: model(i, metric=keras.metrics.BinaryAccuracy(threshold=0.2 * i - 0.1)),
     "label smoothing": lambda i: model(i, loss=smoothing(0.1 * (i + 1))),
     "own loss": lambda i: model(i, loss=focal(1.5 + i)),
     "optimizer": lambda i: model(

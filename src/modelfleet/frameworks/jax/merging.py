@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-_MAX_BYTES = 1 << 26  # of one table: XLA keeps them in its program, and takes long for large constants
+_MAX_BYTES = 1 << 24  # of one table: XLA keeps them in its program, and takes long for large constants
 
 # Equations that only call another jaxpr, by the parameter that has it. They are never differentiated again here,
 # so that the rules for derivatives, which are among their parameters, do not count.

@@ -1,15 +1,18 @@
 """Variants of a lane's JAX members: which members have the same structure and task."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from modelfleet.frameworks.functional import Definition
+from modelfleet.frameworks.engine import Hyper
+from modelfleet.frameworks.functional import Definition, State
 from modelfleet.frameworks.jax.definition import JaxDefinition
 from modelfleet.frameworks.jax.merged_definition import MergedDefinition
 from modelfleet.frameworks.jax.structure import difference, family, is_module, signature
 from modelfleet.frameworks.jax.task import Task
 from modelfleet.frameworks.structure import Signature
 from modelfleet.members import Member
+from modelfleet.types import Tensor, Tree
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,41 @@ class Variants:
         own = [JaxDefinition(member.model, task) for member, task in zip(self.members, self.tasks, strict=True)]
         if len(own) == 1:
             return own[0]
-        return MergedDefinition(own, dict(zip(self.names, self.numbers, strict=True)), self.difference)
+        return _Merged(own, dict(zip(self.names, self.numbers, strict=True)), self.difference)
+
+
+class _Merged(MergedDefinition[JaxDefinition]):
+    """Definitions of members that differ only in numbers. If all have the same optimizer, it is traced once."""
+
+    def train(
+        self, state: State, hyper: Hyper, batch: Tree, weights: Tensor | None
+    ) -> tuple[State, Tensor, Tensor]:
+        """Return what `apply` returns after a whole step."""
+        if self._one_update:
+            with suppress(_LossNeeded):
+                found = self.gradients(state, batch, weights)
+                return self.first.apply(state, hyper, found, _refuse)
+        return super().train(state, hyper, batch, weights)
+
+    def apply(
+        self, state: State, hyper: Mapping[str, Tensor], found: dict[str, Tree]
+    ) -> tuple[State, Tensor, Tensor]:
+        """Return the state after an update by what `gradients` returned."""
+        if self._one_update:
+            return self.first.apply(state, hyper, found)
+        return super().apply(state, hyper, found)
+
+    @property
+    def _one_update(self) -> bool:
+        return all(own.task.optimizer == self.task.optimizer for own in self.definitions)
+
+
+class _LossNeeded(Exception):  # noqa: N818  not an error: see `_Merged.train`
+    """Raised if an optimizer computes the loss of other params, which depends on the variant."""
+
+
+def _refuse(params: Tree) -> Tensor:
+    raise _LossNeeded
 
 
 def definitions_of(definition: Definition) -> list[JaxDefinition]:
