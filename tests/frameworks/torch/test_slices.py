@@ -78,14 +78,14 @@ class Pair:
     def compile(self, fleet: mf.Fleet, names: list[str]) -> None:
         own = dict(zip(self.lr, self.kinds, strict=True))
         columns = {key: mf.each({name: column[name] for name in names}) for key, column in self.recipe.items()}
-        given = {"loss": "cross_entropy", "metrics": ["accuracy"], **columns, **self.more}
+        given: dict[str, Any] = {"loss": "cross_entropy", "metrics": ["accuracy"], **columns, **self.more}
         fleet.compile(mf.each({name: own[name] for name in names}), **given)
 
     @property
     def lr(self) -> dict[str, float]:
         return self.recipe["lr"]
 
-    def fit(self, data: Any = DATA, strategy: str = "fused", **options: Any) -> mf.History:
+    def fit(self, data: Any = DATA, strategy: Any = "fused", **options: Any) -> mf.History:
         """Fit the fleet and each member alone, and compare."""
         options = {"epochs": 2, "batch_size": 8, "progress": False, **options}
         history = self.fleet.fit(data, strategy=strategy, **options)
