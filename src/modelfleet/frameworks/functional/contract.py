@@ -12,17 +12,31 @@ each a dict of tensors `(member, …)`. Tensors are never changed in place: a st
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from modelfleet.frameworks import batch_parts
 from modelfleet.members import Member
+from modelfleet.trees import map_tree
 from modelfleet.types import Arrays, NativeDevice, State, Tensor, Tree
 
 Function = Callable[..., Any]
 
 PARTS = ("params", "buffers", "optimizer", "metrics")  # the parts of a member's state that a step may change
+
+
+class Slice(NamedTuple):
+    """Neighbouring slots whose members have the same task."""
+
+    task: int
+    """Number of the task, as in `Definition.by_task`."""
+    start: int
+    stop: int
+
+    def of(self, tree: Tree) -> Tree:
+        """Return the slice's rows of every tensor `(slot, …)`."""
+        return map_tree(lambda tensor: tensor[self.start : self.stop], tree)
 
 
 class Definition(Protocol):
@@ -36,6 +50,14 @@ class Definition(Protocol):
     can_mask_rows: bool
     """True if a row of weight 0 has no influence on the loss and the metrics of `train` and `evaluate`. The engine
     tries out if it has an influence within the model, as with BatchNorm."""
+
+    @property
+    def by_task(self) -> Sequence["Definition"]:
+        """Return the definitions of a lane's different tasks. They differ in `state`, `apply` and `train` only.
+
+        The first is this one. Others are for members with another optimizer.
+        """
+        return [self]
 
     def state(self, member: Member) -> State:
         """Return a member's params, buffers and optimizer as NumPy arrays; optionally "member" with scalars."""
@@ -159,6 +181,10 @@ class Backend(Protocol):
 
     def put(self, tree: Tree, rows: Tensor, part: Tree) -> Tree:
         """* Return every tensor with some of its rows replaced."""
+        ...
+
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        """* Return tensors as one, along their first axis."""
         ...
 
     def lengthened(self, tree: Tree, length: int) -> Tree:

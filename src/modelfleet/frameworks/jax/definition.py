@@ -1,6 +1,6 @@
 """Steps of one JAX model as a member of a lane, as pure functions."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from modelfleet.frameworks.batch_parts import check_weights, has_target
 from modelfleet.frameworks.engine import Hyper
 from modelfleet.frameworks.functional import Definition, State
 from modelfleet.frameworks.jax.backend import shapes
-from modelfleet.frameworks.jax.models import Parts, TreeLayout, as_numpy, form_of, key_data, key_of
+from modelfleet.frameworks.jax.models import Module, Pair, Parts, TreeLayout, as_numpy, form_of, key_data, key_of
 from modelfleet.frameworks.jax.target_checks import check_range, check_targets
 from modelfleet.frameworks.jax.task import PRECISIONS, Task, widened
 from modelfleet.members import Member
@@ -20,17 +20,25 @@ from modelfleet.types import Arrays, Model, Tensor, Tree
 class JaxDefinition(Definition):
     """Steps of one member (see `functional.Definition`)."""
 
-    def __init__(self, model: Model, task: Task) -> None:
-        self.task = task
+    def __init__(self, model: Model, tasks: Sequence[Task], form: Module | Pair | None = None) -> None:
+        self.task = tasks[0]
+        self.tasks = tuple(tasks)
         self.model = model
-        self.form = form_of(model)
+        self.form = form or form_of(model)
+        self._others = [JaxDefinition(model, [task], self.form) for task in tasks[1:]]
         self._slots: TreeLayout | None = None
         self._fresh: Arrays = {}
         self.can_mask_rows = False  # until `try_out` has seen what the loss returns
 
+    @property
+    def by_task(self) -> "Sequence[JaxDefinition]":
+        """Return the definitions of a lane's tasks, which differ in their optimizers."""
+        return [self, *self._others]
+
     def go_on(self, other: "JaxDefinition") -> None:
-        """Take over the results of the trials of another definition of the same task."""
-        self._slots = self._slots or other._slots
+        """Take over the results of the trials of another definition of the same tasks."""
+        for mine, theirs in zip(self.by_task, other.by_task, strict=True):
+            mine._slots = mine._slots or theirs._slots
         self._fresh = self._fresh or other._fresh
         self.can_mask_rows = self.can_mask_rows or other.can_mask_rows
 

@@ -1,6 +1,6 @@
 """Engine of a lane of JAX members."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from modelfleet.errors import StrategyError
 from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.engine import NOTHING_LEFT, Hyper, Pace
 from modelfleet.frameworks.errors import CannotFuseError
-from modelfleet.frameworks.functional import FunctionalEngine, Programs
+from modelfleet.frameworks.functional import FunctionalEngine, Programs, different
 from modelfleet.frameworks.jax.backend import JaxBackend
 from modelfleet.frameworks.jax.definition import JaxDefinition
 from modelfleet.frameworks.jax.models import Module, Pair
@@ -43,11 +43,11 @@ class JaxEngine(FunctionalEngine):
     def __init__(self, context: LaneContext[Task, Programs]) -> None:
         """Make the engine. Its programs are found by the structure of the members."""
         self._members = list(context.members)
-        self._task = context.task
+        self._tasks_of_lane = different(context.tasks)
         model = self._members[0].model
-        self._reads = _reads(model, context.task)
+        self._reads = _reads(model, self._tasks_of_lane)
         self._signature = signature(model)
-        definition = JaxDefinition(model, context.task)
+        definition = JaxDefinition(model, self._tasks_of_lane)
         found = _found(self._signature, definition, context.device, context.fused)
         super().__init__(replace(context, programs=found), definition, found.backend)
         self._begun = False  # True if a step was taken since the members were last compared
@@ -59,7 +59,7 @@ class JaxEngine(FunctionalEngine):
         self._look()
         if self._unlike is not None:
             raise CannotFuseError(self._unlike)
-        reads = _reads(self._members[0].model, self._task)
+        reads = _reads(self._members[0].model, self._tasks_of_lane)
         with reads.restoring():
             super().ready(kind, hyper, active, batch)
             changed = reads.changed(draws=True)
@@ -117,7 +117,7 @@ class JaxEngine(FunctionalEngine):
         if structure == self._signature:
             yield
             return
-        definition = JaxDefinition(member.model, self._task)
+        definition = JaxDefinition(member.model, self._tasks_of_lane)
         self.programs = _found(structure, definition, self.device, fused=False)
         self._shared_definition.go_on(self._own_form)
         try:
@@ -193,7 +193,7 @@ class JaxEngine(FunctionalEngine):
         form = self._shared_definition.form
         kept, form.keep = form.keep, False
         try:
-            with _reads(self._members[0].model, self._task).restoring():
+            with _reads(self._members[0].model, self._tasks_of_lane).restoring():
                 yield
         finally:
             form.keep = kept
@@ -220,8 +220,8 @@ class JaxEngine(FunctionalEngine):
                 self._unlike = f"{member.name!r} now differs from {self._members[0].name!r}: {what}"
         self._ready.clear()
         before = self._shared_definition
-        self._reads, self._signature = _reads(models[0], self._task), signatures[0]
-        self._definition = JaxDefinition(models[0], self._task)
+        self._reads, self._signature = _reads(models[0], self._tasks_of_lane), signatures[0]
+        self._definition = JaxDefinition(models[0], self._tasks_of_lane)
         self._definition.go_on(before)
         self.programs = _found(self._signature, self._definition, self.device, self.fused)
         self._shared_definition.go_on(before)
@@ -253,14 +253,14 @@ def _for_one(batch: Batch, index: int, slot: int) -> Batch:
     return Batch(rows, True, batch.counts[[index]], slots=np.array([slot]))
 
 
-def _reads(model: Model, task: Task) -> PythonSnapshot:
-    """Return the Python values that the code of a model and of its task may read."""
-    optimizer = task.optimizer
+def _reads(model: Model, tasks: Sequence[Task]) -> PythonSnapshot:
+    """Return the Python values that the code of a model and of its lane's tasks may read."""
+    task, optimizers = tasks[0], [task.optimizer for task in tasks if task.optimizer is not None]
     roots: dict[str, object] = {
         "the objective": task.objective,
         "the loss": None if task.loss is None else task.loss.rows,
         "the metrics": task.metrics,
-        "the optimizer": None if optimizer is None else (optimizer.make, optimizer.fixed),
+        "the optimizer": [(optimizer.make, optimizer.fixed) for optimizer in optimizers],
     }
     if is_module(model):
         return PythonSnapshot({**roots, **dict(statics(model))})
@@ -269,11 +269,11 @@ def _reads(model: Model, task: Task) -> PythonSnapshot:
 
 def _found(structure: Hashable, definition: JaxDefinition, device: jax.Device, fused: bool) -> Programs:
     """Return the process's programs of a structure and a task; new ones if Python values have changed."""
-    key = (structure, definition.task, device, fused)
+    key = (structure, definition.tasks, device, fused)
     known = _programs.pop(key, None)
     if known is None or known.untraced is not None or known.reads.changed() is not None:
         known = Programs(definition, JaxBackend(device), fused=fused)
-        known.reads = _reads(definition.model, definition.task)
+        known.reads = _reads(definition.model, definition.tasks)
     _programs[key] = known
     while len(_programs) > _MAX_PROGRAMS:
         _programs.pop(next(iter(_programs)))

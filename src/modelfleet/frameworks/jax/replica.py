@@ -15,7 +15,7 @@ from modelfleet.types import Model, Precision, Tree
 
 def replica(model: Model, device: jax.Device, precision: Precision) -> functional.Replica:
     """Return a replica that answers batches with a model. On the CPU its weights are not copied."""
-    definition = JaxDefinition(model, Task(precision=precision))
+    definition = JaxDefinition(model, [Task(precision=precision)])
     state = definition.state(Member("model", model, 0, adapter("jax")))
     state["member"]["step"] = np.int32(0)
     return functional.Replica(
