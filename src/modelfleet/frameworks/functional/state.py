@@ -92,14 +92,21 @@ class FunctionalState(StackedEngine):
 
     def gather(self, positions: Positions, members: Sequence[Member]) -> None:
         """Copy the state that the models of some members hold into the state here."""
-        found = stack([self._definition.state(member) for member in members], np.stack)
-        self.write(positions, {part: found[part] for part in self.parts_in_models if part in found})
+        by_task: dict[int, list[int]] = {}  # their states have different names
+        for row, position in enumerate(positions):
+            by_task.setdefault(int(self._tasks[position]), []).append(row)
+        for own, rows in by_task.items():
+            definition = self._definition.by_task[own]
+            found = stack([definition.state(members[row]) for row in rows], np.stack)
+            here = [positions[row] for row in rows]
+            self.write(here, {part: found[part] for part in self.parts_in_models if part in found})
 
     def scatter(self, positions: Positions, members: Sequence[Member]) -> None:
         """Copy the state of some members into their models."""
         arrays = self.backend.exactly(self.stacked.read(positions, self.parts_in_models, copy=False))
-        for row, member in enumerate(members):
-            self._definition.write_back(member, map_tree(lambda array, row=row: array[row], arrays))
+        for row, (position, member) in enumerate(zip(positions, members, strict=True)):
+            definition = self._definition.by_task[self._tasks[position]]
+            definition.write_back(member, map_tree(lambda array, row=row: array[row], arrays))
         self.changed = self.changed and len(members) < self.stacked.members
 
     def give_slots(self, positions: Positions) -> None:

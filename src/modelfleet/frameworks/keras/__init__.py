@@ -23,6 +23,7 @@ from modelfleet.frameworks.keras.class_weights import weighted
 from modelfleet.frameworks.keras.datasets import as_loader
 from modelfleet.frameworks.keras.doctor_facts import version_note
 from modelfleet.frameworks.keras.engine import make_engine
+from modelfleet.frameworks.keras.family import family
 from modelfleet.frameworks.keras.recipe import compile, prepare
 from modelfleet.frameworks.keras.replica import frozen, weight_bytes
 from modelfleet.frameworks.keras.replica import replica as Replica

@@ -10,7 +10,7 @@ from modelfleet.frameworks import batch_parts
 from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.engine import Hyper
 from modelfleet.frameworks.errors import CannotFuseError
-from modelfleet.frameworks.functional import Backend, Definition, FunctionalEngine, Programs, State
+from modelfleet.frameworks.functional import Backend, Definition, FunctionalEngine, Programs, State, different
 from modelfleet.frameworks.keras.losses import label_check
 from modelfleet.frameworks.keras.plain import become_plain
 from modelfleet.frameworks.keras.steps import Steps
@@ -28,6 +28,26 @@ class KerasDefinition(Definition):
     def __init__(self, model: keras.Model, task: Task) -> None:
         self.steps = Steps(model)
         self.task = task
+        self.sparse = False  # True once a gradient is that of the rows that were looked up in a table
+        self.others: list[KerasDefinition] = []  # those of members with another optimizer
+
+    @classmethod
+    def of(cls, context: LaneContext[Task, Programs]) -> "KerasDefinition":
+        """Return the definition of a lane, with one for each of its tasks."""
+        firsts = {id(task): (member.model, task) for member, task in reversed(_members(context))}
+        first, *others = (cls(*firsts[id(task)]) for task in different(context.tasks))
+        first.others += others
+        return first
+
+    @property
+    def by_task(self) -> Sequence["KerasDefinition"]:
+        """Return the definitions of a lane's tasks, which differ in their optimizers."""
+        return [self, *self.others]
+
+    @property
+    def stale(self) -> bool:
+        """Return True if a model was changed or compiled again since its definition was made."""
+        return any(own.steps.stale for own in self.by_task)
 
     def differentiate(self, loss: Loss, params: dict[str, Tensor]) -> tuple[Tree, dict[str, Tensor]]:
         """Return what `loss` returns beside the number to differentiate, and the gradients by key."""
@@ -126,11 +146,12 @@ class KerasEngine(FunctionalEngine):
         if context.programs is not None:
             known = context.programs.definition
             assert isinstance(known, KerasDefinition)
-            if known.steps.stale:
+            if known.stale:
                 context.programs.renew(definition)
             else:
                 definition = known
         self._members = list(context.members)
+        self._member_tasks = dict(zip((member.name for member in context.members), context.tasks, strict=True))
         self._keras = definition
         super().__init__(context, definition, backend)
 
@@ -147,6 +168,8 @@ class KerasEngine(FunctionalEngine):
             self._run_plainly()
         elif self._keras.steps.apart is not None:
             raise CannotFuseError(self._keras.steps.apart)
+        elif self._keras.sparse and self._keras.others:
+            raise CannotFuseError("the gradient of an embedding is not passed on to several optimizers")
 
     def _run_plainly(self) -> None:
         """Become an engine that calls the model's own functions, if its steps are not pure functions.
@@ -159,7 +182,12 @@ class KerasEngine(FunctionalEngine):
 
     def still_shared(self, members: Sequence[Member]) -> bool:
         """Return True if all members are compiled as they were when the lane was made."""
-        return not self._keras.steps.stale and all(task_of(member.model) is self.task for member in members)
+        tasks = self._member_tasks
+        return not self._keras.stale and all(task_of(member.model) is tasks[member.name] for member in members)
+
+
+def _members(context: LaneContext[Task, Programs]) -> list[tuple[Member, Task]]:
+    return list(zip(context.members, context.tasks, strict=True))
 
 
 def _copied(arrays: Arrays) -> Arrays:

@@ -35,7 +35,7 @@ class Engine(KerasEngine):
 
     def __init__(self, context: LaneContext[Task, Programs]) -> None:
         """Make the engine, or use the programs of another one."""
-        definition = JaxDefinition(context.members[0].model, context.task)
+        definition = JaxDefinition.of(context)
         super().__init__(context, definition, JaxBackend(context.device))
 
 

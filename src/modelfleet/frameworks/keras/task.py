@@ -35,6 +35,8 @@ class Task:
     """Reason why a member runs alone, by the functions of its own `fit`; None if its steps are pure functions."""
     optimizer_name: str = "no optimizer"
     """Name of the optimizer, for a plan."""
+    family: Hashable = None
+    """Equal for tasks that differ in their optimizers only. None if the optimizer takes part in the loss."""
 
 
 def task_of(model: keras.Model) -> Task:
@@ -54,7 +56,19 @@ def task_of(model: keras.Model) -> Task:
         shown = [f"{key} {show(value)}" for key, value in parts.items() if value != freeze(None)]
         return ", ".join([*shown, *_loss_fingerprints(model)])
 
-    return _cached(tuple(parts.items()), summary, optimizer=model.optimizer)
+    others = tuple((key, value) for key, value in parts.items() if key != "optimizer")
+    return _cached(
+        tuple(parts.items()),
+        summary,
+        optimizer=model.optimizer,
+        family=None if _scales(model.optimizer) else others,
+    )
+
+
+def _scales(optimizer: keras.Optimizer | None) -> bool:
+    """Return True if an optimizer scales the loss."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return inner is not optimizer or getattr(optimizer, "loss_scale_factor", None) is not None
 
 
 def optimizer_key(
@@ -120,12 +134,13 @@ def _cached(
     summary: Callable[[], str],
     plain: str | None = None,
     optimizer: keras.Optimizer | None = None,
+    family: Hashable = None,
 ) -> Task:
     found = _tasks.get(key)
     if found is not None:
         return found
     name = "no optimizer" if optimizer is None else type(optimizer).__name__
-    return _tasks.setdefault(key, Task(summary(), key, plain, name))
+    return _tasks.setdefault(key, Task(summary(), key, plain, name, family))
 
 
 def _loss_fingerprints(model: keras.Model) -> list[str]:
