@@ -9,6 +9,5 @@ from modelfleet.frameworks.functional.contract import Backend, Definition, State
 from modelfleet.frameworks.functional.engine import FunctionalEngine
 from modelfleet.frameworks.functional.programs import Programs
 from modelfleet.frameworks.functional.replica import Replica
-from modelfleet.frameworks.functional.state import different
 
-__all__ = ["Backend", "Definition", "FunctionalEngine", "Programs", "Replica", "State", "different"]
+__all__ = ["Backend", "Definition", "FunctionalEngine", "Programs", "Replica", "State"]

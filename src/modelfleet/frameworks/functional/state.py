@@ -2,15 +2,13 @@
 
 import weakref
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 
-from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.functional.contract import Backend, Definition, Slice, State
 from modelfleet.frameworks.functional.programs import Programs
 from modelfleet.frameworks.lane_context import LaneContext, OwnTask
-from modelfleet.frameworks.stacked import Positions, StackedState, stack
+from modelfleet.frameworks.stacked import Positions, StackedState, runs, stack, with_all_names
 from modelfleet.frameworks.stacked_engine import StackedEngine
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree
@@ -40,13 +38,12 @@ class FunctionalState(StackedEngine):
         self._first = members[0]
         self._tried: tuple[str, bool] | None = None  # the form of the batches that a member was tried on
         self._one = self.tensor(np.ones(1, dtype=bool))
-        numbers = {id(task): number for number, task in enumerate(different(context.tasks))}
-        self._tasks = np.array([numbers[id(task)] for task in context.tasks])  # the number of each member's task
+        self._tasks = context.task_numbers
         states = [definition.by_task[own].state(member) for own, member in zip(self._tasks, members, strict=True)]
         self._optimizer_names = {
             own: frozenset(state.get("optimizer", ())) for own, state in zip(self._tasks, states, strict=True)
         }
-        arrays = stack(states if len(numbers) == 1 else _with_all_names(states), np.stack)
+        arrays = stack(with_all_names(states, np.zeros_like) if self._tasks.any() else states, np.stack)
         self._slices = self._slices_of(np.arange(len(members)))
         arrays = {part: arrays.get(part, {}) for part in ("params", "buffers", "optimizer", "member")}
         arrays["member"] |= {name: np.zeros(len(members), dtype=np.int32) for name in ("step", "trouble")}
@@ -122,9 +119,7 @@ class FunctionalState(StackedEngine):
         """Return the slices of slots of these members; none if all members of the lane have one task."""
         if len(self._optimizer_names) < 2:
             return ()
-        numbers = self._tasks[positions]
-        starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
-        return tuple(Slice(int(numbers[start]), start, stop) for start, stop in pairwise(starts))
+        return tuple(Slice(*own) for own in runs(self._tasks[positions]))
 
     def indices(self, numbers: Positions) -> Tensor:
         """Return slots or rows as an index for `take` and `put`."""
@@ -146,27 +141,6 @@ class FunctionalState(StackedEngine):
     @staticmethod
     def _readable(state: State) -> State:
         return {part: state[part] for part in READABLE}
-
-
-def different(tasks: Sequence[OwnTask]) -> list[OwnTask]:
-    """Return the different tasks of a lane's members, in the order of their first members."""
-    return list({id(task): task for task in tasks}.values())
-
-
-def _with_all_names(states: Sequence[State]) -> list[State]:
-    """Return members' states with the optimizer tensors of all: zeros for those of another's optimizer.
-
-    Raises:
-        CannotFuseError: Two optimizers have tensors of the same name that can't be stacked.
-    """
-    known: dict[str, np.ndarray] = {}
-    for state in states:
-        for name, array in state.get("optimizer", {}).items():
-            other = known.setdefault(name, array)
-            if (array.shape, array.dtype) != (other.shape, other.dtype):
-                raise CannotFuseError(f"the optimizers' states have {name!r} in different shapes or dtypes")
-    zeros = {name: np.zeros_like(array) for name, array in known.items()}
-    return [{**state, "optimizer": {**zeros, **state.get("optimizer", {})}} for state in states]
 
 
 class _ProgramTensors:

@@ -11,7 +11,7 @@ from modelfleet.errors import StrategyError
 from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.engine import NOTHING_LEFT, Hyper, Pace
 from modelfleet.frameworks.errors import CannotFuseError
-from modelfleet.frameworks.functional import FunctionalEngine, Programs, different
+from modelfleet.frameworks.functional import FunctionalEngine, Programs
 from modelfleet.frameworks.jax.backend import JaxBackend
 from modelfleet.frameworks.jax.definition import JaxDefinition
 from modelfleet.frameworks.jax.models import Module, Pair
@@ -43,7 +43,7 @@ class JaxEngine(FunctionalEngine):
     def __init__(self, context: LaneContext[Task, Programs]) -> None:
         """Make the engine. Its programs are found by the structure of the members."""
         self._members = list(context.members)
-        self._tasks_of_lane = different(context.tasks)
+        self._tasks_of_lane = context.different_tasks
         model = self._members[0].model
         self._reads = _reads(model, self._tasks_of_lane)
         self._signature = signature(model)

@@ -10,11 +10,11 @@ from modelfleet.frameworks import batch_parts
 from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.engine import Hyper
 from modelfleet.frameworks.errors import CannotFuseError
-from modelfleet.frameworks.functional import Backend, Definition, FunctionalEngine, Programs, State, different
+from modelfleet.frameworks.functional import Backend, Definition, FunctionalEngine, Programs, State
 from modelfleet.frameworks.keras.losses import label_check
 from modelfleet.frameworks.keras.plain import become_plain
 from modelfleet.frameworks.keras.steps import Steps
-from modelfleet.frameworks.keras.task import Task, task_of
+from modelfleet.frameworks.keras.task import Task, first_models, task_of
 from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.members import Member
 from modelfleet.types import Arrays, Kind, Tensor, Tree
@@ -34,8 +34,7 @@ class KerasDefinition(Definition):
     @classmethod
     def of(cls, context: LaneContext[Task, Programs]) -> "KerasDefinition":
         """Return the definition of a lane, with one for each of its tasks."""
-        firsts = {id(task): (member.model, task) for member, task in reversed(_members(context))}
-        first, *others = (cls(*firsts[id(task)]) for task in different(context.tasks))
+        first, *others = (cls(*own) for own in first_models(context))
         first.others += others
         return first
 
@@ -184,10 +183,6 @@ class KerasEngine(FunctionalEngine):
         """Return True if all members are compiled as they were when the lane was made."""
         tasks = self._member_tasks
         return not self._keras.stale and all(task_of(member.model) is tasks[member.name] for member in members)
-
-
-def _members(context: LaneContext[Task, Programs]) -> list[tuple[Member, Task]]:
-    return list(zip(context.members, context.tasks, strict=True))
 
 
 def _copied(arrays: Arrays) -> Arrays:
