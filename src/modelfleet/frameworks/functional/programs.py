@@ -79,7 +79,7 @@ class Programs:
             return None
         return self.backend.working_bytes(self._functions("train", shared, slices)[0], args)
 
-    def _functions(self, name: StepName, shared: bool, slices: Slices) -> tuple[Function, Function]:
+    def _functions(self, name: StepName, shared: bool, slices: Slices = ()) -> tuple[Function, Function]:
         """Return a step as a program, and as a plain function."""
         key = name, shared, slices
         if key not in self._known:
