@@ -189,7 +189,7 @@ def test_members_that_differ_in_numbers_and_optimizers_share_a_lane_and_are_as_a
         return model(
             i,
             layers.Dropout(0.1 * (i + 1), seed=i),
-            loss=smoothing(0.1 * (i % 2)),
+            loss=smoothing(0.1 * (i % 2 + 1)),
             optimizer=MIXED[i](),
             kernel_constraint=constraint,
         )
