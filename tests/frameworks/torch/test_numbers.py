@@ -130,10 +130,7 @@ LOSSES: dict[str, list[Any]] = {
     "summed": [nn.CrossEntropyLoss(reduction="sum", label_smoothing=s) for s in (0.1, 0.3)],
     "partials": [functools.partial(F.cross_entropy, label_smoothing=s) for s in (0.1, 0.3)],
     "class weights of nll": [nn.NLLLoss(torch.tensor(w).double()) for w in ([1.0, 2, 3], [3.0, 1, 0.5])],
-    "closures": [
-        (lambda scale: lambda output, target: scale * F.cross_entropy(output, target))(scale)
-        for scale in (0.5, 2.0)
-    ],
+    "closures": [scaled(0.5), scaled(2.0)],
 }
 
 

@@ -236,8 +236,11 @@ class Programs(Generic[OwnSteps]):
             if self.fused:
                 snapshot.refuse()
                 refuse_unstackable(self.steps.model)
-            kept = self._kept.pop(snapshot.key, None) or (snapshot, {})
-            self._kept[snapshot.key] = kept  # the last one used is dropped last
+            # Floats that members differ in are no part of the programs: recordings tell programs for others apart.
+            differ = getattr(self.steps, "members_differ", False)
+            key = snapshot.key_without_floats if differ else snapshot.key
+            kept = self._kept.pop((differ, key), None) or (snapshot, {})
+            self._kept[differ, key] = kept  # the last one used is dropped last
             while len(self._kept) > MAX_KEPT:
                 _, forgotten = self._kept.pop(next(iter(self._kept)))
                 for runner in (runner for programs in forgotten.values() for runner in programs.values()):

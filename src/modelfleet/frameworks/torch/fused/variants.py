@@ -5,8 +5,9 @@ functions with other numbers. So one member of each variant runs once, for each 
 calls are recorded. Where the recordings differ in a number, the fused step computes with a column `(member,)`.
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
 
@@ -22,16 +23,16 @@ from modelfleet.frameworks.torch.fused.steps_protocol import How, Tensors
 from modelfleet.frameworks.torch.model_locks import locked_in_mode
 from modelfleet.frameworks.torch.python_state.checks import StatefulError
 from modelfleet.frameworks.torch.python_state.snapshot import PythonSnapshot
-from modelfleet.frameworks.torch.python_state.undo import undoing_side_effects
+from modelfleet.frameworks.torch.python_state.undo import restoring_python, restoring_tensors
 from modelfleet.frameworks.torch.structure import difference, signature, without_modes, without_numbers
 from modelfleet.frameworks.torch.task import Task
-from modelfleet.frameworks.torch.tracing.number_rules import refuse_unknown, site_name
+from modelfleet.frameworks.torch.tracing.number_rules import PROGRAM, program_name, refuse_unknown, site_name
 from modelfleet.frameworks.torch.tracing.parameters import NeedsGradientError
 from modelfleet.frameworks.torch.tracing.reasons import explain
 from modelfleet.frameworks.torch.tracing.recording import Recording, compare
 from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, as_if_compiling
 from modelfleet.frameworks.torch.widths.family import shapes, without_sizes
-from modelfleet.frameworks.torch.widths.padded_calls import side_by_side
+from modelfleet.frameworks.torch.widths.padded_calls import Call, side_by_side
 from modelfleet.frameworks.torch.widths.padding import OWN, Padding
 from modelfleet.frameworks.torch.widths.trial import WidthTrial
 from modelfleet.frameworks.torch.widths.widths import Widths
@@ -49,11 +50,22 @@ class Variant:
         steps: Steps that run the Python of the first of them.
         positions: Their positions in the lane.
         recordings: Their recordings, by kind and form of a batch.
+        snapshot: What the Python of the first of them read when the members were last checked.
     """
 
     steps: Steps
     positions: list[int]
-    recordings: dict[Key, Recording]
+    recordings: dict[Key, Recording] = field(default_factory=dict)
+    snapshot: PythonSnapshot | None = None
+
+    @contextmanager
+    def undoing_side_effects(self) -> Iterator[None]:
+        """Run the Python of the first member, and leave everything as it was before."""
+        snapshot = self.snapshot
+        if snapshot is None or not snapshot.same(thoroughly=True):
+            snapshot = PythonSnapshot(self.steps.roots())
+        with restoring_python(snapshot, strictly=False), restoring_tensors(snapshot, strictly=False):
+            yield
 
 
 class Variants:
@@ -164,16 +176,37 @@ class Variants:
             columns[site_name(call, path)] = self._column(numbers)
         for call, path, tensors in found.outside:
             columns[site_name(call, path)] = self._column([tensor.detach() for tensor in tensors])
+        # Programs are told apart by the names of their numbers. This one stands for everything that is no column.
+        name = program_name(first, columns, self._steps.known_recordings)
+        columns = {name: torch.zeros(len(self._members), device=self._device), **columns}
         if self._widths is not None:
-            calls, known = side_by_side(first, found), self._steps.padding.get(key)
-            padding = known if known is not None and known.calls == calls else Padding(calls)
-            if padding is not known:  # another lane of the same members has tried it
-                self._try_padding(kind, padding, columns, data, weights, shared=shared)
-            self._steps.padding[key] = padding
-            exact = torch.float32 if self._device.type == "mps" else torch.float64
-            tables = [padding.table(number).to(exact) for number in range(len(self._variants))]
-            columns[OWN] = self._column(tables)
+            columns |= self._padded(kind, key, side_by_side(first, found), columns, data, weights, shared=shared)
         return columns
+
+    def _padded(
+        self,
+        kind: str,
+        key: Key,
+        calls: list[Call],
+        columns: Tensors,
+        data: Tree,
+        weights: Tensor | None,
+        *,
+        shared: bool,
+    ) -> Tensors:
+        """Return the columns of members of unequal widths, after a trial of their step."""
+        known = self._steps.known_padding
+        padding = next((own for own in known if own.calls == calls), None)
+        if padding is None:
+            padding = Padding(calls)
+            self._try_padding(kind, padding, columns, data, weights, shared=shared)
+            known.append(padding)
+        self._steps.padding[key] = padding
+        exact = torch.float32 if self._device.type == "mps" else torch.float64
+        tables = [padding.table(number).to(exact) for number in range(len(self._variants))]
+        # A program has the numbers of the columns built in.
+        name = f"{PROGRAM}padding {known.index(padding)}"
+        return {name: torch.zeros(len(self._members), device=self._device), OWN: self._column(tables)}
 
     def _try_padding(
         self, kind: str, padding: Padding, columns: Tensors, data: Tree, weights: Tensor | None, *, shared: bool
@@ -221,7 +254,7 @@ class Variants:
         train = kind != "evaluate" and kind != "predict"
         steps.differentiates = steps.differentiates or self._steps.differentiates
         steps.contiguous = self._steps.contiguous
-        with locked_in_mode(steps, train=train), undoing_side_effects(*steps.roots()), as_if_compiling():
+        with locked_in_mode(steps, train=train), variant.undoing_side_effects(), as_if_compiling():
             steps.records = True
             try:
                 step(*map_tree(torch.clone, args), How(shared, fused=False))
@@ -285,7 +318,7 @@ class Variants:
             if key not in by_numbers:
                 is_first = model is self._steps.model
                 steps = self._steps if is_first else Steps(model, task, self._steps.layout)
-                by_numbers[key] = Variant(steps, [], {})
+                by_numbers[key] = Variant(steps, [])
             by_numbers[key].positions += positions
         return sorted(by_numbers.values(), key=lambda variant: min(variant.positions))
 
@@ -298,7 +331,7 @@ class Variants:
             return False
         recorded = (own for variant in self._variants for own in variant.recordings.values())
         return all(own.same_outside() for own in recorded) and all(
-            snapshot.same(thoroughly=True) for snapshot in self._snapshots
+            variant.snapshot is None or variant.snapshot.same(thoroughly=True) for variant in self._variants
         )
 
     def _remember(self) -> None:
@@ -309,5 +342,7 @@ class Variants:
         self._values = [tuple(table.values()) for table in self._tables]
         self._tensors = [value for values in self._values for value in values if isinstance(value, Tensor)]
         self._versions = [tensor._version for tensor in self._tensors]
+        self._steps.members_differ = self.several
         # Several members' Python is read here, and not only the first one's, which `Programs` watches.
-        self._snapshots = [PythonSnapshot(variant.steps.roots()) for variant in self._variants if self.several]
+        for variant in self._variants if self.several else ():
+            variant.snapshot = PythonSnapshot(variant.steps.roots())

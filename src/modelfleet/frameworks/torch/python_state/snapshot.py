@@ -61,6 +61,17 @@ class PythonSnapshot:
         """Return a value that is equal for two snapshots if the same was there to read."""
         return tuple(watched.token for watched in self.watched), self._flags
 
+    @property
+    def key_without_floats(self) -> Hashable:
+        """Return a key that is equal for two snapshots if the same was there to read, but for floats."""
+        return _without_floats(self.key)
+
+
+def _without_floats(key: Any) -> Hashable:
+    if not isinstance(key, tuple):
+        return key
+    return (float,) if len(key) == 2 and key[0] is float else tuple(map(_without_floats, key))
+
 
 def _flags(parameters: Sequence[nn.Parameter]) -> tuple[Hashable, ...]:
     """Return what can change in a parameter that stays the same object: whether it is trained, and has hooks."""

@@ -46,7 +46,7 @@ class Arguments:
 
     def at(self, path: Path) -> Any:
         """Return the value at a path."""
-        return functools.reduce(lambda value, key: value[key], path[1:], self.values[path[0]])
+        return functools.reduce(lambda value, key: _parts(value)[key], path[1:], self.values[path[0]])
 
     def call(self, function: Function | None = None) -> Any:
         """Call the function, or another one that takes the same arguments."""
@@ -85,11 +85,14 @@ class Container:
 
 
 def flatten(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield a value's parts by path, and the `Container` of a list, tuple or dict before its parts."""
+    """Yield a value's parts by path, and the `Container` of a list, tuple, slice or dict before its parts."""
     if isinstance(value, tuple | list):  # torch.Size is a tuple
         yield path, Container(type(value), len(value))
         for index, part in enumerate(value):
             yield from flatten(part, (*path, index))
+    elif isinstance(value, slice):
+        yield path, Container(slice, 3)
+        yield from flatten(_parts(value), path)
     elif isinstance(value, dict):
         yield path, Container(type(value), tuple(value))
         for key, part in value.items():
@@ -103,8 +106,14 @@ def _put(tree: Any, path: Path, value: Any) -> Any:
         return value
     if isinstance(tree, dict):
         return {**tree, path[0]: _put(tree[path[0]], path[1:], value)}
-    parts = [_put(part, path[1:], value) if index == path[0] else part for index, part in enumerate(tree)]
+    parts = [_put(part, path[1:], value) if index == path[0] else part for index, part in enumerate(_parts(tree))]
+    if isinstance(tree, slice):
+        return slice(*parts)
     return parts if isinstance(tree, list) else tuple(parts)
+
+
+def _parts(value: Any) -> Any:
+    return (value.start, value.stop, value.step) if isinstance(value, slice) else value
 
 
 def _signature(function: Function) -> inspect.Signature | None:

@@ -6,7 +6,7 @@ rule is not fused across members whose numbers differ.
 """
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,11 +19,33 @@ from modelfleet.frameworks.torch.tracing.recording import Call, Comparison, Desc
 from modelfleet.frameworks.torch.tracing.replaying import Change
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+PROGRAM = "program "  # begins the names of numbers that only tell programs apart
 
 
 def site_name(call: int, path: Path) -> str:
     """Return the name of a place that takes a number: a call, and the path in its arguments."""
     return repr((call, path))
+
+
+def program_name(recording: Recording, sites: Collection[str], known: dict[Hashable, int]) -> str:
+    """Return a name that is equal for recordings that differ only in the numbers at these sites.
+
+    Args:
+        recording: The recording.
+        sites: The names of the sites.
+        known: The recordings that have a name already. It is filled in.
+    """
+    calls = tuple(
+        (call.key, tuple(_without_sites(number, call, sites)), call.results, call.context)
+        for number, call in enumerate(recording.calls)
+    )
+    return f"{PROGRAM}{known.setdefault((calls, tuple(sites)), len(known))}"
+
+
+def _without_sites(number: int, call: Call, sites: Collection[str]) -> Iterator[Hashable]:
+    for path, leaf in call.arguments:
+        if site_name(number, path) not in sites:
+            yield path, repr(leaf) if isinstance(leaf, float) else (type(leaf), leaf)
 
 
 def changes(expected: Recording, numbers: Mapping[str, Tensor]) -> dict[int, Change]:
@@ -36,6 +58,8 @@ def changes(expected: Recording, numbers: Mapping[str, Tensor]) -> dict[int, Cha
     """
     by_call: dict[int, dict[Path, Tensor]] = {}
     for name, number in numbers.items():
+        if name.startswith(PROGRAM):
+            continue
         call, path = ast.literal_eval(name)
         by_call.setdefault(call, {})[path] = number
     return {call: _change(expected.calls[call], own) for call, own in by_call.items()}

@@ -32,7 +32,7 @@ from modelfleet.frameworks.torch.tracing.calls import (
     key_of,
     name_of,
 )
-from modelfleet.frameworks.torch.values import Freezer
+from modelfleet.frameworks.torch.values import Freezer, Leaf, Tree, show
 
 OUTSIDE = "outside"
 RESULT = "result"
@@ -301,5 +301,6 @@ def _argument(name: str, path: Path) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, Described):
         return "a tensor"
-    content = getattr(value, "content", value)
-    return shorten(repr(content))
+    if isinstance(value, Leaf | Tree):
+        return shorten(show(value))
+    return shorten(repr(value))
