@@ -27,14 +27,14 @@ from modelfleet.frameworks.torch.python_state.snapshot import PythonSnapshot
 from modelfleet.frameworks.torch.python_state.undo import restoring_python, restoring_tensors
 from modelfleet.frameworks.torch.structure import difference, signature, without_modes, without_numbers
 from modelfleet.frameworks.torch.task import Task
-from modelfleet.frameworks.torch.tracing.number_rules import program_name, refuse_unknown, site_name
+from modelfleet.frameworks.torch.tracing.number_rules import PROGRAM, program_name, refuse_unknown, site_name
 from modelfleet.frameworks.torch.tracing.parameters import NeedsGradientError
 from modelfleet.frameworks.torch.tracing.reasons import explain
 from modelfleet.frameworks.torch.tracing.recording import Recording, compare
 from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, as_if_compiling
 from modelfleet.frameworks.torch.walking import modules_of
 from modelfleet.frameworks.torch.widths.family import shapes, without_sizes
-from modelfleet.frameworks.torch.widths.padded_calls import side_by_side
+from modelfleet.frameworks.torch.widths.padded_calls import Call, side_by_side
 from modelfleet.frameworks.torch.widths.padding import OWN, Padding
 from modelfleet.frameworks.torch.widths.trial import WidthTrial
 from modelfleet.frameworks.torch.widths.widths import Widths
@@ -180,16 +180,35 @@ class Variants:
             columns[site_name(call, path)] = self._column([tensor.detach() for tensor in tensors])
         # Programs are told apart by the names of their numbers. This one stands for everything that is no column.
         name = program_name(first, columns, self._steps.known_recordings)
+        columns = {name: torch.zeros(len(self._members), device=self._device), **columns}
         if self._widths is not None:
-            calls, known = side_by_side(first, found), self._steps.padding.get(key)
-            padding = known if known is not None and known.calls == calls else Padding(calls)
-            if padding is not known:  # another lane of the same members has tried it
-                self._try_padding(kind, padding, columns, data, weights, shared=shared)
-            self._steps.padding[key] = padding
-            exact = torch.float32 if self._device.type == "mps" else torch.float64
-            tables = [padding.table(number).to(exact) for number in range(len(self._variants))]
-            columns[OWN] = self._column(tables)
-        return {name: torch.zeros(len(self._members), device=self._device), **columns}
+            columns |= self._padded(kind, key, side_by_side(first, found), columns, data, weights, shared=shared)
+        return columns
+
+    def _padded(
+        self,
+        kind: str,
+        key: Key,
+        calls: list[Call],
+        columns: Tensors,
+        data: Tree,
+        weights: Tensor | None,
+        *,
+        shared: bool,
+    ) -> Tensors:
+        """Return the columns of members of unequal widths, after a trial of their step."""
+        known = self._steps.known_padding
+        padding = next((own for own in known if own.calls == calls), None)
+        if padding is None:
+            padding = Padding(calls)
+            self._try_padding(kind, padding, columns, data, weights, shared=shared)
+            known.append(padding)
+        self._steps.padding[key] = padding
+        exact = torch.float32 if self._device.type == "mps" else torch.float64
+        tables = [padding.table(number).to(exact) for number in range(len(self._variants))]
+        # A program has the numbers of the columns built in.
+        name = f"{PROGRAM}padding {known.index(padding)}"
+        return {name: torch.zeros(len(self._members), device=self._device), OWN: self._column(tables)}
 
     def _try_padding(
         self, kind: str, padding: Padding, columns: Tensors, data: Tree, weights: Tensor | None, *, shared: bool
