@@ -36,7 +36,7 @@ ORDER = (
     "joining recipe",
     "each devices",
     "directions",
-    "fingerprints formatting shuffles trees unknown_names",
+    "fingerprints formatting shuffles trees unknown_names user_cache",
     "errors types",
 )
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.split()}

@@ -35,7 +35,7 @@ def main(folder: Path, owner: int) -> None:
     """Compile the graphs in `folder` into torch's cache on disk, and write the outcome to the folder."""
     threading.Thread(target=_end_with_owner, args=(folder, owner), daemon=True).start()
     try:
-        os.nice(10)  # the training goes first
+        os.nice(19)  # the training goes first
         _write_outcome(folder, DONE, _compile(folder))
     except BaseException as error:
         _write_outcome(folder, FAILED, traceback.format_exception_only(error)[-1].strip())

@@ -14,7 +14,7 @@ from modelfleet.frameworks.engine import Pace
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.torch.base import on_host
 from modelfleet.frameworks.torch.compiling.compiler import Compiler
-from modelfleet.frameworks.torch.compiling.decision import SAVED_FRACTION, compile_mode, may_pay
+from modelfleet.frameworks.torch.compiling.decision import compile_mode, may_pay, saved_fraction
 from modelfleet.frameworks.torch.fused import packing
 from modelfleet.frameworks.torch.fused.arguments import (
     APPLYING,
@@ -90,7 +90,7 @@ class Programs(Generic[OwnSteps]):
     def compiled_time_ratio(self) -> float:
         """Return how long a train step will take once it is compiled, relative to now."""
         done = any(runner.program.compiled for runner in self._all(*TRAINING))
-        return 1.0 if done or not self.fused or compile_mode() == "never" else 1.0 - SAVED_FRACTION
+        return 1.0 if done or not self.fused or compile_mode() == "never" else 1.0 - saved_fraction()
 
     @property
     def working_bytes(self) -> int | None:
@@ -121,23 +121,44 @@ class Programs(Generic[OwnSteps]):
                 return
         self.program("train", (*lead, *rest), shared_data)
 
-    def _train_packed(self, packed: State, lead: Args, rest: Args, shared_data: bool) -> Tensor:
+    def _train_packed(
+        self, packed: tuple[State, list[Tensor]], lead: Args, rest: Args, shared_data: bool
+    ) -> Tensor:
         """Take one step in two parts: gradients, then an update of all members at once if all are fine."""
         coefficients, active, *batch = rest
-        args = (*lead, *batch, active)
+        runner = self.program("packed_gradients", (*lead, *batch, active), shared_data)
+        program = runner.program
         with torch.no_grad():
-            found = self.program("packed_gradients", args, shared_data).program(
-                [*self._flat(lead), *leaves((*batch, active))]
-            )
-            if bool(found.pop("fine")):
-                args = (packed, {}, coefficients, found)
-                return self.program("packed_apply", args, False).program(leaves(args))
+            values = program.run(*self._flat(lead), *leaves((*batch, active)), *program.outside)
+            if bool(values[-1]):  # "fine" comes last
+                return self._apply_packed(runner, packed, coefficients, values)
+        found = program.result(values)
         gradients = packing.split(found.pop("gradient"), lead[0]["params"])
+        del found["fine"]
         found.pop("norms", None)
         return self.apply("apply", lead, (coefficients, active, {**found, "gradients": gradients}))
 
-    def _packed(self, state: State, coefficients: CoefficientsByParameter) -> State | None:
-        """Return a state with the buffers of its tensors; None if a step can't update them all at once.
+    def _apply_packed(
+        self,
+        runner: Runner,
+        packed: tuple[State, list[Tensor]],
+        coefficients: CoefficientsByParameter,
+        values: Sequence[Tensor],
+    ) -> Tensor:
+        """Update all members by the flat results of "packed_gradients", and return the losses."""
+        # The arguments of the second part follow from the first. To look them up again would take as long as a few
+        # of its operations.
+        follower = runner.followers.get(tuple(coefficients))
+        if follower is None:
+            found = runner.program.result(values)
+            del found["fine"]
+            follower = self.program("packed_apply", (packed[0], {}, coefficients, found), False)
+            runner.followers[tuple(coefficients)] = follower
+        program = follower.program
+        return program.run(*packed[1], *leaves(coefficients), *values[:-1], *program.outside)[0]
+
+    def _packed(self, state: State, coefficients: CoefficientsByParameter) -> tuple[State, list[Tensor]] | None:
+        """Return a state with the buffers of its tensors, and its leaves; None if a step can't update all at once.
 
         On an accelerator the host would have to wait for the gradients.
         """
@@ -149,14 +170,17 @@ class Programs(Generic[OwnSteps]):
             packed = None
             if buffers is not None:
                 packed = {"packed": buffers, **{part: state[part] for part in ("buffers", "member", "sums")}}
-            known = self._buffers.last = state, packed
+            known = self._buffers.last = state, None if packed is None else (packed, leaves(packed))
         return known[1] if len(coefficients) == 1 and not self.steps.unused else None
 
     def _compiled(self, kind: str, args: Args, shared_data: bool, pace: Pace) -> Program | None:
         """Return a program if it is compiled. It is traced to be compiled as soon as that may pay."""
+        pays = may_pay(*pace)
+        if not pays and not any(key[0] == kind for key in self._programs):
+            return None
         self._look()
         family, width = family_of(kind, args, shared_data), width_of(args)
-        if width not in self._programs.get(family, ()) and not may_pay(*pace):
+        if width not in self._programs.get(family, ()) and not pays:
             return None
         runner = self.program(kind, args, shared_data)
         runner.compiler.consider(*pace)

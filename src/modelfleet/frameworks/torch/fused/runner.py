@@ -1,6 +1,6 @@
 """A program that runs, and what is known about compiling it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from modelfleet.frameworks.torch.compiling.compiler import Compiler
 from modelfleet.frameworks.torch.tracing.trace import Program
@@ -14,6 +14,8 @@ class Runner:
     compiler: Compiler
     others: "ByWidth"
     """Runners of the same step by width, this one included."""
+    followers: dict[tuple[tuple[str, ...], ...], "Runner"] = field(default_factory=dict)
+    """Runners of the second part of a step, by the parameters that share numbers."""
     calls: int = 0
     seconds: float = 0.0
 
