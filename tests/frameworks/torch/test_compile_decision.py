@@ -1,6 +1,7 @@
 """When a step is compiled: only if the rest of the run wins back what compiling costs, as measured here."""
 
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,22 @@ def test_nothing_is_kept_if_the_user_wants_no_cache(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("MODELFLEET_CACHE", "")
     experience.learn(saved=0.9)
     assert decision.saved_fraction() == decision.SAVED_FRACTION
+
+
+def test_the_compiler_leaves_the_cores_to_others() -> None:
+    code = """
+import os
+from modelfleet.frameworks.torch.compiling.worker import lower_priority
+lower_priority()
+print(os.nice(0), open("/proc/self/autogroup").read() if os.path.exists("/proc/self/autogroup") else "nice 19")
+"""
+    # A session of its own, as the compile process has.
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, start_new_session=True
+    )
+    nice, _, group = done.stdout.strip().partition(" ")
+    assert nice == "19"
+    assert group.endswith("nice 19")
 
 
 def test_torch_tries_vectors_that_it_does_not_use_itself(monkeypatch: pytest.MonkeyPatch) -> None:
