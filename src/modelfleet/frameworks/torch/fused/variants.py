@@ -91,6 +91,8 @@ class Variants:
         """Position of the member in each slot."""
         self._columns: dict[Key, Tensors] = {}  # by kind and form: by site, `(position, …)`
         self._given: dict[Key, tuple[State, np.ndarray, State]] = {}  # by kind and form: the last state
+        # By kind and form: for each variant, which of its numbers are 0 or 1.
+        self._specials: dict[Key, list[Hashable]] = {}
         self._variants = self._grouped(variants)
         self._remember()
 
@@ -105,8 +107,16 @@ class Variants:
 
     @property
     def trials(self) -> list[Steps]:
-        """Return the steps to try if something is to hold for all members."""
-        return [variant.steps for variant in self._variants]
+        """Return the steps to try if something is to hold for all members.
+
+        A number of 0 or 1 may hide what a model does. Of variants with the same zeros and ones, the first is tried.
+        """
+        if not self._specials:
+            return [variant.steps for variant in self._variants]
+        found: dict[Hashable, Steps] = {}
+        for number, variant in enumerate(self._variants):
+            found.setdefault(tuple(special[number] for special in self._specials.values()), variant.steps)
+        return list(found.values())
 
     # --- numbers -------------------------------------------------------------------------------------------------
 
@@ -156,6 +166,10 @@ class Variants:
         found = compare(recordings)
         refuse_unknown(recordings[0], found)
         self._steps.recordings[key] = recordings[0]
+        different = [*found.floats, *found.outside]
+        self._specials[key] = [
+            tuple(_special(one.values[number]) for one in different) for number in range(len(self._variants))
+        ]
         columns: Tensors = {}
         for call, path, values in found.floats:
             numbers = [torch.tensor(float(value), dtype=torch.float64) for value in values]
@@ -228,7 +242,7 @@ class Variants:
             structures.append(own)
         numbers: dict[Hashable, int] = {}
         keys = zip(structures, (id(task) for task in self._tasks), strict=True)
-        self._columns, self._given = {}, {}
+        self._columns, self._given, self._specials = {}, {}, {}
         self._variants = self._grouped([numbers.setdefault(key, len(numbers)) for key in keys])
         self._remember()
 
@@ -275,3 +289,10 @@ class Variants:
         # Several members' Python is read here, and not only the first one's, which `Programs` watches.
         for variant in self._variants if self.several else ():
             variant.snapshot = PythonSnapshot(variant.steps.roots())
+
+
+def _special(value: float | Tensor) -> Hashable:
+    """Return a value with None in the place of numbers that are neither 0 nor 1."""
+    if isinstance(value, Tensor):
+        return tuple(map(_special, value.flatten().tolist()))
+    return value if value in (0, 1) else None
