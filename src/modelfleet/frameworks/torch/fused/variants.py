@@ -109,7 +109,7 @@ class Variants:
     def trials(self) -> list[Steps]:
         """Return the steps to try if something is to hold for all members.
 
-        A number of 0 or 1 may hide what a model does. Of variants with the same zeros and ones, the first is tried.
+        A number of 0 or 1 may hide what a model does. Of variants with the same zeros and ones, one is tried.
         """
         if not self._specials:
             return [variant.steps for variant in self._variants]
@@ -203,7 +203,7 @@ class Variants:
         step = getattr(steps, "gradients" if kind == "train" else kind)
         train = kind != "evaluate" and kind != "predict"
         steps.differentiates = steps.differentiates or self._steps.differentiates
-        steps.contiguous = self._steps.contiguous
+        steps.contiguous, steps.draws = self._steps.contiguous, self._steps.draws
         with locked_in_mode(steps, train=train), variant.undoing_side_effects(), as_if_compiling():
             steps.records = True
             try:
