@@ -102,6 +102,8 @@ class Variants:
         self._columns: dict[Key, Tensors] = {}  # by kind and form: by site, `(position, …)`
         self._given: dict[Key, tuple[State, np.ndarray, State]] = {}  # by kind and form: the last state
         self._shapes = [] if widths is None else [shapes(signature(model)) for _, model in members]
+        # By kind and form: for each variant, which of its numbers are 0 or 1.
+        self._specials: dict[Key, list[Hashable]] = {}
         self._variants = self._grouped(variants)
         self._remember()
 
@@ -120,8 +122,18 @@ class Variants:
 
     @property
     def trials(self) -> list[Steps]:
-        """Return the steps to try on a state of this lane if something is to hold for all members."""
-        return [variant.steps for variant in self._variants] if self._widths is None else [self._steps]
+        """Return the steps to try on a state of this lane if something is to hold for all members.
+
+        A number of 0 or 1 may hide what a model does. Of variants with the same zeros and ones, one is tried.
+        """
+        if self._widths is not None:
+            return [self._steps]
+        if not self._specials:
+            return [variant.steps for variant in self._variants]
+        found: dict[Hashable, Steps] = {}
+        for number, variant in enumerate(self._variants):
+            found.setdefault(tuple(special[number] for special in self._specials.values()), variant.steps)
+        return list(found.values())
 
     # --- numbers -------------------------------------------------------------------------------------------------
 
@@ -172,6 +184,10 @@ class Variants:
         first = next(variant.recordings[key] for variant in self._variants if variant.steps is self._steps)
         refuse_unknown(first, found, sizes=self._widths is not None)
         self._steps.recordings[key] = first
+        different = [*found.floats, *found.outside]
+        self._specials[key] = [
+            tuple(_special(one.values[number]) for one in different) for number in range(len(self._variants))
+        ]
         columns: Tensors = {}
         for call, path, values in found.floats:
             numbers = [torch.tensor(float(value), dtype=torch.float64) for value in values]
@@ -255,7 +271,7 @@ class Variants:
         step = getattr(steps, "gradients" if kind == "train" else kind)
         train = kind != "evaluate" and kind != "predict"
         steps.differentiates = steps.differentiates or self._steps.differentiates
-        steps.contiguous = self._steps.contiguous
+        steps.contiguous, steps.draws = self._steps.contiguous, self._steps.draws
         with locked_in_mode(steps, train=train), variant.undoing_side_effects(), as_if_compiling():
             steps.records = True
             try:
@@ -297,7 +313,7 @@ class Variants:
                 raise StatefulError(f"{name!r} no longer has the structure of {first!r}: {found}")
         numbers: dict[Hashable, int] = {}
         keys = zip(structures, (id(task) for task in self._tasks), strict=True)
-        self._columns, self._given = {}, {}
+        self._columns, self._given, self._specials = {}, {}, {}
         self._variants = self._grouped([numbers.setdefault(key, len(numbers)) for key in keys])
         self._remember()
 
@@ -351,3 +367,10 @@ class Variants:
         # Several members' Python is read here, and not only the first one's, which `Programs` watches.
         for variant in self._variants if self.several else ():
             variant.snapshot = PythonSnapshot(variant.steps.roots())
+
+
+def _special(value: float | Tensor) -> Hashable:
+    """Return a value with None in the place of numbers that are neither 0 nor 1."""
+    if isinstance(value, Tensor):
+        return tuple(map(_special, value.flatten().tolist()))
+    return value if value in (0, 1) else None
