@@ -31,7 +31,7 @@ from modelfleet.frameworks.torch.tracing.parameters import NeedsGradientError
 from modelfleet.frameworks.torch.tracing.reasons import explain
 from modelfleet.frameworks.torch.tracing.recording import Recording, compare
 from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, as_if_compiling
-from modelfleet.frameworks.torch.widths.family import shapes, without_sizes
+from modelfleet.frameworks.torch.widths.family import Shapes, shapes, without_sizes
 from modelfleet.frameworks.torch.widths.padded_calls import Call, side_by_side
 from modelfleet.frameworks.torch.widths.padding import OWN, Padding
 from modelfleet.frameworks.torch.widths.trial import WidthTrial
@@ -99,7 +99,7 @@ class Variants:
         """Position of the member in each slot."""
         self._columns: dict[Key, Tensors] = {}  # by kind and form: by site, `(position, …)`
         self._given: dict[Key, tuple[State, np.ndarray, State]] = {}  # by kind and form: the last state
-        self._shapes = [] if widths is None else [shapes(signature(model)) for _, model in members]
+        self._shapes = [] if widths is None else _shapes_of(members, variants)  # by position
         self._variants = self._grouped(variants)
         self._remember()
 
@@ -346,3 +346,12 @@ class Variants:
         # Several members' Python is read here, and not only the first one's, which `Programs` watches.
         for variant in self._variants if self.several else ():
             variant.snapshot = PythonSnapshot(variant.steps.roots())
+
+
+def _shapes_of(members: Sequence[Named], variants: Sequence[int]) -> list[Shapes]:
+    """Return the shapes of each member's tensors. Members of one variant have the same."""
+    known: dict[int, Shapes] = {}
+    for (_, model), variant in zip(members, variants, strict=True):
+        if variant not in known:
+            known[variant] = shapes(signature(model))
+    return [known[variant] for variant in variants]
