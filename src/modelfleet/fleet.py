@@ -266,7 +266,7 @@ class Fleet:
         optimizer: OptimizerLike,
         loss: LossLike = None,
         *,
-        objective: Callable[[Model, Tree], Any] | None = None,
+        objective: Callable[[Model, Tree], Any] | Each | None = None,
         metrics: Sequence[MetricLike] = (),
         clip_norm: float | Each | None = None,
         precision: Precision = "float32",
@@ -274,7 +274,7 @@ class Fleet:
         members: Sequence[str] | None = None,
         **hyperparameters: Any,
     ) -> None:
-        """Set how the members are trained. The optimizer and every hyperparameter are one for all, or `each(...)`.
+        """Set how the members are trained. Optimizer, loss and numbers are one for all members, or `each(...)`.
 
         Keras models that are already compiled do not need it. Calling `compile` again starts the optimizers over.
 
@@ -282,9 +282,9 @@ class Fleet:
             optimizer: A name ("sgd", "adam", "adamw", …), a class of `torch.optim`, or a Keras or Optax optimizer.
                 With `each(...)`, hyperparameters of only some optimizers are given with `functools.partial`, or
                 in a Keras optimizer.
-            loss: A name ("cross_entropy", "mse", …), or a function `loss(output, target)`.
-            objective: A function `objective(model, batch)` for everything else. It returns a loss, or a loss and a
-                dict of metrics. With neither loss nor objective, the output's own `.loss` is used.
+            loss: A name ("cross_entropy", "mse", …), or a function `loss(output, target)`; or `each(...)` of them.
+            objective: A function `objective(model, batch)` for everything else, or `each(...)`. It returns a loss,
+                or a loss and a dict of metrics. With neither loss nor objective, the output's own `.loss` is used.
             metrics: Names ("accuracy", "top_5", "mse", "mae", "r2"), or functions `metric(output, target)`.
             clip_norm: The largest norm of a member's gradient. None does not clip.
             precision: "float32", "bf16" or "fp16".

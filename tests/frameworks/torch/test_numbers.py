@@ -62,6 +62,82 @@ def test_layers_with_a_number_per_member(name: str) -> None:
     numbers.check(lambda value: mlp(layer(value)), values)
 
 
+class Sequences(nn.Module):
+    """A layer of rows of a sequence."""
+
+    def __init__(self, layer: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.last = layer, nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.layer(x)
+        return self.last((found[0] if isinstance(found, tuple) else found).mean(1))
+
+
+class Attention(nn.Module):
+    """Attention with its weights, or by torch's kernel, at a rate and a scale."""
+
+    def __init__(self, number: float, way: str) -> None:
+        super().__init__()
+        self.way, self.number = way, number
+        self.mixed = nn.MultiheadAttention(8, 2, dropout=number, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "weights":
+            return self.mixed(x, x, x)[0]
+        if self.way == "masked":
+            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+            return self.mixed(x, x, x, attn_mask=mask, need_weights=False)[0]
+        rate = self.number if self.training else 0.0
+        causal = self.way == "causal"
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=rate, is_causal=causal, scale=self.number + 0.1)
+
+
+SEQUENCES: dict[str, tuple[Callable[[Any], nn.Module], list[Any]]] = {
+    "transformer": (lambda p: nn.TransformerEncoderLayer(8, 2, 8, p, batch_first=True), [0.1, 0.5, 0.0]),
+    "gelu transformer, norm first": (
+        lambda p: nn.TransformerEncoderLayer(8, 2, 8, p, "gelu", batch_first=True, norm_first=True),
+        [0.1, 0.3],
+    ),
+    **{
+        way: (functools.partial(Attention, way=way), [0.1, 0.4, 0.0])
+        for way in ("weights", "masked", "causal", "")
+    },
+    "lstm": (lambda p: nn.LSTM(8, 8, 2, dropout=p, batch_first=True), [0.1, 0.5, 0.0]),
+    "gru in both directions": (
+        lambda p: nn.GRU(8, 4, 3, dropout=p, batch_first=True, bidirectional=True),
+        [0.1, 0.5],
+    ),
+    "dropout1d": (nn.Dropout1d, [0.1, 0.5, 1.0]),
+    "feature alpha dropout": (nn.FeatureAlphaDropout, [0.1, 0.5]),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_layers_of_sequences_with_a_number_per_member(name: str) -> None:
+    layer, values = SEQUENCES[name]
+    numbers.check(lambda value: Sequences(layer(value)), values, features=(5, 8))
+
+
+IMAGES: dict[str, tuple[Callable[[Any], nn.Module], list[Any]]] = {
+    "dropout2d": (nn.Dropout2d, [0.1, 0.5, 0.0]),
+    "instance norm": (lambda eps: nn.InstanceNorm2d(8, eps, affine=True), [1e-5, 0.5]),
+    "batch norm": (lambda m: nn.BatchNorm2d(8, momentum=m, eps=m / 100), [0.1, 0.5]),
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_layers_of_images_with_a_number_per_member(name: str) -> None:
+    layer, values = IMAGES[name]
+
+    def make(value: Any) -> nn.Module:
+        pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        return nn.Sequential(nn.Conv2d(2, 8, 3), nn.Tanh(), layer(value), pool, nn.Linear(8, 3))
+
+    # By SGD: Adam makes steps of one size from gradients that are almost 0, and from their rounding.
+    numbers.check(make, values, features=(2, 5, 5), optimizer="sgd", lr=0.1)
+
+
 FUNCTIONS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "times": lambda x, a: x * a,
     "reversed times": lambda x, a: a * x,

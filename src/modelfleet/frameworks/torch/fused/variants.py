@@ -100,6 +100,8 @@ class Variants:
         self._columns: dict[Key, Tensors] = {}  # by kind and form: by site, `(position, …)`
         self._given: dict[Key, tuple[State, np.ndarray, State]] = {}  # by kind and form: the last state
         self._shapes = [] if widths is None else _shapes_of(members, variants)  # by position
+        # By kind and form: for each variant, which of its numbers are 0 or 1.
+        self._specials: dict[Key, list[Hashable]] = {}
         self._variants = self._grouped(variants)
         self._remember()
 
@@ -117,9 +119,16 @@ class Variants:
         return state if self._widths is None else self._widths.cut(state, self._widths.of(position))
 
     @property
-    def trials(self) -> list[Steps]:
-        """Return the steps to try on a state of this lane if something is to hold for all members."""
-        return [variant.steps for variant in self._variants] if self._widths is None else [self._steps]
+    def trials(self) -> list[tuple[Steps, int]]:
+        """Return the steps to try if something is to hold for all members, with the position of a member.
+
+        A number of 0 or 1 may hide what a model does. Of variants with the same zeros and ones, one is tried.
+        """
+        found: dict[Hashable, tuple[Steps, int]] = {}
+        for number, variant in enumerate(self._variants):
+            special = tuple(own[number] for own in self._specials.values()) if self._specials else number
+            found.setdefault(special, (variant.steps, variant.positions[0]))
+        return list(found.values())
 
     # --- numbers -------------------------------------------------------------------------------------------------
 
@@ -170,6 +179,10 @@ class Variants:
         first = next(variant.recordings[key] for variant in self._variants if variant.steps is self._steps)
         refuse_unknown(first, found, sizes=self._widths is not None)
         self._steps.recordings[key] = first
+        different = [*found.floats, *found.outside]
+        self._specials[key] = [
+            tuple(_special(one.values[number]) for one in different) for number in range(len(self._variants))
+        ]
         columns: Tensors = {}
         for call, path, values in found.floats:
             numbers = [torch.tensor(float(value), dtype=torch.float64) for value in values]
@@ -292,7 +305,7 @@ class Variants:
             structures.append(own)
         numbers: dict[Hashable, int] = {}
         keys = zip(structures, (id(task) for task in self._tasks), strict=True)
-        self._columns, self._given = {}, {}
+        self._columns, self._given, self._specials = {}, {}, {}
         self._variants = self._grouped([numbers.setdefault(key, len(numbers)) for key in keys])
         self._remember()
 
@@ -355,3 +368,10 @@ def _shapes_of(members: Sequence[Named], variants: Sequence[int]) -> list[Shapes
         if variant not in known:
             known[variant] = shapes(signature(model))
     return [known[variant] for variant in variants]
+
+
+def _special(value: float | Tensor) -> Hashable:
+    """Return a value with None in the place of numbers that are neither 0 nor 1."""
+    if isinstance(value, Tensor):
+        return tuple(map(_special, value.flatten().tolist()))
+    return value if value in (0, 1) else None

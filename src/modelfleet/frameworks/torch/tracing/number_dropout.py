@@ -4,7 +4,9 @@ Each rule takes the arguments of torch's function. A rate is a tensor without ax
 torch, a member with a rate of 0 or 1 draws no random numbers.
 """
 
+import inspect
 import math
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -125,7 +127,57 @@ def attention(
     return weights @ value
 
 
+class _Rate:
+    """A rate per member, in code that asks if it is above 0 before it calls dropout."""
+
+    def __init__(self, p: Tensor) -> None:
+        self.p = p
+
+    def __gt__(self, other: float) -> bool:
+        return True
+
+
+def _dropout_at(input: Tensor, p: Any = 0.5, training: bool = True) -> Tensor:
+    return dropout(input, p.p, training) if isinstance(p, _Rate) else F.dropout(input, p, training)
+
+
+def _attention_at(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: Any, is_causal: bool
+) -> Tensor:
+    rate = dropout_p.p if isinstance(dropout_p, _Rate) else dropout_p
+    return attention(query, key, value, attn_mask, rate, is_causal)
+
+
+def _with_rates(function: types.FunctionType) -> Callable[..., Any]:
+    """Return a function of torch whose code calls dropout and attention by the rules of this module."""
+    names = {
+        **function.__globals__,
+        "dropout": _dropout_at,
+        "scaled_dot_product_attention": _attention_at,
+        "has_torch_function": lambda _: False,
+    }
+    own = types.FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
+    own.__kwdefaults__ = function.__kwdefaults__
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return own(
+            *(_rate(value) if place == _DROPOUT_P else value for place, value in enumerate(args)),
+            **{name: _rate(value) if name == "dropout_p" else value for name, value in kwargs.items()},
+        )
+
+    return run
+
+
+def _rate(value: Any) -> Any:
+    return _Rate(value) if isinstance(value, Tensor) else value
+
+
+_DROPOUT_P = list(inspect.signature(F.multi_head_attention_forward).parameters).index("dropout_p")
+
 RULES: Rules = {
+    F.multi_head_attention_forward: (_with_rates(F.multi_head_attention_forward), ("dropout_p",)),
     F.dropout: (dropout, ("p",)),
     torch.dropout: (lambda x, p, train: dropout(x, p, train), (1, "p")),
     F.dropout1d: (_dropout_1d, ("p",)),

@@ -145,9 +145,13 @@ def _computed(
         dtype = _dtype([changed.get(path, leaf) for path, leaf in given])
         changed |= {path: sites[path].to(dtype) for path in floats}
     result = arguments.with_values(changed).call(rule.compute)
-    wanted = [leaf.dtype for _, leaf in call.results if isinstance(leaf, Described)]
-    if isinstance(result, Tensor) and wanted:
-        result = result.to(wanted[0])
+    wanted = {path: leaf.dtype for path, leaf in call.results if isinstance(leaf, Described)}
+    if isinstance(result, Tensor):
+        result = result.to(wanted[()])
+    elif isinstance(result, tuple):
+        result = tuple(
+            part.to(wanted[place,]) if isinstance(part, Tensor) else part for place, part in enumerate(result)
+        )
     first = next(iter(arguments.values.values()))
     if rule.writes or arguments.values.get("inplace") is True:
         return first.copy_(result)
