@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import modelfleet as mf
 from modelfleet.frameworks.torch.widths.rules import RULES
+from modelfleet.lanes import LaneBuilder, LaneSpec
 
 WIDTHS = [4, 12, 7, 12]
 ROWS = 24
@@ -522,3 +523,21 @@ def test_models_that_changed_between_fits_are_read_again() -> None:
         own.fit((x, y), strategy=strategy, **fit)
     for key, value in alone["2"].state_dict().items():
         torch.testing.assert_close(fleet["2"].state_dict()[key], value, rtol=1e-10, atol=1e-10)
+
+
+def test_the_state_of_a_lane_goes_to_a_narrower_one() -> None:
+    x, y = _data()
+    fleet = _fleet(_batch_norm, [4, 12, 7])
+    fleet.fit((x, y), batch_size=8, strategy="fused", progress=False)
+    (lane,) = fleet._live_lanes.lanes
+    groups = fleet._live_lanes.groups
+    half = LaneBuilder().build(groups, LaneSpec(("0", "2"), True))  # as after running out of memory
+    for names, state in lane.read_apart(["0", "2"], host=True):
+        half.write(names, state)
+    for name in ("0", "2"):
+        ((_, found),), ((_, expected),) = half.read_apart([name]), lane.read_apart([name])
+        for part in ("params", "buffers", "optimizer", "member"):
+            assert found[part].keys() == expected[part].keys()
+            for key, tensor in expected[part].items():
+                torch.testing.assert_close(found[part][key], tensor, rtol=0, atol=0)
+    assert {tuple(t.shape[1:]) for t in half.read(["0"])["params"].values()} == {(6, 7), (7,), (7, 3), (3,)}

@@ -33,7 +33,7 @@ from modelfleet.frameworks.torch.tracing.reasons import explain
 from modelfleet.frameworks.torch.tracing.recording import Recording, compare
 from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, as_if_compiling
 from modelfleet.frameworks.torch.walking import modules_of
-from modelfleet.frameworks.torch.widths.family import shapes, without_sizes
+from modelfleet.frameworks.torch.widths.family import Shapes, shapes, without_sizes
 from modelfleet.frameworks.torch.widths.padded_calls import Call, side_by_side
 from modelfleet.frameworks.torch.widths.padding import OWN, Padding
 from modelfleet.frameworks.torch.widths.trial import WidthTrial
@@ -101,7 +101,7 @@ class Variants:
         """Position of the member in each slot."""
         self._columns: dict[Key, Tensors] = {}  # by kind and form: by site, `(position, …)`
         self._given: dict[Key, tuple[State, np.ndarray, State]] = {}  # by kind and form: the last state
-        self._shapes = [] if widths is None else [shapes(signature(model)) for _, model in members]
+        self._shapes = [] if widths is None else _shapes_of(members, variants)  # by position
         # By kind and form: for each variant, which of its numbers are 0 or 1.
         self._specials: dict[Key, list[Hashable]] = {}
         self._variants = self._grouped(variants)
@@ -121,18 +121,15 @@ class Variants:
         return state if self._widths is None else self._widths.cut(state, self._widths.of(position))
 
     @property
-    def trials(self) -> list[Steps]:
-        """Return the steps to try on a state of this lane if something is to hold for all members.
+    def trials(self) -> list[tuple[Steps, int]]:
+        """Return the steps to try if something is to hold for all members, with the position of a member.
 
         A number of 0 or 1 may hide what a model does. Of variants with the same zeros and ones, one is tried.
         """
-        if self._widths is not None:
-            return [self._steps]
-        if not self._specials:
-            return [variant.steps for variant in self._variants]
-        found: dict[Hashable, Steps] = {}
+        found: dict[Hashable, tuple[Steps, int]] = {}
         for number, variant in enumerate(self._variants):
-            found.setdefault(tuple(special[number] for special in self._specials.values()), variant.steps)
+            special = tuple(own[number] for own in self._specials.values()) if self._specials else number
+            found.setdefault(special, (variant.steps, variant.positions[0]))
         return list(found.values())
 
     # --- numbers -------------------------------------------------------------------------------------------------
@@ -367,6 +364,15 @@ class Variants:
         # Several members' Python is read here, and not only the first one's, which `Programs` watches.
         for variant in self._variants if self.several else ():
             variant.snapshot = PythonSnapshot(variant.steps.roots())
+
+
+def _shapes_of(members: Sequence[Named], variants: Sequence[int]) -> list[Shapes]:
+    """Return the shapes of each member's tensors. Members of one variant have the same."""
+    known: dict[int, Shapes] = {}
+    for (_, model), variant in zip(members, variants, strict=True):
+        if variant not in known:
+            known[variant] = shapes(signature(model))
+    return [known[variant] for variant in variants]
 
 
 def _special(value: float | Tensor) -> Hashable:

@@ -52,7 +52,7 @@ class RowDivision:
         form = len(leaves(rows)[0]) == 1, *(leaf.shape[1:] for leaf in leaves(rows))
         if form not in self._draws:
             inputs = batch_parts.weighted_inputs(rows)
-            for own in self._variants.trials:
+            for own, _ in self._variants.trials:
                 found = divide_by_rows(own, *lead, rows, inputs)
                 if isinstance(found, str):
                     return found
