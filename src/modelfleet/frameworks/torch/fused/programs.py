@@ -25,7 +25,7 @@ from modelfleet.frameworks.torch.fused.arguments import (
     rows_of,
     width_of,
 )
-from modelfleet.frameworks.torch.fused.runner import ByWidth, Paces, Runner, for_any_width
+from modelfleet.frameworks.torch.fused.runner import ByWidth, ShapeTimes, Runner, for_any_width
 from modelfleet.frameworks.torch.fused.steps_protocol import How, LaneSteps
 from modelfleet.frameworks.torch.model_locks import lock_of, locked_in_mode
 from modelfleet.frameworks.torch.modes import in_mode
@@ -66,7 +66,7 @@ class Programs(Generic[OwnSteps]):
         self._found: dict[Hashable, Any] = {}  # results of trials, for what the Python reads now
         self._flattened = threading.local()
         self._buffers = threading.local()
-        self._paces = Paces()
+        self._shape_times = ShapeTimes()
         self._sliced = threading.local()
 
     @property
@@ -154,7 +154,7 @@ class Programs(Generic[OwnSteps]):
             if bool(values[-1]):  # "fine" comes last
                 self._apply_packed(runner, packed, coefficients, values)
                 runner.shape = runner.shape or family_of("train", (*lead, *rest), shared_data)
-                self._paces.add(runner.shape, time.perf_counter() - begun)
+                self._shape_times.add(runner.shape, time.perf_counter() - begun)
                 return values[0]  # the losses come first
         found = program.result(values)
         gradients = packing.split(found.pop("gradient"), lead[0]["params"])
@@ -221,7 +221,7 @@ class Programs(Generic[OwnSteps]):
             return None
         self._look()
         family, width = family_of(kind, args, shared_data), width_of(args)
-        if width not in self._programs.get(family, ()) and not may_pay(*self._paces.of(family, pace)):
+        if width not in self._programs.get(family, ()) and not may_pay(*self._shape_times.of(family, pace)):
             return None
         runner = self.program(kind, args, shared_data)
         runner.compiler.consider(*pace)

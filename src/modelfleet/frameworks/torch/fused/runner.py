@@ -19,7 +19,7 @@ class Runner:
     followers: dict[Hashable, "Runner"] = field(default_factory=dict)
     """Runners of the second part of a step, by the slice of members and the parameters that share numbers."""
     shape: Hashable = None
-    """What tells train steps on such batches apart, for `Paces`."""
+    """What tells train steps on such batches apart, for `ShapeTimes`."""
     calls: int = 0
     seconds: float = 0.0
 
@@ -45,7 +45,7 @@ def for_any_width(programs: ByWidth, width: int) -> Runner | None:
     return next((runner for runner in programs.values() if runner.program.any_width and width > 1), None)
 
 
-class Paces:
+class ShapeTimes:
     """Records how often each shape of batch comes, and how long its steps take without tracing.
 
     A run's batches may have many shapes, such as sequence lengths. A program serves one of them, so what compiling
