@@ -25,7 +25,7 @@ from modelfleet.frameworks.torch.fused.arguments import (
     rows_of,
     width_of,
 )
-from modelfleet.frameworks.torch.fused.runner import ByWidth, ShapeTimes, Runner, for_any_width
+from modelfleet.frameworks.torch.fused.runner import ByWidth, Runner, ShapeTimes, for_any_width
 from modelfleet.frameworks.torch.fused.steps_protocol import How, LaneSteps
 from modelfleet.frameworks.torch.model_locks import lock_of, locked_in_mode
 from modelfleet.frameworks.torch.modes import in_mode
