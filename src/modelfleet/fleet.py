@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, get_args, overload
+from typing import Any, Literal, Self, overload
 
 from modelfleet import checkpoints, frameworks, saving
 from modelfleet.answering import Answering
@@ -23,6 +23,7 @@ from modelfleet.interrupts import noticing
 from modelfleet.lanes import DevicePool, Lane, LaneBuilder
 from modelfleet.live_lanes import LiveLanes
 from modelfleet.members import Member, check_name, member_seed, parse_names
+from modelfleet.planning.fusability import check_strategy
 from modelfleet.planning.lane_facts import describe
 from modelfleet.planning.plan import Plan
 from modelfleet.planning.planner import Planner
@@ -52,8 +53,6 @@ from modelfleet.types import (
 )
 from modelfleet.unknown_names import explain_arguments, unknown
 from modelfleet.workers import CannotSendError
-
-STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 
 class Fleet:
@@ -337,7 +336,7 @@ class Fleet:
         Returns:
             The plan. It can be printed, compared, and turned into a dict.
         """
-        _check_strategy(strategy)
+        check_strategy(strategy)
         with self._gate.reading("plan"), global_generators.kept(), computing():
             lanes, changed = self._reading.lanes()
             if data is None:
@@ -411,7 +410,7 @@ class Fleet:
         """
         if exchange is not None:
             raise InputError("exchange is not built yet: members train independently. Leave it out.")
-        _check_strategy(strategy)
+        check_strategy(strategy)
         wrapped = wrap_callbacks(callbacks)
         if sample_weight is not None:
             data = add_sample_weight(data, sample_weight, self._members, self._recipes)
@@ -596,8 +595,3 @@ class Fleet:
         if name not in self._members:
             raise unknown("member", name, self._members)
         return self._members[name]
-
-
-def _check_strategy(strategy: str) -> None:
-    if strategy not in STRATEGIES:
-        raise unknown("strategy", strategy, STRATEGIES)

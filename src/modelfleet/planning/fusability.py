@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import get_args
 
 from modelfleet.devices import Device
 from modelfleet.errors import FleetWarning, StrategyError
@@ -14,6 +15,15 @@ from modelfleet.members import Member
 from modelfleet.planning import width_classes
 from modelfleet.runs.opening import LaneOpener
 from modelfleet.types import Strategy
+from modelfleet.unknown_names import unknown
+
+STRATEGIES: tuple[str, ...] = get_args(Strategy)
+
+
+def check_strategy(strategy: str) -> None:
+    """Raise an error that names the nearest strategy if there is none of this name."""
+    if strategy not in STRATEGIES:
+        raise unknown("strategy", strategy, STRATEGIES)
 
 
 def split_unfusable(opener: LaneOpener, specs: Sequence[LaneSpec], strategy: Strategy) -> list[LaneSpec]:
