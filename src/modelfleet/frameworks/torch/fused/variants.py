@@ -266,7 +266,7 @@ class Variants:
         step = getattr(steps, "gradients" if kind == "train" else kind)
         train = kind != "evaluate" and kind != "predict"
         steps.differentiates = steps.differentiates or self._steps.differentiates
-        steps.contiguous = self._steps.contiguous
+        steps.contiguous, steps.draws = self._steps.contiguous, self._steps.draws
         with locked_in_mode(steps, train=train), variant.undoing_side_effects(), as_if_compiling():
             steps.records = True
             try:
