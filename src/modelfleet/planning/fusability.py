@@ -62,7 +62,7 @@ def split_unfusable(opener: LaneOpener, specs: Sequence[LaneSpec], strategy: Str
 
 
 def _by_variant(opener: LaneOpener, spec: LaneSpec, error: CannotFuseError) -> list[LaneSpec]:
-    """Return a lane for each variant of a lane's members, with the reason why they can't share one."""
+    """Return a lane for each width or variant of a lane's members, with the reason why they can't share one."""
     reason = join_reasons(spec.apart_because, f"not fused with {spec.members[0]!r}: {error}")
     # Those of one width may still be fused, although they differ in numbers.
     widths = width_classes.by_width(opener.groups, spec)
