@@ -14,10 +14,12 @@ this module knows which slot of the tensors a member has, and whether it has one
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
 
+from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.types import State, Tensor, Tree
 
 WEIGHTS = ("params", "frozen", "buffers")
@@ -183,6 +185,12 @@ def fitting(state: State, own: State, *, parts: Mapping[str, Collection[str] | N
     }
 
 
+def runs(numbers: np.ndarray) -> list[tuple[int, int, int]]:
+    """Return neighbours that have the same number: the number, the first index, and the index after the last."""
+    starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
+    return [(int(numbers[start]), start, stop) for start, stop in pairwise(starts)]
+
+
 def by_path(state: State) -> dict[str, Tensor]:
     """Return the tensors of a state by the paths that checkpoints have: `params/0.weight`."""
     return {f"{_PATHS.get(part, part)}/{name}": t for part, own in state.items() for name, t in own.items()}
@@ -220,3 +228,21 @@ def stack(states: Sequence[State], join: Callable[[list[Tensor]], Tensor]) -> St
         part: {name: join([state[part][name] for state in states]) for name in own}
         for part, own in states[0].items()
     }
+
+
+def with_all_names(states: Sequence[State], zeros: Callable[[Tensor], Tensor]) -> list[State]:
+    """Return single members' states with the optimizer's tensors of all: zeros for those of another's optimizer.
+
+    Raises:
+        CannotFuseError: Two optimizers have tensors of the same name that can't be stacked.
+    """
+    known: dict[str, Tensor] = {}
+    for state in states:
+        for name, tensor in state["optimizer"].items():
+            other = known.setdefault(name, tensor)
+            if tuple(tensor.shape) != tuple(other.shape) or tensor.dtype != other.dtype:
+                raise CannotFuseError(
+                    f"the states of their optimizers have {name!r} in different shapes or dtypes"
+                )
+    empty = {name: zeros(tensor) for name, tensor in known.items()}
+    return [{**state, "optimizer": {**empty, **state["optimizer"]}} for state in states]

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import modelfleet as mf
-from modelfleet.frameworks import keras as adapter
 
 layers, losses = keras.layers, keras.losses
 on_jax = pytest.mark.skipif(keras.backend.backend() != "jax", reason="for Keras on JAX")
@@ -172,6 +171,57 @@ def test_members_that_branch_on_their_number_have_a_lane_of_their_own() -> None:
         close(fleet[name].get_weights(), alone.get_weights())
 
 
+# A member's numbers and optimizer by its seed.
+MIXED: list[Callable[[], keras.Optimizer]] = [
+    lambda: keras.optimizers.Adam(0.02),
+    lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    lambda: keras.optimizers.Adam(0.01, beta_1=0.8),
+    lambda: keras.optimizers.SGD(0.1),
+    lambda: keras.optimizers.SGD(0.05, momentum=0.8),
+]
+
+
+@on_jax
+@pytest.mark.usefixtures("double")
+def test_members_that_differ_in_numbers_and_optimizers_share_a_lane_and_are_as_alone(tmp_path: Path) -> None:
+    def make(i: int) -> keras.Model:
+        constraint = keras.constraints.MaxNorm(0.3 * (i + 1))
+        return model(
+            i,
+            layers.Dropout(0.1 * (i + 1), seed=i),
+            loss=smoothing(0.1 * (i % 2)),
+            optimizer=MIXED[i](),
+            kernel_constraint=constraint,
+        )
+
+    fleet, alone = fleet_of(make, 5), [make(i) for i in range(5)]
+    (lane,) = lanes(fleet)
+    assert set(lane) == set(fleet.names)
+    # Until one optimizer is left, then one member.
+    for epochs in ([2] * 5, [1, 3, 1, 1, 2], [1, 1, 2, 1, 1]):
+        own = mf.each(dict(zip(fleet.names, epochs, strict=True)))
+        history = fit(fleet, epochs=own, strategy="fused")
+        outputs, values = fleet.predict(X, batch_size=8), fleet.evaluate((X, Y), batch_size=8)
+        options: Any = {"batch_size": 8, "verbose": 0}
+        for name, single, count in zip(fleet.names, alone, epochs, strict=True):
+            logs = single.fit(X, Y, shuffle=False, epochs=count, **options).history
+            close(fleet[name].get_weights(), single.get_weights())
+            close(
+                [v.value for v in fleet[name].optimizer.variables], [v.value for v in single.optimizer.variables]
+            )
+            close([history[name][key] for key in logs], list(logs.values()), 1e-6)
+            close([outputs[name]], [single.predict(X, **options)], 1e-9)
+            expected = single.evaluate(X, Y, return_dict=True, **options)["loss"]
+            assert values[name]["loss"] == pytest.approx(expected, rel=1e-6)
+    assert len(fleet._lanes) == 1
+    fleet.save(tmp_path)
+    loaded = mf.load(tmp_path, factory={f"m{i}": make(i) for i in range(5)})
+    fit(fleet)
+    fit(loaded)
+    for name in fleet.names:
+        close(loaded[name].get_weights(), fleet[name].get_weights())
+
+
 @on_jax
 @pytest.mark.usefixtures("double")
 def test_a_second_fit_a_shorter_one_and_changed_numbers_are_as_alone() -> None:
@@ -226,6 +276,5 @@ def test_a_resumed_run_and_a_saved_fleet_go_on_as_they_were(tmp_path: Path) -> N
 
 @pytest.mark.skipif(keras.backend.backend() == "jax", reason="for Keras on TensorFlow and torch")
 def test_on_other_backends_each_number_has_a_lane() -> None:
-    assert not hasattr(adapter, "family")
     fleet = fleet_of(MODELS["LeakyReLU"], 2)
     assert lanes(fleet) == [("m0",), ("m1",)]

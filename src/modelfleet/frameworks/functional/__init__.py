@@ -5,9 +5,9 @@ compiles them and loops them over several steps. `FunctionalEngine` is the engin
 `Replica` a model that only predicts. This package imports no framework.
 """
 
-from modelfleet.frameworks.functional.contract import Backend, Definition, State
+from modelfleet.frameworks.functional.contract import Backend, Definition, Slice, State
 from modelfleet.frameworks.functional.engine import FunctionalEngine
 from modelfleet.frameworks.functional.programs import Programs
 from modelfleet.frameworks.functional.replica import Replica
 
-__all__ = ["Backend", "Definition", "FunctionalEngine", "Programs", "Replica", "State"]
+__all__ = ["Backend", "Definition", "FunctionalEngine", "Programs", "Replica", "Slice", "State"]

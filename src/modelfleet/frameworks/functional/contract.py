@@ -13,17 +13,32 @@ each a dict of tensors `(member, …)`. Tensors are never changed in place: a st
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from modelfleet.frameworks import batch_parts
+from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.members import Member
+from modelfleet.trees import map_tree
 from modelfleet.types import Arrays, NativeDevice, State, Tensor, Tree
 
 Function = Callable[..., Any]
 
 PARTS = ("params", "buffers", "optimizer", "metrics")  # the parts of a member's state that a step may change
+
+
+class Slice(NamedTuple):
+    """Neighbouring slots whose members have the same kind of optimizer."""
+
+    task: int
+    """Number of their definition in `Definition.by_task`."""
+    start: int
+    stop: int
+
+    def of(self, tree: Tree) -> Tree:
+        """Return the slice's rows of every tensor `(slot, …)`."""
+        return map_tree(lambda tensor: tensor[self.start : self.stop], tree)
 
 
 class Definition(Protocol):
@@ -44,6 +59,18 @@ class Definition(Protocol):
     def first(self) -> "Definition":
         """Return the definition of the first variant. The results of all variants have the same shapes."""
         return self
+
+    @property
+    def by_task(self) -> Sequence["Definition"]:
+        """Return a definition for each kind of optimizer in a lane. They differ in `apply` and `train` only.
+
+        Each has the `state` of its own members. A lane whose members have one kind of optimizer has only this one.
+        """
+        return [self]
+
+    def task_numbers(self, context: LaneContext[Any, Any]) -> np.ndarray:
+        """Return `(member,)`: which of `by_task` each member of a lane has."""
+        return np.zeros(len(context.members), np.int64)
 
     def state(self, member: Member) -> State:
         """Return a member's params, buffers and optimizer as NumPy arrays.
@@ -182,6 +209,10 @@ class Backend(Protocol):
 
     def put(self, tree: Tree, rows: Tensor, part: Tree) -> Tree:
         """* Return every tensor with some of its rows replaced."""
+        ...
+
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        """* Return tensors as one, along their first axis."""
         ...
 
     def lengthened(self, tree: Tree, length: int) -> Tree:

@@ -64,7 +64,9 @@ class FunctionalEngine(FunctionalState):
         data, weights, steps = batch.data, batch.weights, batch.steps
         if steps is None:
             args = (self.state, hyper, active, data, weights)
-            self._keep(self.programs.run("train", batch.shared, *args, *self._record_argument))
+            self._keep(
+                self.programs.run("train", batch.shared, *args, *self._record_argument, slices=self._slices)
+            )
             return
         # A program for each power of two serves any number of steps: the loop ends after `steps`.
         room = 1 << (steps - 1).bit_length()
@@ -72,7 +74,7 @@ class FunctionalEngine(FunctionalState):
             data, weights = self.backend.lengthened((data, weights), room)
         args = (self.state, hyper, active, data, weights, steps)
         losses = () if self.record is None else (self.tensor(np.zeros((room, self._width))),)
-        self._keep(self.programs.run("several", batch.shared, *args, *losses), steps=steps)
+        self._keep(self.programs.run("several", batch.shared, *args, *losses, slices=self._slices), steps=steps)
 
     def train_some(self, hyper: Hyper, batch: Batch, pace: Pace = NOTHING_LEFT) -> None:
         """Take one step of the members that a batch is for.
@@ -81,7 +83,9 @@ class FunctionalEngine(FunctionalState):
         """
         for slot, (rows, data) in zip(_slots(batch), self._by_slot(batch), strict=True):
             args = (self.state, rows, hyper, self._one, data)
-            self._keep(self.programs.run("one", True, *args, *self._record_argument), slots=np.array([slot]))
+            own = self._slices_of(self.slots[[slot]])
+            found = self.programs.run("one", True, *args, *self._record_argument, slices=own)
+            self._keep(found, slots=np.array([slot]))
 
     @property
     def _record_argument(self) -> tuple[tuple[()], ...]:
@@ -102,7 +106,7 @@ class FunctionalEngine(FunctionalState):
 
     def apply(self, hyper: Hyper, active: Tensor, gradients: Tree) -> None:
         """Update the active members by what `gradients` returned."""
-        self.state = self.programs.run("apply", True, self.state, hyper, active, gradients)
+        self.state = self.programs.run("apply", True, self.state, hyper, active, gradients, slices=self._slices)
 
     def ready(self, kind: Kind, hyper: Hyper, active: Tensor, batch: Batch) -> None:
         """Prepare the program for batches like this one."""
@@ -117,7 +121,8 @@ class FunctionalEngine(FunctionalState):
                 raise InputError(
                     f"member {self._first.name!r} has no weights that are trained. Give it some, or leave it out."
                 )
-            self.programs.ready(kind, shared, self.state, hyper, active, data, None)
+            with self._apart_by_update():
+                self.programs.ready(kind, shared, self.state, hyper, active, data, None, slices=self._slices)
         else:
             self.programs.ready(kind, shared, state, self.state["metrics"], self._all_slots(), data, None)
 
@@ -264,7 +269,8 @@ class FunctionalEngine(FunctionalState):
 
     def working_bytes(self, batch: Batch) -> int | None:
         """Return the memory that a train step on such a batch needs beside the state; None if not known."""
-        return self.programs.working_bytes(batch.shared, self.state, {}, self._all_slots(), batch.data, None)
+        args = (self.state, {}, self._all_slots(), batch.data, None)
+        return self.programs.working_bytes(batch.shared, *args, slices=self._slices)
 
     @contextmanager
     def _trying(self, batch: Batch, data: Tree, name: str) -> Iterator[Tree]:

@@ -1,14 +1,16 @@
 """Stacked state of a functional engine: how it is made, and how it moves between the device and the models."""
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
-from modelfleet.frameworks.functional.contract import Backend, Definition, State
+from modelfleet.frameworks.errors import CannotFuseError
+from modelfleet.frameworks.functional.contract import Backend, Definition, Slice, State
 from modelfleet.frameworks.functional.programs import Programs
 from modelfleet.frameworks.lane_context import LaneContext, OwnTask
-from modelfleet.frameworks.stacked import Positions, StackedState, stack
+from modelfleet.frameworks.stacked import Positions, StackedState, runs, stack, with_all_names
 from modelfleet.frameworks.stacked_engine import StackedEngine
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree
@@ -38,7 +40,17 @@ class FunctionalState(StackedEngine):
         self._first = members[0]
         self._tried: tuple[str, bool] | None = None  # the form of the batches that a member was tried on
         self._one = self.tensor(np.ones(1, dtype=bool))
-        arrays = stack([definition.state(member) for member in members], np.stack)
+        self._updates = definition.task_numbers(context)
+        self._variants_by_update = _variants_by_update(self._updates, context.variants)
+        by_task = definition.by_task
+        with self._apart_by_update():
+            states = [by_task[own].state(member) for own, member in zip(self._updates, members, strict=True)]
+            self._optimizer_names = {
+                own: frozenset(state.get("optimizer", ()))
+                for own, state in zip(self._updates.tolist(), states, strict=True)
+            }
+            arrays = stack(with_all_names(states, np.zeros_like) if self._updates.any() else states, np.stack)
+        self._slices = self._slices_of(np.arange(len(members)))
         arrays = {part: arrays.get(part, {}) for part in ("params", "buffers", "optimizer", "member", "numbers")}
         arrays["member"] |= {name: np.zeros(len(members), dtype=np.int32) for name in ("step", "trouble")}
         self._parameters = sum(array[0].size for array in arrays["params"].values())
@@ -89,15 +101,51 @@ class FunctionalState(StackedEngine):
 
     def gather(self, positions: Positions, members: Sequence[Member]) -> None:
         """Copy the state that the models of some members hold into the state here."""
-        found = stack([self._definition.state(member) for member in members], np.stack)
-        self.write(positions, {part: found[part] for part in self.parts_in_models if part in found})
+        by_update: dict[int, list[int]] = {}  # their states have different names
+        for row, position in enumerate(positions):
+            by_update.setdefault(int(self._updates[position]), []).append(row)
+        for rows in by_update.values():
+            here = [positions[row] for row in rows]
+            states = [self._definition_of(p).state(members[row]) for p, row in zip(here, rows, strict=True)]
+            found = stack(states, np.stack)
+            self.write(here, {part: found[part] for part in self.parts_in_models if part in found})
 
     def scatter(self, positions: Positions, members: Sequence[Member]) -> None:
         """Copy the state of some members into their models."""
         arrays = self.backend.exactly(self.stacked.read(positions, self.parts_in_models, copy=False))
-        for row, member in enumerate(members):
-            self._definition.write_back(member, map_tree(lambda array, row=row: array[row], arrays))
+        for row, (position, member) in enumerate(zip(positions, members, strict=True)):
+            own = map_tree(lambda array, row=row: array[row], arrays)
+            self._definition_of(position).write_back(member, own)
         self.changed = self.changed and len(members) < self.stacked.members
+
+    def give_slots(self, positions: Positions) -> None:
+        """Give slots to these members from now on. The others rest."""
+        super().give_slots(positions)
+        self._slices = self._slices_of(self.slots)
+
+    def optimizer_tensors(self, position: int) -> frozenset[str] | None:
+        """Return the names of those of the optimizer's tensors that a member's own optimizer has; None for all."""
+        return self._optimizer_names[int(self._updates[position])] if len(self._optimizer_names) > 1 else None
+
+    def _definition_of(self, position: int) -> Definition:
+        """Return the definition that knows a member's state."""
+        return self._definition.by_task[self._updates[position]]
+
+    def _slices_of(self, positions: np.ndarray) -> tuple[Slice, ...]:
+        """Return the slices of slots of these members; none if all members of the lane have one optimizer."""
+        if len(self._optimizer_names) < 2:
+            return ()
+        return tuple(Slice(*own) for own in runs(self._updates[positions]))
+
+    @contextmanager
+    def _apart_by_update(self) -> Iterator[None]:
+        """Let members of one kind of optimizer stay together if members of several can't be fused."""
+        try:
+            yield
+        except CannotFuseError as error:
+            if error.together is None and len(self._variants_by_update) > 1:
+                error.together = self._variants_by_update
+            raise
 
     def indices(self, numbers: Positions) -> Tensor:
         """Return slots or rows as an index for `take` and `put`."""
@@ -119,6 +167,14 @@ class FunctionalState(StackedEngine):
     @staticmethod
     def _readable(state: State) -> State:
         return {part: state[part] for part in READABLE}
+
+
+def _variants_by_update(updates: np.ndarray, variants: Sequence[int]) -> list[list[int]]:
+    """Return the numbers of the variants of each kind of optimizer."""
+    found: dict[int, list[int]] = {}
+    for own, variant in dict.fromkeys(zip(updates.tolist(), variants, strict=True)):
+        found.setdefault(own, []).append(variant)
+    return list(found.values())
 
 
 class _ProgramTensors:

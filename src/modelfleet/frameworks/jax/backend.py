@@ -89,6 +89,10 @@ class JaxBackend:
         """Return every tensor with some of its rows replaced."""
         return jax.tree.map(lambda whole, own: whole.at[rows].set(own), tree, part)
 
+    def join(self, tensors: Sequence[jax.Array]) -> jax.Array:
+        """Return arrays as one, along their first axis."""
+        return jnp.concatenate(tensors)
+
     def lengthened(self, tree: Tree, length: int) -> Tree:
         """Return every array with a longer first axis."""
         return map_tree(lambda leaf: _lengthened(leaf, length), tree)

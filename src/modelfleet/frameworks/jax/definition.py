@@ -29,10 +29,16 @@ class JaxDefinition(Definition):
         self.can_mask_rows = False  # until `try_out` has seen what the loss returns
 
     def go_on(self, other: "JaxDefinition") -> None:
-        """Take over the results of the trials of another definition of the same task."""
-        self._slots = self._slots or other._slots
+        """Take over the results of the trials of another definition, whose task may have another optimizer."""
+        if self.task.optimizer == other.task.optimizer:
+            self._slots = self._slots or other._slots
         self._fresh = self._fresh or other._fresh
         self.can_mask_rows = self.can_mask_rows or other.can_mask_rows
+
+    def learn(self, member: Member) -> None:
+        """Learn the form of the optimizer's state from a member, if it is not known yet."""
+        if self._slots is None:
+            self.state(member)
 
     def state(self, member: Member) -> State:
         """Return a member's params, buffers and optimizer state, its random key, and its clip norm."""

@@ -11,7 +11,7 @@ from modelfleet.errors import StrategyError
 from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.engine import NOTHING_LEFT, Hyper, Pace
 from modelfleet.frameworks.errors import CannotFuseError
-from modelfleet.frameworks.functional import Definition, FunctionalEngine, Programs
+from modelfleet.frameworks.functional import Definition, FunctionalEngine, Programs, Slice
 from modelfleet.frameworks.jax.backend import JaxBackend
 from modelfleet.frameworks.jax.definition import JaxDefinition
 from modelfleet.frameworks.jax.merged_definition import MergedDefinition
@@ -50,10 +50,10 @@ class JaxEngine(FunctionalEngine):
         self._reads = _reads(self._variants)
         definition = self._variants.definition()
         found = _found(self._variants, definition, context.device, context.fused)
+        self._unlike: str | None = None  # the difference between members of the lane, if there is one by now
         super().__init__(replace(context, programs=found), definition, found.backend)
         self._begun = False  # True if a step was taken since the members were last compared
         self._ready: set[Kind] = set()  # kinds of steps that are known to be traceable
-        self._unlike: str | None = None  # the difference between members of the lane, if there is one by now
 
     def ready(self, kind: Kind, hyper: Hyper, active: Tensor, batch: Batch) -> None:
         """Prepare the program for batches like this one, or run Python if a call does more than compute."""
@@ -120,12 +120,13 @@ class JaxEngine(FunctionalEngine):
         position = self.slots[slot]
         member, usual = self._members[position], self.programs
         own = Variants.of([member], [self._tasks[position]], [0])
-        if own.signatures == self._variants.signatures:
+        if own.signatures == self._variants.signatures and own.tasks == self._variants.tasks:
             yield
             return
         self.programs = _found(own, own.definition(), self.device, fused=False)
         (definition,) = self._shared
         definition.go_on(self._own[self._variants.numbers[position]])
+        definition.learn(member)
         try:
             yield
             if definition.form.changes is not None:
@@ -154,6 +155,7 @@ class JaxEngine(FunctionalEngine):
             if self._variants.count == 1:
                 raise
             self._unlike = str(error)  # their numbers have changed, and one now computes something else
+            self._slices = ()
 
     def _begin_as_one(self, kind: Kind, hyper: Hyper, batch: Batch, *, some: bool = False) -> None:
         """Begin a step of all members at once, or raise `CannotFuseError` if they differ by now."""
@@ -239,8 +241,18 @@ class JaxEngine(FunctionalEngine):
             for definition, position in zip(definitions, self._variants.firsts, strict=True):
                 definition.go_on(shared[numbers[position]])
                 definition.go_on(before[numbers[position]])
+                definition.learn(self._members[position])
         own = np.asarray(self._variants.numbers, np.int32)
         self.stacked.write(range(len(own)), {"numbers": {"variant": own}})
+        self._slices = self._slices_of(self.slots)
+
+    def _definition_of(self, position: int) -> Definition:
+        # Of members that differ by now, there is only the definition of the first.
+        return self._definition if self._unlike is not None else super()._definition_of(position)
+
+    def _slices_of(self, positions: np.ndarray) -> tuple[Slice, ...]:
+        # Members that differ by now take their steps one after the other, each by its own definition.
+        return () if self._unlike is not None else super()._slices_of(positions)
 
     def _own_if_untraced(self) -> None:
         """Run Python with the member's own form, so that changes by its calls stay its own."""

@@ -1,5 +1,6 @@
-"""Steps of members of several variants, which differ only in numbers, as pure functions of one member."""
+"""Steps of several variants, which differ in numbers and optimizers, as pure functions of one member."""
 
+import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, Literal, TypeVar
 
@@ -13,6 +14,7 @@ from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.functional import Definition, State
 from modelfleet.frameworks.jax.merging import DifferenceError, MergedFunction, classes
 from modelfleet.frameworks.jax.settings import settings
+from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.members import Member
 from modelfleet.trees import map_tree
 from modelfleet.types import Arrays, Tensor, Tree
@@ -34,7 +36,7 @@ class MergedDefinition(Definition, Generic[Own]):
     """Definitions of several variants as one (see `functional.Definition`).
 
     Each step is traced for every variant and merged: numbers that differ are read from tables by the member's
-    variant.
+    variant. Updates are merged for each kind of optimizer on its own: see `by_task`.
 
     Args:
         definitions: The definition of each variant.
@@ -54,7 +56,58 @@ class MergedDefinition(Definition, Generic[Own]):
         self._numbers = numbers
         self._difference = difference
         self._known: dict[Hashable, tuple[MergedFunction, Any]] = {}
-        self._form: dict[tuple[str, str], Any] = {}  # names, shapes and dtypes of a member's state
+        self._forms: dict[Hashable, Any] = {}  # names, shapes and dtypes of members' states, by kind of optimizer
+        self._among: Sequence[int] = range(len(definitions))  # variants whose steps these are
+        # As the models are now: they may be changed later, and these definitions still be in use.
+        self._kinds = [self._kind(own) for own in self.definitions]
+        self._forwards = [self._forward(own) for own in self.definitions]
+        self._updates = [self._update(own) for own in self.definitions]
+        kinds: dict[Hashable, list[int]] = {}
+        for number, kind in enumerate(self._kinds):
+            kinds.setdefault(kind, []).append(number)
+        self._by_kind = list(kinds.values())
+        self._by_task = [self] if len(kinds) == 1 else [self._only(own) for own in self._by_kind]
+
+    def _only(self, among: Sequence[int]) -> "MergedDefinition[Own]":
+        """Return the definition of some variants, which all have one kind of optimizer."""
+        found = copy.copy(self)
+        found._among, found._by_kind, found._by_task, found._known = among, [list(among)], [found], {}
+        return found
+
+    @property
+    def by_task(self) -> "Sequence[MergedDefinition[Own]]":
+        """Return a definition for each kind of optimizer."""
+        return self._by_task
+
+    def task_numbers(self, context: LaneContext[Any, Any]) -> np.ndarray:
+        """Return `(member,)`: the number of each member's kind of optimizer."""
+        kinds = {variant: number for number, own in enumerate(self._by_kind) for variant in own}
+        return np.array([kinds[variant] for variant in context.variants], np.int64)
+
+    # --- what variants have in common ----------------------------------------------------------------------------
+
+    def _kind(self, own: Own) -> Hashable:
+        """Return a key that is equal for variants whose updates may be merged: those of one kind of optimizer."""
+        raise NotImplementedError
+
+    def _forward(self, own: Own) -> Hashable:
+        """Return a key that is equal for variants which differ in their optimizers only."""
+        raise NotImplementedError
+
+    def _update(self, own: Own) -> Hashable:
+        """Return a key that is equal for variants with equal updates."""
+        raise NotImplementedError
+
+    def _different(self, step: Step) -> list[list[int]]:
+        """Return the variants by what they do in a step: those with equal keys together."""
+        found: dict[Hashable, list[int]] = {}
+        for number in self._among:
+            forward = None if step == "apply" else self._forwards[number]
+            update = self._updates[number] if step in ("apply", "train") else None
+            found.setdefault((forward, update), []).append(number)
+        return list(found.values())
+
+    # --- members -------------------------------------------------------------------------------------------------
 
     @property
     def can_mask_rows(self) -> bool:  # type: ignore[override]
@@ -64,7 +117,7 @@ class MergedDefinition(Definition, Generic[Own]):
     @property
     def first(self) -> Own:
         """Return the definition of the first variant."""
-        return self.definitions[0]
+        return self.definitions[self._among[0]]
 
     def of(self, member: Member) -> Own:
         """Return the definition of a member's own variant."""
@@ -74,9 +127,13 @@ class MergedDefinition(Definition, Generic[Own]):
         """Return a member's state, with the number of its variant."""
         number = self._numbers[member.name]
         state = {**self.of(member).state(member), "numbers": {"variant": np.int32(number)}}
-        form = {(part, name): (a.shape, a.dtype) for part, own in state.items() for name, a in own.items()}
-        self._form = self._form or form
-        if form != self._form:
+        forms = {
+            part: {name: (array.shape, array.dtype) for name, array in own.items()} for part, own in state.items()
+        }
+        optimizer = forms.pop("optimizer")
+        known = [self._forms.setdefault(part, form) == form for part, form in forms.items()]
+        known.append(self._forms.setdefault(("optimizer", self._kinds[number]), optimizer) == optimizer)
+        if not all(known):
             raise CannotFuseError(f"{self._difference(number, 0)}, with which it has other variables")
         return state
 
@@ -136,39 +193,58 @@ class MergedDefinition(Definition, Generic[Own]):
 
     def results(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the values of the loss and the metrics."""
-        merged, _ = self._merged("results", (metrics,))
-        if merged.tables:  # which sums these are is known, but not whose
+        found = self._merged("results", (metrics,))
+        if found is not None and found[0].tables:  # which sums these are is known, but not whose
             raise CannotFuseError(f"{self._difference(1, 0)}, on which the value of a metric depends")
         return self.first.results(metrics)  # which has them in their order
 
     def _run(self, step: Step, *args: Tree) -> Any:
-        merged, tree = self._merged(step, args)
-        return jax.tree.unflatten(tree, merged(args[0]["numbers"]["variant"], *jax.tree.leaves(args)))
+        found = self._merged(step, args)
+        if found is None:
+            return getattr(self.first, step)(*args)
+        merged, tree = found
+        rows = np.zeros(len(self.definitions), np.int32)  # of the tables, by variant
+        for row, own in enumerate(self._different(step)):
+            rows[own] = row
+        variant = args[0]["numbers"]["variant"]
+        if (rows != np.arange(len(rows))).any():
+            variant = jnp.asarray(rows)[variant]
+        return jax.tree.unflatten(tree, merged(variant, *jax.tree.leaves(args)))
 
-    def _merged(self, step: Step, args: tuple[Tree, ...]) -> tuple[MergedFunction, Any]:
-        """Return a step for arguments like these, and the form of its results."""
+    def _merged(self, step: Step, args: tuple[Tree, ...]) -> tuple[MergedFunction, Any] | None:
+        """Return a step for arguments like these, and the form of its results; None if all do the same."""
+        different = self._different(step)
+        if len(different) == 1:
+            return None
         shapes = jax.tree.map(_shape, args)
         leaves, tree = jax.tree.flatten(shapes)
         key = step, tree, tuple((s.shape, s.dtype, s.weak_type) for s in leaves), tuple(settings().items())
         if key not in self._known:
-            self._known[key] = self._merge(step, shapes)
+            self._known[key] = self._merge(step, shapes, different)
         return self._known[key]
 
-    def _merge(self, step: Step, shapes: tuple[Tree, ...]) -> tuple[MergedFunction, Any]:
-        traced = [jax.make_jaxpr(getattr(d, step), return_shape=True)(*shapes) for d in self.definitions]
+    def _merge(
+        self, step: Step, shapes: tuple[Tree, ...], different: Sequence[Sequence[int]]
+    ) -> tuple[MergedFunction, Any]:
+        firsts = [own[0] for own in different]
+        steps = [getattr(self.definitions[number], step) for number in firsts]
+        traced = [jax.make_jaxpr(own, return_shape=True)(*shapes) for own in steps]
         jaxprs, forms = [jaxpr for jaxpr, _ in traced], [jax.tree.structure(results) for _, results in traced]
         other = next((number for number, form in enumerate(forms) if form != forms[0]), None)
         if other is not None:
-            what = self._difference(other, 0)
+            what = self._difference(firsts[other], firsts[0])
             raise CannotFuseError(f"{what}, with which its {_NAMES[step]} returns other parts")
         try:
             return MergedFunction(jaxprs), forms[0]
         except DifferenceError:
-            together, reason = classes(jaxprs)
-        what = self._difference(together[-1][0] or 1, 0)
+            found, reason = classes(jaxprs)
+        what = self._difference(firsts[found[-1][0] or 1], firsts[0])
+        together = [[number for row in rows for number in different[row]] for rows in found]
+        # Variants of other kinds of optimizers may stay with the first of these.
+        together[0] += [number for number in range(len(self.definitions)) if number not in self._among]
         raise CannotFuseError(
             f"{what}, which changes more than a number in its {_NAMES[step]} ({reason})",
-            together=together if len(together) > 1 else None,
+            together=[sorted(own) for own in together] if len(together) > 1 else None,
         )
 
     # --- data --------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def signature(model: Model) -> Signature:
 
 
 def family(signature: Signature, task: Any) -> Hashable:
-    """Return what members have in common that differ only in numbers."""
+    """Return what members have in common that differ only in their optimizers and in numbers."""
     return without_numbers(signature), task.family
 
 

@@ -42,10 +42,10 @@ class Task:
 
     @functools.cached_property
     def family(self) -> Hashable:
-        """Return what members have in common whose tasks differ only in numbers."""
-        optimizer, loss = self.optimizer, self.loss
+        """Return what members have in common whose tasks differ only in their optimizers and in numbers."""
+        loss = self.loss
         parts = (
-            None if optimizer is None else (optimizer.name, optimizer.make, optimizer.fixed, optimizer.own),
+            self.optimizer is None,
             None if loss is None else (loss.name, loss.function),
             self.objective,
             tuple((metric.name, metric.parts, metric.value) for metric in self.metrics),

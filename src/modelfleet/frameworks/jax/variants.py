@@ -1,6 +1,6 @@
 """Variants of a lane's JAX members: which members have the same structure and task."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -8,9 +8,9 @@ from modelfleet.frameworks.engine import Hyper
 from modelfleet.frameworks.functional import Definition, State
 from modelfleet.frameworks.jax.definition import JaxDefinition
 from modelfleet.frameworks.jax.merged_definition import MergedDefinition
-from modelfleet.frameworks.jax.structure import difference, family, is_module, signature
+from modelfleet.frameworks.jax.structure import difference, family, freeze, is_module, signature
 from modelfleet.frameworks.jax.task import Task
-from modelfleet.frameworks.structure import Signature
+from modelfleet.frameworks.structure import Signature, without_numbers
 from modelfleet.members import Member
 from modelfleet.types import Tensor, Tree
 
@@ -105,29 +105,29 @@ class Variants:
 
 
 class _Merged(MergedDefinition[JaxDefinition]):
-    """Definitions of members that differ only in numbers. If all have the same optimizer, it is traced once."""
+    """Definitions of members that differ only in numbers and optimizers. Equal optimizers are traced once."""
+
+    def _kind(self, own: JaxDefinition) -> Hashable:
+        optimizer = own.task.optimizer
+        if optimizer is None:
+            return None
+        return without_numbers(freeze((optimizer.name, optimizer.make, optimizer.fixed, optimizer.own)))
+
+    def _forward(self, own: JaxDefinition) -> Hashable:
+        return signature(own.model), replace(own.task, optimizer=None)
+
+    def _update(self, own: JaxDefinition) -> Hashable:
+        return own.task.optimizer
 
     def train(
         self, state: State, hyper: Hyper, batch: Tree, weights: Tensor | None
     ) -> tuple[State, Tensor, Tensor]:
         """Return what `apply` returns after a whole step."""
-        if self._one_update:
+        if len(self._different("apply")) == 1:
             with suppress(_LossNeeded):
                 found = self.gradients(state, batch, weights)
                 return self.first.apply(state, hyper, found, _refuse)
         return super().train(state, hyper, batch, weights)
-
-    def apply(
-        self, state: State, hyper: Mapping[str, Tensor], found: dict[str, Tree]
-    ) -> tuple[State, Tensor, Tensor]:
-        """Return the state after an update by what `gradients` returned."""
-        if self._one_update:
-            return self.first.apply(state, hyper, found)
-        return super().apply(state, hyper, found)
-
-    @property
-    def _one_update(self) -> bool:
-        return all(own.task.optimizer == self.task.optimizer for own in self.definitions)
 
 
 class _LossNeeded(Exception):  # noqa: N818  not an error: see `_Merged.train`

@@ -23,6 +23,7 @@ from modelfleet.frameworks.keras.class_weights import weighted
 from modelfleet.frameworks.keras.datasets import as_loader
 from modelfleet.frameworks.keras.doctor_facts import version_note
 from modelfleet.frameworks.keras.engine import leaves_models_alone, make_engine
+from modelfleet.frameworks.keras.family import family
 from modelfleet.frameworks.keras.recipe import compile, prepare
 from modelfleet.frameworks.keras.replica import frozen, weight_bytes
 from modelfleet.frameworks.keras.replica import replica as Replica
@@ -45,7 +46,5 @@ arrays, _devices, files = (
 )
 accelerators, choose = _devices.accelerators, _devices.choose
 memory, native = _devices.memory, _devices.native
-if keras.backend.backend() == "jax":  # where steps are merged by what they compute
-    from modelfleet.frameworks.keras.structure import family
 if keras.backend.backend() == "torch":
     threads, use_threads = _devices.threads, _devices.use_threads

@@ -14,7 +14,7 @@ from modelfleet.frameworks.functional import Backend, Definition, FunctionalEngi
 from modelfleet.frameworks.keras.losses import label_check
 from modelfleet.frameworks.keras.plain import become_plain
 from modelfleet.frameworks.keras.steps import Steps
-from modelfleet.frameworks.keras.task import Task, task_of
+from modelfleet.frameworks.keras.task import Task, first_models, task_of
 from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.members import Member
 from modelfleet.types import Arrays, Kind, Tensor, Tree
@@ -28,6 +28,29 @@ class KerasDefinition(Definition):
     def __init__(self, model: keras.Model, task: Task) -> None:
         self.steps = Steps(model)
         self.task = task
+        self.sparse = False  # True once a gradient is that of the rows that were looked up in a table
+        self.others: list[KerasDefinition] = []  # those of members with another optimizer
+
+    @classmethod
+    def of(cls, context: LaneContext[Task, Programs]) -> "KerasDefinition":
+        """Return the definition of a lane, with one for each of its tasks."""
+        first, *others = (cls(*own) for own in first_models(context))
+        first.others += others
+        return first
+
+    @property
+    def by_task(self) -> Sequence["KerasDefinition"]:
+        """Return the definitions of a lane's tasks, which differ in their optimizers."""
+        return [self, *self.others]
+
+    def task_numbers(self, context: LaneContext[Task, Programs]) -> np.ndarray:
+        """Return `(member,)`: the number of each member's task."""
+        return context.task_numbers
+
+    @property
+    def stale(self) -> bool:
+        """Return True if a model was changed or compiled again since its definition was made."""
+        return any(own.steps.stale for own in self.by_task)
 
     def differentiate(self, loss: Loss, params: dict[str, Tensor]) -> tuple[Tree, dict[str, Tensor]]:
         """Return what `loss` returns beside the number to differentiate, and the gradients by key."""
@@ -124,19 +147,20 @@ class KerasEngine(FunctionalEngine):
         self, context: LaneContext[Task, Programs], kind: type[KerasDefinition], backend: Backend
     ) -> None:
         known = None if context.programs is None else context.programs.definition
-        if isinstance(known, KerasDefinition) and not known.steps.stale:
+        if isinstance(known, KerasDefinition) and not known.stale:
             definition = known
         else:
-            definition = kind(context.members[0].model, context.task)
+            definition = kind.of(context)
             if context.programs is not None:
                 context.programs.renew(definition)
-        self._use(context, [definition])
+        self._use(context, definition.by_task)
         super().__init__(context, definition, backend)
 
     def _use(self, context: LaneContext[Task, Programs], definitions: Sequence[KerasDefinition]) -> None:
         """Note the members of the lane, and the definition of each variant."""
         self._members = list(context.members)
         self._tasks = list(context.tasks)
+        self._keras = list(definitions)
         self._steps = [definition.steps for definition in definitions]
 
     def check(self, batch: Batch, name: str) -> None:
@@ -152,6 +176,8 @@ class KerasEngine(FunctionalEngine):
             self._run_plainly()
         elif (reason := self._apart) is not None:
             raise CannotFuseError(reason)
+        elif len(self._keras) > 1 and any(own.sparse for own in self._keras):
+            raise CannotFuseError("the gradient of an embedding is not passed on to several optimizers")
 
     def _run_plainly(self) -> None:
         """Become an engine that calls the model's own functions, if its steps are not pure functions.
@@ -177,7 +203,7 @@ class KerasEngine(FunctionalEngine):
 def apart(programs: Programs) -> str | None:
     """Return why a lane of these programs runs plainly, as far as is known."""
     assert isinstance(programs.definition, KerasDefinition)
-    return programs.definition.steps.apart
+    return next((own.steps.apart for own in programs.definition.by_task if own.steps.apart is not None), None)
 
 
 def _copied(arrays: Arrays) -> Arrays:

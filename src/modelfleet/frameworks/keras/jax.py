@@ -1,6 +1,6 @@
 """Lanes of Keras models on JAX."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 import jax
 import keras
@@ -13,11 +13,12 @@ from modelfleet.frameworks.jax import arrays
 from modelfleet.frameworks.jax.backend import JaxBackend
 from modelfleet.frameworks.jax.merged_definition import MergedDefinition
 from modelfleet.frameworks.jax.replica import lent
-from modelfleet.frameworks.keras.definition import KerasDefinition, KerasEngine, Loss, apart  # noqa: F401
+from modelfleet.frameworks.keras.definition import KerasDefinition, KerasEngine, Loss
 from modelfleet.frameworks.keras.steps import outputs
 from modelfleet.frameworks.keras.structure import difference, signature
 from modelfleet.frameworks.keras.task import Task
 from modelfleet.frameworks.lane_context import LaneContext
+from modelfleet.frameworks.structure import without_numbers
 from modelfleet.types import Kind, Model, Tensor, Tree
 
 
@@ -37,7 +38,19 @@ class JaxDefinition(KerasDefinition):
 
 
 class _Merged(MergedDefinition[JaxDefinition]):
-    """Definitions of members that differ only in numbers."""
+    """Definitions of members that differ only in numbers and optimizers."""
+
+    def _kind(self, own: JaxDefinition) -> Hashable:
+        # A number may decide which variables an optimizer has, such as the momentum of SGD.
+        return without_numbers(own.task.optimizer), tuple(own.steps.keys["optimizer"])
+
+    def _forward(self, own: JaxDefinition) -> Hashable:
+        task = own.task
+        return signature(own.steps.model), task.key if task.forward is None else task.forward
+
+    def _update(self, own: JaxDefinition) -> Hashable:
+        # Optimizers also apply the constraints of weights.
+        return signature(own.steps.model), own.task.optimizer
 
     def try_out(self, state: State, batch: Tree) -> None:
         """Create the metrics of every variant, whose variables its steps need."""
@@ -86,6 +99,14 @@ class Engine(KerasEngine):
         definition = self.programs.definition
         if kind == "train" and isinstance(definition, _Merged):
             definition.check_all(self.state, batch)
+
+
+def apart(programs: Programs) -> str | None:
+    """Return why a lane of these programs runs plainly, as far as is known."""
+    definition = programs.definition
+    definitions = definition.definitions if isinstance(definition, _Merged) else [definition]
+    steps = [own.steps for own in definitions if isinstance(own, JaxDefinition)]
+    return next((own.apart for own in steps if own.apart is not None), None)
 
 
 def replica(model: Model, device: jax.Device) -> Replica:

@@ -6,14 +6,14 @@ as different.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 from keras import tree
 from keras.src.utils.backend_utils import DynamicBackend
 
 from modelfleet.frameworks.keras.values import NOTHING, Owned, freeze, show, unnumbered
-from modelfleet.frameworks.structure import Opaque, Signature, without_numbers
+from modelfleet.frameworks.structure import Opaque, Signature
 
 _LAYER = frozenset(vars(keras.layers.Layer())) | {"name", "_name"}
 # Attributes that Keras keeps on a model for itself, some from the first `compile` or `fit` on.
@@ -116,11 +116,6 @@ def difference(a: Signature, b: Signature) -> str | None:
         path = longer[min(len(a.entries), len(b.entries))][0]
         return f"has {path}, the other has none" if longer is a.entries else f"has no {path}"
     return None
-
-
-def family(signature: Signature, task: Any) -> Hashable:
-    """Return what members have in common that differ only in numbers."""
-    return without_numbers(signature), task.family
 
 
 def trained_twice(models: Sequence[keras.Model]) -> tuple[int, int, str] | None:

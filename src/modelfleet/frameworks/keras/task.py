@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from weakref import WeakValueDictionary
 
 import keras
@@ -11,7 +10,8 @@ from modelfleet.fingerprints import fingerprint
 from modelfleet.frameworks.keras.optimizers import averages_weights
 from modelfleet.frameworks.keras.structure import owned_by
 from modelfleet.frameworks.keras.values import Owned, freeze, show
-from modelfleet.frameworks.structure import Opaque, without_numbers
+from modelfleet.frameworks.lane_context import LaneContext
+from modelfleet.frameworks.structure import Opaque
 
 # Attributes that Keras keeps on every optimizer for itself. Variables without weight decay are compared by
 # position.
@@ -36,11 +36,10 @@ class Task:
     """Reason why a member runs alone, by the functions of its own `fit`; None if its steps are pure functions."""
     optimizer_name: str = "no optimizer"
     """Name of the optimizer, for a plan."""
-
-    @cached_property
-    def family(self) -> Hashable:
-        """Return what members have in common whose tasks differ only in numbers."""
-        return without_numbers(self.key)
+    forward: Hashable = None
+    """Equal for tasks that differ in their optimizers only. None if the optimizer takes part in the loss."""
+    optimizer: Hashable = None
+    """Settings of the optimizer."""
 
 
 def task_of(model: keras.Model) -> Task:
@@ -60,7 +59,28 @@ def task_of(model: keras.Model) -> Task:
         shown = [f"{key} {show(value)}" for key, value in parts.items() if value != freeze(None)]
         return ", ".join([*shown, *_loss_fingerprints(model)])
 
-    return _cached(tuple(parts.items()), summary, optimizer=model.optimizer)
+    others = tuple((key, value) for key, value in parts.items() if key != "optimizer")
+    return _cached(
+        tuple(parts.items()),
+        summary,
+        optimizer=model.optimizer,
+        forward=None if _scales(model.optimizer) else others,
+        settings=parts["optimizer"],
+    )
+
+
+def first_models(context: LaneContext[Task, object]) -> list[tuple[keras.Model, Task]]:
+    """Return the different tasks of a lane, each with the model of its first member."""
+    models: dict[int, keras.Model] = {}
+    for member, task in zip(context.members, context.tasks, strict=True):
+        models.setdefault(id(task), member.model)
+    return [(models[id(task)], task) for task in context.different_tasks]
+
+
+def _scales(optimizer: keras.Optimizer | None) -> bool:
+    """Return True if an optimizer scales the loss."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return inner is not optimizer or getattr(optimizer, "loss_scale_factor", None) is not None
 
 
 def optimizer_key(
@@ -126,12 +146,14 @@ def _cached(
     summary: Callable[[], str],
     plain: str | None = None,
     optimizer: keras.Optimizer | None = None,
+    forward: Hashable = None,
+    settings: Hashable = None,
 ) -> Task:
     found = _tasks.get(key)
     if found is not None:
         return found
     name = "no optimizer" if optimizer is None else type(optimizer).__name__
-    return _tasks.setdefault(key, Task(summary(), key, plain, name))
+    return _tasks.setdefault(key, Task(summary(), key, plain, name, forward, settings))
 
 
 def _loss_fingerprints(model: keras.Model) -> list[str]:

@@ -31,7 +31,8 @@ class TensorFlowDefinition(KerasDefinition):
             value, rest = loss(params)
         # An embedding's gradient stays the rows that were looked up: Keras's optimizers square them one by one.
         found = tape.gradient(value, params)
-        if self.steps.clips and any(isinstance(gradient, tf.IndexedSlices) for gradient in found.values()):
+        self.sparse = any(isinstance(gradient, tf.IndexedSlices) for gradient in found.values())
+        if self.steps.clips and self.sparse:
             # Keras sums them by row before it takes their norm, and how many rows there are depends on the data.
             self.steps.apart = "its optimizer clips the gradient of an embedding"
         return rest, found

@@ -125,6 +125,10 @@ class TensorFlowBackend:
 
         return tf.nest.map_structure(replaced, tree, part)
 
+    def join(self, tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Return tensors as one, along their first axis."""
+        return tf.concat(list(tensors), 0)
+
     def lengthened(self, tree: Tree, length: int) -> Tree:
         """Return every array with a longer first axis."""
         return map_tree(lambda leaf: _lengthened(leaf, length), tree)

@@ -1,6 +1,6 @@
 """Engine of a lane of Keras models on torch."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -15,16 +15,17 @@ from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.keras.losses import label_check
 from modelfleet.frameworks.keras.own_functions import evaluation_offset
 from modelfleet.frameworks.keras.plain import become_plain
-from modelfleet.frameworks.keras.task import Task, task_of
+from modelfleet.frameworks.keras.task import Task, first_models, task_of
 from modelfleet.frameworks.keras.torch.steps import TorchSteps
 from modelfleet.frameworks.lane_context import LaneContext
-from modelfleet.frameworks.stacked import Positions, StackedState, stack
+from modelfleet.frameworks.stacked import Positions, StackedState, stack, with_all_names
 from modelfleet.frameworks.torch.fused import state as states
 from modelfleet.frameworks.torch.fused.program_engine import ProgramEngine, RowTrials
 from modelfleet.frameworks.torch.fused.programs import Programs
 from modelfleet.frameworks.torch.fused.stepping import Stepper
 from modelfleet.frameworks.torch.fused.steps_protocol import ALONE, Tensors
 from modelfleet.frameworks.torch.optimizers.counting import CoefficientsBySlice
+from modelfleet.frameworks.torch.optimizers.slices import slices_of
 from modelfleet.members import Member
 from modelfleet.trees import map_tree
 from modelfleet.types import Kind, State, Tree
@@ -38,8 +39,8 @@ class KerasTorchEngine(ProgramEngine[TorchSteps]):
     def __init__(self, context: LaneContext[Task, Programs[TorchSteps]]) -> None:
         """Stack the members' state, or use the programs of another engine."""
         members, programs = context.members, context.programs
-        if programs is None or programs.steps.own.stale:
-            made = Programs(TorchSteps(members[0].model, context.task), fused=context.fused)
+        if programs is None or any(own.stale for own in programs.steps.by_task):
+            made = Programs(TorchSteps(first_models(context)), fused=context.fused)
             if programs is None:
                 programs = made
             else:  # in place: other engines use these programs, too
@@ -49,14 +50,16 @@ class KerasTorchEngine(ProgramEngine[TorchSteps]):
         self._first = members[0].name
         self._batch = 0  # the number of the next batch to evaluate or predict
         # Nothing is shared: every Keras model has its own variables.
-        stepper = Stepper(self._first, programs, {}, _NoCoefficients())
+        self._tasks, self._member_tasks = context.task_numbers, list(context.tasks)
+        names = [tuple(own.keys["optimizer"]) for own in steps.by_task]
+        stepper = Stepper(self._first, programs, {}, _TaskSlices(self._tasks, names))
         trials = RowTrials(steps.ignores_padding, steps.rows_are_independent)
         super().__init__(programs, stepper, trials, context.device)
         self.stacked = StackedState(self._from_models(members), len(members), states.Rows(context.device))
 
     @property
     def task(self) -> Task:
-        """Return the members' task."""
+        """Return the task of the first member."""
         return self._steps.task
 
     @property
@@ -76,12 +79,15 @@ class KerasTorchEngine(ProgramEngine[TorchSteps]):
         if kind != "predict":
             self._try_results()
         args = {
-            "train": (self.state, self.shared, {}, active, batch.data, None),
             "evaluate": (self._reading(self.state, self.state["metrics"]), self.shared, batch.data, None),
             "predict": (self._reading(self.state), self.shared, batch.data),
         }
         try:
-            self.programs.program(kind, args[kind], batch.shared)
+            if kind == "train":
+                rest = (self.stepper.coefficients.one(self.state, hyper), active, batch.data, None)
+                self.programs.ready_to_train((self.state, self.shared), rest, shared_data=batch.shared)
+            else:
+                self.programs.program(kind, args[kind], batch.shared)
         except CannotFuseError as error:
             error.shared = False  # in a step, Keras writes only to its own tensors
             raise
@@ -141,11 +147,23 @@ class KerasTorchEngine(ProgramEngine[TorchSteps]):
 
     def still_shared(self, members: Sequence[Member]) -> bool:
         """Return True if all members are compiled as they were when the lane was made."""
-        return not self._steps.own.stale and all(task_of(member.model) is self.task for member in members)
+        if any(own.stale for own in self._steps.by_task):
+            return False
+        return all(task_of(m.model) is task for m, task in zip(members, self._member_tasks, strict=True))
 
-    def _held_by(self, members: Sequence[Member]) -> State:
-        """Return the weights and the optimizer's variables that the models of some members hold."""
-        found = [self._steps.own.state(member.model) for member in members]
+    def optimizer_tensors(self, position: int) -> Collection[str] | None:
+        """Return the names of the variables that a member's own optimizer has."""
+        return self._steps.by_task[self._tasks[position]].keys["optimizer"]
+
+    def _held_by(self, positions: Positions, members: Sequence[Member]) -> State:
+        """Return the weights and the optimizer's variables that the models of some members hold.
+
+        A member whose own optimizer does not have a variable has zeros there.
+        """
+        numbers = self._tasks[np.asarray(positions, np.int64)]
+        found = [self._steps.by_task[own].state(m.model) for own, m in zip(numbers, members, strict=True)]
+        if self._tasks.any():
+            found = with_all_names(found, torch.zeros_like)
         return stack(
             [{part: own[part] for part in self.parts_in_models} for own in found],
             lambda tensors: states.stack(tensors, self.device),
@@ -154,12 +172,13 @@ class KerasTorchEngine(ProgramEngine[TorchSteps]):
     def scatter(self, positions: Positions, members: Sequence[Member]) -> None:
         """Copy the state of some members into their models and optimizers."""
         state = self.stacked.read(positions, self.parts_in_models, copy=False)
-        for row, member in enumerate(members):
-            self._steps.own.write_back(member.model, map_tree(lambda tensor, row=row: tensor[row], state))
+        for row, (position, member) in enumerate(zip(positions, members, strict=True)):
+            own = self._steps.by_task[self._tasks[position]]
+            own.write_back(member.model, map_tree(lambda tensor, row=row: tensor[row], state))
 
     def gather(self, positions: Positions, members: Sequence[Member]) -> None:
         """Copy the state that the models of some members hold into the state here."""
-        self.write(positions, self._held_by(members))
+        self.write(positions, self._held_by(positions, members))
 
     # --- checks --------------------------------------------------------------------------------------------------
 
@@ -214,8 +233,8 @@ class KerasTorchEngine(ProgramEngine[TorchSteps]):
 
     def _from_models(self, members: Sequence[Member]) -> State:
         """Allocate the stacked tensors: what the members' models hold, and everything else initial."""
-        state = self._held_by(members)
         width = len(members)
+        state = self._held_by(range(width), members)
         state["metrics"] = self._fresh_metrics(width)
         state["member"] = {
             "seed": torch.tensor([member.seed for member in members], device=self.device),
@@ -237,17 +256,27 @@ class KerasTorchEngine(ProgramEngine[TorchSteps]):
 
 def apart(programs: Programs[TorchSteps]) -> str | None:
     """Return why a lane of these programs runs plainly, as far as is known."""
-    return programs.steps.own.apart
+    return next((own.apart for own in programs.steps.by_task if own.apart is not None), None)
 
 
-class _NoCoefficients:
-    """No numbers (see `stepping.CoefficientSource`): a Keras optimizer keeps its numbers in variables."""
+class _TaskSlices:
+    """Slices of members with the same task, without numbers: a Keras optimizer keeps its numbers in variables.
+
+    See `stepping.CoefficientSource`.
+    """
+
+    def __init__(self, numbers: np.ndarray, tensor_names: Sequence[tuple[str, ...]]) -> None:
+        self._all, self._names = numbers, tensor_names
+        self.give_slots(np.arange(len(numbers)))
 
     def next(self, state: State, hyper: Hyper, active: Tensor) -> CoefficientsBySlice:
-        return {}
+        return self._current
 
     def one(self, state: State, hyper: Hyper, slots: np.ndarray | None = None) -> CoefficientsBySlice:
-        return {}
+        return self._current if slots is None else self._of(self._numbers[slots])
+
+    def _of(self, numbers: np.ndarray) -> CoefficientsBySlice:
+        return {own: {} for own in slices_of(numbers, self._names)} if len(self._names) > 1 else {}
 
     def stepped(self, unused: frozenset[str] | None) -> None:
         pass
@@ -256,4 +285,5 @@ class _NoCoefficients:
         pass
 
     def give_slots(self, positions: Positions) -> None:
-        pass
+        self._numbers = self._all[np.asarray(positions, np.int64)]
+        self._current = self._of(self._numbers)

@@ -1,7 +1,8 @@
 """Steps of a lane of Keras models on torch, as the torch engine calls them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import keras
 import torch
@@ -33,11 +34,12 @@ class TorchSteps:
     contiguous = False
     differentiates = False
 
-    def __init__(self, model: Model, task: Task) -> None:
-        self.model = model
-        self.modes = training_modes(model)
-        self.task = task
-        self.own = Steps(model)
+    def __init__(self, models: Sequence[tuple[Model, Task]]) -> None:
+        """Make the steps, from the different tasks of the lane's members, each with the model of one."""
+        self.model, self.task = models[0]
+        self.modes = training_modes(self.model)
+        self.by_task = [Steps(model) for model, _ in models]
+        self.own = self.by_task[0]
         self.unused: frozenset[str] = frozenset()
 
     @property
@@ -72,10 +74,13 @@ class TorchSteps:
         how: How,
     ) -> Tensor:
         """Take one step of every active member, in place. Return the losses `(member,)`."""
-        own = {part: state[part] for part in PARTS}
+        if len(coefficients) > 1:
+            found = self.gradients(state, shared, data, weights, how)
+            return self.apply(state, shared, coefficients, active, found, how)
+        own, steps = {part: state[part] for part in PARTS}, self.by_task[_rule(coefficients)]
 
         def step(own: State, data: Tree, weights: Tensor | None) -> Tree:
-            return self._applied(own, self._gradients(own, data, weights, fused=how.fused))
+            return self._applied(steps, own, self._gradients(own, data, weights, fused=how.fused))
 
         with self._keras(state, how.fused):
             found = mapped(step, (own, data, weights), _axes(how), fused=how.fused)
@@ -101,17 +106,25 @@ class TorchSteps:
         how: How,
     ) -> Tensor:
         """Update every active member in place by what `gradients` returned. Return the losses `(member,)`."""
-        own = {part: state[part] for part in PARTS}
+        if len(coefficients) > 1:
+            return torch.cat(
+                [
+                    self.apply(one.state(state), shared, {one.alone: {}}, one.of(active), one.of(found), how)
+                    for one in coefficients
+                ]
+            )
+        own, steps = {part: state[part] for part in PARTS}, self.by_task[_rule(coefficients)]
         with self._keras(state, how.fused):
-            new = mapped(self._applied, (own, found), (0, 0), fused=how.fused)
+            new = mapped(partial(self._applied, steps), (own, found), (0, 0), fused=how.fused)
         return self._keep(state, active, *new)
 
-    def _applied(self, own: State, found: Tree) -> tuple[State, Tensor, Tensor]:
+    @staticmethod
+    def _applied(steps: Steps, own: State, found: Tree) -> tuple[State, Tensor, Tensor]:
         """Return one member's state after an update, its loss, and True if its gradient was finite."""
         gradients, (loss, buffers, metrics) = found
-        params, optimizer = self.own.apply(own["params"], own["optimizer"], gradients)
+        params, optimizer = steps.apply(own["params"], own["optimizer"], gradients)
         finite = torch.isfinite(torch.stack([(g * 0).sum() for g in gradients.values()]).sum())
-        if self.own.scales_loss:  # the optimizer itself skips gradients that are not finite
+        if steps.scales_loss:  # the optimizer itself skips gradients that are not finite
             finite = torch.ones_like(finite)
         return {"params": params, "buffers": buffers, "optimizer": optimizer, "metrics": metrics}, loss, finite
 
@@ -126,6 +139,7 @@ class TorchSteps:
             (tensor, torch.where(_like(keep, tensor), new[part][name].to(tensor.dtype), tensor))
             for part in PARTS
             for name, tensor in state[part].items()
+            if name in new[part]  # not the tensors of another's optimizer
         ]
         for tensor, value in kept:
             tensor.copy_(value)
@@ -228,6 +242,11 @@ class TorchSteps:
         device = state["member"]["seed"].device
         with keras.device(str(device)), STREAM_DRAWS, unfiltered_errors(), drawing(state["member"], fused=fused):
             yield
+
+
+def _rule(coefficients: CoefficientsBySlice) -> int:
+    """Return the number of the task of members that all have the same."""
+    return next((one.rule for one in coefficients), 0)
 
 
 def _axes(how: How) -> tuple[int | None, ...]:

@@ -139,8 +139,7 @@ class Programs(Generic[OwnSteps]):
         coefficients, active, *batch = rest
         program = self.program("gradients", (*lead, *batch), shared_data).program
         found = program([*self._flat(lead), *leaves(batch)])
-        self.apply("apply", lead, (coefficients, active, found))
-        return found["loss"], program.unused
+        return self.apply("apply", lead, (coefficients, active, found)), program.unused
 
     def _train_packed(
         self, packed: tuple[State, list[Tensor]], lead: Args, rest: Args, shared_data: bool

@@ -6,18 +6,18 @@ optimizer, so it runs once for each slice, on views of the stacked state.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from modelfleet.frameworks.stacked import runs
 from modelfleet.frameworks.torch.optimizers.stacked import Optimizer
 from modelfleet.trees import map_tree
 from modelfleet.types import State, Tree
 
-UPDATED = ("params", "buffers", "member", "sums")
+UPDATED = ("params", "buffers", "member", "sums", "metrics")
 """Parts of a state that an update reads or changes, besides the optimizer's tensors."""
 
 
@@ -94,14 +94,7 @@ class Rules:
 
     def slices(self, positions: np.ndarray) -> list["Slice"]:
         """Return the slices of slots that belong to the members at these positions."""
-        numbers = self.numbers[positions]
-        starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
-        found = []
-        for start, stop in pairwise(starts):
-            number = int(numbers[start])
-            rows = None if len(starts) == 2 else (start, stop - start)
-            found.append(Slice(number, self.all[number].optimizer.tensor_names, rows))
-        return found
+        return slices_of(self.numbers[positions], [rule.optimizer.tensor_names for rule in self.all])
 
 
 class Slice(NamedTuple):
@@ -110,7 +103,7 @@ class Slice(NamedTuple):
     rule: int
     """Number of the rule."""
     tensor_names: tuple[str, ...]
-    """Names of the optimizer's tensors. The stacked state has those of all rules."""
+    """Names of the optimizer's tensors, or what they have before a slash. The state has those of all rules."""
     rows: tuple[int, int] | None = None
     """First slot, and number of slots; None for all slots of a state."""
 
@@ -135,7 +128,7 @@ class Slice(NamedTuple):
             for path, tensor in state["optimizer"].items()
             if path.partition("/")[0] in self.tensor_names
         }
-        return self.of({**{part: state[part] for part in UPDATED}, "optimizer": optimizer})
+        return self.of({**{part: state[part] for part in UPDATED if part in state}, "optimizer": optimizer})
 
     def packed(self, state: State) -> State:
         """Return views of a packed state (`Programs._packed`), with the buffers of this slice's rule only."""
@@ -143,3 +136,12 @@ class Slice(NamedTuple):
             return state
         buffers = {kind: state["packed"][kind] for kind in ("", *self.tensor_names)}
         return self.of({**state, "packed": buffers})
+
+
+def slices_of(numbers: np.ndarray, tensor_names: Sequence[tuple[str, ...]]) -> list[Slice]:
+    """Return the slices of slots, from the number of each slot's rule, and the tensor names of each rule."""
+    found = runs(numbers)
+    return [
+        Slice(number, tensor_names[number], None if len(found) == 1 else (start, stop - start))
+        for number, start, stop in found
+    ]
