@@ -170,9 +170,9 @@ def test_a_layer_that_an_owner_froze_stays_as_it_is() -> None:
 def test_an_attribute_that_an_owner_changed_counts() -> None:
     fleet = fleet_of(2, dropout=0.5)
     fit(fleet, (X, Y))
-    fleet["1"][2].p = 0.9
+    fleet["1"][2].inplace = True
     plan = fleet.plan()
-    assert "2.p is 0.9, not 0.5" in plan.lanes[1].reason
+    assert "2.inplace is True, not False" in plan.lanes[1].reason
 
 
 def test_models_are_trained_in_training_mode_and_come_back_as_they_were() -> None:

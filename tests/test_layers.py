@@ -37,7 +37,7 @@ ORDER = (
     "joining recipe",
     "each devices",
     "directions",
-    "fingerprints formatting garbage shuffles trees unknown_names",
+    "fingerprints formatting garbage shuffles trees unknown_names user_cache",
     "errors types",
 )
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.split()}

@@ -1,12 +1,13 @@
 """Answers of `evaluate` and `predict`: from members and a strategy to outputs and metrics by name."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from modelfleet.each import Each
 from modelfleet.errors import InputError, StrategyError
 from modelfleet.frameworks.contexts import computing
 from modelfleet.lanes import DevicePool, Lane
+from modelfleet.planning.fusability import check_strategy
 from modelfleet.reading import Reading
 from modelfleet.recipe import Recipe
 from modelfleet.remote.answering import values_by_name
@@ -21,7 +22,6 @@ from modelfleet.workers import CannotSendError
 Verb = Literal["evaluate", "predict"]
 Answers = dict[str, Any]
 """By member: outputs, or metrics by name."""
-STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 
 class Answering:
@@ -128,8 +128,7 @@ class Answering:
 
 
 def _check_strategy(verb: Verb, strategy: str) -> None:
-    if strategy not in STRATEGIES:
-        raise unknown("strategy", strategy, STRATEGIES)
+    check_strategy(strategy)
     if strategy == "data_parallel":
         raise StrategyError(
             f'strategy="data_parallel" is for fit, and {verb} has no gradients to add up. Leave the strategy out, '

@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, get_args, overload
+from typing import Any, Literal, Self, overload
 
 from modelfleet import checkpoints, frameworks, saving
 from modelfleet.answering import Answering
@@ -23,6 +23,7 @@ from modelfleet.interrupts import noticing
 from modelfleet.lanes import DevicePool, Lane, LaneBuilder
 from modelfleet.live_lanes import LiveLanes
 from modelfleet.members import Member, check_name, member_seed, parse_names
+from modelfleet.planning.fusability import check_strategy
 from modelfleet.planning.lane_facts import describe
 from modelfleet.planning.plan import Plan
 from modelfleet.planning.planner import Planner
@@ -52,8 +53,6 @@ from modelfleet.types import (
 )
 from modelfleet.unknown_names import explain_arguments, unknown
 from modelfleet.workers import CannotSendError
-
-STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 
 class Fleet:
@@ -271,7 +270,7 @@ class Fleet:
         optimizer: OptimizerLike,
         loss: LossLike = None,
         *,
-        objective: Callable[[Model, Tree], Any] | None = None,
+        objective: Callable[[Model, Tree], Any] | Each | None = None,
         metrics: Sequence[MetricLike] = (),
         clip_norm: float | Each | None = None,
         precision: Precision = "float32",
@@ -279,7 +278,7 @@ class Fleet:
         members: Sequence[str] | None = None,
         **hyperparameters: Any,
     ) -> None:
-        """Set how the members are trained. The optimizer and every hyperparameter are one for all, or `each(...)`.
+        """Set how the members are trained. Optimizer, loss and numbers are one for all members, or `each(...)`.
 
         Keras models that are already compiled do not need it. Calling `compile` again starts the optimizers over.
 
@@ -287,9 +286,9 @@ class Fleet:
             optimizer: A name ("sgd", "adam", "adamw", …), a class of `torch.optim`, or a Keras or Optax optimizer.
                 With `each(...)`, hyperparameters of only some optimizers are given with `functools.partial`, or
                 in a Keras optimizer.
-            loss: A name ("cross_entropy", "mse", …), or a function `loss(output, target)`.
-            objective: A function `objective(model, batch)` for everything else. It returns a loss, or a loss and a
-                dict of metrics. With neither loss nor objective, the output's own `.loss` is used.
+            loss: A name ("cross_entropy", "mse", …), or a function `loss(output, target)`; or `each(...)` of them.
+            objective: A function `objective(model, batch)` for everything else, or `each(...)`. It returns a loss,
+                or a loss and a dict of metrics. With neither loss nor objective, the output's own `.loss` is used.
             metrics: Names ("accuracy", "top_5", "mse", "mae", "r2"), or functions `metric(output, target)`.
             clip_norm: The largest norm of a member's gradient. None does not clip.
             precision: "float32", "bf16" or "fp16".
@@ -337,7 +336,7 @@ class Fleet:
         Returns:
             The plan. It can be printed, compared, and turned into a dict.
         """
-        _check_strategy(strategy)
+        check_strategy(strategy)
         with self._gate.reading("plan"), global_generators.kept(), computing():
             lanes, changed = self._reading.lanes()
             if data is None:
@@ -411,7 +410,7 @@ class Fleet:
         """
         if exchange is not None:
             raise InputError("exchange is not built yet: members train independently. Leave it out.")
-        _check_strategy(strategy)
+        check_strategy(strategy)
         wrapped = wrap_callbacks(callbacks)
         if sample_weight is not None:
             data = add_sample_weight(data, sample_weight, self._members, self._recipes)
@@ -596,8 +595,3 @@ class Fleet:
         if name not in self._members:
             raise unknown("member", name, self._members)
         return self._members[name]
-
-
-def _check_strategy(strategy: str) -> None:
-    if strategy not in STRATEGIES:
-        raise unknown("strategy", strategy, STRATEGIES)

@@ -27,11 +27,11 @@ class Missing:
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """Arguments of `compile`: how members are trained. The optimizer and every number may be `each`."""
+    """Arguments of `compile`: how members are trained. Optimizer, loss, objective and numbers may be `each`."""
 
     optimizer: OptimizerLike
     loss: LossLike = None
-    objective: Callable[[Model, Tree], Any] | None = None
+    objective: Callable[[Model, Tree], Any] | Each | None = None
     metrics: Sequence[MetricLike] = ()
     clip_norm: float | Each | None = None
     precision: str = "float32"

@@ -248,6 +248,17 @@ class Scaled(Part):
         return self.scale * self.layer(x)
 
 
+class Scale(nn.Module):
+    """Computes with a number of its own."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.number + (1 - self.number)
+
+
 class Unused(Part):
     def __init__(self) -> None:
         super().__init__()
@@ -334,6 +345,11 @@ def _linear() -> nn.Module:
     return nn.Linear(WIDTH, WIDTH)
 
 
+def _own(*numbers: float) -> float:
+    """One of some numbers, by the seed of the net that is made: members of one fleet differ in it."""
+    return numbers[torch.initial_seed() % len(numbers)]
+
+
 PARTS: dict[str, Callable[[], nn.Module]] = {
     "linear": _linear,
     "tanh": nn.Tanh,
@@ -374,6 +390,10 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
     "learnt": Learnt,
     "noisy": Noisy,
     "dropout": lambda: nn.Dropout(0.3),
+    "own dropout": lambda: nn.Dropout(_own(0.3, 0.0, 0.6)),
+    "own slope": lambda: nn.LeakyReLU(_own(0.01, 0.3)),
+    "own scale": lambda: Scale(_own(0.5, 2.0, 1.0)),
+    "own layernorm": lambda: nn.LayerNorm(WIDTH, eps=_own(1e-5, 0.1)),
     "weight norm": lambda: parametrizations.weight_norm(_linear()),
     "spectral norm": lambda: parametrizations.spectral_norm(_linear()),
 }
@@ -395,7 +415,7 @@ IMAGE: dict[str, Callable[[], nn.Module]] = {
     "relu": lambda: nn.ReLU(inplace=True),
     "gelu": nn.GELU,
     "in place": InPlace,
-    "dropout": lambda: nn.Dropout(0.2),
+    "dropout": lambda: nn.Dropout(_own(0.2, 0.4)),
 }
 STATEFUL = {"counting", "remembering", "carrying", "alternating", "learnt", "rebinding"}
 """Parts that keep something in Python, which no checkpoint can have."""

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import get_args
 
 from modelfleet.devices import Device
 from modelfleet.errors import FleetWarning, StrategyError
@@ -12,8 +13,17 @@ from modelfleet.lanes import LaneSpec
 from modelfleet.lanes.spec import join_reasons
 from modelfleet.members import Member
 from modelfleet.planning import width_classes
-from modelfleet.runs.opening import LaneOpener, OpenLane
+from modelfleet.runs.opening import LaneOpener
 from modelfleet.types import Strategy
+from modelfleet.unknown_names import unknown
+
+STRATEGIES: tuple[str, ...] = get_args(Strategy)
+
+
+def check_strategy(strategy: str) -> None:
+    """Raise an error that names the nearest strategy if there is none of this name."""
+    if strategy not in STRATEGIES:
+        raise unknown("strategy", strategy, STRATEGIES)
 
 
 def split_unfusable(opener: LaneOpener, specs: Sequence[LaneSpec], strategy: Strategy) -> list[LaneSpec]:
@@ -33,16 +43,8 @@ def split_unfusable(opener: LaneOpener, specs: Sequence[LaneSpec], strategy: Str
                     f"member {first!r} and those like it can't be fused: {without_period(error)}. "
                     f'Drop strategy="fused" and let them take turns.'
                 ) from error
-            variants = opener.groups.variants(spec)
-            if len(variants) > 1:
-                # Those of one width may still be fused, although they differ in numbers.
-                widths = width_classes.by_width(opener.groups, spec)
-                variants = widths if len(widths) > 1 else variants
-                reason = join_reasons(spec.apart_because, f"not fused with {first!r}: {error}")
-                together = error.together or [[number] for number in range(len(variants))]
-                names = [tuple(name for number in own for name in variants[number]) for own in together]
-                parts = [replace(spec, members=own, apart_because=reason) for own in names]
-                parts[0] = replace(parts[0], apart_because=spec.apart_because)
+            parts = _by_variant(opener, spec, error)
+            if len(parts) > 1:
                 found += split_unfusable(opener, parts, strategy)
                 continue
             if error.shared and opener.kind == "train":
@@ -57,6 +59,18 @@ def split_unfusable(opener: LaneOpener, specs: Sequence[LaneSpec], strategy: Str
             single = replace(spec, fused=False, apart_because=f"not fused: {error}", split=None)
             found += [opener.open(replace(single, members=(name,))).spec for name in spec.members]
     return found
+
+
+def _by_variant(opener: LaneOpener, spec: LaneSpec, error: CannotFuseError) -> list[LaneSpec]:
+    """Return a lane for each width or variant of a lane's members, with the reason why they can't share one."""
+    reason = join_reasons(spec.apart_because, f"not fused with {spec.members[0]!r}: {error}")
+    # Those of one width may still be fused, although they differ in numbers.
+    widths = width_classes.by_width(opener.groups, spec)
+    variants = widths if len(widths) > 1 else opener.groups.variants(spec)
+    together = error.together or [[number] for number in range(len(variants))]
+    names = [tuple(name for number in own for name in variants[number]) for own in together]
+    parts = [replace(spec, members=own, apart_because=reason) for own in names]
+    return [replace(parts[0], apart_because=spec.apart_because), *parts[1:]]
 
 
 def refuse_unfused(specs: Sequence[LaneSpec]) -> None:
@@ -93,10 +107,24 @@ def refuse_data_parallel(members: Sequence[Member], devices: Sequence[Device]) -
             )
 
 
-def refuse_indivisible(opened: Sequence[OpenLane]) -> None:
-    """Raise StrategyError for a lane whose members need all rows of a batch at once."""
-    for one in opened:
-        reason = one.lane.engine.why_rows_stay_together(one.feed.first())
+def split_indivisible(opener: LaneOpener, specs: Sequence[LaneSpec]) -> list[LaneSpec]:
+    """Return specs whose lanes can be spread over devices by rows. Variants that draw differently are split.
+
+    Raises:
+        StrategyError: Some members need all rows of a batch at once.
+    """
+    found: list[LaneSpec] = []
+    for spec, one in zip(specs, opener.open_all(specs), strict=True):
+        try:
+            reason = one.lane.engine.why_rows_stay_together(one.feed.first())
+        except CannotFuseError as error:
+            parts = _by_variant(opener, spec, error)
+            if len(parts) == 1:
+                raise
+            found += split_indivisible(opener, parts)
+            continue
         if reason is not None:
             name = one.lane.names[0]
             raise StrategyError(f'strategy="data_parallel" is not possible for member {name!r}: {reason}.')
+        found.append(spec)
+    return found

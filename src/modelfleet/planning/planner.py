@@ -19,7 +19,7 @@ from modelfleet.lanes import Groups, LaneSpec
 from modelfleet.lanes.shared_objects import find_shared_object
 from modelfleet.lanes.spec import join_reasons
 from modelfleet.planning import lane_width, placement, width_classes
-from modelfleet.planning.fusability import refuse_indivisible, split_unfusable
+from modelfleet.planning.fusability import split_indivisible, split_unfusable
 from modelfleet.planning.measurements import (
     UNKNOWN_STEPS,
     Budget,
@@ -109,8 +109,7 @@ class Planner:
     ) -> Plan:
         groups = opener.groups
         if "data_parallel" in (strategy, resumed):
-            refuse_indivisible(opener.open_all(specs))
-            return Plan(tuple(specs), "data_parallel")
+            return Plan(tuple(split_indivisible(opener, specs)), "data_parallel")
         sharing = usual_sharing(groups)
         if strategy in ("interleaved", "threads", "processes"):
             sharing = strategy

@@ -6,18 +6,16 @@ nothing is remembered.
 """
 
 import hashlib
-import json
 import os
 import platform
 import re
-import tempfile
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from modelfleet import frameworks
-from modelfleet.types import Json
+from modelfleet.user_cache import read_numbers, user_cache, write_numbers
 
 _MOST = 5000  # entries in the file; the oldest are dropped first
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -37,9 +35,7 @@ class Timings:
         self._path = _path()
         self._known: dict[str, float] = {}
         if self._path is not None:
-            with suppress(OSError, ValueError, TypeError):
-                read = json.loads(self._path.read_text(encoding="utf-8"))
-                self._known = {str(name): float(value) for name, value in read.items()}
+            self._known = read_numbers(self._path)
         self._fresh: dict[str, float] = {}
 
     def get(self, name: str) -> float | None:
@@ -55,27 +51,16 @@ class Timings:
         """Add the new measurements to the file."""
         if self._path is None or not self._fresh:
             return
-        with suppress(OSError, ValueError, TypeError):
-            kept: dict[str, Json] = {}
-            if self._path.exists():
-                kept = json.loads(self._path.read_text(encoding="utf-8"))
-            kept = {name: value for name, value in kept.items() if name not in self._fresh} | self._fresh
-            kept = dict(list(kept.items())[-_MOST:])
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", dir=self._path.parent, suffix=".partial", delete=False, encoding="utf-8"
-            ) as file:
-                json.dump(kept, file)
-            os.replace(file.name, self._path)
+        kept = read_numbers(self._path)
+        kept = {name: value for name, value in kept.items() if name not in self._fresh} | self._fresh
+        with suppress(OSError):
+            write_numbers(self._path, dict(list(kept.items())[-_MOST:]))
             self._fresh = {}
 
 
 def _path() -> Path | None:
-    named = os.environ.get("MODELFLEET_CACHE")
-    if named is not None:
-        return Path(named) / "timings.json" if named else None
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "modelfleet" / "timings.json"
+    folder = user_cache()
+    return None if folder is None else folder / "timings.json"
 
 
 @cache

@@ -16,9 +16,10 @@ from modelfleet.runs.starting import make_runs
 from modelfleet.trees import map_tree
 from modelfleet.types import Tensor
 
-MIN_SECONDS = 0.02  # of steps that a trial times together
+MIN_SECONDS = 0.005  # of steps that a trial times together: less than another process has a core for
 LOOK_SECONDS = 0.01  # of the shortest look at a step
-ROUNDS = 3
+ROUNDS = 12  # of such steps. The quickest one counts
+EPOCHS = 3  # of a trial of a sharing
 
 
 def step_seconds(builder: LaneBuilder, groups: Groups, spec: LaneSpec, batch: Batch, max_seconds: float) -> float:
@@ -90,7 +91,7 @@ def _trial_job(opened: Sequence[OpenLane], job: Job, steps: Sequence[int]) -> Jo
             own = batch.data if batch.shared else map_tree(lambda leaf, row=position: leaf[row], batch.data)
             data[name] = map_tree(_repeat(one.lane, count), own)
             sizes[name] = batch.size
-    return Job(job.names, Each(data), epochs=ROUNDS, batch_size=Each(sizes), shuffle=False, share=job.share)
+    return Job(job.names, Each(data), epochs=EPOCHS, batch_size=Each(sizes), shuffle=False, share=job.share)
 
 
 def _repeat(lane: Lane, count: int) -> Callable[[Tensor], np.ndarray]:

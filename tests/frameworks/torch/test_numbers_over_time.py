@@ -225,6 +225,20 @@ def test_in_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_as_alone(fleet, trained_alone)
 
 
+@pytest.mark.parametrize("rates", [[0.1, 0.5, 0.2, 0.3], RATES], ids=["fused", "with a rate of 0"])
+def test_over_several_devices_by_rows(rates: list[float]) -> None:
+    fleet = mf.Fleet(numbers.build(net, rates), devices="cpu:0,cpu:1")
+    fleet.compile("adam", mf.each(SMOOTHED), lr=0.01)
+    fit(fleet, strategy="data_parallel")
+
+    def alone(name: str) -> mf.Fleet:
+        single = numbers.compiled(numbers.build(net, rates), name, loss=mf.each(SMOOTHED))
+        fit(single)
+        return single
+
+    assert_as_alone(fleet, alone)
+
+
 def test_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODELFLEET_COMPILE", "now")
     fleet = fleet_of()

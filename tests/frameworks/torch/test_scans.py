@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import modelfleet as mf
 from modelfleet.frameworks.torch.compiling.decision import MAX_NODES, too_large
-from modelfleet.frameworks.torch.fused.runner import Paces
+from modelfleet.frameworks.torch.fused.runner import ShapeTimes
 from modelfleet.frameworks.torch.tracing.recurrent import RECURRENT_RULES
 from modelfleet.frameworks.torch.tracing.scans import DECOMPOSITIONS, count_operations
 
@@ -156,10 +156,10 @@ def test_recurrences_are_written_out_for_the_compiler() -> None:
 
 
 def test_a_shape_that_comes_rarely_is_not_traced_to_be_compiled() -> None:
-    paces = Paces()
-    assert paces.of("a", (1000, 9.0)) == (0, None)
+    times = ShapeTimes()
+    assert times.of("a", (1000, 9.0)) == (0, None)
     for number in range(10):
-        paces.add("ab"[number == 0], 0.5 if number else 3.0)
-    assert paces.of("a", (1000, 9.0)) == (900, 0.5)
-    assert paces.of("b", (1000, 9.0)) == (100, 3.0)
-    assert paces.of("b", (1000, None)) == (0, None)
+        times.add("ab"[number == 0], 0.5 if number else 3.0)
+    assert times.of("a", (1000, 9.0)) == (900, 0.5)
+    assert times.of("b", (1000, 9.0)) == (100, 3.0)
+    assert times.of("b", (1000, None)) == (0, None)

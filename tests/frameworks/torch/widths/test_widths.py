@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import modelfleet as mf
+from modelfleet.frameworks.torch.widths.rules import RULES
+from modelfleet.lanes import LaneBuilder, LaneSpec
 
 WIDTHS = [4, 12, 7, 12]
 ROWS = 24
@@ -457,3 +459,85 @@ def test_recurrent_layers_and_kernels_are_in_groups_of_one_size(
 
 def test_numbers_that_follow_from_the_width_are_each_members_own() -> None:
     assert_as_alone(_hidden_branch)
+
+
+def test_an_evaluation_that_has_no_rule_runs_one_by_one() -> None:
+    def make(width: int) -> nn.Module:
+        def run(net: Any, x: Tensor) -> Tensor:
+            x = net.norm(net.first(x))
+            middle = x.mean(-1, keepdim=True) if net.training else x.median(-1, keepdim=True).values
+            return net.last(x - middle)
+
+        parts = {"first": nn.Linear(6, width), "norm": nn.BatchNorm1d(width), "last": nn.Linear(width, 3)}
+        return Wide(width, parts, run)
+
+    assert_as_alone(make)
+
+
+def test_members_that_finish_early_make_room() -> None:
+    x, y = _data()
+    counts = [1, 4, 1, 1]
+    fleet = _fleet(_dropout, WIDTHS)
+    fit: dict[str, Any] = {"batch_size": 8, "progress": False}
+    history = fleet.fit((x, y), epochs=mf.each(counts), strategy="fused", **fit)
+    for name, count in zip(fleet.names, counts, strict=True):
+        alone = _only(_fleet(_dropout, WIDTHS), name)
+        own = alone.fit((x, y), epochs=count, **fit)
+        _assert_close(_found(fleet, name, history, x), _found(alone, name, own, x))
+
+
+def test_members_of_one_width_are_fused_where_unequal_ones_can_not_be() -> None:
+    x, y = _data()
+    fleet = _fleet(_heads, [4, 5] * 8)
+    fleet.fit((x, y), epochs=1, batch_size=8, progress=False)
+    lanes = fleet.plan((x, y), batch_size=8).lanes
+    assert [len(lane.members) for lane in lanes] == [8, 8]
+    assert all(lane.fused for lane in lanes)
+
+
+def test_a_rule_that_is_wrong_is_noticed_by_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = _data()
+    wrong = {**RULES, torch.sigmoid: lambda call: call.run()}
+    monkeypatch.setattr("modelfleet.frameworks.torch.fused.steps.RULES", wrong)
+    with pytest.raises(mf.StrategyError, match="does not compute what it computes alone: its gradient of"):
+        _fleet(_activation(nn.Sigmoid), WIDTHS).fit((x, y), batch_size=8, strategy="fused", progress=False)
+
+
+def test_an_eps_of_zero_is_not_padded() -> None:
+    x, y = _data()
+    fleet = mf.Fleet.build(lambda width: _mlp(int(width)), len(WIDTHS), width=mf.each(WIDTHS))
+    fleet.compile("adam", "cross_entropy", lr=0.01, eps=0.0)
+    with pytest.raises(mf.StrategyError, match="eps of 0"):
+        fleet.fit((x, y), batch_size=8, strategy="fused", progress=False)
+
+
+def test_models_that_changed_between_fits_are_read_again() -> None:
+    x, y = _data()
+    fit: dict[str, Any] = {"batch_size": 8, "progress": False}
+    fleet = _fleet(_layer_norm, WIDTHS)
+    alone = _only(_fleet(_layer_norm, WIDTHS), "2")
+    for own, strategy in ((fleet, "fused"), (alone, "auto")):
+        own.fit((x, y), strategy=strategy, **fit)
+        with torch.no_grad():
+            own["2"].get_parameter("0.weight").mul_(0.5)
+        own.fit((x, y), strategy=strategy, **fit)
+    for key, value in alone["2"].state_dict().items():
+        torch.testing.assert_close(fleet["2"].state_dict()[key], value, rtol=1e-10, atol=1e-10)
+
+
+def test_the_state_of_a_lane_goes_to_a_narrower_one() -> None:
+    x, y = _data()
+    fleet = _fleet(_batch_norm, [4, 12, 7])
+    fleet.fit((x, y), batch_size=8, strategy="fused", progress=False)
+    (lane,) = fleet._live_lanes.lanes
+    groups = fleet._live_lanes.groups
+    half = LaneBuilder().build(groups, LaneSpec(("0", "2"), True))  # as after running out of memory
+    for names, state in lane.read_apart(["0", "2"], host=True):
+        half.write(names, state)
+    for name in ("0", "2"):
+        ((_, found),), ((_, expected),) = half.read_apart([name]), lane.read_apart([name])
+        for part in ("params", "buffers", "optimizer", "member"):
+            assert found[part].keys() == expected[part].keys()
+            for key, tensor in expected[part].items():
+                torch.testing.assert_close(found[part][key], tensor, rtol=0, atol=0)
+    assert {tuple(t.shape[1:]) for t in half.read(["0"])["params"].values()} == {(6, 7), (7,), (7, 3), (3,)}

@@ -25,14 +25,17 @@ from modelfleet.frameworks.torch.compiling.decision import (
     compile_mode,
     loading_pays,
     seconds_saved,
-    seconds_to_compile,
+    seconds_won,
     too_large,
 )
+from modelfleet.frameworks.torch.compiling.experience import learn
 from modelfleet.frameworks.torch.compiling.graph_source import ANY_WIDTH, ONE_WIDTH, Form, GraphSource, describe
+from modelfleet.frameworks.torch.compiling.vectors import knows_vectors
 from modelfleet.frameworks.torch.doctor_facts import cache_folder
 from modelfleet.frameworks.torch.tracing.scans import DECOMPOSITIONS
 from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, Program, TensorSpec, forgetting_sources
 
+JUDGE_SECONDS = 3.0  # of compiled steps, after which their time is compared with that of the uncompiled ones
 CHECK_SECONDS = 0.1  # between two checks of a compile process, or of the queue for one
 
 logger = logging.getLogger("modelfleet")
@@ -52,6 +55,10 @@ class Compiler:
         self._at_width = at_width if program.width > 1 else None
         self._process: CompileProcess | None = None
         self._next_look = 0.0
+        self._begun: tuple[float, float] | None = (
+            None  # when the process was started, and the seconds per step then
+        )
+        self._judge_at: float | None = None  # when the compiled steps have run long enough to be timed
         self._done = program.graph is None or too_large(program.graph)
 
     @property
@@ -61,7 +68,10 @@ class Compiler:
 
     def consider(self, steps_left: int, seconds_per_step: float | None) -> None:
         """Start compiling if that pays for the remaining steps, and take over what has been compiled."""
-        if not self._done and time.monotonic() >= self._next_look:
+        if self._done:
+            if self._judge_at is not None:
+                self._judge(seconds_per_step)
+        elif time.monotonic() >= self._next_look:
             with TRACE_LOCK:
                 self._consider(steps_left, seconds_per_step)
 
@@ -69,7 +79,7 @@ class Compiler:
         if self._done:  # another thread was faster
             return
         if self._process is not None:
-            self._finish(self._process)
+            self._finish(self._process, seconds_per_step)
             return
         wanted = compile_mode()
         if wanted == "never":
@@ -90,14 +100,15 @@ class Compiler:
     def _load_or_compile(self, steps_left: int, seconds_per_step: float) -> None:
         graph = self._program.graph
         assert graph is not None
-        saving, cost = seconds_saved(steps_left, seconds_per_step), seconds_to_compile(graph)
-        if loading_pays(saving) and self._marker.exists():
+        won = seconds_won(graph, steps_left, seconds_per_step)
+        if loading_pays(seconds_saved(steps_left, seconds_per_step)) and self._marker.exists():
             QUEUE.withdraw(self)
             form = self._marker.read_text()
             self._load([source for source in self._forms() if source.form == form] or self._forms())
-        elif saving > cost:
+        elif won:
             try:
-                self._process = QUEUE.request(self, saving - cost, seconds_per_step, self._forms)
+                self._process = QUEUE.request(self, won, seconds_per_step, self._forms)
+                self._begun = time.monotonic(), seconds_per_step
             except Exception as error:  # for example, no space left for its folder
                 self._done = True
                 _report_failure(f"{type(error).__name__}: {error}")
@@ -131,7 +142,7 @@ class Compiler:
                 pass  # only for its own width
         return forms
 
-    def _finish(self, process: CompileProcess) -> None:
+    def _finish(self, process: CompileProcess, seconds_per_step: float | None) -> None:
         outcome = process.outcome
         self._next_look = time.monotonic() + CHECK_SECONDS
         if outcome is None:
@@ -139,10 +150,29 @@ class Compiler:
         self._process = None
         ready = [source for source in process.forms if source.form == outcome.form]
         if ready:
+            self._learn_cost(seconds_per_step)
             self._load(ready)
         else:  # the traced graph stays in use: no result depends on compiling
             self._done = True
             _report_failure(outcome.reason)
+
+    def _learn_cost(self, seconds_per_step: float | None) -> None:
+        """Record how long compiling took, and how much it slowed down the steps meanwhile."""
+        assert self._begun is not None
+        assert self._program.graph is not None
+        begun, before = self._begun
+        now = time.monotonic()
+        learn(seconds_per_node=(now - begun) / len(self._program.graph.graph.nodes))
+        if seconds_per_step:
+            learn(slowed=1 - before / seconds_per_step)
+        self._judge_at = now + JUDGE_SECONDS
+
+    def _judge(self, seconds_per_step: float | None) -> None:
+        """Record how much of a step's time compiling has saved, once that is known."""
+        if self._judge_at is not None and time.monotonic() >= self._judge_at and seconds_per_step is not None:
+            self._judge_at = None
+            if self._begun is not None and self._program.compiled:
+                learn(saved=1 - seconds_per_step / self._begun[1])
 
     def _load(self, forms: Sequence[GraphSource]) -> None:
         self._done = True
@@ -195,6 +225,7 @@ def _compile(source: GraphSource) -> Callable[..., Any]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch 2.13 warns of its own use of torch.jit when this is imported
+        from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx
 
     forward = source.function()
@@ -207,7 +238,9 @@ def _compile(source: GraphSource) -> Callable[..., Any]:
             inputs = [spec.empty(width) for spec in source.inputs]
         mode = "symbolic" if general else "real"
         graph = make_fx(forward, decomposition_table=DECOMPOSITIONS, tracing_mode=mode)(*inputs)
-        compiled: Any = compile_fx(graph, inputs)
+        chosen = config.cpp.vec_isa_ok  # the user's own, from `TORCHINDUCTOR_VEC_ISA_OK`
+        with config.patch({"cpp.vec_isa_ok": knows_vectors() if chosen is None else chosen}):
+            compiled: Any = compile_fx(graph, inputs)
     if general and (shapes.replacements or shapes.guards):
         raise FixedWidthError("an operation depends on the width")
     if general:

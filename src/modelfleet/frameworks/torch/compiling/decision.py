@@ -10,17 +10,20 @@ from typing import Literal, get_args
 
 from torch import fx
 
+from modelfleet.frameworks.torch.compiling import experience
 from modelfleet.frameworks.torch.tracing.scans import count_operations
 from modelfleet.unknown_names import unknown
 
 CompileMode = Literal["auto", "now", "never"]
 MODES: tuple[CompileMode, ...] = get_args(CompileMode)
 
-# What compiling costs and saves, as measured on two cores. Only the decision depends on it, never a result.
-SECONDS_PER_NODE = 0.05
-SECONDS_AT_LEAST = 10.0
+# What compiling costs and saves, as measured on two cores, until it has been measured on this machine
+# (`experience.py`). Only the decision depends on it, never a result.
+SECONDS_PER_NODE = 0.04
+SECONDS_AT_LEAST = 8.0
 SECONDS_TO_LOAD = 2.0
-SAVED_FRACTION = 0.5  # of a step's time, that compiling usually saves
+SLOWED_FRACTION = 0.3  # of the training's speed, that is lost while a core compiles
+SAVED_FRACTION = 0.4  # of a step's time, that compiling usually saves
 MAX_NODES = 6000  # compiling a larger graph takes minutes
 
 
@@ -42,14 +45,24 @@ def too_large(graph: fx.GraphModule) -> bool:
     return count_operations(graph) > MAX_NODES
 
 
+def saved_fraction() -> float:
+    """Return the part of a step's time that compiling saves."""
+    return experience.measured(experience.SAVED, SAVED_FRACTION)
+
+
 def seconds_saved(steps_left: int, seconds_per_step: float) -> float:
-    """Return how much time the remaining steps will save once they are compiled."""
-    return steps_left * seconds_per_step * SAVED_FRACTION
+    """Return how much time the remaining steps would save if they were compiled now."""
+    return steps_left * seconds_per_step * saved_fraction()
 
 
-def seconds_to_compile(graph: fx.GraphModule) -> float:
-    """Return how long it takes to compile a graph. This must be less than what is saved."""
-    return max(SECONDS_AT_LEAST, SECONDS_PER_NODE * count_operations(graph))
+def seconds_won(graph: fx.GraphModule, steps_left: int, seconds_per_step: float) -> float:
+    """Return how many seconds sooner the remaining steps are done if the graph is compiled beside them, or 0."""
+    left = steps_left * seconds_per_step
+    cost = experience.measured(experience.COST, SECONDS_PER_NODE) * count_operations(graph)
+    compiling = max(SECONDS_AT_LEAST, cost)
+    # Steps go on meanwhile, more slowly: they leave a core to the compiler.
+    lost = compiling * experience.measured(experience.SLOWED, SLOWED_FRACTION) + SECONDS_TO_LOAD
+    return max(0.0, (left - compiling) * saved_fraction() - lost)
 
 
 def may_pay(steps_left: int, seconds_per_step: float | None) -> bool:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 DONE, FAILED = "done", "failed"
@@ -35,11 +36,20 @@ def main(folder: Path, owner: int) -> None:
     """Compile the graphs in `folder` into torch's cache on disk, and write the outcome to the folder."""
     threading.Thread(target=_end_with_owner, args=(folder, owner), daemon=True).start()
     try:
-        os.nice(10)  # the training goes first
+        lower_priority()
         _write_outcome(folder, DONE, _compile(folder))
     except BaseException as error:
         _write_outcome(folder, FAILED, traceback.format_exception_only(error)[-1].strip())
     signal.pause()
+
+
+def lower_priority() -> None:
+    """Take only what the training and other programs leave of the cores."""
+    os.nice(19)
+    # Linux may divide the cores between sessions first. Then a nice value counts only within the session, and this
+    # process has one of its own.
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text("19")
 
 
 def _compile(folder: Path) -> str:

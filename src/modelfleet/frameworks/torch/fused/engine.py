@@ -88,9 +88,11 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
         )
         trials = RowTrials(
             lambda one, data, real: all(
-                ignores_padding(steps, one, shared, data, real) for steps in variants.trials
+                ignores_padding(steps, variants.cut(one, at), shared, data, real) for steps, at in variants.trials
             ),
-            lambda one, inputs: all(rows_are_independent(steps, one, shared, inputs) for steps in variants.trials),
+            lambda one, inputs: all(
+                rows_are_independent(steps, variants.cut(one, at), shared, inputs) for steps, at in variants.trials
+            ),
         )
         super().__init__(programs, stepper, trials, device)
         self.stacked = StackedState(self._initial_state(members, columns), len(members), states.Rows(device))

@@ -14,7 +14,7 @@ from modelfleet.frameworks.engine import Pace
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.torch.base import on_host
 from modelfleet.frameworks.torch.compiling.compiler import Compiler
-from modelfleet.frameworks.torch.compiling.decision import SAVED_FRACTION, compile_mode, may_pay
+from modelfleet.frameworks.torch.compiling.decision import compile_mode, may_pay, saved_fraction
 from modelfleet.frameworks.torch.fused import packing
 from modelfleet.frameworks.torch.fused.arguments import (
     APPLYING,
@@ -25,7 +25,7 @@ from modelfleet.frameworks.torch.fused.arguments import (
     rows_of,
     width_of,
 )
-from modelfleet.frameworks.torch.fused.runner import ByWidth, Paces, Runner, for_any_width
+from modelfleet.frameworks.torch.fused.runner import ByWidth, Runner, ShapeTimes, for_any_width
 from modelfleet.frameworks.torch.fused.steps_protocol import How, LaneSteps
 from modelfleet.frameworks.torch.model_locks import lock_of, locked_in_mode
 from modelfleet.frameworks.torch.modes import in_mode
@@ -66,7 +66,7 @@ class Programs(Generic[OwnSteps]):
         self._found: dict[Hashable, Any] = {}  # results of trials, for what the Python reads now
         self._flattened = threading.local()
         self._buffers = threading.local()
-        self._paces = Paces()
+        self._shape_times = ShapeTimes()
         self._sliced = threading.local()
 
     @property
@@ -93,7 +93,7 @@ class Programs(Generic[OwnSteps]):
     def compiled_time_ratio(self) -> float:
         """Return how long a train step will take once it is compiled, relative to now."""
         done = any(runner.program.compiled for runner in self._all(*TRAINING))
-        return 1.0 if done or not self.fused or compile_mode() == "never" else 1.0 - SAVED_FRACTION
+        return 1.0 if done or not self.fused or compile_mode() == "never" else 1.0 - saved_fraction()
 
     @property
     def working_bytes(self) -> int | None:
@@ -141,26 +141,52 @@ class Programs(Generic[OwnSteps]):
         found = program([*self._flat(lead), *leaves(batch)])
         return self.apply("apply", lead, (coefficients, active, found)), program.unused
 
-    def _train_packed(self, packed: State, lead: Args, rest: Args, shared_data: bool) -> Tensor:
+    def _train_packed(
+        self, packed: tuple[State, list[Tensor]], lead: Args, rest: Args, shared_data: bool
+    ) -> Tensor:
         """Take one step in two parts: gradients, then an update of all members at once if all are fine."""
         coefficients, active, *batch = rest
-        args = (*lead, *batch, active)
-        runner = self.program("packed_gradients", args, shared_data)
-        begun = time.perf_counter()
+        runner = self.program("packed_gradients", (*lead, *batch, active), shared_data)
+        program, begun = runner.program, time.perf_counter()
         with torch.no_grad():
-            found = runner.program([*self._flat(lead), *leaves((*batch, active))])
-            if bool(found.pop("fine")):
-                for own, numbers in coefficients.items():
-                    args = (self._slice_of(own, own.packed, packed), {}, {own.alone: numbers}, own.of(found))
-                    self.program("packed_apply", args, False).program(leaves(args))
-                self._paces.add(family_of("train", (*lead, *rest), shared_data), time.perf_counter() - begun)
-                return found["loss"]
+            values = program.run(*self._flat(lead), *leaves((*batch, active)), *program.outside)
+            if bool(values[-1]):  # "fine" comes last
+                self._apply_packed(runner, packed, coefficients, values)
+                runner.shape = runner.shape or family_of("train", (*lead, *rest), shared_data)
+                self._shape_times.add(runner.shape, time.perf_counter() - begun)
+                return values[0]  # the losses come first
+        found = program.result(values)
         gradients = packing.split(found.pop("gradient"), lead[0]["params"])
+        del found["fine"]
         found.pop("norms", None)
         return self.apply("apply", lead, (coefficients, active, {**found, "gradients": gradients}))
 
-    def _packed(self, state: State, coefficients: CoefficientsBySlice) -> State | None:
-        """Return a state with the buffers of its tensors; None if a step can't update them all at once.
+    def _apply_packed(
+        self,
+        runner: Runner,
+        packed: tuple[State, list[Tensor]],
+        coefficients: CoefficientsBySlice,
+        values: Sequence[Tensor],
+    ) -> None:
+        """Update all members, slice by slice, by the flat results of "packed_gradients"."""
+        for own, numbers in coefficients.items():
+            # The arguments of the second part follow from the first. To look them up again would take as long as a
+            # few of its operations.
+            key = own, tuple(numbers)
+            follower = runner.followers.get(key)
+            if follower is None:
+                found = runner.program.result(values)
+                del found["fine"]
+                args = (self._slice_of(own, own.packed, packed[0]), {}, {own.alone: numbers}, own.of(found))
+                follower = runner.followers[key] = self.program("packed_apply", args, False)
+            state, results = packed[1], values[:-1]
+            if own.rows is not None:
+                state, results = leaves(self._slice_of(own, own.packed, packed[0])), own.of(list(results))
+            program = follower.program
+            program.run(*state, *leaves(numbers), *results, *program.outside)
+
+    def _packed(self, state: State, coefficients: CoefficientsBySlice) -> tuple[State, list[Tensor]] | None:
+        """Return a state with the buffers of its tensors, and its leaves; None if a step can't update all at once.
 
         On an accelerator the host would have to wait for the gradients.
         """
@@ -172,7 +198,7 @@ class Programs(Generic[OwnSteps]):
             packed = None
             if buffers is not None:
                 packed = {"packed": buffers, **{part: state[part] for part in ("buffers", "member", "sums")}}
-            known = self._buffers.last = state, packed
+            known = self._buffers.last = state, None if packed is None else (packed, leaves(packed))
         together = coefficients and all(len(own) == 1 for own in coefficients.values())
         return known[1] if together and not self.steps.unused else None
 
@@ -189,9 +215,12 @@ class Programs(Generic[OwnSteps]):
 
     def _compiled(self, kind: str, args: Args, shared_data: bool, pace: Pace) -> Program | None:
         """Return a program if it is compiled. It is traced to be compiled as soon as that may pay."""
+        pays = may_pay(*pace)
+        if not pays and not any(key[0] == kind for key in self._programs):
+            return None
         self._look()
         family, width = family_of(kind, args, shared_data), width_of(args)
-        if width not in self._programs.get(family, ()) and not may_pay(*self._paces.of(family, pace)):
+        if width not in self._programs.get(family, ()) and not may_pay(*self._shape_times.of(family, pace)):
             return None
         runner = self.program(kind, args, shared_data)
         runner.compiler.consider(*pace)

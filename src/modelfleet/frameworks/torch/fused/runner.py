@@ -1,7 +1,7 @@
 """A program that runs, and what is known about compiling it."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from modelfleet.frameworks.engine import Pace
 from modelfleet.frameworks.torch.compiling.compiler import Compiler
@@ -16,6 +16,10 @@ class Runner:
     compiler: Compiler
     others: "ByWidth"
     """Runners of the same step by width, this one included."""
+    followers: dict[Hashable, "Runner"] = field(default_factory=dict)
+    """Runners of the second part of a step, by the slice of members and the parameters that share numbers."""
+    shape: Hashable = None
+    """What tells train steps on such batches apart, for `ShapeTimes`."""
     calls: int = 0
     seconds: float = 0.0
 
@@ -41,8 +45,8 @@ def for_any_width(programs: ByWidth, width: int) -> Runner | None:
     return next((runner for runner in programs.values() if runner.program.any_width and width > 1), None)
 
 
-class Paces:
-    """How often each shape of batch comes, and how long its steps take without tracing.
+class ShapeTimes:
+    """Records how often each shape of batch comes, and how long its steps take without tracing.
 
     A run's batches may have many shapes, such as sequence lengths. A program serves one of them, so what compiling
     it saves depends on the steps of that shape only.

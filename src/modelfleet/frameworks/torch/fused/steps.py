@@ -78,6 +78,7 @@ class Steps:
             Key, Recording
         ] = {}  # by kind and form of a batch, for members that differ in numbers
         self.padding: dict[Key, Padding] = {}  # by the same, for members of unequal widths
+        self.known_padding: list[Padding] = []  # all that were tried
         self.known_recordings: dict[Hashable, int] = {}  # numbered, without the numbers in which members differ
         self.members_differ = False  # True if the members of the lane differ in numbers
         self.records = False  # True while a step runs only to be recorded

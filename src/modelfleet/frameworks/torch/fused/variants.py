@@ -27,14 +27,14 @@ from modelfleet.frameworks.torch.python_state.snapshot import PythonSnapshot
 from modelfleet.frameworks.torch.python_state.undo import restoring_python, restoring_tensors
 from modelfleet.frameworks.torch.structure import difference, signature, without_modes, without_numbers
 from modelfleet.frameworks.torch.task import Task
-from modelfleet.frameworks.torch.tracing.number_rules import program_name, refuse_unknown, site_name
+from modelfleet.frameworks.torch.tracing.number_rules import PROGRAM, program_name, refuse_unknown, site_name
 from modelfleet.frameworks.torch.tracing.parameters import NeedsGradientError
 from modelfleet.frameworks.torch.tracing.reasons import explain
 from modelfleet.frameworks.torch.tracing.recording import Recording, compare
 from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, as_if_compiling
 from modelfleet.frameworks.torch.walking import modules_of
-from modelfleet.frameworks.torch.widths.family import shapes, without_sizes
-from modelfleet.frameworks.torch.widths.padded_calls import side_by_side
+from modelfleet.frameworks.torch.widths.family import Shapes, shapes, without_sizes
+from modelfleet.frameworks.torch.widths.padded_calls import Call, side_by_side
 from modelfleet.frameworks.torch.widths.padding import OWN, Padding
 from modelfleet.frameworks.torch.widths.trial import WidthTrial
 from modelfleet.frameworks.torch.widths.widths import Widths
@@ -101,7 +101,9 @@ class Variants:
         """Position of the member in each slot."""
         self._columns: dict[Key, Tensors] = {}  # by kind and form: by site, `(position, …)`
         self._given: dict[Key, tuple[State, np.ndarray, State]] = {}  # by kind and form: the last state
-        self._shapes = [] if widths is None else [shapes(signature(model)) for _, model in members]
+        self._shapes = [] if widths is None else _shapes_of(members, variants)  # by position
+        # By kind and form: for each variant, which of its numbers are 0 or 1.
+        self._specials: dict[Key, list[Hashable]] = {}
         self._variants = self._grouped(variants)
         self._remember()
 
@@ -119,9 +121,16 @@ class Variants:
         return state if self._widths is None else self._widths.cut(state, self._widths.of(position))
 
     @property
-    def trials(self) -> list[Steps]:
-        """Return the steps to try on a state of this lane if something is to hold for all members."""
-        return [variant.steps for variant in self._variants] if self._widths is None else [self._steps]
+    def trials(self) -> list[tuple[Steps, int]]:
+        """Return the steps to try if something is to hold for all members, with the position of a member.
+
+        A number of 0 or 1 may hide what a model does. Of variants with the same zeros and ones, one is tried.
+        """
+        found: dict[Hashable, tuple[Steps, int]] = {}
+        for number, variant in enumerate(self._variants):
+            special = tuple(own[number] for own in self._specials.values()) if self._specials else number
+            found.setdefault(special, (variant.steps, variant.positions[0]))
+        return list(found.values())
 
     # --- numbers -------------------------------------------------------------------------------------------------
 
@@ -172,6 +181,10 @@ class Variants:
         first = next(variant.recordings[key] for variant in self._variants if variant.steps is self._steps)
         refuse_unknown(first, found, sizes=self._widths is not None)
         self._steps.recordings[key] = first
+        different = [*found.floats, *found.outside]
+        self._specials[key] = [
+            tuple(_special(one.values[number]) for one in different) for number in range(len(self._variants))
+        ]
         columns: Tensors = {}
         for call, path, values in found.floats:
             numbers = [torch.tensor(float(value), dtype=torch.float64) for value in values]
@@ -180,16 +193,35 @@ class Variants:
             columns[site_name(call, path)] = self._column([tensor.detach() for tensor in tensors])
         # Programs are told apart by the names of their numbers. This one stands for everything that is no column.
         name = program_name(first, columns, self._steps.known_recordings)
+        columns = {name: torch.zeros(len(self._members), device=self._device), **columns}
         if self._widths is not None:
-            calls, known = side_by_side(first, found), self._steps.padding.get(key)
-            padding = known if known is not None and known.calls == calls else Padding(calls)
-            if padding is not known:  # another lane of the same members has tried it
-                self._try_padding(kind, padding, columns, data, weights, shared=shared)
-            self._steps.padding[key] = padding
-            exact = torch.float32 if self._device.type == "mps" else torch.float64
-            tables = [padding.table(number).to(exact) for number in range(len(self._variants))]
-            columns[OWN] = self._column(tables)
-        return {name: torch.zeros(len(self._members), device=self._device), **columns}
+            columns |= self._padded(kind, key, side_by_side(first, found), columns, data, weights, shared=shared)
+        return columns
+
+    def _padded(
+        self,
+        kind: str,
+        key: Key,
+        calls: list[Call],
+        columns: Tensors,
+        data: Tree,
+        weights: Tensor | None,
+        *,
+        shared: bool,
+    ) -> Tensors:
+        """Return the columns of members of unequal widths, after a trial of their step."""
+        known = self._steps.known_padding
+        padding = next((own for own in known if own.calls == calls), None)
+        if padding is None:
+            padding = Padding(calls)
+            self._try_padding(kind, padding, columns, data, weights, shared=shared)
+            known.append(padding)
+        self._steps.padding[key] = padding
+        exact = torch.float32 if self._device.type == "mps" else torch.float64
+        tables = [padding.table(number).to(exact) for number in range(len(self._variants))]
+        # A program has the numbers of the columns built in.
+        name = f"{PROGRAM}padding {known.index(padding)}"
+        return {name: torch.zeros(len(self._members), device=self._device), OWN: self._column(tables)}
 
     def _try_padding(
         self, kind: str, padding: Padding, columns: Tensors, data: Tree, weights: Tensor | None, *, shared: bool
@@ -236,7 +268,7 @@ class Variants:
         step = getattr(steps, "gradients" if kind == "train" else kind)
         train = kind != "evaluate" and kind != "predict"
         steps.differentiates = steps.differentiates or self._steps.differentiates
-        steps.contiguous = self._steps.contiguous
+        steps.contiguous, steps.draws = self._steps.contiguous, self._steps.draws
         with locked_in_mode(steps, train=train), variant.undoing_side_effects(), as_if_compiling():
             steps.records = True
             try:
@@ -278,7 +310,7 @@ class Variants:
                 raise StatefulError(f"{name!r} no longer has the structure of {first!r}: {found}")
         numbers: dict[Hashable, int] = {}
         keys = zip(structures, (id(task) for task in self._tasks), strict=True)
-        self._columns, self._given = {}, {}
+        self._columns, self._given, self._specials = {}, {}, {}
         self._variants = self._grouped([numbers.setdefault(key, len(numbers)) for key in keys])
         self._remember()
 
@@ -332,3 +364,19 @@ class Variants:
         # Several members' Python is read here, and not only the first one's, which `Programs` watches.
         for variant in self._variants if self.several else ():
             variant.snapshot = PythonSnapshot(variant.steps.roots())
+
+
+def _shapes_of(members: Sequence[Named], variants: Sequence[int]) -> list[Shapes]:
+    """Return the shapes of each member's tensors. Members of one variant have the same."""
+    known: dict[int, Shapes] = {}
+    for (_, model), variant in zip(members, variants, strict=True):
+        if variant not in known:
+            known[variant] = shapes(signature(model))
+    return [known[variant] for variant in variants]
+
+
+def _special(value: float | Tensor) -> Hashable:
+    """Return a value with None in the place of numbers that are neither 0 nor 1."""
+    if isinstance(value, Tensor):
+        return tuple(map(_special, value.flatten().tolist()))
+    return value if value in (0, 1) else None

@@ -9,6 +9,7 @@ from modelfleet.errors import StrategyError
 from modelfleet.frameworks import batch_parts
 from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.engine import Pace
+from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.torch.fused.programs import Programs
 from modelfleet.frameworks.torch.fused.steps import Steps
 from modelfleet.frameworks.torch.fused.steps_protocol import Tensors
@@ -41,22 +42,23 @@ class RowDivision:
         self._rows_at: dict[tuple[int, int, int], Tensors] = {}  # by start, end and rows of a batch
 
     def reason_against(self, lead: Lead, batch: Batch) -> str | None:
-        """Return why batches like this one can't be divided, and what to do; or None, and set `steps.draws`."""
+        """Return why batches like this one can't be divided, and what to do; or None, and set `steps.draws`.
+
+        Raises:
+            CannotFuseError: Members that differ in numbers draw differently.
+        """
         rows, steps = batch.member(0), self._programs.steps
         # A single row does not show what each row draws, so its form is its own.
         form = len(leaves(rows)[0]) == 1, *(leaf.shape[1:] for leaf in leaves(rows))
         if form not in self._draws:
             inputs = batch_parts.weighted_inputs(rows)
-            for own in self._variants.trials:
+            for own, _ in self._variants.trials:
                 found = divide_by_rows(own, *lead, rows, inputs)
                 if isinstance(found, str):
                     return found
                 if self._draws.setdefault(form, found) != found:
                     del self._draws[form]
-                    return (
-                        "its members draw different random numbers (a dropout rate of 0 draws none). "
-                        "Train them in fleets of their own"
-                    )
+                    raise CannotFuseError("a dropout rate of 0 draws no random numbers, and others do")
         steps.draws = self._draws[form]
         return None
 

@@ -19,7 +19,7 @@ from modelfleet.frameworks.torch.tracing.recording import Call, Comparison, Desc
 from modelfleet.frameworks.torch.tracing.replaying import Change
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
-_PROGRAM = "program "
+PROGRAM = "program "  # begins the names of numbers that only tell programs apart
 
 
 def site_name(call: int, path: Path) -> str:
@@ -39,7 +39,7 @@ def program_name(recording: Recording, sites: Collection[str], known: dict[Hasha
         (call.key, tuple(_without_sites(number, call, sites)), call.results, call.context)
         for number, call in enumerate(recording.calls)
     )
-    return f"{_PROGRAM}{known.setdefault((calls, tuple(sites)), len(known))}"
+    return f"{PROGRAM}{known.setdefault((calls, tuple(sites)), len(known))}"
 
 
 def _without_sites(number: int, call: Call, sites: Collection[str]) -> Iterator[Hashable]:
@@ -58,7 +58,7 @@ def changes(expected: Recording, numbers: Mapping[str, Tensor]) -> dict[int, Cha
     """
     by_call: dict[int, dict[Path, Tensor]] = {}
     for name, number in numbers.items():
-        if name.startswith(_PROGRAM):
+        if name.startswith(PROGRAM):
             continue
         call, path = ast.literal_eval(name)
         by_call.setdefault(call, {})[path] = number

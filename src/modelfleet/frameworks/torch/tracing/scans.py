@@ -5,8 +5,8 @@ again for every length. So a graph contains the recurrence as one operation, wit
 Both loop over time when they run, on batched matrix products. Before a graph is compiled, they are written out
 (`DECOMPOSITIONS`), so that the compiler can fuse the small operations of a time step.
 
-Inputs are `(member, time, row, gates)`, states `(member, row, hidden)`, recurrent weights `(member, gates, hidden)`,
-or all without the member axis. Results with all states have one time step more than the inputs: the first state.
+Inputs are `(member, time, row, gates)`, states `(member, row, hidden)`, weights `(member, gates, hidden)`, or all
+without the member axis. Results with all states have one step more than the inputs: the first state.
 """
 
 from collections.abc import Callable, Sequence

@@ -90,6 +90,10 @@ class Program:
         """Run one step on the tensors of its arguments, in their order, and return its result."""
         with torch.no_grad():  # outside tensors may require gradients
             values = self.run(*inputs, *self.outside)
+        return self.result(values)
+
+    def result(self, values: Sequence[Tensor]) -> Tree:
+        """Return the step's result from the flat list that `run` returned."""
         return rebuild(self._step.outputs, values)  # read after the run: Python fills it in as it runs
 
 

@@ -1,0 +1,105 @@
+"""When a step is compiled: only if the rest of the run wins back what compiling costs, as measured here."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from modelfleet.frameworks.torch.compiling import decision, experience, vectors
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("MODELFLEET_CACHE", str(tmp_path))
+    monkeypatch.setenv("MODELFLEET_COMPILE", "auto")
+    experience._known.cache_clear()
+    vectors.knows_vectors.cache_clear()
+    yield tmp_path
+    experience._known.cache_clear()
+    vectors.knows_vectors.cache_clear()
+
+
+def graph() -> fx.GraphModule:
+    def step(x: Tensor) -> Tensor:
+        return x + 1
+
+    return fx.symbolic_trace(step)
+
+
+def won(seconds: float) -> float:
+    """Seconds won in a run that has so many left."""
+    return decision.seconds_won(graph(), 1000, seconds / 1000)
+
+
+def test_a_run_that_ends_before_the_compiler_wins_nothing() -> None:
+    assert won(decision.SECONDS_AT_LEAST) == 0
+
+
+def test_a_run_must_win_back_what_it_loses_meanwhile() -> None:
+    lost = decision.SECONDS_AT_LEAST * decision.SLOWED_FRACTION + decision.SECONDS_TO_LOAD
+    enough = decision.SECONDS_AT_LEAST + lost / decision.SAVED_FRACTION
+    assert won(enough * 0.99) == 0
+    assert 0 < won(enough * 1.01) < won(enough * 2)
+
+
+@pytest.mark.parametrize("found", [{"seconds_per_node": 1e3}, {"saved": 0.0}, {"slowed": 0.9}])
+def test_what_was_measured_here_counts(found: dict[str, float]) -> None:
+    before = won(60)
+    experience.learn(**found)
+    assert won(60) < before
+
+
+def test_what_was_learnt_is_known_to_the_next_process(folder: Path) -> None:
+    experience.learn(saved=0.6)
+    experience.learn(saved=0.2)
+    experience._known.cache_clear()
+    assert decision.saved_fraction() == pytest.approx(0.4)
+    (folder / "compiling.json").write_text("[not numbers")
+    experience._known.cache_clear()
+    assert decision.saved_fraction() == decision.SAVED_FRACTION
+
+
+def test_a_bad_measurement_does_not_end_compiling_for_ever() -> None:
+    experience.learn(saved=-5.0)
+    assert decision.saved_fraction() == experience.LEAST_SAVED
+    assert won(10_000) > 0
+
+
+def test_nothing_is_kept_if_the_user_wants_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODELFLEET_CACHE", "")
+    experience.learn(saved=0.9)
+    assert decision.saved_fraction() == decision.SAVED_FRACTION
+
+
+def test_the_compiler_leaves_the_cores_to_others() -> None:
+    code = """
+import os
+from modelfleet.frameworks.torch.compiling.worker import lower_priority
+lower_priority()
+print(os.nice(0), open("/proc/self/autogroup").read() if os.path.exists("/proc/self/autogroup") else "nice 19")
+"""
+    # A session of its own, as the compile process has.
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, start_new_session=True
+    )
+    nice, _, group = done.stdout.strip().partition(" ")
+    assert nice == "19"
+    assert group.endswith("nice 19")
+
+
+def test_torch_tries_vectors_that_it_does_not_use_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    assert vectors.knows_vectors() is None
+
+
+def test_torch_tries_vectors_that_the_compiler_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise subprocess.CalledProcessError(1, "g++")
+
+    monkeypatch.setattr(vectors.subprocess, "run", refuse)
+    assert vectors.knows_vectors() is None
