@@ -174,16 +174,15 @@ class Programs(Generic[OwnSteps]):
             # few of its operations.
             key = own, tuple(numbers)
             follower = runner.followers.get(key)
+            part = self._slice_of(own, own.packed, packed[0])
             if follower is None:
                 found = runner.program.result(values)
                 del found["fine"]
-                args = (self._slice_of(own, own.packed, packed[0]), {}, {own.alone: numbers}, own.of(found))
+                args = (part, {}, {own.alone: numbers}, own.of(found))
                 follower = runner.followers[key] = self.program("packed_apply", args, False)
-            state, results = packed[1], values[:-1]
-            if own.rows is not None:
-                state, results = leaves(self._slice_of(own, own.packed, packed[0])), own.of(list(results))
+            state, results = packed[1] if part is packed[0] else leaves(part), values[:-1]
             program = follower.program
-            program.run(*state, *leaves(numbers), *results, *program.outside)
+            program.run(*state, *leaves(numbers), *own.of(list(results)), *program.outside)
 
     def _packed(self, state: State, coefficients: CoefficientsBySlice) -> tuple[State, list[Tensor]] | None:
         """Return a state with the buffers of its tensors, and its leaves; None if a step can't update all at once.
@@ -204,8 +203,6 @@ class Programs(Generic[OwnSteps]):
 
     def _slice_of(self, own: Slice, find: Callable[[State], State], state: State) -> State:
         """Return `find(state)`, the part of a state that belongs to a slice. Each thread finds it once."""
-        if own.rows is None:
-            return state
         known = getattr(self._sliced, "last", None)
         if known is None or known[0] is not state:
             known = self._sliced.last = state, {}
@@ -253,7 +250,7 @@ class Programs(Generic[OwnSteps]):
         """
         # Never compiled: the devices of a group would compile it at different steps, and round differently.
         coefficients, *more = rest
-        if len(coefficients) < 2:
+        if not coefficients:  # a Keras optimizer keeps its numbers in the state
             program = self.program(kind, (*lead, *rest), False).program
             with torch.no_grad():  # tensors outside of the step may take gradients
                 return program.run(*self._flat(lead), *leaves(rest), *program.outside)[0]
@@ -262,7 +259,7 @@ class Programs(Generic[OwnSteps]):
             state = self._slice_of(own, own.state, lead[0])
             args = (state, lead[1], {own.alone: numbers}, *own.of(tuple(more)))
             losses.append(self.program(kind, args, False).program(leaves(args)))
-        return torch.cat(losses)
+        return losses[0] if len(losses) == 1 else torch.cat(losses)
 
     def evaluate(self, args: Args, *, shared_data: bool) -> dict[str, Tensor]:
         """Return the sums `(member, …)` of the loss and the metrics over a batch."""

@@ -120,9 +120,10 @@ class Slice(NamedTuple):
         return map_tree(lambda tensor: tensor.narrow(0, start, length), tree)
 
     def state(self, state: State) -> State:
-        """Return views of everything in a state that an update of this slice reads or changes."""
-        if self.rows is None:
-            return state
+        """Return views of everything in a state that an update of this slice reads or changes.
+
+        They have the same form in every lane, whatever the optimizers of its other members are.
+        """
         optimizer = {
             path: tensor
             for path, tensor in state["optimizer"].items()
@@ -132,9 +133,9 @@ class Slice(NamedTuple):
 
     def packed(self, state: State) -> State:
         """Return views of a packed state (`Programs._packed`), with the buffers of this slice's rule only."""
-        if self.rows is None:
-            return state
         buffers = {kind: state["packed"][kind] for kind in ("", *self.tensor_names)}
+        if self.rows is None and list(buffers) == list(state["packed"]):
+            return state
         return self.of({**state, "packed": buffers})
 
 
