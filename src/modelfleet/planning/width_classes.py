@@ -92,7 +92,7 @@ def divide(groups: Groups, spec: LaneSpec, costs: Costs) -> list[LaneSpec]:
     apart = sum(costs.of_step(own[-1].numbers, _count(own)) for own in classes)
     whole = costs.of_step(widths[-1].numbers, _count(widths))
     why = None
-    if apart < whole:
+    if apart < whole and milliseconds(apart) != milliseconds(whole):
         why = f"padded into one lane, a step of all would take {milliseconds(whole)}, not {milliseconds(apart)}"
     return _parts(groups, spec, [[name for width in own for name in width.names] for own in classes], why)
 
