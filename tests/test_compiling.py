@@ -17,6 +17,7 @@ import pytest
 import torch
 from tests import helpers
 from tests.helpers import all_weights, close, equal, fleet_of, toy, weights
+from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config
 
@@ -446,6 +447,10 @@ def test_two_at_a_time_from_eight_cores_on(clock: Clock, monkeypatch: pytest.Mon
         assert sum(lane.ask(1) is not None for lane in lanes) == expected
 
 
+def _deep(depth: int) -> nn.Module:
+    return nn.Sequential(*helpers.mlp(), *(nn.Linear(3, 3) for _ in range(depth)))
+
+
 def test_a_sweep_of_many_lanes_compiles_one_after_the_other(
     eager: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -467,8 +472,8 @@ def test_a_sweep_of_many_lanes_compiles_one_after_the_other(
     monkeypatch.setattr(compile_queue, "CompileProcess", Counted)
     monkeypatch.setattr(compile_queue.QUEUE, "max_running", 1)
     monkeypatch.setattr(compiler, "CHECK_SECONDS", 0.0)
-    widths = np.repeat(np.arange(2, 14), 2)
-    fleet = mf.Fleet.build(helpers.mlp, len(widths), width=mf.each(widths.tolist()))
+    depths = np.repeat(np.arange(12), 2)
+    fleet = mf.Fleet.build(_deep, len(depths), depth=mf.each(depths.tolist()))
     fleet.compile("sgd", "cross_entropy", lr=0.1)
     helpers.fit(fleet, (X, Y), epochs=30, batch_size=5, callbacks=[End()])
     assert len(fleet.plan().lanes) == 12

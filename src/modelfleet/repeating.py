@@ -170,11 +170,15 @@ class Repeating:
             return self._timed(known, "loop", lambda: known.loop(models, data))
         if self._lanes.hold_weights_of(self._exposed, same_structure=True):
             known.rereads = 0
-            return self._timed(known, "fused", lambda: known.fused(lane, kind, data))
+            return self._timed(known, "fused", lambda: self._in_order(lane, known.fused(lane, kind, data)))
         # The lanes read the models again. If that was for nothing, wait longer and longer before the next time.
         known.rereads += 1
         known.pause = min(MAX_PAUSE, 4**known.rereads) if known.rereads > 1 else 0
         raise _ReadAgain
+
+    def _in_order(self, lane: Lane, answers: list[Any] | None) -> list[Any] | None:
+        """Return a lane's answers in the order of the fleet. In a lane, members that are alike are side by side."""
+        return None if answers is None else [answers[lane.positions[name]] for name in self._members]
 
     def _timed(self, known: _Known, way: Way, run: Callable[[], list[Any] | None]) -> list[Any] | None:
         begun = time.perf_counter()

@@ -119,7 +119,7 @@ def test_some_members_answer_as_they_do_among_all(kind: str, strategy: Strategy)
 def test_some_members_can_be_fused() -> None:
     fleet, outputs, _ = fleet_and_answers("torch")
     check(fleet.predict(X, strategy="fused", members=["b", "a"]), {name: outputs[name] for name in "ba"})
-    with pytest.raises(StrategyError, match="'wide' differs from 'a'"):
+    with pytest.raises(StrategyError, match="'noisy' differs from 'a'"):
         fleet.predict(X, strategy="fused")
 
 
