@@ -177,7 +177,7 @@ class Repeating:
         raise _ReadAgain
 
     def _in_order(self, lane: Lane, answers: list[Any] | None) -> list[Any] | None:
-        """Return a lane's answers in the order of the fleet. In a lane, members that are alike are side by side."""
+        """Return a lane's answers in the order of the fleet. In a lane, like members are side by side."""
         return None if answers is None else [answers[lane.positions[name]] for name in self._members]
 
     def _timed(self, known: _Known, way: Way, run: Callable[[], list[Any] | None]) -> list[Any] | None:

@@ -440,9 +440,11 @@ def test_a_batch_that_is_too_large_for_the_memory_is_cut() -> None:
 
 
 def test_a_model_that_can_not_be_received_fails_the_requests_with_the_reason() -> None:
-    with mf.Replicas(models.Unloadable(), devices=TWO) as replicas:
-        with pytest.raises(mf.FleetError, match=r"no replica is left.*the weights' file is not on this machine"):
-            replicas.submit("ada", rows(1, 3)).result()  # the replicas may have failed before
+    with (
+        mf.Replicas(models.Unloadable(), devices=TWO) as replicas,
+        pytest.raises(mf.FleetError, match=r"no replica is left.*the weights' file is not on this machine"),
+    ):
+        replicas.submit("ada", rows(1, 3)).result()  # the replicas may have failed before
     assert all(replica.broken for replica in replicas.stats().replicas.values())
 
 
