@@ -144,6 +144,11 @@ def _computed(
     if rule.casts:
         dtype = _dtype([changed.get(path, leaf) for path, leaf in given])
         changed |= {path: sites[path].to(dtype) for path in floats}
+    first = next(iter(arguments.values.values()))
+    writes = rule.writes or arguments.values.get("inplace") is True
+    if writes:  # the gradient of the rule may need what it has read
+        path = next(path for path, leaf in given if leaf is first)
+        changed[path] = changed.get(path, first).clone()
     result = arguments.with_values(changed).call(rule.compute)
     wanted = {path: leaf.dtype for path, leaf in call.results if isinstance(leaf, Described)}
     if isinstance(result, Tensor):
@@ -152,10 +157,7 @@ def _computed(
         result = tuple(
             part.to(wanted[place,]) if isinstance(part, Tensor) else part for place, part in enumerate(result)
         )
-    first = next(iter(arguments.values.values()))
-    if rule.writes or arguments.values.get("inplace") is True:
-        return first.copy_(result)
-    return result
+    return first.copy_(result) if writes else result
 
 
 def _dtype(tensors: list[Tensor]) -> torch.dtype:

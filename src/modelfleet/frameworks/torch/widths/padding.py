@@ -96,7 +96,9 @@ class _Step:
 class PaddedCall:
     """One call of a torch function on padded tensors, for its rule."""
 
-    def __init__(self, call: Call, arguments: Arguments, step: _Step, numbers: Change | None) -> None:
+    def __init__(
+        self, call: Call, record: OneCall, arguments: Arguments, step: _Step, numbers: Change | None
+    ) -> None:
         self.func = arguments.function
         self.args, self.kwargs = arguments.positional()
         self.tensors = [leaf for _, leaf in arguments.leaves() if isinstance(leaf, Tensor)]
@@ -106,7 +108,7 @@ class PaddedCall:
         self.own = step.own
         self.mask = step.mask
         self.has_numbers = numbers is not None
-        self._record, self._numbers, self._step = call.own, numbers, step
+        self._record, self._numbers = record, numbers
         if call.shapes != tuple(tuple(tensor.shape) for tensor in self.tensors):
             raise self.refuse("is called on other shapes while it is traced")
 
@@ -153,7 +155,7 @@ Rules = Mapping[Callable[..., Any], Rule]
 
 def _change(call: Call, step: _Step, numbers: Change | None, rules: Rules) -> Change:
     def change(arguments: Arguments, record: OneCall) -> Any:
-        padded = PaddedCall(call, arguments, step, numbers)
+        padded = PaddedCall(call, record, arguments, step, numbers)
         rule = rules.get(arguments.function)
         if rule is None or (padded.tensors and not padded.args):
             raise padded.refuse("has no rule for a padded axis")

@@ -68,13 +68,17 @@ class WidthTrial:
         error: Exception | None = None
         for dtype in (torch.float64, None):  # not every model can be cast to float64
             attempt = _Attempt(self, kind, dtype, data, weights)
+            expected: list[Tree] = []
             try:
-                expected = [attempt.alone(number) for number in range(len(self._alone))]
+                for number in range(len(self._alone)):
+                    expected.append(attempt.alone(number))
+                attempt.compare(padding, numbers, expected)
             except Exception as raised:  # a model's forward may raise anything
+                if isinstance(raised, CannotFuseError) and len(expected) == len(self._alone):
+                    raise
                 error = raised
-                continue
-            attempt.compare(padding, numbers, expected)
-            return
+            else:
+                return
         raise CannotFuseError(f"its widths differ, and a trial of it raised {error}") from error
 
 
