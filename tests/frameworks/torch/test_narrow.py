@@ -1,5 +1,6 @@
 """Narrow products and softmaxes, which uncompiled graphs compute the other way round."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -87,3 +88,39 @@ def test_a_result_that_is_written_to_through_a_view_keeps_its_layout() -> None:
     given = inputs(10)
     graph = traced(write, *given)
     torch.testing.assert_close(in_place(graph)(*given), write(*given))
+
+
+def best_class(scores: Tensor) -> tuple[Tensor, Tensor]:
+    return scores.argmax(2), scores.argmax(-1, keepdim=True)
+
+
+def test_the_best_of_few_classes_is_that_of_argmax() -> None:
+    nan, inf = math.nan, math.inf
+    unusual = [
+        [1, nan, nan],
+        [nan, 2, 3],
+        [2, 2, 1],
+        [1, 2, 2],
+        [-inf, -inf, -inf],
+        [0.0, -0.0, 0.0],
+        [inf, nan, inf],
+    ]
+    scores = torch.tensor(unusual * 3).repeat(MEMBERS, 1, 1)
+    for given in (scores, scores.mT.contiguous().mT):
+        graph = in_place(traced(best_class, given))
+        assert shapes(graph, aten.argmax.default) == []
+        for found, wanted in zip(graph(given), best_class(given), strict=True):
+            assert found.dtype == wanted.dtype
+            assert torch.equal(found, wanted)
+
+
+def test_an_argmax_over_many_numbers_or_another_axis_stays() -> None:
+    scores = torch.randn(MEMBERS, ROWS, 10)
+    for step, given in (
+        (lambda x: x.argmax(2), torch.randn(MEMBERS, ROWS, 16)),
+        (lambda x: x.argmax(1), scores),
+        (lambda x: x.argmax(), scores),
+    ):
+        graph = in_place(traced(step, given))
+        assert len(shapes(graph, aten.argmax.default)) == 1
+        assert torch.equal(graph(given), step(given))
