@@ -38,13 +38,12 @@ from modelfleet.frameworks.torch.random.operations import (
     is_random,
 )
 from modelfleet.frameworks.torch.random.streams import Streams
-from modelfleet.frameworks.torch.random.threefry import threefry
+from modelfleet.frameworks.torch.random.threefry import words
 
 MAX_STEPS = 64  # that are computed at a time
 MAX_BLOCKS = 16384  # for these steps together; beyond that, the overhead of a call does not matter
 MAX_CACHED_DRAWS = 256
 
-Words = tuple[Tensor, Tensor]
 DrawKey = tuple[int, torch.device, int, int]
 """Seed, device, number of the draw, and how many blocks it has."""
 
@@ -53,12 +52,12 @@ class WordCache:
     """Words of a member's draws, computed for several steps ahead."""
 
     def __init__(self) -> None:
-        self._kept: dict[DrawKey, tuple[int, Words]] = {}
+        self._kept: dict[DrawKey, tuple[int, Tensor]] = {}
 
-    def words(self, key: DrawKey, step: int, blocks: int, make: Callable[[Tensor, Tensor], Words]) -> Words:
+    def words(self, key: DrawKey, step: int, blocks: int, make: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Return the words of a step's draw. `make` computes them for counters and steps `(step, block)`."""
         known = self._kept.get(key)
-        if known is None or not known[0] <= step < known[0] + len(known[1][0]):
+        if known is None or not known[0] <= step < known[0] + len(known[1]):
             # A first draw may never be repeated. A repeated one is drawn at every step.
             many = 1 if known is None else max(1, min(MAX_STEPS, MAX_BLOCKS // max(blocks, 1)))
             counters = torch.arange(blocks, dtype=torch.int32).expand(many, blocks)
@@ -66,8 +65,8 @@ class WordCache:
             if len(self._kept) >= MAX_CACHED_DRAWS:
                 self._kept.clear()
             known = self._kept[key] = step, make(counters, steps)
-        first, (left, right) = known
-        return left[step - first], right[step - first]
+        first, drawn = known
+        return drawn[step - first]
 
 
 class _NumberedStreams(Streams):
@@ -82,11 +81,11 @@ class _NumberedStreams(Streams):
         self._draws = number
         return self
 
-    def _first_words(self, number: int, blocks: int) -> Words:
-        def make(counters: Tensor, steps: Tensor) -> Words:
+    def _first_words(self, number: int, blocks: int) -> Tensor:
+        def make(counters: Tensor, steps: Tensor) -> Tensor:
             first, second, _ = self._key
             device = self._seed.device
-            return threefry(first, second + number, counters.to(device), steps.to(device))
+            return words(first, second + number, counters.to(device), steps.to(device))
 
         return self._cache.words((*self._cache_key, number, blocks), self._step_number, blocks, make)
 

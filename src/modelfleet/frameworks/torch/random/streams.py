@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from modelfleet.errors import StrategyError
-from modelfleet.frameworks.torch.random.threefry import join_words, threefry
+from modelfleet.frameworks.torch.random.threefry import join_words, words
 
 # Binary digits of a uniform number, as in torch: as many as keep it below 1.
 _DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
@@ -115,14 +115,18 @@ class Streams:
     def words32(self, shape: Sequence[int]) -> Tensor:
         """Return 32-bit words as int32. Two numbers of a draw are the two words of one counter."""
         number, size, positions = self._next(shape)
-        return _in_turn(self._pairs(number, size, positions, torch.float32), shape, size, positions)
+        if positions is None:
+            drawn = self._first_words(number, (size + 1) // 2)
+        else:
+            drawn = self._words_of(number, (positions >> 1).to(torch.int32))
+        return _in_turn(drawn, shape, size, positions)
 
     def words64(self, shape: Sequence[int]) -> Tensor:
         """Return 64-bit words as int64. Every number has a counter of its own."""
         number, size, positions = self._next(shape)
         if positions is None:
-            return join_words(*self._first_words(number, size)).view(list(shape))
-        return join_words(*self._words_of(number, positions.to(torch.int32))).view(list(shape))
+            return join_words(self._first_words(number, size)).view(list(shape))
+        return join_words(self._words_of(number, positions.to(torch.int32))).view(list(shape))
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return numbers in [0, 1), with all the digits that the dtype has below 1."""
@@ -143,7 +147,8 @@ class Streams:
         As in torch, a member with a rate of 0 or 1 draws nothing: its next draw has the number of this one.
         """
         least = torch.ceil((1.0 - p) * 2**24).to(torch.int64)  # as in `below`
-        mask = self.words32(shape) < ((least - 2**23) << 8).view(-1, *[1] * (len(shape) - 1))
+        last = (((least - 2**23) << 8) - 1).clamp(min=-(2**31)).to(torch.int32)  # of the words that are kept
+        mask = self.words32(shape) <= last.view(-1, *[1] * (len(shape) - 1))
         skipped = ((p <= 0) | (p >= 1)).to(torch.int32).unsqueeze(1)
         self._skipped = skipped if self._skipped is None else self._skipped + skipped
         return mask
@@ -163,8 +168,8 @@ class Streams:
         number, size, positions = self._next(shape)
         first, second = (_unit(words, exact) for words in self._pairs(number, size, positions, exact))
         radius, angle = torch.sqrt(-2.0 * torch.log1p(-first)), second * (2.0 * math.pi)
-        pair = radius * torch.cos(angle), radius * torch.sin(angle)
-        return _in_turn(pair, shape, size, positions).to(dtype)
+        pairs = torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), -1)
+        return _in_turn(pairs, shape, size, positions).to(dtype)
 
     def permutation(self, shape: Sequence[int]) -> Tensor:
         """Return the numbers from 0 on in a random order, along the last axis."""
@@ -188,13 +193,13 @@ class Streams:
         if positions is None:
             half = (size + 1) // 2
             if exact == torch.float32:
-                return self._first_words(number, half)
-            words = join_words(*self._first_words(number, 2 * half))
-            return words[..., ::2], words[..., 1::2]
+                return _both(self._first_words(number, half))
+            drawn = join_words(self._first_words(number, 2 * half))
+            return drawn[..., ::2], drawn[..., 1::2]
         pairs = (positions >> 1).to(torch.int32)
         if exact == torch.float32:
-            return self._words_of(number, pairs)
-        left, right = (join_words(*self._words_of(number, pairs * 2 + second)) for second in (0, 1))
+            return _both(self._words_of(number, pairs))
+        left, right = (join_words(self._words_of(number, pairs * 2 + second)) for second in (0, 1))
         return left, right
 
     def _next(self, shape: Sequence[int]) -> tuple[int, int, Tensor | None]:
@@ -227,20 +232,24 @@ class Streams:
                 stride = stride * size
         return found.expand(len(self._seed), *shape).flatten(1)
 
-    def _words_of(self, number: int, counters: Tensor) -> tuple[Tensor, Tensor]:
+    def _words_of(self, number: int, counters: Tensor) -> Tensor:
         first, second, step = self._key
         second = second + number if self._skipped is None else second + (number - self._skipped)
-        return threefry(first, second, counters, step)
+        return words(first, second, counters, step)
 
-    def _first_words(self, number: int, blocks: int) -> tuple[Tensor, Tensor]:
+    def _first_words(self, number: int, blocks: int) -> Tensor:
         return self._words_of(number, torch.arange(blocks, dtype=torch.int32, device=self._seed.device))
 
 
-def _in_turn(pair: tuple[Tensor, Tensor], shape: Sequence[int], size: int, positions: Tensor | None) -> Tensor:
-    """Return the numbers of a draw that were computed in pairs: those at even positions, and those at odd ones."""
+def _both(pairs: Tensor) -> tuple[Tensor, Tensor]:
+    return pairs[..., 0], pairs[..., 1]
+
+
+def _in_turn(pairs: Tensor, shape: Sequence[int], size: int, positions: Tensor | None) -> Tensor:
+    """Return the numbers of a draw from pairs `(…, 2)`: those at even positions, and those at odd ones."""
     if positions is None:
-        return torch.stack(pair, -1).flatten(-2)[..., :size].reshape(list(shape))
-    return torch.where((positions & 1).bool(), pair[1], pair[0]).view(list(shape))
+        return pairs.flatten(-2)[..., :size].reshape(list(shape))
+    return torch.where((positions & 1).bool(), pairs[..., 1], pairs[..., 0]).view(list(shape))
 
 
 def _unit(words: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,38 @@ unsigned ones. The arithmetic wraps, so the bits are the same.
 import torch
 from torch import Tensor
 
+from modelfleet.frameworks.torch.random import native
 from modelfleet.shuffles import PARITY, ROTATIONS
+
+LIBRARY = torch.library.Library("modelfleet", "FRAGMENT")
+LIBRARY.define("words(Tensor first, Tensor second, Tensor left, Tensor right) -> Tensor")
+WORDS = torch.ops.modelfleet.words.default
+
+
+def words(first: Tensor, second: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Return the pairs of words `(…, 2)` of `threefry`. On the CPU, that is one operation in a traced program."""
+    run = WORDS if first.device.type == "cpu" else words_by_operations
+    return run(first, second, left, right)
+
+
+def words_by_operations(first: Tensor, second: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Return the pairs of words `(…, 2)` of `threefry`, by operations on tensors: what a compiler takes."""
+    return torch.stack(threefry(first, second, left, right), -1)
+
+
+def _words_on_cpu(first: Tensor, second: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    kernel = native.LOOP.wanted(left.shape[-1] * max(first.numel(), right.numel()))
+    found = None if kernel is None else native.words(kernel, first, second, left, right)
+    return words_by_operations(first, second, left, right) if found is None else found
+
+
+def _shape_of_words(first: Tensor, second: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    shape = torch.broadcast_shapes(first.shape, second.shape, left.shape, right.shape)
+    return left.new_empty((*shape, 2))
+
+
+LIBRARY.impl("words", _words_on_cpu, "CPU")
+torch.library.register_fake("modelfleet::words", _shape_of_words, lib=LIBRARY)
 
 
 def threefry(first: Tensor, second: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
@@ -26,9 +57,10 @@ def threefry(first: Tensor, second: Tensor, left: Tensor, right: Tensor) -> tupl
     return x, y
 
 
-def join_words(left: Tensor, right: Tensor) -> Tensor:
-    """Return 64-bit words made of two 32-bit words each, the left one in the upper half."""
-    return (left.to(torch.int64) << 32).bitwise_or_(right.to(torch.int64).bitwise_and_(0xFFFFFFFF))
+def join_words(pairs: Tensor) -> Tensor:
+    """Return 64-bit words made of pairs `(…, 2)` of 32-bit words, the left one in the upper half."""
+    left, right = pairs[..., 0].to(torch.int64), pairs[..., 1].to(torch.int64)
+    return (left << 32).bitwise_or_(right.bitwise_and_(0xFFFFFFFF))
 
 
 # In place where the shape allows it: uncompiled, memory traffic takes most of a step's time. All of these tensors
