@@ -1,7 +1,7 @@
 """Torch models in fleets. Exports the names of `adapter_protocol.Adapter`."""
 
 from modelfleet.frameworks.batch_parts import inputs
-from modelfleet.frameworks.torch import arrays, files
+from modelfleet.frameworks.torch import arrays, files, nodes
 from modelfleet.frameworks.torch.building import (
     check_model,
     copy_model,

@@ -110,17 +110,28 @@ class Task:
             mean, sums = self.run(model, batch, weights)
             return mean * sums["rows"], sums["rows"], sums
         x, target, own = unpack(batch, loss.name)
-        output = logits(call(model, x))
+        return self.partial_loss_of(logits(call(model, x)), target, own, weights, fraction)
+
+    def partial_loss_of(
+        self, output: Tree, target: Tree, own: Tensor | None, weights: Tensor | None, fraction: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return what `partial_loss` does, for rows whose outputs are there already. `own` are their sample weights.
+
+        A function without values per row is taken as the mean over the rows.
+        """
+        loss = self.loss
+        assert loss is not None
+        rows = torch.as_tensor(_count(output), device=_first(output).device) if weights is None else weights.sum()
         if loss.rows is not None or own is not None:
             totals, counts = by_row(loss, output, target, own)
             if weights is not None:
                 totals, counts = weights * totals, weights * counts
             total, count = totals.sum(), counts.sum()
-        else:
-            assert loss.parts is not None
+        elif loss.parts is not None:
             total, count = loss.parts(output, target)
             count = fraction.to(total.dtype) if count is None else count
-        rows = torch.as_tensor(_count(batch), device=total.device) if weights is None else weights.sum()
+        else:
+            total, count = _scalar(loss.plain(output, target)) * rows, rows
         return total, count, {**self._sums(output, target, weights), "rows": rows}
 
     def values(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -219,4 +230,8 @@ def _scalar(loss: object) -> Tensor:
 
 
 def _count(batch: Tree) -> int:
-    return next(leaf.shape[0] for leaf in leaves(batch) if isinstance(leaf, Tensor))
+    return _first(batch).shape[0]
+
+
+def _first(tree: Tree) -> Tensor:
+    return next(leaf for leaf in leaves(tree) if isinstance(leaf, Tensor))

@@ -85,7 +85,7 @@ def _divide(trial: "_Trial", data: Tree, inputs: Tree) -> DrawShapes | str:
         trial.step(_loss, data, slice(trial.half), few := trial.constant_streams())
     except Exception as error:
         return f"the model does not accept half of a batch's rows: {without_period(error)}. Train it on one device"
-    draws = _row_axes(constant.shapes, trial.rows, few.shapes, trial.half)
+    draws = row_axes(constant.shapes, trial.rows, few.shapes, trial.half)
     if isinstance(draws, str):
         return draws
     if any(draws[number][1] is not None for number in constant.permutations):
@@ -125,7 +125,7 @@ def ignores_padding(steps: Steps, state: State, shared: dict[str, Tensor], data:
         batch = trial.cast((x, *rest))
         padded = trial.step(_loss, batch, slice(None), trial.extreme_streams(), weights)
         alone = trial.step(_loss, batch, slice(real), trial.extreme_streams(), weights[:real])
-        return _close(padded, alone, trial.tolerance)
+        return close(padded, alone, trial.tolerance)
 
     with locked_in_mode(steps, train=True):
         try:
@@ -256,7 +256,7 @@ class _Trial:
             Whether the outputs show what a row draws, and whether the draws are the same.
         """
         shapes, few = (self.without_chance(inputs, end)[1] for end in (None, self.half))
-        draws = _row_axes(shapes, self.rows, few, self.half)
+        draws = row_axes(shapes, self.rows, few, self.half)
         if isinstance(draws, str):
             return False, False
         rows = slice(self.half, None)
@@ -283,7 +283,7 @@ class _Trial:
             total, count = total + part, count + counted
             gradients = {name: gradients[name] + own.get(name, 0.0) for name in gradients}
         mean = total / count, {name: gradient / count for name, gradient in gradients.items()}
-        return _close((whole[0][0], whole[1]), mean, self.tolerance)
+        return close((whole[0][0], whole[1]), mean, self.tolerance)
 
     def _batch_rows(self, rows: slice, draws: DrawShapes) -> BatchRows:
         found = range(self.rows)[rows]
@@ -301,7 +301,7 @@ class _Trial:
 
     def _agree(self, whole: Tree, part: Tree, rows: slice) -> bool:
         for left, right in zip(leaves(whole), leaves(part), strict=False):
-            if self._has_rows(left) and not _close(left[rows], right, self.tolerance):
+            if self._has_rows(left) and not close(left[rows], right, self.tolerance):
                 return False
         return True
 
@@ -324,7 +324,7 @@ def _outputs(model: nn.Module, x: Tree) -> Tree:
     return logits(call(model, x))
 
 
-def _row_axes(whole: Sequence[Shape], rows: int, few: Sequence[Shape], fewer: int) -> DrawShapes | str:
+def row_axes(whole: Sequence[Shape], rows: int, few: Sequence[Shape], fewer: int) -> DrawShapes | str:
     """Find the axes of draws that have the rows, from their shapes for `rows` rows and for `fewer`."""
     if len(whole) != len(few):
         times = f"{len(whole)} times for {rows} rows, and {len(few)} times for {fewer}"
@@ -349,7 +349,7 @@ def _equal(left: Tensor, right: Tensor) -> bool:
     return bool(((left == right) | ((left != left) & (right != right))).all())
 
 
-def _close(left: Tree, right: Tree, tolerance: float) -> bool:
+def close(left: Tree, right: Tree, tolerance: float) -> bool:
     """Return True if trees of tensors have the same numbers, within the rounding of the largest."""
     pairs = list(zip(leaves(left), leaves(right), strict=True))
     for one, other in pairs:

@@ -69,7 +69,9 @@ def make(
 
     Its steps skip parameters that take no gradient. They may take one later.
     """
-    chosen, params = optimizer.torch_class or NOT_IN_TORCH[optimizer.name], list(params)
+    # torch refuses an optimizer without parameters, which a stage of a chain such as nn.ReLU() would have.
+    params = list(params) or [nn.Parameter(torch.empty(0))]
+    chosen = optimizer.torch_class or NOT_IN_TORCH[optimizer.name]
     fused = {"fused": True} if chosen in FUSED and all(_can_fuse(parameter) for parameter in params) else {}
     return chosen(params, **settings(optimizer, hyper), **optimizer.flags, **fused)  # pyrefly: ignore
 

@@ -38,7 +38,7 @@ class PlainTrials:
         """
         task = self._member.task
         for with_grad in (torch.no_grad, torch.enable_grad):  # a forward may differentiate by its input
-            model = _scratch_copy(self._member.model)
+            model = scratch_copy(self._member.model)
             if model is None:
                 return None
             with (
@@ -62,7 +62,7 @@ class PlainTrials:
         # A single row does not show what each row draws, so its form is its own.
         form = len(leaves(rows)[0]) == 1, *(leaf.shape[1:] for leaf in leaves(rows))
         if form not in self._divided:
-            model = _scratch_copy(self._member.model)
+            model = scratch_copy(self._member.model)
             if model is None:
                 return "the model can't be copied to be tried. Train it on one device"
             steps = Steps(model, self._member.task, self._member.layout)
@@ -71,14 +71,14 @@ class PlainTrials:
 
     def are_independent(self, inputs: Tree) -> bool:
         """Return True if the output for a row depends on that row alone; False if that can't be tried."""
-        model = _scratch_copy(self._member.model)
+        model = scratch_copy(self._member.model)
         if model is None:
             return False
         steps = Steps(model, self._member.task, self._member.layout)
         return rows_are_independent(steps, self._member.state, {}, inputs)
 
 
-def _scratch_copy(model: nn.Module) -> nn.Module | None:
+def scratch_copy(model: nn.Module) -> nn.Module | None:
     """Return a copy of a model that reads the same parameters, or None if it can't be copied."""
     memo: dict[int, object] = {
         id(parameter): nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)

@@ -77,12 +77,13 @@ class Streams:
             `shape` below is the member.
         step: How many steps the members have taken, in the shape of `seed`.
         rows: The rows of the batch that are computed here, if they are not all.
+        first: The number of the first draw.
     """
 
-    def __init__(self, seed: Tensor, step: Tensor, rows: BatchRows | None = None) -> None:
+    def __init__(self, seed: Tensor, step: Tensor, rows: BatchRows | None = None, *, first: int = 0) -> None:
         self._seed, self._step = seed, step
         self._stacked = seed.dim() == 1
-        self._draws = 0
+        self._draws = first
         self._skipped: Tensor | None = None  # draws that each member left out, `(member, 1)`
         self._rows = rows
         self._padded: tuple[Sequence[Any], tuple[int, ...], Callable[[Any], Tensor]] | None = None

@@ -1,0 +1,152 @@
+"""Node engines: the framework's side of one node of a graph, on one rank.
+
+A node computes micro-batches: rows of a batch that go through the graph together. The engine keeps what the
+backward pass of each of them needs. It never sees edges or other nodes: `graph.rank` hands it inputs and gradients.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from modelfleet.frameworks.stacked import Given
+from modelfleet.types import State, Tensor, Tree
+
+DrawShapes = tuple[tuple[tuple[int, ...], int | None], ...]
+"""For each random draw of a step, in order: its shape, and the axis that has the rows (see `random/streams.py`)."""
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Random draws of a step of the whole graph, and where one node's begin."""
+
+    shapes: DrawShapes
+    """Shapes of the draws of all nodes, in the order in which the undivided model would draw."""
+    first: int
+    """Number of this node's first draw."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step, as all nodes of a graph see it."""
+
+    rows: tuple[tuple[int, int], ...]
+    """Start and end of every micro-batch within the batch."""
+    train: bool
+    """True if the nodes are in training mode, and keep what the backward pass needs."""
+
+    @property
+    def count(self) -> int:
+        """Return the number of rows of the batch."""
+        return self.rows[-1][1]
+
+
+@dataclass(frozen=True)
+class LossParts:
+    """What a micro-batch adds to the loss of a step: the loss is the sum of the totals over that of the counts."""
+
+    total: float
+    count: float
+    sums: Mapping[str, float]
+    """What it adds to the metrics of the epoch. "rows" is the number of its rows."""
+
+
+@dataclass(frozen=True)
+class NodeTrial:
+    """What a node did with a few rows, before anything was trained."""
+
+    outputs: Tree
+    forward: float
+    """Seconds."""
+    backward: float
+    kept_bytes: int
+    """What its backward pass keeps of its forward pass."""
+    draws: DrawShapes | str
+    """What it draws for which rows; or why that can't be told, and what to do."""
+    mixes_rows: bool
+    """True if its output for a row depends on the other rows, as BatchNorm's does."""
+
+
+class NodeEngine(Protocol):
+    """Engine of one node. Trees of tensors are the framework's own, on the node's device."""
+
+    trained: bool
+    """True if the node has weights that take a gradient."""
+
+    def begin(self, step: Step, hyper: Mapping[str, float], draws: Draws) -> None:
+        """Start a step. `hyper` are the node's hyperparameters."""
+        ...
+
+    def forward(self, micro: int, inputs: Tree, wanted: Collection[int]) -> Tree:
+        """Return the outputs for a micro-batch, without a graph of their own.
+
+        Args:
+            micro: The number of the micro-batch.
+            inputs: What the model is called with: one tree, a tuple of arguments, or a dict of keywords.
+            wanted: Numbers of the leaves of `inputs` whose gradients `backward` has to return.
+        """
+        ...
+
+    def count(self, micro: int, target: Tree) -> float:
+        """Return the count by which the loss of the whole batch is divided.
+
+        Args:
+            micro: A micro-batch that has been through `forward`: the others have outputs like its own.
+            target: (y,) or (y, sample_weight) of the whole batch.
+        """
+        ...
+
+    def loss(self, micro: int, target: Tree, divisor: float) -> LossParts:
+        """Compute the loss of a micro-batch's outputs, for `backward` divided by a number.
+
+        Args:
+            micro: The number of the micro-batch.
+            target: (y,) or (y, sample_weight) of its rows.
+            divisor: 1 if the gradients of all nodes are divided later.
+        """
+        ...
+
+    def backward(self, micro: int, gradients: Sequence[Tensor | None], *, inputs_only: bool = False) -> list[Tensor]:
+        """Add a micro-batch's gradients to those of the step, and return those of the wanted inputs.
+
+        Args:
+            micro: The number of the micro-batch.
+            gradients: The gradient of every leaf of the outputs; None where there is none.
+            inputs_only: Leave those of the weights to `backward_weights`.
+        """
+        ...
+
+    def backward_weights(self, micro: int) -> None:
+        """Add the gradients of the weights that `backward` has left out."""
+        ...
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients of the step so far, to be summed over replicas in place."""
+        ...
+
+    def norm(self) -> tuple[float, bool]:
+        """Return the squared norm of the gradients, and whether all are finite."""
+        ...
+
+    def apply(self, scale: float) -> None:
+        """Take the optimizer's step, with all gradients multiplied by `scale`."""
+        ...
+
+    def end(self, *, skipped: bool) -> None:
+        """End a step. If it was skipped, the buffers are as they were before it, and it does not count."""
+        ...
+
+    def try_out(self, inputs: Tree, wanted: Collection[int], *, train: bool) -> NodeTrial:
+        """Return what the node does with a few rows, without changing it."""
+        ...
+
+    def place(self, tree: Tree) -> Tree:
+        """Return a tree of arrays or tensors as tensors on the node's device."""
+        ...
+
+    def read(self, parts: Collection[str] | None = None) -> State:
+        """Return a copy of the state, as arrays on the host: tensors `(1, …)` by part and name."""
+        ...
+
+    def write(self, state: Given) -> None:
+        """Replace the state by part and name."""
+        ...

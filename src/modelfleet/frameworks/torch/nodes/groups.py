@@ -1,0 +1,178 @@
+"""Transport between ranks that are processes: a process group for each edge, direction and pair of ranks.
+
+A message is a header of one number and the tensors. The header is 0 if the tensors have the form that the last
+message of this channel with as many rows had. So receives are posted before the tensors are there. Otherwise it is
+the length of the new form, which follows.
+"""
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from modelfleet.errors import RankLostError
+from modelfleet.frameworks.torch.parallel.process_group import ProcessGroup
+from modelfleet.trees import leaves, map_tree, rebuild
+from modelfleet.types import Tree
+
+Channel = tuple[str, bool, int, int]
+"""An edge, whether it is its gradient, the sending rank, and the receiving rank."""
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Form of a message's tensors."""
+
+    tree: Tree
+    tensors: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+
+    @classmethod
+    def of(cls, tree: Tree) -> "_Form":
+        return cls(
+            map_tree(lambda _: 0, tree), tuple((leaf.dtype, tuple(leaf.shape)) for leaf in leaves(tree))
+        )
+
+    def empty(self, device: torch.device) -> list[Tensor]:
+        return [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in self.tensors]
+
+
+@dataclass
+class _Receiving:
+    """Receives that are posted for one message."""
+
+    header: Tensor
+    works: list[Any]
+    form: _Form | None
+    tensors: list[Tensor]
+
+
+class GroupTransport:
+    """Transport of one rank that is a process. Create it with `join`, on all ranks at once."""
+
+    def __init__(
+        self, group: ProcessGroup, channels: Mapping[Channel, Any], sums: Mapping[tuple[int, ...], Any], device: torch.device
+    ) -> None:
+        self._group, self._channels, self._sums, self._device = group, channels, sums, device
+        self._timeout = timedelta(seconds=group.timeout)
+        self._known: dict[tuple[Channel, int], _Form] = {}
+        self._receiving: dict[tuple[Channel, int], _Receiving] = {}
+        self._sending: list[tuple[Any, Tensor]] = []  # until a tensor has been sent, it must not be freed
+        self._rows: Sequence[int] = ()
+
+    @classmethod
+    def join(
+        cls,
+        address: str,
+        rank: int,
+        size: int,
+        timeout: float,
+        *,
+        channels: Sequence[Channel],
+        sums: Sequence[tuple[int, ...]],
+        device: torch.device,
+    ) -> Self:
+        """Connect to the other ranks, and make the groups. The arguments are the same on all ranks, but the rank."""
+        group = ProcessGroup.join(address, rank, size, timeout, device=device.type)
+        wait = timedelta(seconds=timeout)
+        made = {
+            channel: dist.new_group(sorted({channel[2], channel[3]}), timeout=wait, group_desc=f"{channel}")
+            for channel in channels
+        }
+        summing = {ranks: dist.new_group(list(ranks), timeout=wait, group_desc=f"sum {ranks}") for ranks in sums}
+        return cls(group, made, summing, device)
+
+    def begin(self, step: int, rows: Sequence[int]) -> None:
+        """Start a step."""
+        self._rows = rows
+        self._sending = [(work, tensor) for work, tensor in self._sending if not work.is_completed()]
+
+    def send(self, message: Any, tree: Tree) -> None:
+        """Send tensors, without waiting until they have arrived."""
+        channel = message.edge, message.gradient, message.source, message.target
+        form, key = _Form.of(tree), (channel, self._rows[message.micro])
+        known = self._known.get(key)
+        if known == form:
+            self._post(channel, torch.zeros(1, dtype=torch.int64, device=self._device))
+        else:
+            described = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8).to(self._device)
+            self._post(channel, torch.tensor([len(described)], device=self._device))
+            for tensor in known.empty(self._device) if known is not None else ():
+                self._post(channel, tensor)  # the receiver has posted receives for the old form
+            self._post(channel, described)
+            self._known[key] = form
+        for leaf in leaves(tree):
+            self._post(channel, leaf.detach().contiguous())
+
+    def expect(self, message: Any) -> None:
+        """Post the receives of a message."""
+        channel = message.edge, message.gradient, message.source, message.target
+        form = self._known.get((channel, self._rows[message.micro]))
+        header = torch.empty(1, dtype=torch.int64, device=self._device)
+        tensors = [] if form is None else form.empty(self._device)
+        works = [self._receive(channel, tensor) for tensor in (header, *tensors)]
+        self._receiving[channel, message.micro] = _Receiving(header, works, form, tensors)
+
+    def take(self, message: Any) -> Tree:
+        """Wait for a message, and return its tensors."""
+        channel = message.edge, message.gradient, message.source, message.target
+        if (channel, message.micro) not in self._receiving:
+            self.expect(message)
+        posted = self._receiving.pop((channel, message.micro))
+        try:
+            for work in posted.works:
+                work.wait(self._timeout)
+            form, tensors = posted.form, posted.tensors
+            if length := int(posted.header):
+                described = torch.empty(length, dtype=torch.uint8, device=self._device)
+                self._receive(channel, described).wait(self._timeout)
+                form = pickle.loads(described.cpu().numpy().tobytes())
+                self._known[channel, self._rows[message.micro]] = form
+                tensors = form.empty(self._device)
+                for work in [self._receive(channel, tensor) for tensor in tensors]:
+                    work.wait(self._timeout)
+        except RuntimeError as error:
+            raise self._lost(f"{message} from rank {message.source}", error) from error
+        assert form is not None
+        return rebuild(form.tree, tensors)
+
+    def sum(self, name: str, ranks: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        """Sum tensors over some ranks, in place."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        try:
+            for together in by_dtype.values():
+                flat = torch.cat([tensor.reshape(-1) for tensor in together])
+                work = dist.all_reduce(flat, group=self._sums[tuple(ranks)], async_op=True)
+                assert work is not None
+                work.wait(self._timeout)
+                for tensor, part in zip(together, flat.split([t.numel() for t in together]), strict=True):
+                    tensor.copy_(part.view_as(tensor))
+        except RuntimeError as error:
+            raise self._lost(f"the sum of {name} over ranks {', '.join(map(str, ranks))}", error) from error
+
+    def close(self) -> None:
+        """Leave the groups."""
+        self._sending, self._receiving = [], {}
+        self._group.close()
+
+    def _post(self, channel: Channel, tensor: Tensor) -> None:
+        try:
+            work = dist.isend(tensor, channel[3], group=self._channels[channel])
+        except RuntimeError as error:
+            raise self._lost(f"rank {channel[3]} to take what {channel[0]} carries", error) from error
+        self._sending.append((work, tensor))
+
+    def _receive(self, channel: Channel, tensor: Tensor) -> Any:
+        return dist.irecv(tensor, channel[2], group=self._channels[channel])
+
+    def _lost(self, what: str, error: Exception) -> RankLostError:
+        return RankLostError(
+            f"rank {self._group.rank} of {self._group.size} waited for {what}, for {self._group.timeout:g} s at "
+            f"most: {' '.join(str(error).split())[:200]}. That process has died, hangs, or is too slow."
+        )

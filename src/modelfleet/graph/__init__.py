@@ -1,0 +1,1 @@
+"""Models that work together: chains, graphs and ensembles over several devices."""

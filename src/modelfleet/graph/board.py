@@ -1,0 +1,41 @@
+"""A board on which every rank marks the operation it is at, for the owner to read when something is wrong."""
+
+import os
+from collections.abc import Callable
+
+from modelfleet.workers import pickling, shared_memory
+from modelfleet.workers.channel import above_standard
+
+_NUMBERS = 2  # per rank: the step, and the number of the operation, both counted from 1
+
+
+class Board:
+    """Positions of all ranks, in memory that processes of one machine share. They outlive the processes."""
+
+    def __init__(self, ranks: int, descriptor: int | None = None) -> None:
+        self._ranks = ranks
+        size = max(64, 8 * _NUMBERS * ranks)
+        self._descriptor = shared_memory.create(size) if descriptor is None else descriptor
+        self._cells: memoryview[int] = shared_memory.map_memory(self._descriptor, size).cast("Q")
+
+    def mark(self, rank: int, step: int, operation: int) -> None:
+        """Note where a rank is."""
+        self._cells[_NUMBERS * rank] = step + 1
+        self._cells[_NUMBERS * rank + 1] = operation + 1
+
+    def read(self, rank: int) -> tuple[int, int]:
+        """Return the step and the operation at which a rank is; -1 before the first."""
+        return self._cells[_NUMBERS * rank] - 1, self._cells[_NUMBERS * rank + 1] - 1
+
+    def close(self) -> None:
+        """Close this process's descriptor. The memory stays as long as anybody maps it."""
+        if self._descriptor >= 0:
+            shared_memory.close_descriptors([self._descriptor])
+            self._descriptor = -1
+
+    def __reduce__(self) -> tuple[Callable[..., "Board"], tuple[int, int]]:
+        return _unpickled, (self._ranks, pickling.attach_descriptor(self._descriptor))
+
+
+def _unpickled(ranks: int, index: int) -> Board:
+    return Board(ranks, above_standard(os.dup(pickling.attached_descriptor(index))))

@@ -1,0 +1,188 @@
+"""Checkpoints of a running fit of a graph. They say nothing of devices or cuts, so a run may continue on others."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from modelfleet.callbacks import Callback, Checkpoint
+from modelfleet.errors import StoreError
+from modelfleet.frameworks import files, global_generators
+from modelfleet.frameworks.stacked import PARTS
+from modelfleet.history import History
+from modelfleet.store import Saved, is_unused, read_folder, tidy, write_folder
+from modelfleet.store.json_schema import check
+from modelfleet.types import Array, Arrays, Json, State
+
+if TYPE_CHECKING:
+    from modelfleet.graph.fitting import GraphFit
+
+KIND = "graph-checkpoint"
+STATE, RANDOM = "state", "random"  # data files
+_SCHEMA = {
+    "graph": str,
+    "seed": int,
+    "epoch": int,
+    "step": int,
+    "position": int,
+    "epochs_before": int,
+    "epochs": int,
+    "history": {str: object},
+    "sums": {str: {str: (float, str)}},
+    "schedules": object,
+    "callbacks": [object],
+}
+
+Paths = Mapping[str, Mapping[str, str]]
+"""By node, names of parameters and buffers in the undivided model, where there is one."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a fit continues from."""
+
+    states: dict[str, State]
+    schedules: Json
+    epochs_before: int
+    """Epochs of earlier fits, on which shuffles depend."""
+
+
+def save(folder: Path, fit: "GraphFit") -> None:
+    """Save the run as it is now. If that fails, the checkpoint that was there before stays whole."""
+    snapshots = {
+        f"callback-{number}": {
+            f"{name}/{node}/{path}": array
+            for name, snapshot in callback.arrays().items()
+            for node, state in snapshot.items()
+            for path, array in by_global_path({node: state}, {}).items()
+        }
+        for number, callback in enumerate(fit.callbacks)
+    }
+    tensors = {STATE: by_global_path(fit.states, fit.paths), RANDOM: fit.generators}
+    tensors |= {name: own for name, own in snapshots.items() if own}
+    manifest = {
+        "graph": fit.name,
+        "seed": fit.seed,
+        "epoch": fit.epoch,
+        "step": fit.step,
+        "position": fit.position,
+        "epochs_before": fit.epochs_before,
+        "epochs": fit.epochs,
+        "history": fit.history.to_dict(),
+        "sums": fit.sums,
+        "schedules": fit.schedules_state,
+        "callbacks": [callback.state() for callback in fit.callbacks],
+    }
+    write_folder(folder, tensors, manifest, kind=KIND, writer=files)
+
+
+def folder_to_resume(callbacks: list[Callback]) -> Checkpoint | None:
+    """Return the first callback whose folder has a checkpoint to continue from."""
+    for callback in callbacks:
+        if isinstance(callback, Checkpoint) and callback.resume:
+            folder = callback.folder
+            if folder.is_dir() and not is_unused(folder):
+                return callback
+    return None
+
+
+def resume(fit: "GraphFit", own: Mapping[str, State]) -> Resumed | None:
+    """Bring a fit to where a checkpoint was taken, if there is one.
+
+    Args:
+        fit: The fit.
+        own: The state of the nodes as it is now, which says what they need.
+
+    Raises:
+        StoreError: The checkpoint is damaged, or of another graph. It is not overwritten.
+    """
+    callback = folder_to_resume(fit.callbacks)
+    if callback is None:
+        return None
+    folder = callback.folder
+    found = read_folder(folder, lambda saved: _read(saved, fit, own), kind=KIND, verify=callback.verify)
+    if found is None:
+        return None
+    tidy(folder)
+    manifest, states, random = found
+    for one, state in zip(fit.callbacks, manifest["callbacks"], strict=True):
+        one.restore_state(state)
+    fit.epoch, fit.step, fit.position = manifest["epoch"], manifest["step"], manifest["position"]
+    fit.history = History.from_dict(manifest["history"])
+    fit.sums = {
+        node: {name: float(value) for name, value in sums.items()} for node, sums in manifest["sums"].items()
+    }
+    global_generators.restore(random)
+    return Resumed(states, manifest["schedules"], manifest["epochs_before"])
+
+
+def _read(
+    saved: Saved, fit: "GraphFit", own: Mapping[str, State]
+) -> tuple[Mapping[str, Json], dict[str, State], Arrays] | None:
+    folder, manifest = saved.folder, saved.manifest
+    try:
+        check(manifest, _SCHEMA, "the manifest")
+    except ValueError as error:
+        raise StoreError(f"{folder} has a manifest that is not a graph's checkpoint: {error}.") from error
+    if manifest["epochs_before"] != fit.epochs_before and manifest["epoch"] >= manifest["epochs"]:
+        return None  # of an earlier fit, which is over
+    for key, here in (("seed", fit.seed), ("epochs_before", fit.epochs_before)):
+        if manifest[key] != here:
+            raise StoreError(
+                f"{folder} holds a checkpoint of another run: its {key} is {manifest[key]}, here it is {here}. Give "
+                f"another folder, or delete this one."
+            )
+    if len(manifest["callbacks"]) != len(fit.callbacks):
+        raise StoreError(
+            f"{folder} holds a checkpoint of another run: it has {len(manifest['callbacks'])} callbacks, this fit has "
+            f"{len(fit.callbacks)}. Give another folder, or delete this one."
+        )
+    tensors = saved.tensors(STATE, files)
+    return manifest, by_node(tensors, own, fit.paths, folder), saved.tensors(RANDOM, files)
+
+
+def by_global_path(states: Mapping[str, State], paths: Paths) -> Arrays:
+    """Return the state of all nodes as arrays by path. Paths do not depend on how a split model was cut."""
+    found: dict[str, Array] = {}
+    for node, state in states.items():
+        for part, own in state.items():
+            for name, array in own.items():
+                found[_path(node, part, name, paths)] = np.asarray(array)
+    return found
+
+
+def by_node(tensors: Mapping[str, Array], own: Mapping[str, State], paths: Paths, folder: Path) -> dict[str, State]:
+    """Return saved arrays as the state of nodes. `own` says what each node needs.
+
+    Raises:
+        StoreError: Something is missing, or has another shape.
+    """
+    found: dict[str, State] = {}
+    for node, state in own.items():
+        found[node] = {}
+        for part, needed in state.items():
+            found[node][part] = {}
+            for name, array in needed.items():
+                path = _path(node, part, name, paths)
+                if path not in tensors or tensors[path].shape != np.shape(array):
+                    what = f"is {tensors[path].shape}" if path in tensors else "is missing"
+                    raise StoreError(
+                        f"{folder} does not fit this graph: {path!r} {what}, and node {node!r} needs {np.shape(array)}. "
+                        f"Give the models that were saved."
+                    )
+                found[node][part][name] = tensors[path]
+    return found
+
+
+def _path(node: str, part: str, name: str, paths: Paths) -> str:
+    assert part in PARTS, part
+    if part == "member":
+        return f"{part}/{name}"  # the same for all nodes
+    tensor, slash, parameter = name.rpartition("/")  # the optimizer's tensors have a name of their own in front
+    inside = paths.get(node, {})
+    whole = inside[parameter] if parameter in inside else f"{node}.{parameter}"
+    # A parameter may be frozen in one run and not in another.
+    kept = "weights" if part in ("params", "frozen") else part
+    return f"{kept}/{tensor}{slash}{whole}"

@@ -1,0 +1,302 @@
+"""Graphs of models: any models that work together without a cycle, trained and run as one."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from modelfleet import frameworks
+from modelfleet.devices import parse_devices, threads_of
+from modelfleet.each import Each
+from modelfleet.errors import InputError
+from modelfleet.frameworks.recipe import compile_all
+from modelfleet.gate import Gate
+from modelfleet.graph import reading
+from modelfleet.graph.fitting import GraphFit
+from modelfleet.graph.losses import loss_nodes
+from modelfleet.graph.opening import Opener, Settings
+from modelfleet.graph.placement import DevicesLike
+from modelfleet.graph.plan import GraphPlan
+from modelfleet.graph.topology import EdgeLike, Topology, make_topology
+from modelfleet.history import History
+from modelfleet.members import Member, check_name, member_seed
+from modelfleet.progress import reporter
+from modelfleet.recipe import Recipe
+from modelfleet.schedules import ScheduleName
+from modelfleet.types import Data, LossLike, MetricLike, Model, OptimizerLike, Precision, ScheduleLike, State, Tree
+from modelfleet.unknown_names import unknown
+
+GraphStrategy = Literal["auto", "threads", "processes"]
+
+
+class Graph:
+    """Models whose outputs are other models' inputs, trained and run as one, on one device or several.
+
+    Args:
+        nodes: The models by name.
+        edges: Pairs `(source, target)`, or `Edge`s. A node that no edge leads to takes the data.
+        outputs: The nodes whose outputs the graph returns, and that have the loss.
+        devices: "auto"; devices, over which the nodes are spread; or for each node a device, or a row of devices that
+            share its micro-batches: `{"encoder": "cuda:0", "head": ["cuda:1", "cuda:2"]}`.
+        seed: The seed of shuffles and dropout. The graph has the numbers of the undivided model as the only member of
+            `Fleet([model], seed=seed)`.
+
+    Raises:
+        InputError: There is a cycle, an edge names no node, or a device does not exist.
+
+    Example:
+        >>> graph = mf.Graph({"a": a, "b": b, "sum": add}, [("a", "sum"), ("b", "sum")], outputs="sum")
+        >>> graph.compile("adam", "mse", lr=1e-3)
+        >>> history = graph.fit((x, y), epochs=10)
+    """
+
+    kind = "graph"
+
+    def __init__(
+        self,
+        nodes: Mapping[str, Model],
+        edges: Sequence[EdgeLike],
+        *,
+        outputs: str | Sequence[str] | None = None,
+        devices: DevicesLike = "auto",
+        seed: int = 0,
+    ) -> None:
+        if not nodes:
+            raise InputError(f"a {self.kind} needs at least one model; got none.")
+        self.seed = int(seed)
+        self.devices = devices
+        self._members: dict[str, Member] = {}
+        for name, model in nodes.items():
+            self._enlist(name, model)
+        self._topology: Topology = make_topology(list(self._members), edges, outputs)
+        self._refuse_shared_weights()
+        self._losses: dict[str, LossLike] = {}
+        self._recipe: Recipe | None = None
+        self._states: dict[str, State] = {}  # of the optimizers, and the numbers of steps
+        self._epochs = 0
+        self._plan: GraphPlan | None = None  # of the last fit, with what it measured
+        self._paths: Mapping[str, Mapping[str, str]] = {}  # of parameters in an undivided model, by node
+        self._gate = Gate()
+        if isinstance(devices, str):
+            self._check_devices(devices)
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the nodes, in topological order."""
+        return list(self._topology.nodes)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __getitem__(self, name: str) -> Model:
+        """Return a node's model, with its current weights."""
+        if name not in self._members:
+            raise unknown("node", name, self._members)
+        return self._members[name].model
+
+    def __repr__(self) -> str:
+        edges = ", ".join(link.name for link in self._topology.links)
+        return f"<{type(self).__name__} of {len(self)}: {edges or ', '.join(self.names)}>"
+
+    @property
+    def last_plan(self) -> GraphPlan | None:
+        """Return the plan of the last fit with the times that it measured. None before the first."""
+        return self._plan
+
+    # --- verbs ---------------------------------------------------------------------------------------------------
+
+    def compile(
+        self,
+        optimizer: OptimizerLike,
+        loss: LossLike = None,
+        *,
+        metrics: Sequence[MetricLike] = (),
+        clip_norm: float | None = None,
+        precision: Precision = "float32",
+        schedule: ScheduleLike = None,
+        **hyperparameters: Any,
+    ) -> None:
+        """Set how the nodes are trained. Optimizer and numbers are one for all nodes, or `each(...)` by node.
+
+        To freeze a node, set `requires_grad_(False)` on its model. Calling `compile` again starts the optimizers over.
+
+        Args:
+            optimizer: As for `Fleet.compile`.
+            loss: A name or a function `loss(output, target)`. A dict gives nodes losses of their own: the graph's loss
+                is their sum.
+            metrics: As for `Fleet.compile`.
+            clip_norm: The largest norm of the gradient of all nodes together.
+            precision: "float32" or "bf16".
+            schedule: As for `Fleet.compile`.
+            **hyperparameters: Those of the optimizer, such as `lr=mf.each([1e-4, 1e-3])`.
+
+        Raises:
+            InputError: A name is unknown, or an argument does not fit a node.
+        """
+        if loss is None:
+            raise InputError(
+                'compile got no loss. A node sees only its own part of the model, so give a loss of the output: "mse", '
+                '"cross_entropy", or a function loss(output, target).'
+            )
+        if isinstance(clip_norm, Each):
+            raise InputError("clip_norm is each(...), but a graph has one gradient. Give one number.")
+        if precision == "fp16":
+            raise InputError('precision="fp16" needs one loss scale for all nodes, which graphs do not have. Use "bf16".')
+        losses = loss_nodes(loss, self._topology)
+        names = self.names
+        by_node = Each([losses.get(name) for name in names]) if len(losses) > 1 or len(names) > 1 else loss
+        recipe = Recipe(optimizer, by_node, None, metrics, clip_norm, precision, schedule, hyperparameters)
+        recipe = recipe.by_name(names)
+        with self._gate.changing("compile"):
+            compile_all(recipe, [self._members[name] for name in names])
+            self._recipe, self._losses, self._states = recipe, losses, {}
+
+    def plan(
+        self,
+        data: Data = None,
+        *,
+        batch_size: int | None = None,
+        micro_batches: int | None = None,
+        pipeline: ScheduleName = "1f1b",
+        strategy: GraphStrategy = "auto",
+        recompute: bool | Sequence[str] = False,
+    ) -> GraphPlan:
+        """Return what will run where, in which order, and what a step will take.
+
+        Args:
+            data: As for `fit`. With data, every node is tried on the rows of one micro-batch and timed. Without, all
+                nodes count as equal.
+            batch_size: As for `fit`.
+            micro_batches: As for `fit`.
+            pipeline: As for `fit`.
+            strategy: As for `fit`.
+            recompute: As for `fit`.
+
+        Returns:
+            The plan. It can be printed, compared, drawn with `plot`, and turned into a dict.
+        """
+        settings = Settings(micro_batches, pipeline, strategy, recompute)
+        with self._gate.reading("plan"):
+            return self._opener(settings).plan(data, batch_size)
+
+    def fit(
+        self,
+        data: Data,
+        *,
+        validation: Data = None,
+        epochs: int = 1,
+        batch_size: int | None = None,
+        shuffle: bool = True,
+        callbacks: Sequence[object] = (),
+        micro_batches: int | None = None,
+        pipeline: ScheduleName = "1f1b",
+        strategy: GraphStrategy = "auto",
+        recompute: bool | Sequence[str] = False,
+        progress: str | bool = "auto",
+        timeout: float = 300.0,
+    ) -> History:
+        """Train all nodes as one model.
+
+        Args:
+            data: `(x, y)`, or whatever `Fleet.fit` takes. x is a dict if edges name parts of it. y is a dict by node if
+                several nodes have a loss.
+            validation: Data to evaluate after every epoch.
+            epochs: How many epochs to train.
+            batch_size: Rows per step.
+            shuffle: Shuffle the rows, in a new order every epoch.
+            callbacks: `Checkpoint`, `EarlyStopping`, and callbacks of your own.
+            micro_batches: How many parts a batch is cut into, so that several devices work at once. By default four
+                for every device.
+            pipeline: The order of the work: "1f1b", "gpipe", "interleaved" (nodes given to devices in turn) or
+                "zero-bubble".
+            strategy: "threads" of this process, a "processes" for each device, or "auto".
+            recompute: True keeps no activations for the backward pass and computes them again; names do so for some nodes.
+            progress: As for `Fleet.fit`.
+            timeout: Seconds after which a rank that does not move is lost.
+
+        Returns:
+            The history. Its only member is "graph" or "chain".
+
+        Raises:
+            InputError: The data do not fit the nodes, or an argument is out of range.
+            RankLostError: A device's worker died, hangs or was too late. The message says who waited for what.
+            AllFailedError: The loss or a gradient was not finite.
+        """
+        settings = Settings(micro_batches, pipeline, strategy, recompute, timeout)
+        if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
+            raise InputError(f"epochs is {epochs!r}; expected a whole number, 1 or more.")
+        shown = reporter(progress)
+        with self._gate.changing("fit"):
+            try:
+                fit = GraphFit(self, self._opener(settings, "fit"), data, validation, epochs, batch_size, callbacks, shown)
+                history = fit.run(shuffle)
+            finally:
+                shown.close()
+        return history
+
+    def evaluate(
+        self, data: Data, *, batch_size: int | None = None, strategy: GraphStrategy = "auto", timeout: float = 300.0
+    ) -> dict[str, float]:
+        """Return the loss and the metrics on data: {metric: value}."""
+        with self._gate.reading("evaluate"):
+            opener = self._opener(Settings(strategy=strategy, timeout=timeout), "evaluate")
+            return reading.evaluate(opener, data, batch_size)
+
+    def predict(
+        self,
+        data: Data,
+        *,
+        batch_size: int | None = None,
+        micro_batches: int | None = None,
+        strategy: GraphStrategy = "auto",
+        timeout: float = 300.0,
+    ) -> Tree:
+        """Return the outputs on data: an array, or a dict by node if the graph has several outputs."""
+        with self._gate.reading("predict"):
+            opener = self._opener(Settings(micro_batches, strategy=strategy, timeout=timeout))
+            return reading.predict(opener, data, batch_size)
+
+    # --- small parts ---------------------------------------------------------------------------------------------
+
+    def _opener(self, settings: Settings, verb: str = "") -> Opener:
+        if verb and self._recipe is None:
+            raise InputError(f"call compile before {verb}: the {self.kind} needs a loss and an optimizer.")
+        members = [self._members[name] for name in self._topology.nodes]
+        return Opener(
+            self._topology, members, self._recipe, tuple(self._losses), self.devices, settings, self._states
+        )
+
+    def _enlist(self, name: object, model: Model) -> None:
+        text = check_name(name, self._members)
+        framework = frameworks.adapter_of(model, text)
+        framework.check_model(model, text)
+        if not hasattr(framework, "nodes"):
+            raise InputError(
+                f"node {text!r} is a {framework.NAME} model, which a {self.kind} can't run yet. Give torch or Keras models."
+            )
+        for other in self._members.values():
+            if other.model is model:
+                raise InputError(
+                    f"nodes {other.name!r} and {text!r} are one model object. Give a copy (copy.deepcopy), or lead both "
+                    f"edges to one node."
+                )
+        self._members[text] = Member(text, model, member_seed(self.seed, "0"), framework)
+
+    def _refuse_shared_weights(self) -> None:
+        """Raise InputError if two nodes train one weight: each would undo the other's steps."""
+        by_framework: dict[int, list[Member]] = {}
+        for member in self._members.values():
+            by_framework.setdefault(id(member.framework), []).append(member)
+        for alike in by_framework.values():
+            found = alike[0].framework.trained_twice([member.model for member in alike])
+            if found is not None:
+                one, other, weight = found
+                raise InputError(
+                    f"nodes {alike[one].name!r} and {alike[other].name!r} share the weight {weight!r}, which one optimizer "
+                    f"would have to update for both. Keep the parts that share it in one node, or untie it."
+                )
+
+    def _check_devices(self, devices: str) -> None:
+        wanted = parse_devices(devices)
+        if wanted is not None and all(device.kind != "ray" for device in wanted):
+            framework = next(iter(self._members.values())).framework
+            framework.choose(wanted)
+            threads_of(wanted)

@@ -1,0 +1,117 @@
+"""The task of a rank, wherever its worker is: opens its nodes, and runs what the owner sends."""
+
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+from modelfleet import frameworks
+from modelfleet.devices import parse_devices
+from modelfleet.frameworks.contexts import computing, using_settings
+from modelfleet.frameworks.node_engine import NodeEngine
+from modelfleet.graph.orders import NodeOrder, RankOrder, StateOrder, StepOrder, StepReport
+from modelfleet.graph.rank import Rank
+from modelfleet.graph.transport import Hub, ThreadTransport, Transport
+from modelfleet.members import Member
+from modelfleet.types import Kind, NativeDevice
+
+Orders = StepOrder | StateOrder | None
+"""What the owner sends: a step, a question about the state, or None to end."""
+
+
+def run_rank(order: RankOrder) -> Generator[StepReport, Orders, None]:
+    """Run one rank. Yield the reports, and receive the orders. The first report says that the worker is up."""
+    yield StepReport()
+    with using_settings(order.settings), computing():
+        rank, transport = _open(order)
+        try:
+            report = StepReport()
+            while (following := (yield report)) is not None:
+                report = _answer(rank, following)
+                del following  # with its rows
+        finally:
+            transport.close()
+
+
+def _answer(rank: Rank, order: StepOrder | StateOrder) -> StepReport:
+    if isinstance(order, StepOrder):
+        return rank.run(order)
+    for name, state in order.write.items():
+        rank.engines[name].write(state)
+    states = {name: engine.read() for name, engine in rank.engines.items()} if order.read else {}
+    return StepReport(states=states, events=rank.recorder.events(order.events))
+
+
+def _open(order: RankOrder) -> tuple[Rank, Transport]:
+    members = [Member(one.name, one.model, one.seed, frameworks.adapter(one.framework)) for one in order.nodes]
+    adapter = members[0].framework
+    device = native_device(adapter, order.device, order.threads)
+    engines = make_engines(order.nodes, members, order, device)
+    transport = _transport(order, adapter, device)
+    rank = Rank(
+        order.rank,
+        engines,
+        order.topology,
+        order.spec,
+        order.schedules,
+        order.losses,
+        transport,
+        lambda values: adapter.nodes.numbers(values, device),
+        adapter.nodes.to_host,
+        clip_norm=order.clip_norm,
+        board=order.board,
+    )
+    return rank, transport
+
+
+def native_device(adapter: Any, name: str, threads: int) -> NativeDevice:
+    """Return a device as the framework names it, and set this thread's number of threads for a logical CPU."""
+    (device,) = parse_devices(name) or adapter.choose(None)[:1]
+    if device.kind == "cpu" and hasattr(adapter, "use_threads"):
+        adapter.use_threads(threads)
+    return adapter.native(device)
+
+
+def make_engines(
+    nodes: tuple[NodeOrder, ...], members: list[Member], order: RankOrder, device: NativeDevice
+) -> dict[str, NodeEngine]:
+    """Return the engines of a rank's nodes, with the state that they had."""
+    engines: dict[str, NodeEngine] = {}
+    for node, member in zip(nodes, members, strict=True):
+        engine = make_engine(member, order.recipe, order.kind, device, recompute=node.name in order.recompute)
+        if node.state:
+            engine.write(node.state)
+        engines[node.name] = engine
+    return engines
+
+
+def make_engine(
+    member: Member, recipe: Any, kind: Kind, device: NativeDevice, *, recompute: bool = False
+) -> NodeEngine:
+    """Return the engine of one node."""
+    prepared = member.framework.prepare(recipe, [member], kind)
+    columns: Mapping[str, Any] = prepared.columns
+    return member.framework.nodes.make_node(member, prepared.tasks[0], columns, device, recompute=recompute)
+
+
+def _transport(order: RankOrder, adapter: Any, device: NativeDevice) -> Transport:
+    if isinstance(order.meeting, Hub):
+        add: Callable[[Any, Any], None] = adapter.nodes.add
+        return ThreadTransport(order.meeting, order.rank, order.timeout, add)
+    address = order.meeting if isinstance(order.meeting, str) else order.meeting.address
+    channels, sums = _meetings(order)
+    return adapter.nodes.GroupTransport.join(
+        address, order.rank, order.size, order.timeout, channels=channels, sums=sums, device=device
+    )
+
+
+def _meetings(order: RankOrder) -> tuple[list[tuple[str, bool, int, int]], list[tuple[int, ...]]]:
+    """Return every channel and every group of ranks that any schedule uses, in one order for all ranks."""
+    channels: set[tuple[str, bool, int, int]] = set()
+    sums: set[tuple[int, ...]] = set()
+    for schedule in order.schedules.values():
+        for rank, operations in enumerate(schedule.operations):
+            for one in operations:
+                if one.kind == "send":
+                    channels.add((one.edge, one.gradient, rank, one.peer))
+                elif one.kind == "sum":
+                    sums.add(one.ranks)
+    return sorted(channels), sorted(sums)
