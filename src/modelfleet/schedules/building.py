@@ -7,7 +7,7 @@ from modelfleet.errors import InputError
 from modelfleet.schedules.checking import check
 from modelfleet.schedules.clock import Clock
 from modelfleet.schedules.operations import Operation, Schedule
-from modelfleet.schedules.rules import GPipe, Interleaved, OneForwardOneBackward, Rule
+from modelfleet.schedules.rules import GPipe, Interleaved, OneForwardOneBackward, Rule, check_interleaved
 from modelfleet.schedules.spec import GraphSpec
 from modelfleet.schedules.tensors import with_frees
 
@@ -24,14 +24,14 @@ def build(
 ) -> Schedule:
     """Build the schedule of one step.
 
-    A list scheduler plays the step with the times of the spec. A step of training ends with one sum over all ranks and
-    the optimizers' steps; the gradients of a node's replicas are summed before, as soon as they are whole.
+    A list scheduler plays the step with the times of the spec. A step of training ends with one sum over all ranks
+    and the optimizers' steps; the gradients of a node's replicas are summed before, as soon as they are whole.
 
     Args:
         spec: The nodes, where they are, what they cost, and the edges between them.
         devices: The device of every rank.
-        micro_batches: The number of micro-batches. Fewer than ranks are allowed, but leave devices idle: `simulate`
-            says how long.
+        micro_batches: The number of micro-batches. Fewer than ranks are allowed, but leave devices idle:
+            `simulate` says how long.
         schedule: "gpipe" does all forwards, then all backwards. "1f1b" does backwards as soon as it can, and keeps
             fewer activations. "interleaved" is "1f1b" for a chain with several stages on each rank, with less idle
             time. "zero-bubble" splits backwards, and fills idle time with the halves that nobody waits for.
@@ -41,9 +41,9 @@ def build(
         The schedule. It has been checked: it ends even if every send waits for its receiver.
 
     Raises:
-        InputError: If the schedule is unknown, a node is on a rank that there is not, there are fewer micro-batches
-            than replicas of a node, or "interleaved" was given for what is not a chain with its stages dealt out in
-            turn.
+        InputError: If the schedule is unknown, a node is on a rank that there is not, there are fewer
+            micro-batches than replicas of a node, or "interleaved" was given for what is not a chain with its
+            stages dealt out in turn.
 
     Example:
         >>> from modelfleet.schedules import EdgeSpec, GraphSpec, NodeSpec, build
@@ -71,7 +71,9 @@ def _rule(spec: GraphSpec, schedule: ScheduleName, micro_batches: int, ranks: in
     if schedule == "gpipe":
         return GPipe(spec, micro_batches)
     if schedule == "interleaved":
-        return Interleaved(spec, micro_batches, ranks)
+        check_interleaved(spec, ranks)
+        if len(spec.nodes) > ranks:  # with one stage for each rank, 1F1B is as fast and keeps less
+            return Interleaved(spec, micro_batches, ranks)
     return OneForwardOneBackward(spec, micro_batches, zero_bubble=schedule == "zero-bubble")
 
 
@@ -98,6 +100,6 @@ def _check(spec: GraphSpec, devices: Sequence[str], micro_batches: int) -> None:
             )
         if micro_batches < len(node.ranks):
             raise InputError(
-                f"Node '{node.name}' has {len(node.ranks)} replicas, but there are only {micro_batches} micro-batches, "
-                f"so some replicas would get none. Use at least {len(node.ranks)} micro-batches, or fewer replicas."
+                f"Node '{node.name}' has {len(node.ranks)} replicas, but micro_batches={micro_batches}, so some "
+                f"replicas would get none. Use at least {len(node.ranks)} micro-batches, or fewer replicas."
             )

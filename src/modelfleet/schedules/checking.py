@@ -20,8 +20,8 @@ def check(schedule: Schedule) -> None:
         schedule: The schedule, built or written by hand.
 
     Raises:
-        DeadlockError: If it would hang. The message has the shortest circle of operations that wait for each other,
-            or the operation that waits for one that no rank has.
+        DeadlockError: If it would hang. The message has the shortest circle of operations that wait for each
+            other, or the operation that waits for one that no rank has.
         InputError: If it ends, but a rank would receive another micro-batch than it expects; or if an operation
             names ranks that there are not.
     """
@@ -88,8 +88,8 @@ def shortest_circle(meetings: Sequence[Meeting]) -> tuple[Step, ...]:
     """Return a shortest circle among meetings of which each must wait for another one.
 
     A meeting waits for every one that one of its ranks has in an earlier group. From each meeting a breadth-first
-    search follows those that wait for it. What waits for a meeting on a rank is the end of the rank's list, so a search
-    remembers for every rank where the part of the list begins that it has seen, and looks at each place once.
+    search follows those that wait for it. What waits for a meeting on a rank is the end of the rank's list, so a
+    search remembers for every rank which part of the list it has seen, and looks at each place once.
     """
     later: dict[int, list[tuple[int, int, Meeting]]] = defaultdict(list)  # by rank: group, index, meeting
     for meeting in meetings:

@@ -12,8 +12,8 @@ from modelfleet.schedules.spec import EdgeSpec, GraphSpec
 class Clock:
     """Plays the computations and transfers of one step.
 
-    Every computation is written down when it begins, and every transfer when its tensor exists, for both ranks at once.
-    So `lists` are the projections of one order in which everything happens.
+    Every computation is written down when it begins, and every transfer when its tensor exists, for both ranks at
+    once. So `lists` are the projections of one order in which everything happens.
 
     Args:
         spec: The graph.

@@ -40,8 +40,8 @@ class _Channel(NamedTuple):
 def match(schedule: Schedule) -> tuple[Meeting, ...]:
     """Return the meetings of a schedule.
 
-    The k-th send of a channel meets its k-th receive. The k-th time that a rank enters a sum of the same node over the
-    same ranks, it meets the others' k-th time.
+    The k-th send of a channel meets its k-th receive. The k-th time that a rank enters a sum of the same node over
+    the same ranks, it meets the others' k-th time.
 
     Raises:
         DeadlockError: If an operation waits for one that no rank has.

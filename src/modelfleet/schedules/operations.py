@@ -34,8 +34,8 @@ class Operation:
             edge's target to its source.
         peer: For `send` and `receive` the other rank.
         ranks: For `sum` the ranks that take part.
-        with_previous: Whether a `send` or `receive` runs at once with the transfer before it. The rank goes on when
-            both are done. So a row of transfers can be a group, as torch's `batch_isend_irecv` makes one.
+        with_previous: Whether a `send` or `receive` runs at once with the transfer before it. The rank goes on
+            when both are done. So a row of transfers can be a group, as torch's `batch_isend_irecv` makes one.
     """
 
     kind: Kind
@@ -170,7 +170,7 @@ def _row(operations: Sequence[Operation]) -> str:
     return " ".join(words)
 
 
-_DEFAULTS = {field.name: field.default for field in dataclasses.fields(Operation)}
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Operation)}
 
 
 def _to_dict(operation: Operation) -> dict[str, Any]:
@@ -185,4 +185,9 @@ def _to_dict(operation: Operation) -> dict[str, Any]:
 def _from_dict(values: Mapping[str, Any]) -> Operation:
     if values["kind"] not in KINDS:
         raise ValueError(f"unknown kind {values['kind']!r}")
-    return Operation(**{**values, "ranks": tuple(values.get("ranks", ()))})
+    arguments: dict[str, Any] = {**values, "ranks": tuple(values.get("ranks", ()))}
+    operation = Operation(**arguments)
+    for field in dataclasses.fields(Operation):
+        if not isinstance(getattr(operation, field.name), type(_DEFAULTS.get(field.name, ""))):
+            raise TypeError(f"{field.name}={getattr(operation, field.name)!r}")
+    return operation

@@ -1,7 +1,7 @@
 """The rules of the list scheduler: which of its ready computations an idle rank begins next."""
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from itertools import pairwise, zip_longest
 from math import ceil
 from typing import Protocol
 
@@ -32,8 +32,9 @@ class Rule(Protocol):
 class _InOrder:
     """Counts what was begun, so that each replica of a node goes through its micro-batches in order.
 
-    With the order comes the proof that no rule gets stuck. Take the first micro-batch that is not done everywhere: it is
-    the next one of every node that has not computed it, so no limit on micro-batches in flight holds it up.
+    With the order comes the proof that no rule gets stuck. Take the first micro-batch that is not done everywhere:
+    it is the next one of every node that has not computed it, and that node has no other in flight. So no limit
+    holds it up.
     """
 
     def __init__(self, spec: GraphSpec, micro_batches: int) -> None:
@@ -43,10 +44,12 @@ class _InOrder:
         self.levels = _levels(spec)
 
     def is_next(self, rank: int, operation: Operation) -> bool:
+        """Return True if a forward is of the micro-batch that its replica computes next."""
         replicas = self.spec.node(operation.node).ranks
         return operation.micro // len(replicas) == self.begun[operation.node, rank]
 
     def began(self, rank: int, operation: Operation) -> None:
+        """Count it."""
         if operation.kind == "forward":
             self.begun[operation.node, rank] += 1
 
@@ -66,6 +69,7 @@ class GPipe(_InOrder):
                 self.left[node.name, node.rank(micro)].append(micro)
 
     def preference(self, rank: int, operation: Operation) -> Preference | None:
+        """Prefer the first forward, and after all forwards the last backward."""
         node, micro = operation.node, operation.micro
         if operation.kind == "forward":
             return (micro, -self.levels[node]) if self.is_next(rank, operation) else None
@@ -74,6 +78,7 @@ class GPipe(_InOrder):
         return (-micro, -self.spec.position[node])
 
     def began(self, rank: int, operation: Operation) -> None:
+        """Count it."""
         super().began(rank, operation)
         if operation.kind == "forward":
             self.forwards[rank] -= 1
@@ -84,13 +89,13 @@ class GPipe(_InOrder):
 class OneForwardOneBackward(_InOrder):
     """Backwards first, and no more micro-batches in flight than the way to the losses and back needs.
 
-    In a chain, the node that is k-th from the end may have k micro-batches between their forward and their backward. In
-    any graph, k is the number of replicas on the longest way to an end, where nodes that follow each other on the same
-    ranks count once.
+    In a chain, the node that is k-th from the end may have k micro-batches between their forward and their
+    backward. In any graph, k is the number of replicas on the longest way to an end, where nodes that follow each
+    other on the same ranks count once.
 
-    `zero_bubble` defers what nobody waits for (the backwards for the weights, and those that give no gradients to other
-    nodes) until a rank would be idle, or until a node keeps as many micro-batches as the first node of 1F1B. This is
-    ZB-H1 of https://arxiv.org/abs/2401.10241.
+    `zero_bubble` defers what nobody waits for (the backwards for the weights, and those that give no gradients to
+    other nodes) until a rank would be idle, or until a node keeps as many micro-batches as the first node of 1F1B.
+    This is ZB-H1 of https://arxiv.org/abs/2401.10241.
     """
 
     def __init__(self, spec: GraphSpec, micro_batches: int, *, zero_bubble: bool = False) -> None:
@@ -111,6 +116,7 @@ class OneForwardOneBackward(_InOrder):
         }
 
     def preference(self, rank: int, operation: Operation) -> Preference | None:
+        """Prefer backwards, then forwards that the limits allow, then what can wait."""
         key, micro = (operation.node, rank), operation.micro
         if operation.kind == "forward":
             allowed = self.is_next(rank, operation) and self.in_flight[key] < self.limits[operation.node]
@@ -125,12 +131,14 @@ class OneForwardOneBackward(_InOrder):
         )
 
     def began(self, rank: int, operation: Operation) -> None:
+        """Count it."""
         super().began(rank, operation)
         if operation.kind == "forward":
             self.in_flight[operation.node, rank] += 1
             self.kept[operation.node, rank] += 1
 
     def ended(self, rank: int, operation: Operation) -> None:
+        """Count it as no longer in flight."""
         spec, node, micro = self.spec, operation.node, operation.micro
         if operation.kind == "forward":
             for edge in spec.inputs[node]:
@@ -154,59 +162,60 @@ class OneForwardOneBackward(_InOrder):
 
 
 class Interleaved:
-    """The interleaved 1F1B of Megatron-LM: each rank has every p-th stage of a chain.
+    """The interleaved 1F1B of Megatron-LM: each rank has every p-th stage of a chain, and one fixed order.
 
-    Micro-batches go in rounds of p, one per rank. In each round a rank computes its first stage for all micro-batches of
-    the round, then its second, and so on; backwards run from the last stage to the first. See
-    https://arxiv.org/abs/2104.04473.
+    Micro-batches go in rounds of at least p. In each round a rank computes its first stage for all micro-batches
+    of the round, then its second, and so on; backwards run from its last stage to the first. After its first
+    forwards a rank does one forward and one backward in turn. See https://arxiv.org/abs/2104.04473.
     """
 
     def __init__(self, spec: GraphSpec, micro_batches: int, ranks: int) -> None:
-        _check_interleaved(spec, ranks)
-        stages = len(spec.nodes)
-        self.turns: dict[tuple[bool, str, int], int] = {}  # of each forward and backward in its rank's order
-        self.limits: dict[int, int] = {}
-        for rank in range(ranks):
-            own = [node.name for node in spec.nodes[rank::ranks]]
-            learning = [name for name in own if name in spec.with_backward]
-            for backward, names in ((False, own), (True, learning[::-1])):
-                for turn, (name, micro) in enumerate(_rounds(names, micro_batches, ranks)):
-                    self.turns[backward, name, micro] = turn
-            warm_up = (len(own) - 1) * ranks + 2 * (ranks - 1 - rank)
-            # A stage without a backward has no turn backwards that would end one of the rank's forwards.
-            self.limits[rank] = warm_up + 1 if learning == own else stages * micro_batches
-        self.next: Counter[tuple[bool, int]] = Counter()
-        self.in_flight: Counter[int] = Counter()
+        self.orders = [_interleaved_order(spec, micro_batches, rank, ranks) for rank in range(ranks)]
+        self.next = [0] * ranks
 
     def preference(self, rank: int, operation: Operation) -> Preference | None:
-        backward = operation.kind in BACKWARDS
-        if self.turns[backward, operation.node, operation.micro] != self.next[backward, rank]:
-            return None
-        if backward:
-            return (0,)
-        return (1,) if self.in_flight[rank] < self.limits[rank] else None
+        """Allow what the order has next, and nothing else."""
+        turn = operation.kind in BACKWARDS, operation.node, operation.micro
+        return () if self.orders[rank][self.next[rank]] == turn else None
 
     def began(self, rank: int, operation: Operation) -> None:
-        self.next[operation.kind in BACKWARDS, rank] += 1
-        self.in_flight[rank] += operation.kind == "forward"
+        """Go on in the order."""
+        self.next[rank] += 1
 
     def ended(self, rank: int, operation: Operation) -> None:
-        self.in_flight[rank] -= operation.kind in BACKWARDS
+        """Take no note: the order is fixed."""
 
 
-def _rounds(nodes: Sequence[str], micro_batches: int, size: int) -> list[tuple[str, int]]:
+def _interleaved_order(spec: GraphSpec, micro_batches: int, rank: int, ranks: int) -> list[tuple[bool, str, int]]:
+    """Return a rank's computations: whether each is a backward, its node and its micro-batch.
+
+    The order is that of a chain in which all ranks have equally many stages. What this chain does not have is left
+    out: an order that ends still ends without its last stages, and without the backwards of its first ones.
+    """
+    stages = range(rank, -(-len(spec.nodes) // ranks) * ranks, ranks)
+    count = max(1, micro_batches // ranks)
+    bounds = [micro_batches * index // count for index in range(count + 1)]
+    rounds = [range(first, end) for first, end in pairwise(bounds)]
+    forwards = [(False, stage, micro) for each in rounds for stage in stages for micro in each]
+    backwards = [(True, stage, micro) for each in rounds for stage in stages[::-1] for micro in each]
+    longest = max(map(len, rounds))
+    warm_up = min(len(forwards), (len(stages) - 1) * longest + 2 * (ranks - 1 - rank))
+    order = forwards[:warm_up]
+    for forward, backward in zip_longest(forwards[warm_up:], backwards):
+        order += [forward, backward] if forward else [backward]
+    names = [node.name for node in spec.nodes]
     return [
-        (node, micro)
-        for first in range(0, micro_batches, size)
-        for node in nodes
-        for micro in range(first, min(first + size, micro_batches))
+        (backward, names[stage], micro)
+        for backward, stage, micro in order
+        if stage < len(names) and (not backward or names[stage] in spec.with_backward)
     ]
 
 
-def _check_interleaved(spec: GraphSpec, ranks: int) -> None:
+def check_interleaved(spec: GraphSpec, ranks: int) -> None:
+    """Raise InputError if a graph is not a chain whose stages are dealt out to the ranks in turn."""
     names = [node.name for node in spec.nodes]
     links = [(edge.source, edge.target) for edge in spec.edges]
-    if sorted(set(links), key=lambda link: spec.position[link[0]]) != list(zip(names, names[1:], strict=False)):
+    if sorted(set(links), key=lambda link: spec.position[link[0]]) != list(pairwise(names)):
         raise InputError(
             "schedule='interleaved' was given for a graph whose nodes do not stand in a row. It is for chains. "
             "Use schedule='1f1b', which takes any graph."

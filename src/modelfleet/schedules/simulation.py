@@ -19,9 +19,9 @@ def simulate(schedule: Schedule, spec: GraphSpec, *, blocking: bool = False) -> 
     Args:
         schedule: The schedule.
         spec: The times and sizes.
-        blocking: Whether a rank waits in every send and receive until both sides are there and the transfer is done, as in
-            the proof that a schedule ends. Otherwise transfers go on beside computations, those between two ranks in one
-            direction one after the other, and a computation waits for its own inputs only.
+        blocking: Whether a rank waits in every send and receive until both sides are there and the transfer is
+            done, as in the proof that a schedule ends. Otherwise transfers go on beside computations, those from
+            one rank to another one after the other, and a computation waits for its own inputs only.
 
     Raises:
         DeadlockError: If the schedule would hang.

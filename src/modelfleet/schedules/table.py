@@ -14,7 +14,7 @@ def as_text(timeline: "Timeline") -> str:
     planned = timeline.planned
     total = f"{timeline.seconds:.3g} s" + (f" (planned {planned.seconds:.3g} s)" if planned else "")
     parts = [
-        f"{total}, idle {_percent(timeline.bubble, planned and planned.bubble)}",
+        f"{total}, idle {_percent(timeline.bubble, planned.bubble if planned else None)}",
         _align(("device", "computes", "idle", "peak memory"), _devices(timeline)),
         _align(("node", "forward", "backward", "waits"), _nodes(timeline)),
     ]
@@ -32,8 +32,8 @@ def _devices(timeline: "Timeline") -> list[Sequence[str]]:
         rows.append(
             (
                 device,
-                _seconds(timeline.busy(rank), planned and planned.busy(rank)),
-                _percent(timeline.bubbles[rank], planned and planned.bubbles[rank]),
+                _seconds(timeline.busy(rank), planned.busy(rank) if planned else None),
+                _percent(timeline.bubbles[rank], planned.bubbles[rank] if planned else None),
                 ("–" if own is None else size(own)) + ("" if expected is None else f" ({size(expected)})"),
             )
         )
@@ -48,9 +48,9 @@ def _nodes(timeline: "Timeline") -> list[Sequence[str]]:
         rows.append(
             (
                 name,
-                _seconds(own.forward, expected and expected.forward),
-                _seconds(own.backward, expected and expected.backward),
-                _seconds(own.waited, expected and expected.waited),
+                _seconds(own.forward, expected.forward if expected else None),
+                _seconds(own.backward, expected.backward if expected else None),
+                _seconds(own.waited, expected.waited if expected else None),
             )
         )
     return rows
@@ -61,9 +61,8 @@ def _edges(timeline: "Timeline") -> list[Sequence[str]]:
     rows: list[Sequence[str]] = []
     for name, own in timeline.by_edge().items():
         expected = planned.get(name)
-        rows.append(
-            (name, f"{own.transfers:,}", size(own.bytes), _seconds(own.seconds, expected and expected.seconds))
-        )
+        time = _seconds(own.seconds, expected.seconds if expected else None)
+        rows.append((name, f"{own.transfers:,}", size(own.bytes), time))
     return rows
 
 

@@ -65,8 +65,8 @@ def with_frees(operations: Sequence[Operation], spec: GraphSpec) -> tuple[Operat
 def peak_bytes(schedule: Schedule, spec: GraphSpec) -> tuple[int, ...]:
     """Return the most that each rank holds at any time, without weights and their gradients.
 
-    Counted are what nodes keep for their backwards, their outputs, and what came along edges. The order of a rank's list
-    alone decides, not the time.
+    Counted are what nodes keep for their backwards, their outputs, and what came along edges. Only the order of a
+    rank's list matters, not the time.
 
     Raises:
         InputError: If a rank uses what it has not computed or received, or has already freed.

@@ -138,9 +138,9 @@ class Timeline:
     def bottleneck(self) -> str:
         """Return a sentence that names what limits the speed, and one that says what would help.
 
-        A rank's idle time has three causes: another rank has more to compute than this one, a transfer to this rank is
-        under way, or ranks wait for each other because there are few micro-batches. The largest, on average over the
-        ranks, is the bottleneck.
+        A rank's idle time has three causes: another rank has more to compute than this one, a transfer to this
+        rank is under way, or ranks wait for each other because there are few micro-batches. The largest, on
+        average over the ranks, is the bottleneck.
         """
         ranks, total = range(len(self.devices)), self.seconds
         busy = [self.busy(rank) for rank in ranks]
@@ -156,8 +156,8 @@ class Timeline:
         largest = max(causes)
         if largest < _WORTH_SAYING * total:
             return (
-                f"Nothing stands out: the devices compute for {1 - self.bubble:.0%} of the time. Only faster devices, "
-                "or more of them, would help."
+                f"Nothing stands out: the devices compute for {1 - self.bubble:.0%} of the time. Only faster "
+                "devices, or more of them, would help."
             )
         return causes[largest]()
 
@@ -168,9 +168,9 @@ class Timeline:
         own = replace(self, events=tuple(event for event in self.events if event.rank == rank)).by_node()
         node = max(own, key=lambda name: own[name].forward + own[name].backward + own[name].apply)
         return (
-            f"'{node}' on {self.devices[rank]} limits the speed: this device computes for {_s(self.busy(rank))} of "
-            f"{_s(self.seconds)}, the others for {_s(sum(others) / len(others))} on average. Cut the graph elsewhere, or "
-            f"give '{node}' more devices."
+            f"'{node}' on {self.devices[rank]} limits the speed: this device computes for {_s(self.busy(rank))} "
+            f"of {_s(self.seconds)}, the others for {_s(sum(others) / len(others))} on average. Cut the graph "
+            f"elsewhere, or give '{node}' more devices."
         )
 
     def _slow_transfers(self) -> str:
@@ -179,15 +179,15 @@ class Timeline:
         waited = sum(self._idle_in_transfers(rank) for rank in range(len(self.devices))) / len(self.devices)
         return (
             f"The transfers along '{edge}' limit the speed: they carry {size(edges[edge].bytes)} in "
-            f"{_s(edges[edge].seconds)}, and devices wait for transfers for {_s(waited)} of {_s(self.seconds)} on average. "
-            "Use a faster link, cut the graph where less is sent, or place both nodes on one device."
+            f"{_s(edges[edge].seconds)}, and devices wait for transfers for {_s(waited)} of {_s(self.seconds)} on "
+            "average. Use a faster link, cut the graph where less is sent, or place both nodes on one device."
         )
 
     def _too_few_micro_batches(self) -> str:
         micro = len({event.operation.micro for event in self.events if event.operation.kind in COMPUTATIONS})
         return (
-            f"The number of micro-batches limits the speed: with {micro} of them on {len(self.devices)} devices, the "
-            f"devices are idle for {self.bubble:.0%} of the time. Use more micro-batches."
+            f"The number of micro-batches limits the speed: with {micro} of them on {len(self.devices)} devices, "
+            f"the devices are idle for {self.bubble:.0%} of the time. Use more micro-batches."
         )
 
     def _idle_in_transfers(self, rank: int) -> float:
