@@ -31,6 +31,7 @@ ORDER = (
     "workers",
     "callbacks feeds progress store",
     "free_memory gate history",
+    "schedules",
     "failures frames plotting",
     "frameworks",
     "interrupts members",

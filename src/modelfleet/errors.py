@@ -90,6 +90,20 @@ class RankLostError(FleetError):
     """Raised if a process has waited too long for others of its group. The message names them, and the step."""
 
 
+class DeadlockError(FleetError):
+    """Raised if the ranks of a schedule would wait for each other forever.
+
+    Attributes:
+        circle: Who waits for whom, as (rank, first, then): the rank comes to its operation number `then` only
+            after its operation number `first`. The next entry's `first` is the other rank's part of that `then`.
+            Empty if an operation waits for one that no rank has.
+    """
+
+    def __init__(self, message: str, circle: Sequence[tuple[int, int, int]] = ()) -> None:
+        super().__init__(message)
+        self.circle = tuple(circle)
+
+
 class MissingExtraError(FleetError, ImportError):
     """Raised if a package that is needed is not installed. The message has the pip command that installs it."""
 
