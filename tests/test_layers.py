@@ -16,6 +16,7 @@ ORDER = (
     "demo doctor inspection",
     "testing",
     "modelfleet",
+    "graph",
     "loading",
     "fleet",
     "answering",

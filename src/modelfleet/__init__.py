@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from modelfleet.feeds.tables import by
     from modelfleet.fleet import Fleet
     from modelfleet.frameworks.torch.schedules import Schedule
+    from modelfleet.graph.chain import Chain
+    from modelfleet.graph.graph import Graph
+    from modelfleet.graph.topology import Edge
     from modelfleet.history import History
     from modelfleet.loading import load
     from modelfleet.planning.plan import Plan
@@ -51,13 +54,16 @@ _MODULES = {
     "BusyError": "errors",
     "FleetWarning": "errors",
     "Callback": "callbacks",
+    "Chain": "graph.chain",
     "Checkpoint": "callbacks",
     "ClosedError": "errors",
     "DeadlineError": "errors",
     "EarlyStopping": "callbacks",
+    "Edge": "graph.topology",
     "Failure": "failures",
     "Fleet": "fleet",
     "FleetError": "errors",
+    "Graph": "graph.graph",
     "History": "history",
     "InputError": "errors",
     "MissingExtraError": "errors",
@@ -81,15 +87,18 @@ __all__ = [
     "Answers",
     "BusyError",
     "Callback",
+    "Chain",
     "Checkpoint",
     "ClosedError",
     "DeadlineError",
     "Each",
     "EarlyStopping",
+    "Edge",
     "Failure",
     "Fleet",
     "FleetError",
     "FleetWarning",
+    "Graph",
     "History",
     "InputError",
     "MissingExtraError",

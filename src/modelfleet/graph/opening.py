@@ -208,7 +208,7 @@ class Opener:
             RankOrder(
                 rank=rank,
                 device=place.device,
-                nodes=tuple(self._node(member) for member in self.members if rank in plan.spec.node(member.name).ranks),
+                nodes=self._nodes(plan, rank),
                 topology=self.topology,
                 spec=plan.spec,
                 recipe=self.recipe,
@@ -222,15 +222,24 @@ class Opener:
                 recompute=self._recompute,
                 clip_norm=clip,  # pyrefly: ignore
                 board=board,
-                settings=current_settings(),
+                settings=current_settings(self.adapter),
             )
             for rank, place in enumerate(places)
         ]
         return Ranks(places, orders)
 
-    def _node(self, member: Member) -> NodeOrder:
-        state = self.states.get(member.name, {})
-        return NodeOrder(member.name, member.model, member.framework.NAME, member.seed, state)
+    def _nodes(self, plan: GraphPlan, rank: int) -> tuple[NodeOrder, ...]:
+        found = []
+        for member in self.members:
+            ranks = plan.spec.node(member.name).ranks
+            if rank not in ranks:
+                continue
+            model = member.model
+            if self.strategy == "threads" and rank != ranks[0]:
+                model = member.framework.copy_model(model)  # replicas in one process would step one object
+            state = self.states.get(member.name, {})
+            found.append(NodeOrder(member.name, model, member.framework.NAME, member.seed, state))
+        return tuple(found)
 
     def step_orders(
         self,

@@ -11,6 +11,7 @@ from modelfleet.graph.orders import NodeOrder, RankOrder, StateOrder, StepOrder,
 from modelfleet.graph.rank import Rank
 from modelfleet.graph.transport import Hub, ThreadTransport, Transport
 from modelfleet.members import Member
+from modelfleet.recipe import Recipe
 from modelfleet.types import Kind, NativeDevice
 
 Orders = StepOrder | StateOrder | None
@@ -84,10 +85,11 @@ def make_engines(
 
 
 def make_engine(
-    member: Member, recipe: Any, kind: Kind, device: NativeDevice, *, recompute: bool = False
+    member: Member, recipe: Recipe | None, kind: Kind, device: NativeDevice, *, recompute: bool = False
 ) -> NodeEngine:
     """Return the engine of one node."""
-    prepared = member.framework.prepare(recipe, [member], kind)
+    own = None if recipe is None else recipe.only([member.name])
+    prepared = member.framework.prepare(own, [member], kind)
     columns: Mapping[str, Any] = prepared.columns
     return member.framework.nodes.make_node(member, prepared.tasks[0], columns, device, recompute=recompute)
 

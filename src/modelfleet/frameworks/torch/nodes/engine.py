@@ -155,7 +155,7 @@ class TorchNode:
             if train:
                 (total / divisor).backward()
                 self._kept[micro].loss_gradients = [root.grad for root in roots]
-        return LossParts(float(total), float(count), {name: float(value) for name, value in sums.items()})
+        return LossParts(float(total.detach()), float(count), {name: float(value) for name, value in sums.items()})
 
     def backward(
         self, micro: int, gradients: Sequence[Tensor | None], *, inputs_only: bool = False

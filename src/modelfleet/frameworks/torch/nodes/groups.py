@@ -2,10 +2,12 @@
 
 A message is a header of one number and the tensors. The header is 0 if the tensors have the form that the last
 message of this channel with as many rows had. So receives are posted before the tensors are there. Otherwise it is
-the length of the new form, which follows.
+the length of the new form, which follows. Messages of a channel arrive in their order, and a receive is posted only
+when the message before it has been taken: what it brings may be a new form.
 """
 
 import pickle
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,6 +47,7 @@ class _Form:
 class _Receiving:
     """Receives that are posted for one message."""
 
+    micro: int
     header: Tensor
     works: list[Any]
     form: _Form | None
@@ -60,7 +63,9 @@ class GroupTransport:
         self._group, self._channels, self._sums, self._device = group, channels, sums, device
         self._timeout = timedelta(seconds=group.timeout)
         self._known: dict[tuple[Channel, int], _Form] = {}
-        self._receiving: dict[tuple[Channel, int], _Receiving] = {}
+        self._expected: dict[Channel, deque[int]] = {}  # micro-batches that are to come
+        self._receiving: dict[Channel, _Receiving] = {}  # the first of them
+        self._arrived: dict[tuple[Channel, int], Tree] = {}
         self._sending: list[tuple[Any, Tensor]] = []  # until a tensor has been sent, it must not be freed
         self._rows: Sequence[int] = ()
 
@@ -109,36 +114,54 @@ class GroupTransport:
             self._post(channel, leaf.detach().contiguous())
 
     def expect(self, message: Any) -> None:
-        """Post the receives of a message."""
+        """Post the receives of a message, if it is the next one of its channel."""
         channel = message.edge, message.gradient, message.source, message.target
-        form = self._known.get((channel, self._rows[message.micro]))
-        header = torch.empty(1, dtype=torch.int64, device=self._device)
-        tensors = [] if form is None else form.empty(self._device)
-        works = [self._receive(channel, tensor) for tensor in (header, *tensors)]
-        self._receiving[channel, message.micro] = _Receiving(header, works, form, tensors)
+        self._expected.setdefault(channel, deque()).append(message.micro)
+        if channel not in self._receiving:
+            self._post_receives(channel)
 
     def take(self, message: Any) -> Tree:
         """Wait for a message, and return its tensors."""
         channel = message.edge, message.gradient, message.source, message.target
-        if (channel, message.micro) not in self._receiving:
-            self.expect(message)
-        posted = self._receiving.pop((channel, message.micro))
-        try:
-            for work in posted.works:
+        while (channel, message.micro) not in self._arrived:
+            if channel not in self._receiving:
+                self.expect(message)
+            try:
+                micro, tree = self._complete(channel)
+            except RuntimeError as error:
+                raise self._lost(f"{message} from rank {message.source}", error) from error
+            self._arrived[channel, micro] = tree
+            self._post_receives(channel)
+        return self._arrived.pop((channel, message.micro))
+
+    def _post_receives(self, channel: Channel) -> None:
+        """Post the receives of the next message of a channel, if one is expected."""
+        self._receiving.pop(channel, None)
+        if not self._expected[channel]:
+            return
+        micro = self._expected[channel].popleft()
+        form = self._known.get((channel, self._rows[micro]))
+        header = torch.empty(1, dtype=torch.int64, device=self._device)
+        tensors = [] if form is None else form.empty(self._device)
+        works = [self._receive(channel, tensor) for tensor in (header, *tensors)]
+        self._receiving[channel] = _Receiving(micro, header, works, form, tensors)
+
+    def _complete(self, channel: Channel) -> tuple[int, Tree]:
+        """Wait for the message whose receives are posted. Return its micro-batch and its tensors."""
+        posted = self._receiving[channel]
+        for work in posted.works:
+            work.wait(self._timeout)
+        form, tensors = posted.form, posted.tensors
+        if length := int(posted.header):
+            described = torch.empty(length, dtype=torch.uint8, device=self._device)
+            self._receive(channel, described).wait(self._timeout)
+            form = pickle.loads(described.cpu().numpy().tobytes())
+            self._known[channel, self._rows[posted.micro]] = form
+            tensors = form.empty(self._device)
+            for work in [self._receive(channel, tensor) for tensor in tensors]:
                 work.wait(self._timeout)
-            form, tensors = posted.form, posted.tensors
-            if length := int(posted.header):
-                described = torch.empty(length, dtype=torch.uint8, device=self._device)
-                self._receive(channel, described).wait(self._timeout)
-                form = pickle.loads(described.cpu().numpy().tobytes())
-                self._known[channel, self._rows[message.micro]] = form
-                tensors = form.empty(self._device)
-                for work in [self._receive(channel, tensor) for tensor in tensors]:
-                    work.wait(self._timeout)
-        except RuntimeError as error:
-            raise self._lost(f"{message} from rank {message.source}", error) from error
         assert form is not None
-        return rebuild(form.tree, tensors)
+        return posted.micro, rebuild(form.tree, tensors)
 
     def sum(self, name: str, ranks: Sequence[int], tensors: Sequence[Tensor]) -> None:
         """Sum tensors over some ranks, in place."""
@@ -158,7 +181,7 @@ class GroupTransport:
 
     def close(self) -> None:
         """Leave the groups."""
-        self._sending, self._receiving = [], {}
+        self._sending = []
         self._group.close()
 
     def _post(self, channel: Channel, tensor: Tensor) -> None:
