@@ -105,7 +105,9 @@ class NodeEngine(Protocol):
         """
         ...
 
-    def backward(self, micro: int, gradients: Sequence[Tensor | None], *, inputs_only: bool = False) -> list[Tensor]:
+    def backward(
+        self, micro: int, gradients: Sequence[Tensor | None], *, inputs_only: bool = False
+    ) -> list[Tensor]:
         """Add a micro-batch's gradients to those of the step, and return those of the wanted inputs.
 
         Args:

@@ -153,7 +153,9 @@ def by_global_path(states: Mapping[str, State], paths: Paths) -> Arrays:
     return found
 
 
-def by_node(tensors: Mapping[str, Array], own: Mapping[str, State], paths: Paths, folder: Path) -> dict[str, State]:
+def by_node(
+    tensors: Mapping[str, Array], own: Mapping[str, State], paths: Paths, folder: Path
+) -> dict[str, State]:
     """Return saved arrays as the state of nodes. `own` says what each node needs.
 
     Raises:

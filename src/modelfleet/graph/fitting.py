@@ -120,9 +120,7 @@ class GraphFit:
         """Train to the end, until a callback stops it, or until Ctrl-C."""
         begun = time.monotonic()
         opener = self._opener
-        feed = opener.feed(
-            self._data, self._batch_size, what="data", shuffle=shuffle, epochs=self.epochs_before
-        )
+        feed = opener.feed(self._data, self._batch_size, what="data", shuffle=shuffle, epochs=self.epochs_before)
         x, _ = split_batch(feed.first().member(0), opener.losses)
         plan, _, self._draws = opener.prepare(x, train=True)
         self._plans = {"train": plan}
@@ -300,7 +298,9 @@ class GraphFit:
         for rank in range(count):
             here = self._ranks.nodes(rank)
             orders.append(
-                StateOrder({name: own for name, own in order.write.items() if name in here}, order.read, order.events)
+                StateOrder(
+                    {name: own for name, own in order.write.items() if name in here}, order.read, order.events
+                )
             )
         self._ranks.send(orders)
         return self._ranks.receive()

@@ -139,7 +139,9 @@ class Graph:
         if isinstance(clip_norm, Each):
             raise InputError("clip_norm is each(...), but a graph has one gradient. Give one number.")
         if precision == "fp16":
-            raise InputError('precision="fp16" needs one loss scale for all nodes, which graphs do not have. Use "bf16".')
+            raise InputError(
+                'precision="fp16" needs one loss scale for all nodes, which graphs do not have. Use "bf16".'
+            )
         losses = loss_nodes(loss, self._topology)
         names = self.names
         by_node = Each([losses.get(name) for name in names]) if len(losses) > 1 or len(names) > 1 else loss
@@ -226,14 +228,21 @@ class Graph:
         shown = reporter(progress)
         with self._gate.changing("fit"):
             try:
-                fit = GraphFit(self, self._opener(settings, "fit"), data, validation, epochs, batch_size, callbacks, shown)
+                fit = GraphFit(
+                    self, self._opener(settings, "fit"), data, validation, epochs, batch_size, callbacks, shown
+                )
                 history = fit.run(shuffle)
             finally:
                 shown.close()
         return history
 
     def evaluate(
-        self, data: Data, *, batch_size: int | None = None, strategy: GraphStrategy = "auto", timeout: float = 300.0
+        self,
+        data: Data,
+        *,
+        batch_size: int | None = None,
+        strategy: GraphStrategy = "auto",
+        timeout: float = 300.0,
     ) -> dict[str, float]:
         """Return the loss and the metrics on data: {metric: value}."""
         with self._gate.reading("evaluate"):

@@ -85,9 +85,7 @@ class Opener:
         self.adapter: Any = self.members[0].framework
         self._recompute = self._recomputed()
         self.places = self._find_places()
-        self.trained = {
-            member.name: member.framework.nodes.trained(member.model) for member in self.members
-        }
+        self.trained = {member.name: member.framework.nodes.trained(member.model) for member in self.members}
 
     # --- devices -------------------------------------------------------------------------------------------------
 
@@ -127,7 +125,9 @@ class Opener:
 
     # --- data ----------------------------------------------------------------------------------------------------
 
-    def feed(self, data: Data, batch_size: int | None, *, what: str, shuffle: bool = False, epochs: int = 0) -> Feed:
+    def feed(
+        self, data: Data, batch_size: int | None, *, what: str, shuffle: bool = False, epochs: int = 0
+    ) -> Feed:
         """Return the feed of some data, in this process's memory."""
         (host,) = parse_devices("cpu") or ()
         return make_feed(

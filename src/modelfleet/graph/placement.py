@@ -26,7 +26,9 @@ def by_node(devices: DevicesLike, topology: Topology) -> Rows | None:
                 raise unknown("node", name, nodes)
         missing = [name for name in nodes if name not in devices]
         if missing:
-            raise InputError(f"devices names none for {missing[0]!r}. Name a device, or a row of them, for every node.")
+            raise InputError(
+                f"devices names none for {missing[0]!r}. Name a device, or a row of them, for every node."
+            )
         return {name: _row(devices[name], name) for name in nodes}
     if isinstance(devices, str) or all(isinstance(one, str) for one in devices):
         return None
@@ -44,9 +46,7 @@ def _row(given: Any, name: str) -> tuple[str, ...]:
     return tuple(map(str, found))
 
 
-def spread(
-    topology: Topology, devices: Sequence[str], seconds: Mapping[str, float], *, in_turn: bool
-) -> Rows:
+def spread(topology: Topology, devices: Sequence[str], seconds: Mapping[str, float], *, in_turn: bool) -> Rows:
     """Return one device for each node, so that the busiest device has as little to do as possible.
 
     Nodes that follow each other stay together, so that few tensors cross devices.

@@ -195,7 +195,9 @@ def _notes(trial: GraphTrial | None, rows: Rows, micro_batches: int, train: bool
     several = [name for name, row in rows.items() if len(row) > 1]
     if several and train:
         names = ", ".join(map(repr, several))
-        notes.append(f"{names}: gradients are summed over the row of devices; buffers are those of the first device")
+        notes.append(
+            f"{names}: gradients are summed over the row of devices; buffers are those of the first device"
+        )
     return tuple(notes)
 
 

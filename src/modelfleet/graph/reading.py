@@ -97,4 +97,3 @@ def default_rows(opener: Opener) -> int:
 def _size(data: Data, opener: Opener, batch_size: int | None) -> int | None:
     """Return the batch size for a feed. A loader has batches of its own."""
     return None if is_loader(data, opener.adapter.arrays, "data") else batch_size or default_rows(opener)
-

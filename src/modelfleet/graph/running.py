@@ -25,6 +25,7 @@ from modelfleet.workers.rendezvous import Rendezvous
 
 POLL_SECONDS = 0.2  # between two looks at all ranks
 STOPPED_SECONDS = 3.0  # after which a process that the system has stopped counts as lost
+OPENING_SECONDS = 300.0  # more than a step may take: frameworks are imported, on a machine that may be busy
 BLAME_SECONDS = 3.0  # after a failure, the others have this long to say what they know of it
 
 Orders = StepOrder | StateOrder
@@ -37,7 +38,7 @@ class Ranks:
         self._places, self._orders = list(places), list(orders)
         self._workers: list[Worker] = []
         self._sent = 0
-        self._failed = False
+        self._opened = self._failed = False
         self._hub: Hub | None = None
         self._rendezvous: Rendezvous | None = None
         self._board = orders[0].board
@@ -55,6 +56,7 @@ class Ranks:
             for worker in self._workers:
                 worker.answer(None)
             self.receive()  # and have opened their nodes
+            self._opened = True
         except BaseException:
             self._end()
             raise
@@ -120,7 +122,7 @@ class Ranks:
             if now != before:
                 before = now
                 waited.restart()
-            limit = self._orders[0].timeout
+            limit = self._orders[0].timeout + (0.0 if self._opened else OPENING_SECONDS)
             if len(found) < len(self._workers) and not errors and waited.read() > limit and not self._starting:
                 late = next(rank for rank in missing if rank not in found)
                 errors[late] = WorkerDiedError(f"nothing has moved for {limit:g} s")
@@ -264,6 +266,7 @@ def _is_stopped(worker: Any) -> bool:
 
 def _copied(report: StepReport) -> StepReport:
     """Return a report whose arrays stay valid: those of a worker process are overwritten by its next item."""
+
     def copy(leaf: object) -> object:
         return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 

@@ -80,7 +80,9 @@ class TorchNode:
         self._kept, self._outputs = {}, {}
         if step.train:
             if hyper != self._member.hyper:
-                self._member.use({name: torch.tensor([value], dtype=torch.float64) for name, value in hyper.items()})
+                self._member.use(
+                    {name: torch.tensor([value], dtype=torch.float64) for name, value in hyper.items()}
+                )
             self._draws.begin(draws, step)
             self._saved = self._member.save_buffers()
             self._member.drop_gradients()

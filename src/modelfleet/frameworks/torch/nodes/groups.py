@@ -35,9 +35,7 @@ class _Form:
 
     @classmethod
     def of(cls, tree: Tree) -> "_Form":
-        return cls(
-            map_tree(lambda _: 0, tree), tuple((leaf.dtype, tuple(leaf.shape)) for leaf in leaves(tree))
-        )
+        return cls(map_tree(lambda _: 0, tree), tuple((leaf.dtype, tuple(leaf.shape)) for leaf in leaves(tree)))
 
     def empty(self, device: torch.device) -> list[Tensor]:
         return [torch.empty(shape, dtype=dtype, device=device) for dtype, shape in self.tensors]
@@ -58,7 +56,11 @@ class GroupTransport:
     """Transport of one rank that is a process. Create it with `join`, on all ranks at once."""
 
     def __init__(
-        self, group: ProcessGroup, channels: Mapping[Channel, Any], sums: Mapping[tuple[int, ...], Any], device: torch.device
+        self,
+        group: ProcessGroup,
+        channels: Mapping[Channel, Any],
+        sums: Mapping[tuple[int, ...], Any],
+        device: torch.device,
     ) -> None:
         self._group, self._channels, self._sums, self._device = group, channels, sums, device
         self._timeout = timedelta(seconds=group.timeout)

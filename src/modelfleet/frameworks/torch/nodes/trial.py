@@ -83,7 +83,9 @@ def _look_at_rows(member: PlainMember, model: nn.Module, inputs: Tree) -> tuple[
     draws = row_axes(whole.shapes, rows, few.shapes, half)
     pairs = zip(leaves(outputs), leaves(outputs_of_half), strict=False)
     own = [(one[:half], other) for one, other in pairs if one.dim() and len(one) == rows]
-    mixes = any(isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in model.modules())
+    mixes = any(
+        isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in model.modules()
+    )
     return draws, mixes or not close([one for one, _ in own], [other for _, other in own], 1e-3)
 
 
