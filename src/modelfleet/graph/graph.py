@@ -1,27 +1,42 @@
 """Graphs of models: any models that work together without a cycle, trained and run as one."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from modelfleet import frameworks
-from modelfleet.devices import parse_devices, threads_of
+from modelfleet.devices import cores, parse_devices
 from modelfleet.each import Each
 from modelfleet.errors import InputError
 from modelfleet.frameworks.recipe import compile_all
+from modelfleet.frameworks.stacked import WEIGHTS
 from modelfleet.gate import Gate
-from modelfleet.graph import reading
+from modelfleet.graph import reading, saving
 from modelfleet.graph.fitting import GraphFit
 from modelfleet.graph.losses import loss_nodes
 from modelfleet.graph.opening import Opener, Settings
 from modelfleet.graph.placement import DevicesLike
 from modelfleet.graph.plan import GraphPlan
+from modelfleet.graph.saving import SavedGraph
 from modelfleet.graph.topology import EdgeLike, Topology, make_topology
+from modelfleet.graph.working import make_engine, native_device
 from modelfleet.history import History
 from modelfleet.members import Member, check_name, member_seed
 from modelfleet.progress import reporter
 from modelfleet.recipe import Recipe
 from modelfleet.schedules import ScheduleName
-from modelfleet.types import Data, LossLike, MetricLike, Model, OptimizerLike, Precision, ScheduleLike, State, Tree
+from modelfleet.types import (
+    Data,
+    Kind,
+    LossLike,
+    MetricLike,
+    Model,
+    OptimizerLike,
+    Precision,
+    ScheduleLike,
+    State,
+    Tree,
+)
 from modelfleet.unknown_names import unknown
 
 GraphStrategy = Literal["auto", "threads", "processes"]
@@ -263,7 +278,47 @@ class Graph:
             opener = self._opener(Settings(micro_batches, strategy=strategy, timeout=timeout))
             return reading.predict(opener, data, batch_size)
 
+    def save(self, folder: str | Path, *, optimizer: bool = True) -> None:
+        """Save all nodes in a folder: a safetensors file and a JSON manifest.
+
+        `mf.load(folder, models)` returns the graph, whose `fit` continues as this one's would.
+
+        Args:
+            folder: The folder. It is created if it does not exist.
+            optimizer: False leaves out the optimizer's state.
+        """
+        with self._gate.reading("save"):
+            states = self._read_states("predict", None)
+            if optimizer:
+                for name, state in self._states.items():
+                    states[name] |= state
+            recipe, losses = self._recipe, tuple(self._losses)
+            saved = SavedGraph(self.kind, self.seed, self._epochs, self._topology, losses, recipe, states)
+            saving.save(Path(folder), saved, self._paths)
+
     # --- small parts ---------------------------------------------------------------------------------------------
+
+    def _read_states(self, kind: Kind, recipe: Recipe | None) -> dict[str, State]:
+        """Return the weights of all nodes; with "train", also a training state of their form."""
+        parts = None if kind == "train" else WEIGHTS
+        found = {}
+        for name, member in self._members.items():
+            device = native_device(member.framework, "cpu", cores())
+            found[name] = make_engine(member, recipe, kind, device).read(parts)
+        return found
+
+    def _take_saved(self, found: SavedGraph) -> None:
+        """Take over the weights, the recipe and the training state of a saved graph."""
+        for name, state in found.states.items():
+            self._members[name].framework.nodes.fill(self._members[name].model, state)
+            self._states[name] = {part: own for part, own in state.items() if part in ("optimizer", "member")}
+        self._epochs, self._recipe = found.epochs, found.recipe
+        if found.recipe is not None:
+            loss = found.recipe.loss
+            by_node = loss.values if isinstance(loss, Each) and isinstance(loss.values, dict) else None
+            self._losses = {name: loss if by_node is None else by_node[name] for name in found.losses}
+            if not found.recipe.missing:
+                compile_all(found.recipe, list(self._members.values()))
 
     def _opener(self, settings: Settings, verb: str = "") -> Opener:
         if verb and self._recipe is None:
@@ -308,4 +363,3 @@ class Graph:
         if wanted is not None and all(device.kind != "ray" for device in wanted):
             framework = next(iter(self._members.values())).framework
             framework.choose(wanted)
-            threads_of(wanted)
