@@ -150,7 +150,7 @@ class Ranks:
                 stopped.restart()
             elif stopped.read() > STOPPED_SECONDS:
                 errors[rank] = WorkerDiedError(
-                    f"its process has been stopped for {STOPPED_SECONDS:g} s, as by SIGSTOP or a debugger"
+                    f"its process has been stopped for {STOPPED_SECONDS:g} s, as by SIGSTOP"
                 )
         except Exception as error:
             errors[rank] = error
@@ -260,7 +260,7 @@ def _is_stopped(worker: Any) -> bool:
         return False
     with suppress(OSError, IndexError):
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return state in "Tt"
+        return state == "T"
     return False
 
 
