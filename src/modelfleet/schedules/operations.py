@@ -13,7 +13,7 @@ Kind = Literal[
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 BACKWARDS: frozenset[Kind] = frozenset({"backward", "backward_input", "backward_weight"})
-COMPUTATIONS: frozenset[Kind] = BACKWARDS | {"forward"}
+COMPUTATIONS: frozenset[Kind] = frozenset({"forward", *BACKWARDS})
 TRANSFERS: frozenset[Kind] = frozenset({"send", "receive"})
 
 # How a schedule's table shows a computation.
