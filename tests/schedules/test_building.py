@@ -4,12 +4,12 @@ from collections import Counter
 
 import pytest
 from hypothesis import given, settings
-
-from modelfleet.errors import InputError
-from modelfleet.schedules import EdgeSpec, GraphSpec, NodeSpec, Operation, Schedule, ScheduleName, build, check
 from tests.schedules.graphs import NamedGraph, backward_value, forward_value
 from tests.schedules.specs import ANY_GRAPH, Case, cases, chain, devices
 from tests.schedules.threads import run
+
+from modelfleet.errors import InputError
+from modelfleet.schedules import EdgeSpec, GraphSpec, NodeSpec, Operation, Schedule, ScheduleName, build, check
 
 
 def fan(**of_b: bool) -> GraphSpec:
