@@ -1,6 +1,8 @@
 """The schedules of torch.distributed.pipelining are accepted."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from modelfleet.errors import DeadlockError
 from modelfleet.schedules import Operation, Schedule, check
 
+SEVERAL_STAGES = ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+CAN_DEFER = "defer_pp_recv" in signature(torch_schedules.ScheduleLoopedBFS).parameters
 KINDS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
 
 
@@ -27,22 +31,20 @@ class Stage:
         self.log = log
 
     def get_fwd_recv_ops(self, micro: int) -> list[Operation]:
-        return [] if self.is_first else [transfer("receive", self.stage_index - 1, micro, self.stage_index - 1)]
+        before = self.stage_index - 1
+        return [] if self.is_first else [transfer("receive", before, micro, before)]
 
     def get_fwd_send_ops(self, micro: int) -> list[Operation]:
-        return [] if self.is_last else [transfer("send", self.stage_index, micro, self.stage_index + 1)]
+        own = self.stage_index
+        return [] if self.is_last else [transfer("send", own, micro, own + 1)]
 
     def get_bwd_recv_ops(self, micro: int) -> list[Operation]:
-        return (
-            [] if self.is_last else [transfer("receive", self.stage_index, micro, self.stage_index + 1, back=True)]
-        )
+        own = self.stage_index
+        return [] if self.is_last else [transfer("receive", own, micro, own + 1, back=True)]
 
     def get_bwd_send_ops(self, micro: int) -> list[Operation]:
-        return (
-            []
-            if self.is_first
-            else [transfer("send", self.stage_index - 1, micro, self.stage_index - 1, back=True)]
-        )
+        before = self.stage_index - 1
+        return [] if self.is_first else [transfer("send", before, micro, before, back=True)]
 
     def forward_one_chunk(self, micro: int, *_: object, **__: object) -> None:
         self.log.append(Operation("forward", f"s{self.stage_index}", micro))
@@ -65,9 +67,7 @@ def single(make: Callable[..., Any], ranks: int, micro_batches: int, monkeypatch
         log: list[Operation] = []
 
         def batch(operations: Sequence[Operation], log: list[Operation] = log, **_: object) -> list[Any]:
-            first = [Operation(o.kind, o.node, o.micro, o.edge, o.gradient, o.peer) for o in operations]
-            joined = [Operation(o.kind, o.node, o.micro, o.edge, o.gradient, o.peer, (), True) for o in first[1:]]
-            log.extend([*first[:1], *joined])
+            log.extend([*operations[:1], *(replace(each, with_previous=True) for each in operations[1:])])
             return []
 
         monkeypatch.setattr(torch_schedules, "_batch_p2p", batch)
@@ -114,6 +114,10 @@ def convert(action: Any, where: dict[int, int]) -> list[Operation]:
     return []
 
 
+def computed(schedule: Schedule, kind: str) -> int:
+    return sum(operation.kind == kind for own in schedule.operations for operation in own)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 @pytest.mark.parametrize("name", ["GPipe", "1F1B"])
@@ -121,9 +125,7 @@ def test_schedules_of_one_stage_per_rank(
     name: str, ranks: int, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     schedule = single(torch_schedules.get_schedule_class(name), ranks, rounds * ranks, monkeypatch)
-    assert (
-        sum(operation.kind == "backward" for own in schedule.operations for operation in own) == rounds * ranks**2
-    )
+    assert computed(schedule, "backward") == rounds * ranks**2
     check(schedule)
     assert run(schedule, MicroBatches())
 
@@ -132,8 +134,7 @@ def test_1f1b_of_torch_hangs_without_its_batches(monkeypatch: pytest.MonkeyPatch
     """So its groups matter, and the test above is not about lists that nothing could make hang."""
     schedule = single(torch_schedules.get_schedule_class("1F1B"), 2, 4, monkeypatch)
     alone = tuple(
-        tuple(Operation(o.kind, o.node, o.micro, o.edge, o.gradient, o.peer) for o in own)
-        for own in schedule.operations
+        tuple(replace(operation, with_previous=False) for operation in own) for own in schedule.operations
     )
     with pytest.raises(DeadlockError):
         check(Schedule("alone", schedule.devices, 4, alone))
@@ -141,14 +142,18 @@ def test_1f1b_of_torch_hangs_without_its_batches(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("rounds", [2, 3])
-@pytest.mark.parametrize(
-    "name", ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
-)
+@pytest.mark.parametrize("name", SEVERAL_STAGES)
 def test_schedules_of_several_stages_per_rank(name: str, ranks: int, rounds: int) -> None:
     schedule = lowered(torch_schedules.get_schedule_class(name), ranks, 2, rounds * ranks)
-    assert (
-        sum(operation.kind == "forward" for own in schedule.operations for operation in own)
-        >= 2 * rounds * ranks**2
-    )
+    assert computed(schedule, "forward") >= 2 * rounds * ranks**2
     check(schedule)
     assert run(schedule, MicroBatches())
+
+
+@pytest.mark.skipif(not CAN_DEFER, reason="this torch does not defer receives")
+@pytest.mark.parametrize("name", SEVERAL_STAGES)
+def test_deferred_receives_of_torch_need_sends_that_do_not_wait(name: str) -> None:
+    schedule = lowered(torch_schedules.get_schedule_class(name), 2, 2, 4, defer_pp_recv=True)
+    with pytest.raises(DeadlockError, match="wait for each other"):
+        check(schedule)
+    assert not run(schedule, MicroBatches())
