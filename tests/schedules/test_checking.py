@@ -96,13 +96,13 @@ def shortest_by_powers(schedule: Schedule) -> int:
     raise AssertionError("there is no circle")
 
 
-@settings(max_examples=600, deadline=None, derandomize=True)
+@settings(max_examples=500, deadline=None, derandomize=True)
 @given(st.data())
 def test_perturbed_schedules_are_judged_as_threads_judge_them(data: st.DataObject) -> None:
     judge(data.draw(perturbed(data.draw(cases()).build())))
 
 
-@settings(max_examples=1500, deadline=None, derandomize=True)
+@settings(max_examples=1200, deadline=None, derandomize=True)
 @given(crossings())
 def test_crossings_are_judged_as_threads_judge_them_and_the_shortest_circle_is_named(schedule: Schedule) -> None:
     if judge(schedule) == "deadlock":
@@ -140,7 +140,7 @@ def test_the_message_names_the_shortest_circle() -> None:
         "micro-batch 3 of `encoder` from cpu:0.",
         "Swap the two operations on one of these devices, or let them run at once (with_previous=True).",
     ]
-    assert caught.value.circle == ((1, 0, 2), (0, 0, 1))
+    assert sorted(caught.value.circle) == [(0, 0, 1), (1, 0, 2)]
 
 
 def test_two_ranks_that_send_first_hang_unless_both_transfers_run_at_once() -> None:
