@@ -145,6 +145,24 @@ def test_replicas_take_turns_and_are_kept_busy() -> None:
     ]
 
 
+def test_the_played_step_knows_that_transfers_between_two_ranks_take_turns() -> None:
+    """Over one link c's input arrives at 6, and d's at 11: in between e has its turn, whose input arrives at 8."""
+    spec = GraphSpec(
+        (
+            NodeSpec("a", (0,)),
+            NodeSpec("b", (2,), forward=3.0),
+            *(NodeSpec(name, (1,)) for name in "cde"),
+        ),
+        tuple(EdgeSpec(f"{s}→{t}", s, t, seconds=5.0) for s, t in ("ac", "ad", "be")),
+    )
+    schedule = build(spec, devices(3), micro_batches=1, train=False)
+    assert [operation.node for operation in schedule.operations[1] if operation.kind == "forward"] == [
+        "c",
+        "e",
+        "d",
+    ]
+
+
 def test_without_training_there_are_forwards_and_transfers_only() -> None:
     schedule = build(fan(), devices(4), micro_batches=2, train=False)
     kinds = {operation.kind for own in schedule.operations for operation in own}

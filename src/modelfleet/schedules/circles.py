@@ -31,8 +31,8 @@ def _start(meetings: Sequence[Meeting]) -> Meeting:
 
     What waits for a meeting on a rank is the end of the rank's list. So all that waits for it over at most k steps
     is one number per rank: `reach`, the first group that waits. The next step follows from a table: what is the
-    first group of each rank that waits for something in a rank's group, or in a later one? A shortest circle has at
-    most one step on each rank, so there are few steps.
+    first group of each rank that waits for something in a rank's group, or in a later one? A shortest circle has
+    at most one step on each rank, so there are few steps.
     """
     ranks = 1 + max(place.rank for meeting in meetings for place in meeting.places)
     never = 1 + max(place.group for meeting in meetings for place in meeting.places)
