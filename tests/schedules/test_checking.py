@@ -102,7 +102,7 @@ def test_perturbed_schedules_are_judged_as_threads_judge_them(data: st.DataObjec
     judge(data.draw(perturbed(data.draw(cases()).build())))
 
 
-@settings(max_examples=1200, deadline=None, derandomize=True)
+@settings(max_examples=1000, deadline=None, derandomize=True)
 @given(crossings())
 def test_crossings_are_judged_as_threads_judge_them_and_the_shortest_circle_is_named(schedule: Schedule) -> None:
     if judge(schedule) == "deadlock":
