@@ -1,6 +1,7 @@
 """Chains: models that stand in a row, each taking what the one before gives."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from modelfleet.errors import InputError
 from modelfleet.frameworks.model_building import list_models
@@ -39,5 +40,5 @@ class Chain(Graph):
         if not named:
             raise InputError("a chain needs at least one stage; got none.")
         names = list(named)
-        edges = [Edge(source, target) for source, target in zip(names, names[1:], strict=False)]
+        edges = [Edge(source, target) for source, target in pairwise(names)]
         super().__init__(named, edges, outputs=names[-1], devices=devices, seed=seed)

@@ -184,7 +184,7 @@ def _path(node: str, part: str, name: str, paths: Paths) -> str:
         return f"{part}/{name}"  # the same for all nodes
     tensor, slash, parameter = name.rpartition("/")  # the optimizer's tensors have a name of their own in front
     inside = paths.get(node, {})
-    whole = inside[parameter] if parameter in inside else f"{node}.{parameter}"
+    whole = inside.get(parameter, f"{node}.{parameter}")
     # A parameter may be frozen in one run and not in another.
     kept = "weights" if part in ("params", "frozen") else part
     return f"{kept}/{tensor}{slash}{whole}"

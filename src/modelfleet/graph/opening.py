@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from modelfleet.devices import parse_devices, threads_of
-from modelfleet.errors import InputError, StrategyError
+from modelfleet.errors import InputError
 from modelfleet.feeds import Feed, make_feed
 from modelfleet.frameworks.batch_parts import inputs as inputs_of
 from modelfleet.frameworks.contexts import current_settings

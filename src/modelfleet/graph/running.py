@@ -12,7 +12,6 @@ import numpy as np
 
 from modelfleet.errors import RankLostError
 from modelfleet.formatting import without_period
-from modelfleet.graph.board import Board
 from modelfleet.graph.orders import RankOrder, StateOrder, StepOrder, StepReport
 from modelfleet.graph.transport import Hub, StoppedError
 from modelfleet.graph.working import run_rank
