@@ -36,7 +36,7 @@ class ProcessGroup:
         steps: How many sums were taken so far.
     """
 
-    def __init__(self, rank: int, size: int, timeout: float, store: dist.Store, device: str = "cpu") -> None:
+    def __init__(self, rank: int, size: int, timeout: float, store: dist.Store | None, device: str = "cpu") -> None:
         self.rank = rank
         self.size = size
         self.timeout = timeout
@@ -104,11 +104,17 @@ class ProcessGroup:
         return bool(count.item() > 0)
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group.
+
+        The store must end here, not when Python collects garbage: it then writes to its path once more, and that
+        may name another file by then (`/proc/self/fd/7`).
+        """
         if dist.is_initialized():
             dist.destroy_process_group()
+        self._store = None
 
     def _report(self, where: str) -> None:
+        assert self._store is not None
         self._store.set(f"{where}/{self.rank}", "")
 
     def _failure(self, where: str, what: str, error: Exception) -> RankLostError:
@@ -118,6 +124,7 @@ class ProcessGroup:
             self._report(where)
         for other in range(self.size):
             try:
+                assert self._store is not None
                 self._store.wait([f"{where}/{other}"], timedelta(seconds=SECONDS_TO_REPORT))
             except Exception:
                 if other != self.rank:
