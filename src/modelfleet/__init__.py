@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from modelfleet.feeds.tables import by
     from modelfleet.fleet import Fleet
     from modelfleet.frameworks.torch.schedules import Schedule
+    from modelfleet.graph.ensemble import Ensemble, EnsembleAnswer
     from modelfleet.history import History
     from modelfleet.loading import load
     from modelfleet.planning.plan import Plan
@@ -55,6 +56,8 @@ _MODULES = {
     "ClosedError": "errors",
     "DeadlineError": "errors",
     "EarlyStopping": "callbacks",
+    "Ensemble": "graph.ensemble",
+    "EnsembleAnswer": "graph.ensemble",
     "Failure": "failures",
     "Fleet": "fleet",
     "FleetError": "errors",
@@ -86,6 +89,8 @@ __all__ = [
     "DeadlineError",
     "Each",
     "EarlyStopping",
+    "Ensemble",
+    "EnsembleAnswer",
     "Failure",
     "Fleet",
     "FleetError",
