@@ -67,7 +67,9 @@ class Answering:
         check_reading_strategy(verb, strategy)
         job = self.job(data, batch_size, members)
         if strategy == "processes":
-            found = self.in_workers(verb, job, lambda workers, *given: workers.run(verb, job, *given))
+            found = self.in_workers(
+                verb, job, lambda workers, specs, states: workers.run(verb, job, specs, states)
+            )
             return {name: found[name] for name in job.names}
         found: Answers = {}
         with self.opened(verb, job, strategy) as (opened, in_step):

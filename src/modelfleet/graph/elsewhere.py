@@ -53,13 +53,12 @@ def exchange_elsewhere(
             'strategy="processes" is not possible: a median or a function needs all values of a row, and only '
             'torch can exchange them between processes. Use "threads", or combine="mean" or "vote".'
         )
+    name = framework.NAME
     meeting: list[str | Rendezvous] = []
 
     def orders(lanes: list[AnswerOrder], places: list[Place]) -> list[ExchangeOrder]:
         meeting.append(new_address(places[0]))
-        return [
-            ExchangeOrder(own, way, framework.NAME, meeting[0], rank, len(lanes)) for rank, own in enumerate(lanes)
-        ]
+        return [ExchangeOrder(own, way, name, meeting[0], rank, len(lanes)) for rank, own in enumerate(lanes)]
 
     try:
         answers = workers.ask("predict", job, specs, states, exchange_in_worker, orders, together=True)

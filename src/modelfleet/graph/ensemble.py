@@ -240,6 +240,7 @@ class Ensemble:
         names = self.fleet.names
         values = per_member(weights if isinstance(weights, Each) else Each(weights), names, "weights")
         for name, value in zip(names, values, strict=True):
-            if isinstance(value, bool) or not np.isscalar(value) or not 0 <= float(value) < np.inf:
+            number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+            if not number or not 0 <= value < np.inf:
                 raise InputError(f"the weight of member {name!r} is {value!r}; expected a number, 0 or more.")
         return {name: float(value) for name, value in zip(names, values, strict=True)}

@@ -1,8 +1,8 @@
 """Parts of an ensemble's answer: what some members say about some rows, in the size of one member's output."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -58,6 +58,9 @@ class LeafPart(Protocol):
         ...
 
 
+Leaf = TypeVar("Leaf", bound=LeafPart)
+
+
 @dataclass(frozen=True, eq=False)
 class Part:
     """What some members say about a batch of rows, reduced."""
@@ -85,7 +88,7 @@ class Merging(Protocol):
         ...
 
 
-def merge_trees(merge: "MergeLeaves", one: Part, other: Part) -> Part:
+def merge_trees(merge: Callable[[Leaf, Leaf], Leaf], one: Part, other: Part) -> Part:
     """Return the part of the members of both, given how two arrays are merged.
 
     Raises:
@@ -94,14 +97,6 @@ def merge_trees(merge: "MergeLeaves", one: Part, other: Part) -> Part:
     refuse_unlike(one.member, one.tree, other.member, other.tree)
     tree = map_trees(lambda found: merge(found[0], found[1]), [one.tree, other.tree])
     return Part(one.member, one.members + other.members, tree)
-
-
-class MergeLeaves(Protocol):
-    """Merges what two parts have of one array."""
-
-    def __call__(self, one: LeafPart, other: LeafPart, /) -> LeafPart:
-        """Return the merged array."""
-        ...
 
 
 def refuse_unlike(first: str, one: Tree, second: str, other: Tree) -> None:
@@ -133,7 +128,7 @@ def _listed(found: dict[str, LeafPart]) -> str:
     return ", ".join(path or "one array" for path in found)
 
 
-def weights_of(names: tuple[str, ...], weights: dict[str, float] | None) -> np.ndarray:
+def weights_of(names: tuple[str, ...], weights: Mapping[str, float] | None) -> np.ndarray:
     """Return `(member,)`: the weights of some members, which are 1 if none were given."""
     return np.ones(len(names)) if weights is None else np.array([weights[name] for name in names])
 
