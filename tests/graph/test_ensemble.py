@@ -294,7 +294,7 @@ def test_an_error_of_one_device_is_raised_and_ends_the_others() -> None:
     for strategy in ("threads", "processes"):
         for combine in ("mean", "median"):
             fleet = mf.Fleet({"a": mlp(), "b": Raising(), "c": mlp(), "d": Raising()}, devices=BOTH)
-            with pytest.raises(InputError, match="can't take a batch of .*ten rows"):
+            with pytest.raises(InputError, match=r"can't take a batch of .*ten rows"):
                 mf.Ensemble(fleet, combine).predict(X, batch_size=30, strategy=strategy)
 
 

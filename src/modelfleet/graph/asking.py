@@ -101,8 +101,11 @@ def _ask(
             for order in _local_orders(specs, states, groups, job, builder, threads=strategy == "threads"):
                 names = [name for spec in order.lanes for name in spec.members]
                 asked.append(ask(InlinePlace("", ""), ReportOrder(way, order), names, "members"))
-        collect(asked, collected, quorum, given_up)
-        box.put((collected.answer(quorum), collected.missing()))
+        try:
+            collect(asked, collected, quorum, given_up)
+            box.put((collected.answer(quorum), collected.missing()))
+        except BaseException as error:  # at once: late members are waited for at the end of this context
+            box.put(error)
 
 
 def _local_orders(
