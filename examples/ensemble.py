@@ -5,7 +5,7 @@
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import modelfleet as mf
 
@@ -15,19 +15,14 @@ Y = (X[:, :4] + 0.5 * random.standard_normal((600, 4))).argmax(1)
 TRAIN, TEST = slice(0, 200), slice(200, None)
 
 
-class Broken(nn.Module):
-    """A network that has diverged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) / 0.0
-
-
 def dense(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 4))
+
+
+def diverged() -> nn.Module:
+    net = dense(32)
+    nn.init.constant_(next(net.parameters()), float("nan"))
+    return net
 
 
 def main() -> None:
@@ -47,7 +42,7 @@ def main() -> None:
     print(f"combined in two processes: differs by {abs(here - elsewhere).max():.0e}")
     print(f"the members' logits deviate by {deviation.mean():.2f}")
 
-    fleet.add("broken", Broken())
+    fleet.add("broken", diverged())
     answer = mf.Ensemble(fleet).predict(X, quorum=8)
     print(f"missing: {answer.missing}; the same answer: {np.allclose(answer.output, here, atol=1e-5)}")
 
