@@ -427,20 +427,25 @@ def test_evaluate_of_jax_members() -> None:
 # --- what is refused -----------------------------------------------------------------------------------------
 
 
+def ensemble(*arguments: Any) -> Any:
+    """An ensemble that is called with what its types forbid."""
+    return mf.Ensemble(*arguments)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda fleet: mf.Ensemble(fleet, "maen"), "mean"),
+        (lambda fleet: ensemble(fleet, "maen"), "mean"),
         (lambda fleet: mf.Ensemble(fleet, weights=[1, 2]), "weights: each"),
         (lambda fleet: mf.Ensemble(fleet, weights=[1, 2, 3, 4, -1]), "the weight of member 'cnn' is -1"),
         (lambda fleet: mf.Ensemble(fleet, "median", weights=[1] * 5), 'they are for "mean" and "vote"'),
         (lambda fleet: mf.Ensemble(fleet, weights=[0] * 5).predict(X), "add up to 0"),
-        (lambda fleet: mf.Ensemble(fleet).predict(X, batch_size=mf.each([1] * 5)), "batch_size is each"),
+        (lambda fleet: ensemble(fleet).predict(X, batch_size=mf.each([1] * 5)), "batch_size is each"),
         (lambda fleet: mf.Ensemble(fleet).predict(X, members=["d"]), "member 'd'"),
         (lambda fleet: mf.Ensemble(fleet).predict(X, strategy="data_parallel"), "is for fit"),
-        (lambda fleet: mf.Ensemble(fleet, lambda found: 1.0).predict(X), "Return one answer for each of the"),
+        (lambda fleet: ensemble(fleet, lambda found: 1.0).predict(X), "Return one answer for each of the"),
         (lambda fleet: mf.Ensemble([nn.Linear(4, 1)], "vote").predict(X), r"a score for every class"),
-        (lambda fleet: mf.Ensemble(fleet).evaluate([(X, Y)]), r"expected arrays \(x, y\)"),
+        (lambda fleet: ensemble(fleet).evaluate([(X, Y)]), r"expected arrays \(x, y\)"),
     ],
 )
 def test_what_does_not_fit_is_explained(make: Callable[[mf.Fleet], object], message: str) -> None:

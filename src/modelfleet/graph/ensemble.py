@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, overload
 
 import numpy as np
 
@@ -90,6 +90,45 @@ class Ensemble:
         name = self._combine if isinstance(self._combine, str) else getattr(self._combine, "__name__", "function")
         return f"<Ensemble, {name} of {self.fleet!r}>"
 
+    @overload
+    def predict(
+        self,
+        x: Data,
+        *,
+        std: bool = False,
+        batch_size: int | None = None,
+        members: Sequence[str] | None = None,
+        strategy: Strategy = "auto",
+        quorum: None = None,
+        deadline: None = None,
+    ) -> Tree: ...
+
+    @overload
+    def predict(
+        self,
+        x: Data,
+        *,
+        std: bool = False,
+        batch_size: int | None = None,
+        members: Sequence[str] | None = None,
+        strategy: Strategy = "auto",
+        quorum: float,
+        deadline: float | None = None,
+    ) -> EnsembleAnswer: ...
+
+    @overload
+    def predict(
+        self,
+        x: Data,
+        *,
+        std: bool = False,
+        batch_size: int | None = None,
+        members: Sequence[str] | None = None,
+        strategy: Strategy = "auto",
+        quorum: float | None = None,
+        deadline: float,
+    ) -> EnsembleAnswer: ...
+
     @explain_arguments
     def predict(
         self,
@@ -101,7 +140,7 @@ class Ensemble:
         strategy: Strategy = "auto",
         quorum: float | None = None,
         deadline: float | None = None,
-    ) -> Tree | tuple[Tree, Tree] | EnsembleAnswer:
+    ) -> Tree | EnsembleAnswer:
         """Return the members' combined output.
 
         Args:

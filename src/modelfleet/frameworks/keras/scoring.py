@@ -22,6 +22,8 @@ def score(
             "an ensemble of Keras models that return several arrays can't be evaluated. Call predict, and compare "
             "its arrays with the targets."
         )
+    if output.dtype == np.float64:  # JAX has no float64 by default
+        output = output.astype(keras.config.floatx())
     same = keras.Sequential(
         [keras.layers.Input(output.shape[1:], dtype=output.dtype.name), keras.layers.Identity()]
     )
