@@ -15,7 +15,7 @@ X, Y = models.data(40)
 
 def net(width: int) -> keras.Model:
     keras.utils.set_random_seed(width)
-    scores = Y.max() + 1
+    scores = int(Y.max()) + 1
     layers = [keras.layers.Input(X.shape[1:]), keras.layers.Dense(width, "tanh"), keras.layers.Dense(scores)]
     return keras.Sequential(layers)
 
