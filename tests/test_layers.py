@@ -17,7 +17,7 @@ ORDER = (
     "testing",
     "modelfleet",
     "loading",
-    "graph",
+    "ensembles graph",
     "fleet",
     "answering",
     "reading repeating",

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from modelfleet.graph.chain import Chain
     from modelfleet.graph.graph import Graph
     from modelfleet.graph.topology import Edge
+    from modelfleet.ensembles.ensemble import Ensemble, EnsembleAnswer
     from modelfleet.history import History
     from modelfleet.loading import load
     from modelfleet.planning.plan import Plan
@@ -60,6 +61,8 @@ _MODULES = {
     "DeadlineError": "errors",
     "EarlyStopping": "callbacks",
     "Edge": "graph.topology",
+    "Ensemble": "ensembles.ensemble",
+    "EnsembleAnswer": "ensembles.ensemble",
     "Failure": "failures",
     "Fleet": "fleet",
     "FleetError": "errors",
@@ -94,6 +97,8 @@ __all__ = [
     "Each",
     "EarlyStopping",
     "Edge",
+    "Ensemble",
+    "EnsembleAnswer",
     "Failure",
     "Fleet",
     "FleetError",

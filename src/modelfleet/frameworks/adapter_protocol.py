@@ -124,6 +124,10 @@ class Adapter(Protocol):
     * `weighted`, like `frameworks.keras.class_weights.weighted`, if `fit` takes `class_weight`.
     * `GOES_ON = True`, if with `steps_per_epoch` an epoch of arrays starts where the last one stopped.
     * `arrays.STRINGS = True`, if models take arrays of strings.
+    * `score(model, output, target, loss, metrics) -> dict[str, float]`, if the outputs of an ensemble can be
+      evaluated: the loss, if there is one, and the metrics, given as for `compile`, of outputs in NumPy. `model`
+      is a member's.
+    * `compiled(model)`, if models hold their loss and metrics themselves: it returns both.
     * `version_note() -> str`, if `modelfleet doctor` should show more than the framework's version.
     * `cache_folder() -> Path`, if compiled programs are kept there between runs. `modelfleet doctor` shows it.
     """

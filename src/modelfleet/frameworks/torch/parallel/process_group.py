@@ -97,6 +97,35 @@ class ProcessGroup:
         except Exception as error:  # each backend raises another type for a lost or late rank
             raise self._failure(f"step{self.steps}", f"in step {self.steps}", error) from error
 
+    def swap(self, parts: Sequence[bytes]) -> list[bytes]:
+        """Give every rank a part, by rank. Return what every rank has given to this one.
+
+        Args:
+            parts: At least one byte for every rank.
+
+        Raises:
+            RankLostError: A rank is lost or late.
+        """
+        self.steps += 1
+        given = torch.tensor([len(part) for part in parts], dtype=torch.int64)
+        taken = torch.empty_like(given)
+        try:
+            self._swap(taken, given, None, None)
+            sizes = taken.tolist()
+            found = torch.empty(sum(sizes), dtype=torch.uint8)
+            sent = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
+            self._swap(found, sent, sizes, given.tolist())
+        except Exception as error:  # each backend raises another type for a lost or late rank
+            raise self._failure(f"step{self.steps}", f"in step {self.steps}", error) from error
+        return [part.numpy().tobytes() for part in found.split(sizes)]
+
+    def _swap(
+        self, taken: Tensor, given: Tensor, taken_sizes: list[int] | None, given_sizes: list[int] | None
+    ) -> None:
+        work = dist.all_to_all_single(taken, given, taken_sizes, given_sizes, async_op=True)
+        assert work is not None
+        work.wait(timedelta(seconds=self.timeout))
+
     def any(self, flag: bool) -> bool:
         """Return True on every rank if `flag` is True on any of them."""
         count = torch.tensor([float(flag)], device=self._device)
