@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from modelfleet.callbacks import Callback, Checkpoint, EarlyStopping
+    from modelfleet.ensembles.ensemble import Ensemble, EnsembleAnswer
     from modelfleet.errors import (
         AllFailedError,
         BusyError,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from modelfleet.graph.chain import Chain
     from modelfleet.graph.graph import Graph
     from modelfleet.graph.topology import Edge
-    from modelfleet.ensembles.ensemble import Ensemble, EnsembleAnswer
     from modelfleet.history import History
     from modelfleet.loading import load
     from modelfleet.planning.plan import Plan

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import modelfleet as mf
-from modelfleet.errors import InputError, StrategyError
 from modelfleet.ensembles import here
 from modelfleet.ensembles.reduction import Reduction
+from modelfleet.errors import InputError, StrategyError
 from modelfleet.lanes import Lane
 from modelfleet.types import Strategy
 

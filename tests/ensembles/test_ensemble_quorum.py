@@ -13,9 +13,9 @@ from tests.helpers import mlp, toy
 from torch import Tensor, nn
 
 import modelfleet as mf
-from modelfleet.errors import BusyError, DeadlineError, InputError, StrategyError
 from modelfleet.ensembles import quorum
 from modelfleet.ensembles.quorum import Collected, Quorum
+from modelfleet.errors import BusyError, DeadlineError, InputError, StrategyError
 from modelfleet.types import Strategy
 
 X, Y = toy(70)

@@ -8,12 +8,12 @@ import queue
 import threading
 from contextlib import ExitStack
 
-from modelfleet.errors import BusyError, StrategyError
-from modelfleet.fleet import Fleet
-from modelfleet.frameworks.contexts import computing
 from modelfleet.ensembles.parts import Answer, Merging
 from modelfleet.ensembles.quorum import Asked, Collected, Quorum, ask, collect, dismiss
 from modelfleet.ensembles.reports import LocalOrder, ReportOrder
+from modelfleet.errors import BusyError, StrategyError
+from modelfleet.fleet import Fleet
+from modelfleet.frameworks.contexts import computing
 from modelfleet.lanes import Groups, LaneBuilder, LaneSpec
 from modelfleet.lanes.shared_objects import find_shared_object
 from modelfleet.runs.job import Job

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
-from modelfleet.errors import StrategyError
 from modelfleet.ensembles.exchange import join_shares
 from modelfleet.ensembles.parts import Answer, Merging
 from modelfleet.ensembles.reduction import Reduction, join_answers
 from modelfleet.ensembles.whole import Whole
 from modelfleet.ensembles.worker import ExchangeOrder, MergeOrder, exchange_in_worker, merge_in_worker
+from modelfleet.errors import StrategyError
 from modelfleet.lanes import LaneSpec
 from modelfleet.members import Member
 from modelfleet.remote.answering import AnswerOrder

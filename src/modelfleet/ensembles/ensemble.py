@@ -8,8 +8,6 @@ import numpy as np
 
 from modelfleet.answering import check_reading_strategy
 from modelfleet.each import Each, per_member
-from modelfleet.errors import InputError
-from modelfleet.fleet import Fleet
 from modelfleet.ensembles.asking import answer_in_time
 from modelfleet.ensembles.elsewhere import exchange_elsewhere, merge_elsewhere
 from modelfleet.ensembles.here import exchange_here, merge_here
@@ -19,6 +17,8 @@ from modelfleet.ensembles.quorum import Quorum
 from modelfleet.ensembles.scoring import score
 from modelfleet.ensembles.votes import Vote
 from modelfleet.ensembles.whole import Whole
+from modelfleet.errors import InputError
+from modelfleet.fleet import Fleet
 from modelfleet.lanes import LaneBuilder
 from modelfleet.runs.job import Job
 from modelfleet.types import Data, MetricLike, Model, Strategy, Tree

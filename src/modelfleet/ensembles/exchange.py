@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager
 from itertools import count
 from typing import Any, Protocol
 
-from modelfleet.errors import InputError
 from modelfleet.ensembles.parts import Answer, Outputs
 from modelfleet.ensembles.reduction import batches_of
 from modelfleet.ensembles.whole import Whole, share_of
+from modelfleet.errors import InputError
 from modelfleet.runs.opening import OpenLane
 
 Shares = list[Outputs] | None

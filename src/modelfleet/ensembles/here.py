@@ -4,11 +4,11 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from modelfleet.frameworks.contexts import without_callers_contexts
 from modelfleet.ensembles.exchange import Alone, Seat, Table, combine_in_step, join_shares
 from modelfleet.ensembles.parts import Answer, Merging
 from modelfleet.ensembles.reduction import Reduction, join_answers
 from modelfleet.ensembles.whole import Whole
+from modelfleet.frameworks.contexts import without_callers_contexts
 from modelfleet.lanes.shared_objects import find_shared_object
 from modelfleet.runs.opening import OpenLane
 from modelfleet.sharing.each_lane import MAX_THREADS, for_each_lane, refuse_threads

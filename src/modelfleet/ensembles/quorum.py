@@ -8,10 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from modelfleet.errors import DeadlineError, InputError
 from modelfleet.ensembles.parts import Answer, Merging
 from modelfleet.ensembles.reduction import Reduction
 from modelfleet.ensembles.reports import Report, ReportOrder, report_lanes
+from modelfleet.errors import DeadlineError, InputError
 from modelfleet.sharing.answering import copied
 from modelfleet.workers import Place, Worker, WorkerDiedError
 

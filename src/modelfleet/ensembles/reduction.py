@@ -3,9 +3,9 @@
 import threading
 from collections.abc import Iterator, Sequence
 
+from modelfleet.ensembles.parts import Answer, Merging, Outputs, Part
 from modelfleet.errors import InputError
 from modelfleet.feeds import Feed
-from modelfleet.ensembles.parts import Answer, Merging, Outputs, Part
 from modelfleet.joining import joined
 from modelfleet.lanes import Lane
 from modelfleet.lanes.work import Work

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from modelfleet.errors import FleetError, StrategyError
-from modelfleet.frameworks.contexts import computing, using_settings, without_callers_contexts
 from modelfleet.ensembles.parts import Merging, Outputs, Part
 from modelfleet.ensembles.reduction import Reduction, batches_of
+from modelfleet.errors import FleetError, StrategyError
+from modelfleet.frameworks.contexts import computing, using_settings, without_callers_contexts
 from modelfleet.lanes import LaneSpec
 from modelfleet.remote.answering import AnswerOrder, opener_of, refusing_changes, write_states
 from modelfleet.runs.opening import LaneOpener, OpenLane

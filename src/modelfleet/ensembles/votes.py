@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from modelfleet.errors import InputError
 from modelfleet.ensembles.parts import Answer, Outputs, Part, merge_trees, weights_of, wide
+from modelfleet.errors import InputError
 from modelfleet.trees import map_tree
 
 

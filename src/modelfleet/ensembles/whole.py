@@ -6,8 +6,8 @@ from functools import cached_property
 
 import numpy as np
 
-from modelfleet.errors import InputError
 from modelfleet.ensembles.parts import Answer, Outputs, narrow, refuse_unlike, wide
+from modelfleet.errors import InputError
 from modelfleet.trees import leaves, map_tree, map_trees
 from modelfleet.types import Tree
 

@@ -4,11 +4,11 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 from modelfleet import frameworks
-from modelfleet.frameworks.contexts import computing, using_settings
 from modelfleet.ensembles.exchange import Ranks, combine_in_step
 from modelfleet.ensembles.parts import Answer, Merging, Part
 from modelfleet.ensembles.reduction import Reduction
 from modelfleet.ensembles.whole import Whole
+from modelfleet.frameworks.contexts import computing, using_settings
 from modelfleet.lanes.work import finish_in_step
 from modelfleet.remote.answering import AnswerOrder, opened_lanes
 from modelfleet.workers.rendezvous import Rendezvous

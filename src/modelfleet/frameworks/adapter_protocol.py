@@ -120,6 +120,7 @@ class Adapter(Protocol):
     * `COMPILES_FIRST = True`, if the first step of a lane compiles for long, without Python's lock.
     * `signatures(models)`, if it is quicker to find the structures of many models together.
     * `DirectModels`, like that of `frameworks.torch.direct`, if models on the CPU can answer without a lane.
+    * `nodes`, a module like `frameworks.node_engine.Nodes`, if models can be nodes of chains and graphs.
     * `as_loader`, like `frameworks.keras.datasets.as_loader`, if there are loaders of the framework's own.
     * `weighted`, like `frameworks.keras.class_weights.weighted`, if `fit` takes `class_weight`.
     * `GOES_ON = True`, if with `steps_per_epoch` an epoch of arrays starts where the last one stopped.

@@ -11,7 +11,7 @@ from modelfleet.errors import InputError
 from modelfleet.feeds import Feed, make_feed
 from modelfleet.frameworks.batch_parts import inputs as inputs_of
 from modelfleet.frameworks.contexts import current_settings
-from modelfleet.frameworks.node_engine import Draws, NodeEngine, Step
+from modelfleet.frameworks.node_engine import Draws, NodeEngine, Step, require_nodes
 from modelfleet.graph.board import Board
 from modelfleet.graph.losses import split_batch
 from modelfleet.graph.orders import NodeOrder, RankOrder, StepOrder
@@ -85,7 +85,9 @@ class Opener:
         self.adapter: Any = self.members[0].framework
         self._recompute = self._recomputed()
         self.places = self._find_places()
-        self.trained = {member.name: member.framework.nodes.trained(member.model) for member in self.members}
+        self.trained = {
+            member.name: require_nodes(member.framework).trained(member.model) for member in self.members
+        }
 
     # --- devices -------------------------------------------------------------------------------------------------
 

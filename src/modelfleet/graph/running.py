@@ -203,7 +203,8 @@ class Ranks:
         waiting = f" Meanwhile {'; '.join(others)}." if others else ""
         return RankLostError(
             f"{own}{f', which {at}' if at else ''}: {without_period(error)}.{waiting} All ranks were stopped. "
-            f"The models have the weights of the last report. With callbacks=[mf.Checkpoint(folder)], the same call "
+            f"The models have the weights of the last report. With callbacks=[mf.Checkpoint(folder)], the "
+            f"same call "
             f"continues from the last checkpoint, also on other devices."
         )
 

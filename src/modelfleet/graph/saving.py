@@ -10,7 +10,7 @@ from modelfleet.frameworks import files
 from modelfleet.frameworks.model_building import is_made, list_models
 from modelfleet.frameworks.stacked import WEIGHTS
 from modelfleet.graph.checkpoints import Paths, by_global_path, by_node
-from modelfleet.graph.topology import Key, Link, Topology
+from modelfleet.graph.topology import Edge, Key, Link, Topology
 from modelfleet.recipe import Recipe
 from modelfleet.store import Saved, read_folder, recipe_json, write_folder
 from modelfleet.store.json_schema import check
@@ -37,7 +37,10 @@ _SCHEMA = {
     "recipe": (None, {str: object}),
 }
 
-Models: TypeAlias = "Mapping[str, Model] | Sequence[Model]"
+ModelsLike: TypeAlias = (
+    Mapping[str, Model] | Sequence[Model] | Callable[[], "Mapping[str, Model] | Sequence[Model]"]
+)
+"""Models to fill: by node, in the order of the nodes, or a function that returns them."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +141,9 @@ def made_models(factory: Any, nodes: Sequence[str]) -> dict[str, Model]:
     """
     if factory is None:
         raise InputError(
-            f"the saved graph has the nodes {', '.join(map(repr, nodes))}, and its folder has no code. Give load the "
-            f"models to fill: mf.load(folder, [encoder, head]), or a function that returns them."
+            f"the saved graph has the nodes {', '.join(map(repr, nodes))}, and its folder has no code. Give "
+            f"load the "
+            f"models to fill: mf.Chain.load(folder, [encoder, head]), or a function that returns them."
         )
     given: Any = factory() if callable(factory) and not is_made(factory) else factory
     if isinstance(given, Mapping):
@@ -151,10 +155,23 @@ def made_models(factory: Any, nodes: Sequence[str]) -> dict[str, Model]:
         found = dict(zip(nodes, models, strict=True))
     if set(found) != set(nodes):
         raise InputError(
-            f"the models are named {', '.join(map(repr, found))}, and the saved nodes {', '.join(map(repr, nodes))}. "
+            f"the models are named {', '.join(map(repr, found))}, and the saved nodes "
+            f"{', '.join(map(repr, nodes))}. "
             f"Give a model for each node, by its name."
         )
     return {name: found[name] if is_made(found[name]) else found[name]() for name in nodes}
+
+
+def edges_of(manifest: Mapping[str, Json]) -> list[Edge]:
+    """Return the edges of a saved graph."""
+    return [
+        Edge(_end(link["source"], link["output"]), _end(link["target"], link["input"]), not link["differentiable"])
+        for link in (*manifest["inputs"], *manifest["links"])
+    ]
+
+
+def _end(node: str, key: Key) -> str:
+    return node if key is None else f"{node}.{key}"
 
 
 def _encoded(link: Link) -> dict[str, Json]:

@@ -2,8 +2,8 @@
 
 A message is a header of one number and the tensors. The header is 0 if the tensors have the form that the last
 message of this channel with as many rows had. So receives are posted before the tensors are there. Otherwise it is
-the length of the new form, which follows. Messages of a channel arrive in their order, and a receive is posted only
-when the message before it has been taken: what it brings may be a new form.
+the length of the new form, which follows. Messages of a channel arrive in their order, and a receive is posted
+only when the message before it has been taken: what it brings may be a new form.
 """
 
 import pickle
@@ -83,7 +83,10 @@ class GroupTransport:
         sums: Sequence[tuple[int, ...]],
         device: torch.device,
     ) -> Self:
-        """Connect to the other ranks, and make the groups. The arguments are the same on all ranks, but the rank."""
+        """Connect to the other ranks, and make the groups.
+
+        The arguments are the same on all ranks, but the rank.
+        """
         group = ProcessGroup.join(address, rank, size, timeout, device=device.type)
         wait = timedelta(seconds=timeout)
         made = {
@@ -184,7 +187,10 @@ class GroupTransport:
             raise self._lost(f"the sum of {name} over ranks {', '.join(map(str, ranks))}", error) from error
 
     def close(self) -> None:
-        """Leave the groups. Nothing here refers to them any more, so that they end at once: see `ProcessGroup.close`."""
+        """Leave the groups.
+
+        Nothing here refers to them any more, so that they end at once: see `ProcessGroup.close`.
+        """
         self._sending.clear()
         self._receiving.clear()
         self._channels.clear()

@@ -65,7 +65,7 @@ def try_node(
 
 
 def _look_at_rows(member: PlainMember, model: nn.Module, inputs: Tree) -> tuple[DrawShapes | str, bool]:
-    """Return what the rows draw, or why they can't be divided, and whether the output for a row depends on others."""
+    """Return what the rows draw, or why they can't be divided, and whether a row's output depends on others."""
     rows = len(leaves(inputs)[0])
     many = map_tree(lambda leaf: (leaf if rows > 1 else torch.cat([leaf, leaf]))[:MAX_ROWS], inputs)
     rows = len(leaves(many)[0])

@@ -36,7 +36,9 @@ class ProcessGroup:
         steps: How many sums were taken so far.
     """
 
-    def __init__(self, rank: int, size: int, timeout: float, store: dist.Store | None, device: str = "cpu") -> None:
+    def __init__(
+        self, rank: int, size: int, timeout: float, store: dist.Store | None, device: str = "cpu"
+    ) -> None:
         self.rank = rank
         self.size = size
         self.timeout = timeout
