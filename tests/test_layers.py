@@ -17,6 +17,7 @@ ORDER = (
     "testing",
     "modelfleet",
     "loading",
+    "graph",
     "fleet",
     "answering",
     "reading repeating",

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from modelfleet.feeds.tables import by
     from modelfleet.fleet import Fleet
     from modelfleet.frameworks.torch.schedules import Schedule
+    from modelfleet.graph.split import Split, split
     from modelfleet.history import History
     from modelfleet.loading import load
     from modelfleet.planning.plan import Plan
@@ -66,6 +67,7 @@ _MODULES = {
     "Replicas": "replicas.pool",
     "RowsError": "errors",
     "Schedule": "frameworks.torch.schedules",
+    "Split": "graph.split",
     "Stats": "replicas.stats",
     "StoreError": "errors",
     "StrategyError": "errors",
@@ -74,6 +76,7 @@ _MODULES = {
     "imap": "replicas.mapping",
     "load": "loading",
     "map": "replicas.mapping",
+    "split": "graph.split",
 }
 
 __all__ = [
@@ -98,6 +101,7 @@ __all__ = [
     "Replicas",
     "RowsError",
     "Schedule",
+    "Split",
     "Stats",
     "StoreError",
     "StrategyError",
@@ -107,6 +111,7 @@ __all__ = [
     "imap",
     "load",
     "map",
+    "split",
 ]
 
 

@@ -124,6 +124,7 @@ class Adapter(Protocol):
     * `weighted`, like `frameworks.keras.class_weights.weighted`, if `fit` takes `class_weight`.
     * `GOES_ON = True`, if with `steps_per_epoch` an epoch of arrays starts where the last one stopped.
     * `arrays.STRINGS = True`, if models take arrays of strings.
+    * `pieces(model, stages, example, train)`, if models can be cut: it returns `frameworks.pieces.Pieces`.
     * `version_note() -> str`, if `modelfleet doctor` should show more than the framework's version.
     * `cache_folder() -> Path`, if compiled programs are kept there between runs. `modelfleet doctor` shows it.
     """
