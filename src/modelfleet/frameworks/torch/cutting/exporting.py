@@ -32,7 +32,7 @@ def trace_operations(model: nn.Module, example: Tree) -> Traced:
     problems = []
     for strict in (False, True):
         try:
-            with _quietly(), _without_cache(model):
+            with _quietly(), without_cache(model):
                 train = _exported(model.train(), example, strict)
                 evaluate = _exported(model.eval(), example, strict)
         except CannotCutError:
@@ -41,13 +41,8 @@ def trace_operations(model: nn.Module, example: Tree) -> Traced:
             problems.append(_reason(error))
             continue
         graph = merge_modes(train.graph, evaluate.graph)
-        constants = {}
-        for node in graph.nodes:
-            if node.op == "get_attr" and isinstance(value := attribute(train.module, node.target), Tensor):
-                try:
-                    attribute(model, node.target)
-                except AttributeError:
-                    constants[node.target] = value
+        read = [node.target for node in graph.nodes if node.op == "get_attr"]
+        constants = {path: attribute(train.module, path) for path in read if not _has(model, path)}
         return Traced(graph, model, constants, train.structure, "between its operations (torch.export)")
     raise CannotCutError(f"torch.export can't trace it: {problems[0]}")
 
@@ -79,6 +74,14 @@ def _exported(model: nn.Module, example: Tree, strict: bool) -> _Exported:
     names = _names(model, args, keywords)
     shapes = {name: map_tree(shape, value) for name, value in names.items()}
     return _Exported(torch.export.export(model, args, keywords, dynamic_shapes=shapes, strict=strict))
+
+
+def _has(model: nn.Module, path: str) -> bool:
+    try:
+        attribute(model, path)
+    except AttributeError:
+        return False
+    return True
 
 
 def _names(model: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
@@ -158,7 +161,7 @@ def _quietly() -> Iterator[None]:
 
 
 @contextmanager
-def _without_cache(model: nn.Module) -> Iterator[None]:
+def without_cache(model: nn.Module) -> Iterator[None]:
     """Let a Hugging Face model return no cache of keys and values, which only generation needs."""
     config: Any = getattr(model, "config", None)
     if not getattr(config, "use_cache", False):

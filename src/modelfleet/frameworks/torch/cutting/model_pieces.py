@@ -12,7 +12,7 @@ from modelfleet.frameworks.torch.building import copy_model, seeding, without_ca
 from modelfleet.frameworks.torch.cutting.atoms import lay_out
 from modelfleet.frameworks.torch.cutting.building import StageBuilder
 from modelfleet.frameworks.torch.cutting.checking import check
-from modelfleet.frameworks.torch.cutting.exporting import trace_operations
+from modelfleet.frameworks.torch.cutting.exporting import trace_operations, without_cache
 from modelfleet.frameworks.torch.cutting.grouping import group
 from modelfleet.frameworks.torch.cutting.measuring import measure
 from modelfleet.frameworks.torch.cutting.recording import run, time_nodes
@@ -123,7 +123,7 @@ class TorchPieces:
                 known |= zip(outputs, [found] if len(outputs) == 1 else found if outputs else [], strict=True)
             return found
 
-        with without_callers_contexts():
+        with without_callers_contexts(), without_cache(model):
             check(model, [stage for stage, *_ in built], run_stages, self._examples)
             model.train()
 

@@ -22,28 +22,44 @@ def choose(training: bool, in_training: Any, in_evaluation: Any) -> Any:
 def merge_modes(train: fx.Graph, evaluate: fx.Graph) -> fx.Graph:
     """Return the graph of training, which does what the graph of evaluation does if its modules are in that mode.
 
-    An operation that training alone has may only add to a buffer, such as a BatchNorm's count of batches.
+    An operation that one mode alone has may only make a tensor contiguous, or, in training, add to a buffer, such
+    as a BatchNorm's count of batches.
 
     Raises:
         CannotCutError: The graphs differ in more than numbers.
     """
-    pairs: dict[fx.Node, fx.Node] = {}
-    others = iter([node for node in evaluate.nodes if node.op != "get_attr"])
-    other = next(others, None)
+    pairs: dict[fx.Node, fx.Node] = {}  # for each node of training, the node of evaluation
+    same: dict[fx.Node, fx.Node] = {}  # nodes of evaluation that only make another one contiguous
+    others = [node for node in evaluate.nodes if node.op != "get_attr"]
     for node in [node for node in train.nodes if node.op != "get_attr"]:
-        if other is not None and _kind(node) == _kind(other):
-            pairs[node] = other
-            other = next(others, None)
+        while others and _kind(node) != _kind(others[0]) and _is_contiguous(others[0]):
+            same[others[0]] = _source(others.pop(0), same)
+        if others and _kind(node) == _kind(others[0]):
+            pairs[node] = others.pop(0)
+        elif _is_contiguous(node):
+            pairs[node] = pairs[node.all_input_nodes[0]]
         elif _counts(node):
             _only_in_training(train, node)
         else:
             raise CannotCutError(f"{_DIFFERENT}: {_kind(node)[1]}")
-    if other is not None:
-        raise CannotCutError(f"{_DIFFERENT}: {_kind(other)[1]}")
+    if others:
+        raise CannotCutError(f"{_DIFFERENT}: {_kind(others[0])[1]}")
+    merger = _Merger(train, pairs, same)
     for node, other in pairs.items():
-        node.args = _merged(train, node, node.args, other.args, pairs)
-        node.kwargs = _merged(train, node, node.kwargs, other.kwargs, pairs)
+        if _kind(node) == _kind(other):
+            count = max(len(node.args), len(other.args))
+            node.args = merger.merged(node, _arguments(node, count), _arguments(other, count))
+            node.kwargs = merger.merged(node, node.kwargs, other.kwargs)
     return train
+
+
+def _is_contiguous(node: fx.Node) -> bool:
+    return str(node.target) == "aten.contiguous.default"
+
+
+def _source(node: fx.Node, same: dict[fx.Node, fx.Node]) -> fx.Node:
+    found = node.all_input_nodes[0]
+    return same.get(found, found)
 
 
 def _kind(node: fx.Node) -> tuple[str, str]:
@@ -66,30 +82,45 @@ def _only_in_training(graph: fx.Graph, node: fx.Node) -> None:
         node.args = (node.args[0], graph.call_function(choose, (_flag(graph, node), node.args[1], 0)))
 
 
-def _merged(graph: fx.Graph, node: fx.Node, own: Any, other: Any, pairs: dict[fx.Node, fx.Node]) -> Any:
-    """Return arguments that are `own` in training and `other` in evaluation."""
-    if isinstance(own, fx.Node):
-        same = isinstance(other, fx.Node) and (
-            own.target == other.target if own.op == "get_attr" else pairs.get(own) is other
-        )
-        if not same:
+def _arguments(node: fx.Node, count: int) -> tuple[Any, ...]:
+    """Return a number of arguments of an operation, with the defaults of those that are not given."""
+    missing = range(len(node.args), count)
+    return (*node.args, *(node.target._schema.arguments[number].default_value for number in missing))
+
+
+class _Merger:
+    """Merges the arguments of paired nodes."""
+
+    def __init__(self, graph: fx.Graph, pairs: dict[fx.Node, fx.Node], same: dict[fx.Node, fx.Node]) -> None:
+        self._graph = graph
+        self._pairs = pairs
+        self._same = same
+
+    def merged(self, node: fx.Node, own: Any, other: Any) -> Any:
+        """Return arguments that are `own` in training and `other` in evaluation."""
+        if isinstance(own, fx.Node) and isinstance(other, fx.Node) and self._is_same(own, other):
+            return own
+        if isinstance(own, fx.Node) or isinstance(other, fx.Node):
             raise CannotCutError(f"{_DIFFERENT}: {node.target}")
-        return own
-    if isinstance(own, tuple | list) and isinstance(other, tuple | list) and len(own) == len(other):
-        return type(own)(_merged(graph, node, *parts, pairs) for parts in zip(own, other, strict=True))
-    if isinstance(own, dict) and isinstance(other, dict) and own.keys() == other.keys():
-        return {name: _merged(graph, node, value, other[name], pairs) for name, value in own.items()}
-    if isinstance(other, fx.Node):
-        raise CannotCutError(f"{_DIFFERENT}: {node.target}")
-    if own == other and type(own) is type(other):
-        return own
-    with graph.inserting_before(node):
-        flag = _flag(graph, node)
-        if own is True and other is False:
-            return flag
-        if own is False and other is True:
-            return graph.call_function(operator.not_, (flag,))
-        return graph.call_function(choose, (flag, own, other))
+        if isinstance(own, tuple | list) and isinstance(other, tuple | list) and len(own) == len(other):
+            return type(own)(self.merged(node, *parts) for parts in zip(own, other, strict=True))
+        if isinstance(own, dict) and isinstance(other, dict) and own.keys() == other.keys():
+            return {name: self.merged(node, value, other[name]) for name, value in own.items()}
+        if own == other and type(own) is type(other):
+            return own
+        with self._graph.inserting_before(node):
+            flag = _flag(self._graph, node)
+            if own is True and other is False:
+                return flag
+            if own is False and other is True:
+                return self._graph.call_function(operator.not_, (flag,))
+            return self._graph.call_function(choose, (flag, own, other))
+
+    def _is_same(self, own: fx.Node, other: fx.Node) -> bool:
+        if own.op == "get_attr":
+            return other.op == "get_attr" and own.target == other.target
+        other = self._same.get(other, other)
+        return self._pairs.get(own) is other
 
 
 def _flag(graph: fx.Graph, node: fx.Node) -> fx.Node:
