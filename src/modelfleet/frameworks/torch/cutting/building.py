@@ -157,10 +157,22 @@ class _Copier:
         self._graph = graph
         self._known = known
         self._needed = needed
+        self._device: fx.Node | None = None
 
     def copy(self, node: fx.Node) -> Any:
         self._known[node] = copied = self._graph.node_copy(node, self.find)
+        if self._needed:  # a stage computes on the device of its inputs
+            copied.args = fx.map_aggregate(copied.args, self._on_device)
+            copied.kwargs = fx.map_aggregate(copied.kwargs, self._on_device)
         return copied
+
+    def _on_device(self, argument: Any) -> Any:
+        if not isinstance(argument, torch.device):
+            return argument
+        if self._device is None:
+            with self._graph.inserting_after(self._known[self._needed[0]]):
+                self._device = self._graph.call_function(getattr, (self._known[self._needed[0]], "device"))
+        return self._device
 
     def find(self, node: fx.Node) -> Any:
         """Return what stands for a node in the stage."""

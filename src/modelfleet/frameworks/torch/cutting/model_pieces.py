@@ -1,11 +1,12 @@
 """The pieces of a torch model: traced, timed and grouped (see `frameworks.pieces.Pieces`)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from modelfleet.frameworks.grouping import crossing_bytes, group
 from modelfleet.frameworks.pieces import BuiltStage, CannotCutError, Piece, Timing
 from modelfleet.frameworks.torch.arrays import place
 from modelfleet.frameworks.torch.building import copy_model, seeding, without_callers_contexts
@@ -13,7 +14,6 @@ from modelfleet.frameworks.torch.cutting.atoms import lay_out
 from modelfleet.frameworks.torch.cutting.building import StageBuilder
 from modelfleet.frameworks.torch.cutting.checking import check
 from modelfleet.frameworks.torch.cutting.exporting import trace_operations, without_cache
-from modelfleet.frameworks.torch.cutting.grouping import group
 from modelfleet.frameworks.torch.cutting.measuring import measure
 from modelfleet.frameworks.torch.cutting.recording import run, time_nodes
 from modelfleet.frameworks.torch.cutting.stage import paths_in
@@ -84,7 +84,8 @@ class TorchPieces:
             traced, layout, record.values, other.values, (self._rows, self._rows + 1)
         )
         seconds = time_nodes(traced, example)
-        self._ranges = group(layout, seconds, record.values, stages)
+        crossing = crossing_bytes(len(layout.order), _lifetimes(layout.order, record.values))
+        self._ranges = group(layout.boundaries, [seconds[node] for node in layout.order], crossing, stages)
         self._nodes = {node.name: node for node in traced.graph.nodes}
         self._order = layout.order
         self.reasons = (f"cut {traced.how}", *layout.ties)
@@ -184,6 +185,15 @@ def _try(model: nn.Module, example: Tree) -> None:
             f"the {type(model).__name__} does not accept the example {shapes}: {without_period(error)}. Give an "
             f"example with the shapes and dtypes of a batch's inputs."
         ) from error
+
+
+def _lifetimes(order: Sequence[fx.Node], values: Mapping[fx.Node, Any]) -> Iterator[tuple[int, int, int]]:
+    """Yield for each tensor the index of the node that makes it, that of its last user, and its bytes."""
+    position = {node: number for number, node in enumerate(order)}
+    for node, number in position.items():
+        if isinstance(values[node], Tensor):
+            last = max((position.get(user, number) for user in node.users), default=number)
+            yield number, last, values[node].nbytes
 
 
 def _name(node: fx.Node) -> str:

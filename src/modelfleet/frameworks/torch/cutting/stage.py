@@ -1,7 +1,7 @@
 """A stage of a cut model: a module whose forward is the code of a part of the model's graph."""
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -18,7 +18,7 @@ class Stage(nn.Module):
     It holds its forward as source code. So it can be pickled, copied, and compared with others.
     """
 
-    def __init__(self, code: str, structure: _pytree.TreeSpec | None) -> None:
+    def __init__(self, code: str, structure: "Structure | None") -> None:
         """Make a stage that has nothing yet of what its code reads.
 
         Args:
@@ -33,12 +33,32 @@ class Stage(nn.Module):
     def forward(self, *inputs: Tensor) -> Any:
         """Return a tensor, or a tuple for several values; from the last stage the model's output."""
         found = _function(self._code)(self, *inputs)
-        return found if self._structure is None else _pytree.tree_unflatten(list(found), self._structure)
+        return found if self._structure is None else _assembled(self._structure, iter(found))
+
+
+Structure = tuple[Any, ...]
+"""How leaves form an output: `()` for a leaf, else the type of a container, its context, and its children."""
+
+
+def _as_tuples(structure: _pytree.TreeSpec) -> Structure:
+    # torch's own class warns when it is unpickled.
+    if structure.is_leaf():
+        return ()
+    context = structure.context
+    children = tuple(map(_as_tuples, structure.children()))
+    return structure.type, tuple(context) if isinstance(context, list) else context, children
+
+
+def _assembled(structure: Structure, leaves: Iterator[Any]) -> Any:
+    if not structure:
+        return next(leaves)
+    kind, context, children = structure
+    return _pytree.SUPPORTED_NODES[kind].unflatten_fn([_assembled(child, leaves) for child in children], context)
 
 
 def make_stage(traced: Traced, owner: nn.Module, graph: fx.Graph, structure: _pytree.TreeSpec | None) -> Stage:
     """Return a stage that runs a graph on what `owner` has: the traced model, or the one that it is a copy of."""
-    stage = Stage(_code(graph), structure)
+    stage = Stage(_code(graph), None if structure is None else _as_tuples(structure))
     for node in graph.nodes:
         if node.op == "call_module":
             _put_module(stage, owner, node.target)
