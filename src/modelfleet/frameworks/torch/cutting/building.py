@@ -162,8 +162,8 @@ class _Copier:
     def copy(self, node: fx.Node) -> Any:
         self._known[node] = copied = self._graph.node_copy(node, self.find)
         if self._needed:  # a stage computes on the device of its inputs
-            copied.args = fx.map_aggregate(copied.args, self._on_device)
-            copied.kwargs = fx.map_aggregate(copied.kwargs, self._on_device)
+            copied.args = fx.node.map_aggregate(copied.args, self._on_device)
+            copied.kwargs = fx.node.map_aggregate(copied.kwargs, self._on_device)
         return copied
 
     def _on_device(self, argument: Any) -> Any:
