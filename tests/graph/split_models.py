@@ -112,27 +112,30 @@ def texts(rows: int) -> dict[str, Tensor]:
 
 def make_mlp() -> nn.Module:
     inner = nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Dropout(0.2))
-    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), inner, nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), inner, nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)
+    )
 
 
 def make_bert() -> nn.Module:
-    config = transformers.BertConfig(
-        vocab_size=17, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32, num_labels=3
-    )
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "num_labels": 3}
+    config = transformers.BertConfig(vocab_size=17, intermediate_size=32, **sizes)
     return transformers.BertForSequenceClassification(config)
 
 
 def make_gpt2(**options: Any) -> nn.Module:
-    config = transformers.GPT2Config(vocab_size=17, n_embd=16, n_layer=3, n_head=2, n_positions=8, use_cache=False, **options)
-    return transformers.GPT2LMHeadModel(config)
+    sizes: dict[str, Any] = {"n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 8}
+    tokens: dict[str, Any] = {"vocab_size": 17, "bos_token_id": 0, "eos_token_id": 0}
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**{"use_cache": False, **sizes, **tokens, **options})
+    )
 
 
 def make_llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=17, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
-        intermediate_size=32, max_position_embeddings=8, tie_word_embeddings=False, use_cache=False,
-    )
-    return transformers.LlamaForCausalLM(config)
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+    more: dict[str, Any] = {"num_key_value_heads": 1, "intermediate_size": 32, "max_position_embeddings": 8}
+    switches: dict[str, Any] = {"tie_word_embeddings": False, "use_cache": False}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=17, **sizes, **more, **switches))
 
 
 CASES: dict[str, Case] = {

@@ -1,16 +1,15 @@
 """Stages run in turn equal the model that was cut: outputs, gradients, buffers, in both modes, for any rows."""
 
-import pickle
 from typing import Any
 
 import pytest
 import torch
+from tests.graph.split_models import CASES, Case
 from torch import Tensor, nn
 from torch.utils import _pytree
 
 import modelfleet as mf
 from modelfleet.trees import leaves, map_tree
-from tests.graph.split_models import CASES, Branching, Case, Encoder, make_gpt2
 
 
 def run(cut: mf.Split, x: Any) -> Any:

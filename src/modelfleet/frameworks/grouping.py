@@ -1,15 +1,13 @@
 """Group the operations of a model that is to be cut into pieces that are worth measuring one by one."""
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
-
-FEW = 32  # no more boundaries than this are all kept
+from itertools import accumulate, pairwise
 
 
 def group(
     boundaries: Sequence[int], seconds: Sequence[float], crossing: Sequence[int], stages: int, per_stage: int = 16
 ) -> list[tuple[int, int]]:
-    """Return ranges of operations, each of about `1 / per_stage` of a stage's time, as far as they can be parted.
+    """Return ranges of operations, each of about `1 / per_stage` of a stage's time if they can be parted.
 
     Of the boundaries where a piece may end, the one that the fewest bytes cross is taken.
 
@@ -21,10 +19,12 @@ def group(
         per_stage: How many pieces a stage has.
     """
     kept = list(boundaries)
-    if len(kept) > max(FEW, 2 * stages):
+    if len(kept) >= stages * per_stage:
         kept = _chosen(boundaries, seconds, crossing, stages * per_stage)
+    if len(kept) < stages - 1:  # one operation takes nearly all of the time
+        kept = list(boundaries[:: len(boundaries) // (stages * per_stage)])
     edges = [0, *kept, len(seconds)]
-    return list(zip(edges, edges[1:], strict=False))
+    return list(pairwise(edges))
 
 
 def crossing_bytes(count: int, values: Iterable[tuple[int, int, int]]) -> list[int]:

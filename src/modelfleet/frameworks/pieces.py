@@ -72,7 +72,7 @@ class Pieces(Protocol):
 
     @property
     def inputs(self) -> Mapping[str, int]:
-        """Return the values that are the model's inputs, in the order of the example's leaves, with their bytes."""
+        """Return the model's inputs with their bytes, in the order of the example's leaves."""
         ...
 
     @property

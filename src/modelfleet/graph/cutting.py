@@ -83,8 +83,8 @@ def _smallest(
 ) -> tuple[float, tuple[int, ...]] | None:
     """Return the smallest joint cost of all stages with the cuts that have it; None if nothing is allowed.
 
-    `best[stop]` is the smallest cost of the first stages that end before `stop`. `join` must not fall if one of its
-    arguments rises: so the best whole has the best beginning.
+    `best[stop]` is the smallest cost of the first stages that end before `stop`. `join` must not fall if one of
+    its arguments rises: so the best whole has the best beginning.
     """
     best: list[tuple[float, tuple[int, ...]] | None] = [None] * (pieces + 1)
     best[0] = 0.0, ()

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from modelfleet.errors import InputError
 from modelfleet.formatting import without_period
@@ -152,7 +153,7 @@ def _limits(stages: int, memory: float | Sequence[float] | None) -> list[float] 
     limits = [float(memory)] * stages if isinstance(memory, int | float) else [float(own) for own in memory]
     if len(limits) != stages:
         raise InputError(
-            f"memory has {len(limits)} numbers for {stages} stages. Give one number for all, or one for each stage."
+            f"memory has {len(limits)} numbers for {stages} stages. Give one number, or one for each stage."
         )
     wrong = next((limit for limit in limits if not limit > 0), None)
     if wrong is not None:
@@ -182,7 +183,7 @@ def _parts(pieces: Sequence[Piece], cuts: Sequence[int]) -> list[Part]:
     """Return the stages with the values that later stages need from them."""
     edges = [0, *cuts, len(pieces)]
     parts: list[Part] = []
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in pairwise(edges):
         later = {name for piece in pieces[stop:] for name in piece.needs}
         outputs = tuple(name for piece in pieces[start:stop] for name in piece.makes if name in later)
         parts.append((start, stop, outputs))
@@ -216,6 +217,4 @@ def _split(model: Model, found: Pieces, parts: Sequence[Part]) -> Split:
 
 
 def _described(names: Sequence[str], own: Sequence[Sequence[Piece]]) -> list[str]:
-    return [
-        f"{name} begins at {pieces[0].name}" for name, pieces in zip(names[1:], own[1:], strict=True)
-    ]
+    return [f"{name} begins at {pieces[0].name}" for name, pieces in zip(names[1:], own[1:], strict=True)]

@@ -92,9 +92,7 @@ def _is_constant(node: fx.Node, record: Recording, changed: set[fx.Node]) -> boo
     return node.op == "get_attr" and not isinstance(value, nn.Parameter) and node not in changed
 
 
-def _of_containers(
-    order: list[fx.Node], record: Recording, plain: frozenset[fx.Node]
-) -> Iterable[list[fx.Node]]:
+def _of_containers(order: list[fx.Node], record: Recording, plain: frozenset[fx.Node]) -> Iterable[list[fx.Node]]:
     """Yield nodes with tuples and other containers of tensors, each with those that take them apart."""
     for node in order:
         if node not in plain and not isinstance(record.values[node], Tensor):

@@ -112,7 +112,9 @@ class StageBuilder:
                         return node, axis
         return None
 
-    def plain(self, graph: fx.Graph, known: Mapping[fx.Node, Any], needed: Sequence[fx.Node], node: fx.Node) -> Any:
+    def plain(
+        self, graph: fx.Graph, known: Mapping[fx.Node, Any], needed: Sequence[fx.Node], node: fx.Node
+    ) -> Any:
         """Return a number or the like for a stage: as it is, or as a node that computes it from the rows."""
 
         def rows() -> fx.Node:
@@ -129,9 +131,7 @@ class StageBuilder:
         self, graph: fx.Graph, value: Any, other: Any, rows: Callable[[], fx.Node], device: Callable[[], fx.Node]
     ) -> Any:
         if isinstance(value, tuple | list):
-            parts = [
-                self._written(graph, *pair, rows, device) for pair in zip(value, other, strict=True)
-            ]
+            parts = [self._written(graph, *pair, rows, device) for pair in zip(value, other, strict=True)]
             return tuple(parts)
         if isinstance(value, torch.device):
             return device()
@@ -142,7 +142,9 @@ class StageBuilder:
         factor, rest = divmod(value - other, self._rows[0] - self._rows[1])
         first = value - factor * self._rows[0]
         if rest:
-            raise CannotCutError(f"it computes {value} from {self._rows[0]} rows, and {other} from {self._rows[1]}")
+            raise CannotCutError(
+                f"it computes {value} from {self._rows[0]} rows, and {other} from {self._rows[1]}"
+            )
         scaled = rows() if factor == 1 else graph.call_function(operator.mul, (rows(), factor))
         return scaled if first == 0 else graph.call_function(operator.add, (scaled, first))
 

@@ -29,7 +29,9 @@ def measure(stage: nn.Module, inputs: Sequence[Tensor], *, train: bool) -> tuple
         found.append(_once(stage, arguments, train))
         if len(found) == 2 and found[1].total < _SHORT:
             repeats = _MORE_REPEATS
-    forward, backward = (min(values) for values in zip(*((one.forward, one.backward) for one in found), strict=True))
+    forward, backward = (
+        min(values) for values in zip(*((one.forward, one.backward) for one in found), strict=True)
+    )
     if not train:
         with torch.no_grad():
             kept = sum(own.nbytes for own in _tensors(stage(*arguments)))

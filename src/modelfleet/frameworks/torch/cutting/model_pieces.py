@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from modelfleet.errors import InputError
+from modelfleet.formatting import without_period
 from modelfleet.frameworks.grouping import crossing_bytes, group
 from modelfleet.frameworks.pieces import BuiltStage, CannotCutError, Piece, Timing
 from modelfleet.frameworks.torch.arrays import place
@@ -20,8 +22,6 @@ from modelfleet.frameworks.torch.cutting.stage import paths_in
 from modelfleet.frameworks.torch.cutting.symbolic import trace_children, trace_modules
 from modelfleet.frameworks.torch.cutting.traced import Traced, rows_of, with_rows
 from modelfleet.frameworks.torch.task import call
-from modelfleet.errors import InputError
-from modelfleet.formatting import without_period
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import Tree
 
@@ -80,9 +80,7 @@ class TorchPieces:
         record, other = (run(traced, own) for own in self._examples)
         layout = lay_out(traced, record)
         self._values = record.values
-        self._builder = StageBuilder(
-            traced, layout, record.values, other.values, (self._rows, self._rows + 1)
-        )
+        self._builder = StageBuilder(traced, layout, record.values, other.values, (self._rows, self._rows + 1))
         seconds = time_nodes(traced, example)
         crossing = crossing_bytes(len(layout.order), _lifetimes(layout.order, record.values))
         self._ranges = group(layout.boundaries, [seconds[node] for node in layout.order], crossing, stages)
@@ -152,7 +150,9 @@ class TorchPieces:
         later.reverse()  # `later[n]`: what the pieces from `n` on need
         for number, (start, stop) in enumerate(self._ranges):
             makes = {
-                node.name: self._values[node].nbytes for node in self._order[start:stop] if node in later[number + 1]
+                node.name: self._values[node].nbytes
+                for node in self._order[start:stop]
+                if node in later[number + 1]
             }
             timing, kept = self._measure(number, number + 1, tuple(makes))
             stage, _ = self._built(self._traced.model, number, number + 1, tuple(makes))

@@ -85,7 +85,8 @@ def _only_in_training(graph: fx.Graph, node: fx.Node) -> None:
 def _arguments(node: fx.Node, count: int) -> tuple[Any, ...]:
     """Return a number of arguments of an operation, with the defaults of those that are not given."""
     missing = range(len(node.args), count)
-    return (*node.args, *(node.target._schema.arguments[number].default_value for number in missing))
+    operation: Any = node.target
+    return (*node.args, *(operation._schema.arguments[number].default_value for number in missing))
 
 
 class _Merger:

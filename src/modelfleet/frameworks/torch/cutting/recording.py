@@ -95,15 +95,16 @@ def _go(traced: Traced, example: Tree, visit: Callable[[fx.Node, Callable[[], An
         args, keywords = fx.map_arg((node.args, node.kwargs), values.__getitem__)
 
         def compute(node: fx.Node = node, args: Any = args, keywords: Any = keywords) -> Any:
+            target: Any = node.target
             if node.op == "placeholder":
                 return next(inputs)
             if node.op == "get_attr":
-                return _attribute(traced, node.target)
+                return _attribute(traced, target)
             if node.op == "call_module":
-                return attribute(traced.model, node.target)(*args, **keywords)
+                return attribute(traced.model, target)(*args, **keywords)
             if node.op == "call_method":
-                return getattr(args[0], node.target)(*args[1:], **keywords)
-            return args[0] if node.op == "output" else node.target(*args, **keywords)
+                return getattr(args[0], target)(*args[1:], **keywords)
+            return args[0] if node.op == "output" else target(*args, **keywords)
 
         try:
             values[node] = visit(node, compute)

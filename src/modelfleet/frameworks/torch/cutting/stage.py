@@ -13,7 +13,7 @@ from modelfleet.frameworks.torch.cutting.traced import Traced, attribute
 
 
 class Stage(nn.Module):
-    """Computes a part of a model, with the model's own parameters, buffers and submodules at the model's own paths.
+    """Computes a part of a model, with the model's own parameters, buffers and submodules at their paths there.
 
     It holds its forward as source code. So it can be pickled, copied, and compared with others.
     """
