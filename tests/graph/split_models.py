@@ -123,12 +123,10 @@ def make_bert() -> nn.Module:
     return transformers.BertForSequenceClassification(config)
 
 
-def make_gpt2(**options: Any) -> nn.Module:
-    sizes: dict[str, Any] = {"n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 8}
-    tokens: dict[str, Any] = {"vocab_size": 17, "bos_token_id": 0, "eos_token_id": 0}
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(**{"use_cache": False, **sizes, **tokens, **options})
-    )
+def make_gpt2(**more: Any) -> nn.Module:
+    options: dict[str, Any] = {"n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 8, "use_cache": False}
+    options |= {"vocab_size": 17, "bos_token_id": 0, "eos_token_id": 0, **more}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**options))
 
 
 def make_llama() -> nn.Module:

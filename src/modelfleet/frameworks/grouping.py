@@ -22,7 +22,7 @@ def group(
     if len(kept) >= stages * per_stage:
         kept = _chosen(boundaries, seconds, crossing, stages * per_stage)
     if len(kept) < stages - 1:  # one operation takes nearly all of the time
-        kept = list(boundaries[:: len(boundaries) // (stages * per_stage)])
+        kept = list(boundaries[:: max(1, len(boundaries) // (stages * per_stage))])
     edges = [0, *kept, len(seconds)]
     return list(pairwise(edges))
 
@@ -50,12 +50,12 @@ def _chosen(
     chosen: list[int] = []
     window: list[int] = []  # boundaries where the present piece may end
     last = 0.0
-    for boundary in (*boundaries, None):
-        if window and (boundary is None or elapsed[boundary] - last > step):
+    for boundary in (*boundaries, len(seconds)):
+        if window and elapsed[boundary] - last > step:
             best = min(window, key=lambda cut: (crossing[cut], -cut))
             chosen.append(best)
             last = elapsed[best]
             window = [cut for cut in window if cut > best and elapsed[cut] - last > step / 2]
-        if boundary is not None and elapsed[boundary] - last > step / 2:
+        if elapsed[boundary] - last > step / 2:
             window.append(boundary)
     return chosen

@@ -25,18 +25,14 @@ def best_cuts(
 
     Args:
         pieces: The pieces in topological order.
-        stages: How many stages to make.
+        stages: How many stages to make, not more than pieces.
         memory: Bytes that each stage may take; None if memory does not matter.
         slack: Share by which the longest stage may exceed the shortest possible one, if that saves bytes.
 
     Raises:
-        InputError: There are fewer pieces than stages, or the stages can't fit into memory.
+        InputError: The stages can't fit into memory.
     """
-    if stages > len(pieces):
-        raise InputError(
-            f"stages={stages}, but the model can be cut into {count(len(pieces), 'piece')} at most. "
-            f"Ask for {len(pieces)} or fewer."
-        )
+    assert stages <= len(pieces)
     seconds = _sums([piece.timing.total for piece in pieces])
     needed = _sums([piece.memory for piece in pieces])
 

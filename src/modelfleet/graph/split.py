@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from modelfleet.errors import InputError
-from modelfleet.formatting import without_period
+from modelfleet.formatting import count, without_period
 from modelfleet.frameworks import adapter, adapter_of
 from modelfleet.frameworks.pieces import CannotCutError, Piece, Pieces, Timing
 from modelfleet.graph.cutting import best_cuts
@@ -122,6 +122,11 @@ def split(
     limits = _limits(stages, memory)
     try:
         found = _pieces(model, stages, example, train)
+        if stages > len(found.pieces):
+            raise InputError(
+                f"stages={stages}, but the model can be cut into {count(len(found.pieces), 'piece')} at most: "
+                f"{'; '.join(found.reasons)}. Ask for {len(found.pieces)} or fewer."
+            )
         cuts = best_cuts(found.pieces, stages, limits)
         parts = _parts(found.pieces, cuts)
         found.check(parts)

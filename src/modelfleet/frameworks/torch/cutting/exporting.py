@@ -1,10 +1,12 @@
 """Trace models by `torch.export`, down to operations of ATen: for models that `torch.fx` can't trace."""
 
 import inspect
+import io
+import logging
 import operator
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
 import torch
@@ -147,6 +149,8 @@ def _inlined(graph: fx.Graph, body: Any, operands: tuple[Any, ...], path: str) -
 
 def _reason(error: BaseException) -> str:
     where = line_of_error(error)
+    if "specialized it to be a constant" in str(error):
+        return "its code works with the example's number of rows only"
     lines = [line for line in str(error).splitlines() if line.strip()]
     text = without_period(lines[0]) if lines else type(error).__name__
     return f"{text} ({where})" if where else text
@@ -154,10 +158,15 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Hide warnings of torch about its own tracing."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """Hide what torch warns, logs and prints while it traces. What matters is in the exception."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 @contextmanager

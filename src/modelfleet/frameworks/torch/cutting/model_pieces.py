@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree
 
 from modelfleet.errors import InputError
 from modelfleet.formatting import without_period
@@ -16,7 +17,7 @@ from modelfleet.frameworks.torch.cutting.atoms import lay_out
 from modelfleet.frameworks.torch.cutting.building import StageBuilder
 from modelfleet.frameworks.torch.cutting.checking import check
 from modelfleet.frameworks.torch.cutting.exporting import trace_operations, without_cache
-from modelfleet.frameworks.torch.cutting.measuring import measure
+from modelfleet.frameworks.torch.cutting.measuring import gradients, measure, trained_tensors
 from modelfleet.frameworks.torch.cutting.recording import run, time_nodes
 from modelfleet.frameworks.torch.cutting.stage import paths_in
 from modelfleet.frameworks.torch.cutting.symbolic import trace_children, trace_modules
@@ -48,14 +49,16 @@ def pieces(model: nn.Module, stages: int, example: Tree, train: bool) -> "TorchP
             # Whatever a run changes is changed in the copy.
             copied = copy_model(model).train()
             try:
-                found.append(TorchPieces(model, way(copied, placed), stages, placed, train))
+                own = TorchPieces(model, way(copied, placed), stages, placed, train)
+                own.check([(0, len(own.pieces), ())])
             except CannotCutError as error:
                 problems.append(error)
                 continue
-            if found[-1].is_even(stages):
+            found.append(own)
+            if own.is_even(stages):
                 break
     if not found:
-        raise problems[-1]
+        raise CannotCutError("; ".join(dict.fromkeys(map(str, problems[1:])))) from problems[-1]
     return max(found, key=lambda own: own.evenness(stages))
 
 
@@ -77,7 +80,13 @@ class TorchPieces:
         self._train = train
         self._rows = rows_of(example)
         self._examples = [example, with_rows(example, self._rows + 1)]
-        record, other = (run(traced, own) for own in self._examples)
+        record = run(traced, example)
+        try:
+            other = run(traced, self._examples[1])
+        except CannotCutError as error:
+            raise CannotCutError(
+                f"it takes {self._rows} rows as in the example, but not {self._rows + 1}: {error}"
+            ) from error
         layout = lay_out(traced, record)
         self._values = record.values
         self._builder = StageBuilder(traced, layout, record.values, other.values, (self._rows, self._rows + 1))
@@ -175,10 +184,10 @@ class TorchPieces:
 
 def _try(model: nn.Module, example: Tree) -> None:
     """Raise InputError if a model does not accept an example."""
-    copied = copy_model(model)
+    copied = copy_model(model).train()
     try:
-        with torch.no_grad():
-            call(copied, example)
+        found = [leaf for leaf in _pytree.tree_leaves(call(copied, example)) if isinstance(leaf, Tensor)]
+        gradients(found, trained_tensors(copied, ()))()
     except Exception as error:  # a user's forward may raise anything
         shapes = map_tree(lambda leaf: f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}", example)
         raise InputError(
