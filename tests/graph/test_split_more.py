@@ -246,7 +246,7 @@ def test_stages_compute_the_same_in_another_process(name: str, tmp_path: Path) -
     x = case.inputs(3)
     cut = mf.split(model, 2, x)
     stages = list(cut.stages.values())
-    inputs = [leaf for leaf in (x.values() if isinstance(x, dict) else [x])]
+    inputs = [*x.values()] if isinstance(x, dict) else [x]
     first = [inputs[link.output] for link in cut.links if link.target == "stage0"]
     stream, views = pickle_value(stages, "the stages")
     files = [tmp_path / f"{number}" for number in range(len(views) + 1)]

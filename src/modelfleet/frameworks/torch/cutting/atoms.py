@@ -48,8 +48,8 @@ def lay_out(traced: Traced, record: Recording) -> Layout:
             share = (span[1] - span[0] + 1) / len(order)
             ties.append(
                 f"{name!r} is used in several places, which stay in one stage together with all between them: "
-                f"{share:.0%} of the model's operations. Give each place a weight of its own to part them (Hugging "
-                f"Face: tie_word_embeddings=False)"
+                f"{share:.0%} of the model's operations. Give each place a weight of its own to part them "
+                f"(Hugging Face: tie_word_embeddings=False)"
             )
     inside = {cut for first, last in together for cut in range(first + 1, last + 1)}
     boundaries = tuple(cut for cut in range(1, len(order)) if cut not in inside)
