@@ -154,7 +154,7 @@ def test_a_change_in_place_stays_with_what_it_changes() -> None:
 
 def test_modes_of_modules_are_kept() -> None:
     model = ResNet()
-    model.blocks[1].norm.eval()
+    model.get_submodule("blocks.1.norm").eval()
     cut = mf.split(model, 3, images(4))
     modes = {name: own.training for stage in cut.stages.values() for name, own in stage.named_modules()}
     assert not modes["blocks.1.norm"]
@@ -177,7 +177,7 @@ def test_a_tied_weight_stays_in_one_stage_and_the_reason_says_so() -> None:
 
 def test_hugging_face_models_return_no_cache() -> None:
     torch.manual_seed(0)
-    model = make_gpt2(tie_word_embeddings=False, use_cache=True).eval()
+    model: Any = make_gpt2(tie_word_embeddings=False, use_cache=True).eval()
     x = texts(4)
     cut = mf.split(model, 2, x)
     found, expected = run(cut, x), model(**x)
@@ -220,8 +220,9 @@ def test_an_example_of_one_row_is_enough() -> None:
     ],
 )
 def test_bad_input_is_refused(options: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"stages": 2, "example": X, **options}
     with pytest.raises(mf.InputError, match=message):
-        mf.split(net(), **{"stages": 2, "example": X, **options})
+        mf.split(net(), **arguments)
 
 
 def test_a_split_prints_its_stages_and_what_arrives() -> None:
