@@ -1,5 +1,6 @@
 """The dynamic programme finds what trying all cuts finds, and operations are grouped where few bytes cross."""
 
+from functools import partial
 from itertools import combinations, pairwise
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 import modelfleet as mf
 from modelfleet.frameworks.grouping import crossing_bytes, group
 from modelfleet.frameworks.pieces import Piece, Timing
+from modelfleet.frameworks.rounds import LEAST, shortest_times
 from modelfleet.graph.cutting import arriving_bytes, best_cuts
 
 
@@ -97,6 +99,20 @@ def test_operations_are_grouped_where_the_fewest_bytes_cross() -> None:
     ranges = group(range(1, 40), [1.0] * 40, crossing, 2, per_stage=4)
     assert [start for start, _ in ranges] == [0, 5, 10, 15, 20, 25, 30, 35]
     assert ranges[-1][1] == 40
+
+
+def test_programs_are_timed_in_turns() -> None:
+    calls: list[str] = []
+    times = {"a": iter([9.0, 5.0, 3.0, *[4.0] * 99]), "b": iter([1.0, *[2.0] * 99])}
+
+    def timed(name: str) -> tuple[float, float]:
+        calls.append(name)
+        return next(times[name]), 7.0
+
+    # The first of each warms up.
+    assert shortest_times([partial(timed, "a"), partial(timed, "b")]) == [(3.0, 7.0), (2.0, 7.0)]
+    assert calls == ["a", "b"] * (len(calls) // 2)
+    assert len(calls) > 2 * LEAST
 
 
 def test_few_operations_are_all_pieces() -> None:

@@ -87,8 +87,8 @@ class Pieces(Protocol):
         """
         ...
 
-    def measure(self, start: int, stop: int, outputs: Sequence[str]) -> Timing:
-        """Return the time of a stage that consists of these pieces."""
+    def measure(self, cuts: Sequence[tuple[int, int, Sequence[str]]]) -> Sequence[Timing]:
+        """Return the time of each stage, given as for `build`. They are measured in turns."""
         ...
 
     def check(self, cuts: Sequence[tuple[int, int, Sequence[str]]]) -> None:

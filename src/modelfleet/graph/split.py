@@ -142,11 +142,9 @@ def cut_times(model: Model, example: Tree, *, train: bool = True) -> CutTimes:
     except CannotCutError as error:
         raise _refused(model, error) from error
     (chosen,) = best_cuts(found.pieces, 2)
-    seconds = []
-    for cut in range(1, len(found.pieces)):
-        first, second = (found.measure(*part).total for part in _parts(found.pieces, (cut,)))
-        seconds.append((first, second))
-    return CutTimes(chosen - 1, tuple(seconds))
+    parts = [part for cut in range(1, len(found.pieces)) for part in _parts(found.pieces, (cut,))]
+    seconds = [timing.total for timing in found.measure(parts)]
+    return CutTimes(chosen - 1, tuple(zip(seconds[::2], seconds[1::2], strict=True)))
 
 
 def _limits(stages: int, memory: float | Sequence[float] | None) -> list[float] | None:
@@ -212,7 +210,7 @@ def _split(model: Model, found: Pieces, parts: Sequence[Part]) -> Split:
     return Split(
         stages={name: stage.model for name, stage in zip(names, built, strict=True)},
         links=tuple(links),
-        timings=tuple(found.measure(*part) for part in parts),
+        timings=tuple(found.measure(parts)),
         parameters=tuple(sum(piece.parameters for piece in pieces) for pieces in own),
         memory=tuple(sum(piece.memory for piece in pieces) for pieces in own),
         paths={name: stage.paths for name, stage in zip(names, built, strict=True)},

@@ -1,7 +1,7 @@
 """Cut Keras models into stages: Functional and Sequential ones, between the calls of their layers."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -16,6 +16,7 @@ from modelfleet.frameworks.keras.building import copy_model
 from modelfleet.frameworks.keras.engine import backend_module
 from modelfleet.frameworks.keras.steps import by_key
 from modelfleet.frameworks.pieces import BuiltStage, CannotCutError, Piece, Timing
+from modelfleet.frameworks.rounds import Timed, shortest_times
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import Tensor, Tree
 
@@ -124,10 +125,13 @@ class KerasPieces:
         paths = {name: names[id(variable)] for name, variable in by_key(stage.variables).items()}
         return BuiltStage(stage, tuple(inputs), paths)
 
-    def measure(self, start: int, stop: int, outputs: Sequence[str]) -> Timing:
-        """Return the time of a stage."""
-        stage, inputs = self._built(self._copy, start, stop, outputs)
-        return _measure(stage, [self._values[name] for name in inputs], self._train)
+    def measure(self, cuts: Sequence[tuple[int, int, Sequence[str]]]) -> list[Timing]:
+        """Return the time of each stage."""
+        programs = []
+        for cut in cuts:
+            stage, inputs = self._built(self._copy, *cut)
+            programs.append(_timed(stage, [self._values[name] for name in inputs], self._train))
+        return [Timing(first, max(0.0, both - first)) for first, both in shortest_times(programs)]
 
     def check(self, cuts: Sequence[tuple[int, int, Sequence[str]]]) -> None:
         """Run stages, and compare their output with the model's."""
@@ -184,22 +188,25 @@ class KerasPieces:
 
     def _measured(self) -> list[Piece]:
         last = self._last_uses()
+        values = [[own for name in self._order[slice(*ends)] for own in self._made(name)] for ends in self._ranges]
+        makes = [
+            {own: _bytes(self._values[own]) for own in made if last.get(own, 0) >= stop}
+            for made, (_, stop) in zip(values, self._ranges, strict=True)
+        ]
+        timings = self.measure([(number, number + 1, tuple(own)) for number, own in enumerate(makes)])
         found = []
-        for number, (start, stop) in enumerate(self._ranges):
-            values = [value for name in self._order[start:stop] for value in self._made(name)]
-            makes = {value: _bytes(self._values[value]) for value in values if last.get(value, 0) >= stop}
-            stage, inputs = self._built(self._copy, number, number + 1, tuple(makes))
+        for number, (start, _) in enumerate(self._ranges):
+            stage, inputs = self._built(self._copy, number, number + 1, tuple(makes[number]))
+            kept = values[number] if self._train else makes[number]
             found.append(
                 Piece(
                     name=self._graph.nodes[self._order[start]].operation.name,
-                    timing=_measure(stage, [self._values[name] for name in inputs], self._train),
+                    timing=timings[number],
                     parameters=stage.count_params(),
                     weight_bytes=sum(_bytes(variable) for variable in stage.variables),
-                    trained_bytes=sum(_bytes(variable) for variable in stage.trainable_variables) * self._train,
-                    activation_bytes=sum(_bytes(self._values[value]) for value in values)
-                    if self._train
-                    else sum(makes.values()),
-                    makes=makes,
+                    trained_bytes=sum(_bytes(own) for own in stage.trainable_variables) if self._train else 0,
+                    activation_bytes=sum(_bytes(self._values[own]) for own in kept),
+                    makes=makes[number],
                     needs=tuple(inputs),
                 )
             )
@@ -272,8 +279,8 @@ def _run(
     return values, seconds, masked
 
 
-def _measure(stage: keras.Model, inputs: Sequence[Tensor], train: bool) -> Timing:
-    """Return the time of a stage, compiled as the backend compiles."""
+def _timed(stage: keras.Model, inputs: Sequence[Tensor], train: bool) -> Timed:
+    """Return a function for the seconds of a stage: forward, and with its gradients. It runs compiled."""
     trained = stage.trainable_variables
     is_float = [keras.backend.is_float_dtype(keras.backend.standardize_dtype(own.dtype)) for own in inputs]
 
@@ -287,18 +294,18 @@ def _measure(stage: keras.Model, inputs: Sequence[Tensor], train: bool) -> Timin
     values = [variable.value for variable in trained]
     values += [given for given, floating in zip(inputs, is_float, strict=True) if floating]
     forward, both = backend_module.timed_programs(compute, values)
-    first = _shortest(forward)
-    return Timing(first, max(0.0, _shortest(both) - first) if train and values else 0.0)
 
-
-def _shortest(program: Callable[[], None]) -> float:
-    program()  # compiles
-    best = float("inf")
-    for _ in range(_REPEATS):
+    def once() -> tuple[float, float]:
         start = time.perf_counter()
-        program()
-        best = min(best, time.perf_counter() - start)
-    return best
+        forward()
+        first = time.perf_counter() - start
+        if not train or not values:
+            return first, first
+        start = time.perf_counter()
+        both()
+        return first, time.perf_counter() - start
+
+    return once
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -1,7 +1,8 @@
-"""Measure a stage: its time forward and backward, and what it keeps in between."""
+"""Measure stages: their time forward and backward, and what they keep in between."""
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,33 +10,29 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from modelfleet.frameworks.pieces import Timing
+from modelfleet.frameworks.rounds import shortest_times
 from modelfleet.frameworks.torch.cutting.recording import synchronize
 
-_REPEATS = 4
-_SHORT = 1e-3  # seconds: what is shorter is measured more often
-_MORE_REPEATS = 12
+Part = tuple[nn.Module, Sequence[Tensor]]
+"""A stage with its inputs."""
 
 
-def measure(stage: nn.Module, inputs: Sequence[Tensor], *, train: bool) -> tuple[Timing, int]:
-    """Return the shortest times of a stage, and the bytes that it keeps for the backward pass.
+def measure(parts: Sequence[Part], *, train: bool) -> list[Timing]:
+    """Return the shortest times of stages, measured in turns."""
+    programs = [partial(_once, stage, _leaves(inputs, train), train) for stage, inputs in parts]
+    return [Timing(*found) for found in shortest_times(programs)]
 
-    Without `train` the bytes are those of its outputs.
-    """
-    arguments = [own.detach().requires_grad_(train and own.requires_grad) for own in inputs]
-    kept = _kept_bytes(stage, arguments) if train else 0
-    found: list[Timing] = []
-    repeats = _REPEATS
-    while len(found) < repeats:
-        found.append(_once(stage, arguments, train))
-        if len(found) == 2 and found[1].total < _SHORT:
-            repeats = _MORE_REPEATS
-    forward, backward = (
-        min(values) for values in zip(*((one.forward, one.backward) for one in found), strict=True)
-    )
-    if not train:
-        with torch.no_grad():
-            kept = sum(own.nbytes for own in _tensors(stage(*arguments)))
-    return Timing(forward, backward), kept
+
+def kept_bytes(stage: nn.Module, inputs: Sequence[Tensor], *, train: bool) -> int:
+    """Return the bytes that a stage keeps for the backward pass beside its weights; else those of its outputs."""
+    if train:
+        return _saved_bytes(stage, _leaves(inputs, train))
+    with torch.no_grad():
+        return sum(own.nbytes for own in _tensors(stage(*inputs)))
+
+
+def _leaves(inputs: Sequence[Tensor], train: bool) -> list[Tensor]:
+    return [own.detach().requires_grad_(train and own.requires_grad) for own in inputs]
 
 
 def trained_tensors(stage: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -52,7 +49,7 @@ def gradients(outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Callable[
     return lambda: torch.autograd.grad(ends, sources, seeds, allow_unused=True)
 
 
-def _once(stage: nn.Module, inputs: Sequence[Tensor], train: bool) -> Timing:
+def _once(stage: nn.Module, inputs: Sequence[Tensor], train: bool) -> tuple[float, float]:
     synchronize(stage)
     start = time.perf_counter()
     with torch.set_grad_enabled(train):
@@ -60,16 +57,16 @@ def _once(stage: nn.Module, inputs: Sequence[Tensor], train: bool) -> Timing:
     synchronize(stage)
     forward = time.perf_counter() - start
     if not train:
-        return Timing(forward, 0.0)
+        return forward, 0.0
     compute = gradients(outputs, trained_tensors(stage, inputs))
     synchronize(stage)
     start = time.perf_counter()
     compute()
     synchronize(stage)
-    return Timing(forward, time.perf_counter() - start)
+    return forward, time.perf_counter() - start
 
 
-def _kept_bytes(stage: nn.Module, inputs: Sequence[Tensor]) -> int:
+def _saved_bytes(stage: nn.Module, inputs: Sequence[Tensor]) -> int:
     """Return the bytes of the tensors that autograd keeps, without the weights."""
     weights = {own.untyped_storage().data_ptr() for own in (*stage.parameters(), *stage.buffers())}
     kept: dict[int, int] = {}

@@ -17,7 +17,7 @@ from modelfleet.frameworks.torch.cutting.atoms import lay_out
 from modelfleet.frameworks.torch.cutting.building import StageBuilder
 from modelfleet.frameworks.torch.cutting.checking import check
 from modelfleet.frameworks.torch.cutting.exporting import trace_operations, without_cache
-from modelfleet.frameworks.torch.cutting.measuring import gradients, measure, trained_tensors
+from modelfleet.frameworks.torch.cutting.measuring import Part, gradients, kept_bytes, measure, trained_tensors
 from modelfleet.frameworks.torch.cutting.recording import run, time_nodes
 from modelfleet.frameworks.torch.cutting.stage import paths_in
 from modelfleet.frameworks.torch.cutting.symbolic import trace_children, trace_modules
@@ -114,9 +114,9 @@ class TorchPieces:
         stage, needed = self._built(self._model, start, stop, outputs)
         return BuiltStage(stage, tuple(node.name for node in needed), paths_in(stage, self._model))
 
-    def measure(self, start: int, stop: int, outputs: Sequence[str]) -> Timing:
-        """Return the time of a stage."""
-        return self._measure(start, stop, outputs)[0]
+    def measure(self, cuts: Sequence[tuple[int, int, Sequence[str]]]) -> list[Timing]:
+        """Return the time of each stage."""
+        return self._times([self._with_inputs(*cut) for cut in cuts])
 
     def check(self, cuts: Sequence[tuple[int, int, Sequence[str]]]) -> None:
         """Run stages, and compare them with the model."""
@@ -142,44 +142,53 @@ class TorchPieces:
         nodes = None if last == len(self._order) else [self._nodes[name] for name in outputs]
         return self._builder.build(owner, first, last, nodes)
 
-    def _measure(self, start: int, stop: int, outputs: Sequence[str]) -> tuple[Timing, int]:
+    def _with_inputs(self, start: int, stop: int, outputs: Sequence[str]) -> Part:
         stage, needed = self._built(self._traced.model, start, stop, outputs)
-        with without_callers_contexts(), seeding(0):
+        return stage, [self._values[node] for node in needed]
+
+    def _times(self, parts: Sequence[Part]) -> list[Timing]:
+        self._traced.model.train(self._train)
+        for stage, _ in parts:
             stage.train(self._train)
-            found = measure(stage, [self._values[node] for node in needed], train=self._train)
-            stage.train()
-            return found
+        with without_callers_contexts(), seeding(0):
+            found = measure(parts, train=self._train)
+        self._traced.model.train()
+        return found
 
     def _measured(self) -> list[Piece]:
         needs = [self._builder.needs(*own) for own in self._ranges]
-        found = []
         later: list[set[fx.Node]] = [set()]
         for own in reversed(needs):
             later.append(later[-1] | set(own))
         later.reverse()  # `later[n]`: what the pieces from `n` on need
-        for number, (start, stop) in enumerate(self._ranges):
-            makes = {
-                node.name: self._values[node].nbytes
-                for node in self._order[start:stop]
-                if node in later[number + 1]
-            }
-            timing, kept = self._measure(number, number + 1, tuple(makes))
-            stage, _ = self._built(self._traced.model, number, number + 1, tuple(makes))
-            parameters = list(stage.parameters())
-            trained = [own for own in parameters if own.requires_grad] if self._train else []
-            found.append(
-                Piece(
-                    name=_name(self._order[start]),
-                    timing=timing,
-                    parameters=sum(own.numel() for own in parameters),
-                    weight_bytes=_bytes([*parameters, *stage.buffers()]),
-                    trained_bytes=_bytes(trained),
-                    activation_bytes=kept,
-                    makes=makes,
-                    needs=tuple(node.name for node in needs[number]),
-                )
-            )
-        return found
+        makes = [
+            {node.name: self._values[node].nbytes for node in self._order[start:stop] if node in after}
+            for (start, stop), after in zip(self._ranges, later[1:], strict=True)
+        ]
+        parts = [self._with_inputs(number, number + 1, tuple(own)) for number, own in enumerate(makes)]
+        timings = self._times(parts)
+        return [
+            self._piece(number, parts[number], timings[number], makes[number], needs[number])
+            for number in range(len(parts))
+        ]
+
+    def _piece(
+        self, number: int, part: Part, timing: Timing, makes: Mapping[str, int], needs: Sequence[fx.Node]
+    ) -> Piece:
+        stage, inputs = part
+        parameters = list(stage.parameters())
+        with without_callers_contexts(), seeding(0):
+            kept = kept_bytes(stage, inputs, train=self._train)
+        return Piece(
+            name=_name(self._order[self._ranges[number][0]]),
+            timing=timing,
+            parameters=sum(own.numel() for own in parameters),
+            weight_bytes=_bytes([*parameters, *stage.buffers()]),
+            trained_bytes=_bytes([own for own in parameters if own.requires_grad]) if self._train else 0,
+            activation_bytes=kept,
+            makes=makes,
+            needs=tuple(node.name for node in needs),
+        )
 
 
 def _try(model: nn.Module, example: Tree) -> None:
