@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from modelfleet.frameworks.torch.schedules import Schedule
     from modelfleet.graph.chain import Chain
     from modelfleet.graph.graph import Graph
+    from modelfleet.graph.split import Split, split
     from modelfleet.graph.topology import Edge
     from modelfleet.history import History
     from modelfleet.loading import load
@@ -75,6 +76,7 @@ _MODULES = {
     "Replicas": "replicas.pool",
     "RowsError": "errors",
     "Schedule": "frameworks.torch.schedules",
+    "Split": "graph.split",
     "Stats": "replicas.stats",
     "StoreError": "errors",
     "StrategyError": "errors",
@@ -83,6 +85,7 @@ _MODULES = {
     "imap": "replicas.mapping",
     "load": "loading",
     "map": "replicas.mapping",
+    "split": "graph.split",
 }
 
 __all__ = [
@@ -112,6 +115,7 @@ __all__ = [
     "Replicas",
     "RowsError",
     "Schedule",
+    "Split",
     "Stats",
     "StoreError",
     "StrategyError",
@@ -121,6 +125,7 @@ __all__ = [
     "imap",
     "load",
     "map",
+    "split",
 ]
 
 

@@ -129,6 +129,7 @@ class Adapter(Protocol):
       evaluated: the loss, if there is one, and the metrics, given as for `compile`, of outputs in NumPy. `model`
       is a member's.
     * `compiled(model)`, if models hold their loss and metrics themselves: it returns both.
+    * `pieces(model, stages, example, train)`, if models can be cut: it returns `frameworks.pieces.Pieces`.
     * `version_note() -> str`, if `modelfleet doctor` should show more than the framework's version.
     * `cache_folder() -> Path`, if compiled programs are kept there between runs. `modelfleet doctor` shows it.
     """
