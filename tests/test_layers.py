@@ -29,6 +29,7 @@ ORDER = (
     "lanes",
     "replicas",
     "workers",
+    "exchange",
     "callbacks feeds progress store",
     "free_memory gate history",
     "failures frames plotting",

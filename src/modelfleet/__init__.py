@@ -32,6 +32,12 @@ if TYPE_CHECKING:
         StoreError,
         StrategyError,
     )
+    from modelfleet.exchange.average import Average, Outer
+    from modelfleet.exchange.base import Exchange
+    from modelfleet.exchange.distill import Distill
+    from modelfleet.exchange.exploit import Exploit
+    from modelfleet.exchange.gossip import Gossip
+    from modelfleet.exchange.run import ExchangeRun
     from modelfleet.failures import Failure
     from modelfleet.feeds.tables import by
     from modelfleet.fleet import Fleet
@@ -48,19 +54,26 @@ if TYPE_CHECKING:
 _MODULES = {
     "AllFailedError": "errors",
     "Answers": "replicas.mapping",
+    "Average": "exchange.average",
     "BusyError": "errors",
     "FleetWarning": "errors",
     "Callback": "callbacks",
     "Checkpoint": "callbacks",
     "ClosedError": "errors",
     "DeadlineError": "errors",
+    "Distill": "exchange.distill",
     "EarlyStopping": "callbacks",
+    "Exchange": "exchange.base",
+    "ExchangeRun": "exchange.run",
+    "Exploit": "exchange.exploit",
     "Failure": "failures",
     "Fleet": "fleet",
     "FleetError": "errors",
+    "Gossip": "exchange.gossip",
     "History": "history",
     "InputError": "errors",
     "MissingExtraError": "errors",
+    "Outer": "exchange.average",
     "Plan": "planning.plan",
     "QueueFullError": "errors",
     "Replicas": "replicas.pool",
@@ -79,20 +92,27 @@ _MODULES = {
 __all__ = [
     "AllFailedError",
     "Answers",
+    "Average",
     "BusyError",
     "Callback",
     "Checkpoint",
     "ClosedError",
     "DeadlineError",
+    "Distill",
     "Each",
     "EarlyStopping",
+    "Exchange",
+    "ExchangeRun",
+    "Exploit",
     "Failure",
     "Fleet",
     "FleetError",
     "FleetWarning",
+    "Gossip",
     "History",
     "InputError",
     "MissingExtraError",
+    "Outer",
     "Plan",
     "QueueFullError",
     "Replicas",

@@ -47,6 +47,8 @@ class Engine(ABC):
     """Best number of steps for one call of `train`; 1 if more steps gain nothing."""
     parts_in_models: Collection[str] = WEIGHTS
     """Parts of the state that the members' models contain themselves: `gather` and `scatter` move these."""
+    transposed: Collection[str] = ()
+    """Weights that the state holds with their last two axes exchanged."""
     record: Record | None = None
     """Called after every call of `train` and `train_some` with the losses. None if nobody wants them."""
     changed: bool = False

@@ -125,6 +125,7 @@ class _WorkerLanes:
         run.resume(progress.lane, progress.epoch, progress.step)
         run.before = {name: np.array(column) for name, column in progress.before.items()}
         run.schedules.restore(progress.schedules)
+        run.factors.restore(progress.factors)
 
     def refuse_python_state(self, run: LaneRun) -> None:
         """Raise StrategyError if a lane's first turn has changed more of its model than the reported tensors."""
@@ -149,6 +150,7 @@ class _WorkerLanes:
         for number, state in reply.changed.items():
             # Copied: a framework may keep an array without copying it, and these are gone with the next reply.
             self.runs[number].lane.write(self.runs[number].names, map_tree(np.array, state))
+            self.runs[number].factors.restore(reply.factors[number])
         for run, _ in reports:
             run.leave(reply.stopped.get(self._numbers[id(run)], []))
 

@@ -1,0 +1,199 @@
+"""Teaching: before a step, all members predict every member's batch, and each learns from the others' answers."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from modelfleet.errors import InputError
+from modelfleet.exchange.distill import Distill
+from modelfleet.feeds import Batch
+from modelfleet.frameworks.batch_parts import has_target, weighted_inputs
+from modelfleet.frameworks.lessons import Comparison, Lesson, with_lesson
+from modelfleet.lanes.lane import Lane
+from modelfleet.runs.lane_run import LaneRun
+from modelfleet.trees import map_tree
+from modelfleet.types import Tree
+
+_SOFTMAX = {"cross_entropy", "nll", "multi_margin", "CrossEntropyLoss", "NLLLoss", "MultiMarginLoss"}
+_SIGMOID = {"bce_with_logits", "BCEWithLogitsLoss"}
+_PROBABILITIES = {"bce", "BCELoss"}  # their outputs are probabilities already, which a temperature does not fit
+
+
+class _Teacher(NamedTuple):
+    """Members of a lane that teach."""
+
+    lane: Lane
+    slots: np.ndarray
+
+
+class Teaching:
+    """Gives batches the lessons of `Distill`.
+
+    Args:
+        distill: The options.
+        runs: The runs of all lanes.
+
+    Raises:
+        InputError: A member is not of torch, or has no loss by which outputs can be compared.
+    """
+
+    def __init__(self, distill: Distill, runs: Sequence[LaneRun]) -> None:
+        self._distill, self._runs = distill, runs
+        self._comparisons = {id(run.lane): _comparison(run.lane, distill) for run in runs}
+
+    def __call__(self, turn: Sequence[tuple[LaneRun, Batch]]) -> list[Batch]:
+        """Return the batches of the next step of some lanes, with lessons by the current weights of all."""
+        teachers = [_Teacher(run.lane, _fine_slots(run)) for run in self._runs if run.working]
+        found = []
+        for run, batch in turn:
+            pieces = [self._taught(run, piece, teachers) for piece in batch.by_shape]
+            found.append(replace(pieces[0], others=tuple(pieces[1:])))
+        return found
+
+    def _taught(self, run: LaneRun, batch: Batch, teachers: Sequence[_Teacher]) -> Batch:
+        """Return a batch that holds one step, with lessons."""
+        lane, comparison = run.lane, self._comparisons[id(run.lane)]
+        students = np.flatnonzero(batch.counts > 0)
+        if not len(students) or not any(len(teacher.slots) for teacher in teachers):
+            return batch
+        total, own, count = self._answers(lane, batch, students, teachers, comparison)
+        # (student, row, …). A member that no longer teaches has not answered, and all others have.
+        others = (count - own.taught.astype(int)).reshape(-1, *[1] * (total.ndim - 1))
+        mean = (total - own.answers) / np.maximum(others, 1)
+        if comparison != "outputs":
+            mean = np.clip(mean, 0.0, 1.0)  # a difference of sums may be off by a rounding
+        shape = lane.width, batch.size
+        lesson = np.zeros((*shape, *mean.shape[2:]), own.dtype)
+        lesson[students] = mean
+        weight = np.zeros(shape)
+        weight[students] = (others.reshape(-1, 1) > 0) * self._distill.weight
+        tensor = lane.engine.tensor
+        data = batch.data if not batch.shared else _for_each_member(lane, batch.data)
+        x, target, *rest = data
+        parts = (tensor(lesson), tensor(weight), tensor(np.full(shape, self._distill.temperature)))
+        return replace(batch, data=(x, with_lesson(target, Lesson(comparison, *parts)), *rest), shared=False)
+
+    def _answers(
+        self, lane: Lane, batch: Batch, students: np.ndarray, teachers: Sequence[_Teacher], comparison: Comparison
+    ) -> "tuple[np.ndarray, _Own, int]":
+        """Return the sum of all teachers' answers, the students' own among them, and the number of teachers."""
+        x = weighted_inputs(batch.data)
+        if not has_target(batch.data):
+            raise InputError("Distill needs batches of (x, y), and the data hold another form. Give (x, y).")
+        arrays, many = lane.members[0].framework.arrays, not batch.shared
+        if many:  # the rows of all students, one after the other
+            index = arrays.index(students, lane.engine.device)
+            x = map_tree(lambda leaf: arrays.take(leaf, index).reshape(-1, *leaf.shape[2:]), x)
+        total: np.ndarray | None = None
+        own: _Own | None = None
+        count = 0
+        for teacher in teachers:
+            answers = self._of(teacher.lane, x, comparison)
+            if many:
+                answers = answers.reshape(len(answers), len(students), batch.size, *answers.shape[2:])
+            else:
+                answers = np.repeat(answers[:, None], len(students), axis=1)
+            dtype = answers.dtype
+            answers = answers.astype(np.float64)
+            if total is None:
+                total = np.zeros(answers.shape[1:])
+                own = _Own(np.zeros_like(total), np.zeros(len(students), dtype=bool), dtype)
+            assert own is not None
+            if answers.shape[1:] != total.shape:
+                raise InputError(
+                    f"Distill: the outputs of member {teacher.lane.names[0]!r} are {answers.shape[3:]} a row, and "
+                    f"those of {teachers[0].lane.names[0]!r} are {total.shape[2:]}. Members can only learn from "
+                    f"others whose outputs have the same shape."
+                )
+            total += answers[teacher.slots].sum(axis=0)
+            count += len(teacher.slots)
+            if teacher.lane is lane:
+                own.taught[:] = np.isin(students, teacher.slots)
+                places = np.flatnonzero(own.taught)
+                own.answers[places] = answers[students[places], places]
+        assert total is not None
+        assert own is not None
+        return total, own, count
+
+    def _of(self, lane: Lane, x: Tree, comparison: Comparison) -> np.ndarray:
+        """Return the answers `(slot, row, …)` of all members of a lane on some rows."""
+        arrays, device = lane.members[0].framework.arrays, lane.engine.device
+        rows = map_tree(lambda leaf: arrays.place(leaf, device), x)
+        outputs = lane.engine.predict(Batch(rows, True, np.full(lane.width, _rows_of(rows))))
+        if not isinstance(outputs, np.ndarray):
+            raise InputError(
+                f"Distill: member {lane.names[0]!r} returns several tensors. Members can only learn from others "
+                f"whose output is one tensor."
+            )
+        if comparison == "outputs":
+            return outputs
+        scores = outputs / np.asarray(self._distill.temperature, outputs.dtype)
+        return _softmax(scores) if comparison == "softmax" else 1 / (1 + np.exp(-scores))
+
+
+class _Own(NamedTuple):
+    """The students' own answers, which are left out of what the others answer."""
+
+    answers: np.ndarray
+    """`(student, row, …)`: 0 for a student that does not teach."""
+    taught: np.ndarray
+    """`(student,)`: True for a student that teaches."""
+    dtype: np.dtype
+
+
+def _comparison(lane: Lane, distill: Distill) -> Comparison:
+    """Return what of the outputs of a lane's members is compared."""
+    member, task = lane.members[0], lane.tasks[0]
+    loss = getattr(task, "loss", None)
+    if member.framework.NAME != "torch":
+        raise InputError(
+            f"Distill: member {member.name!r} is a model of {member.framework.NAME}. Only torch members can learn "
+            f"from each other's predictions so far. Use Average, Gossip or Exploit, or leave exchange out."
+        )
+    if loss is None:
+        raise InputError(
+            f"Distill: member {member.name!r} was compiled without a loss of (output, target), to which what the "
+            f"others answer could be added. Give compile a loss."
+        )
+    if distill.compare == "outputs":
+        return "outputs"
+    if loss.name in _SIGMOID:
+        return "sigmoid"
+    if loss.name in _SOFTMAX or (distill.compare == "probabilities" and loss.name not in _PROBABILITIES):
+        return "softmax"
+    if loss.name in _PROBABILITIES:
+        raise InputError(
+            f'Distill: the outputs of member {member.name!r} are probabilities (loss "bce"). Give the model no '
+            f'sigmoid and compile with "bce_with_logits", or say compare="outputs".'
+        )
+    if loss.kind == "any":
+        raise InputError(
+            f"Distill can't tell what the outputs of member {member.name!r} are by its loss {loss.name!r}. Say "
+            f'compare="probabilities" or compare="outputs".'
+        )
+    return "outputs"
+
+
+def _fine_slots(run: LaneRun) -> np.ndarray:
+    """Return the slots of the members that are training and have not failed."""
+    return np.flatnonzero(run.lane.on()[run.lane.slots] & (run.lane.engine.trouble() == 0))
+
+
+def _for_each_member(lane: Lane, data: Tree) -> Tree:
+    """Return rows that all members share as rows of each member."""
+    arrays = lane.members[0].framework.arrays
+    return map_tree(lambda leaf: arrays.stack([leaf] * lane.width), data)
+
+
+def _rows_of(rows: Tree) -> int:
+    sizes: list[int] = []
+    map_tree(lambda leaf: sizes.append(len(leaf)), rows)
+    return sizes[0]
+
+
+def _softmax(scores: np.ndarray) -> np.ndarray:
+    """Return the softmax over the classes, the axis after `(slot, row)`."""
+    powers = np.exp(scores - scores.max(axis=2, keepdims=True))
+    return powers / powers.sum(axis=2, keepdims=True)
