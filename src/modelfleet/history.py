@@ -28,7 +28,7 @@ class Copied:
     source: str
     """Member that it became a copy of."""
     hyperparameters: dict[str, float]
-    """Hyperparameters from then on."""
+    """Hyperparameters from then on, as far as they changed."""
 
 
 class History:
@@ -261,13 +261,14 @@ class History:
 
     def _over_time(self, name: str, epochs: Sequence[int]) -> dict[str, list[object]]:
         """Return a member's hyperparameters in some epochs."""
+        start, copies = self.hyperparameters.get(name, {}), self.copied[name]
         found: dict[str, list[object]] = {}
-        for epoch in epochs:
-            now = dict(self.hyperparameters.get(name, {}))
-            for copy in self.copied[name]:
-                now.update({key: value for key, value in copy.hyperparameters.items() if copy.epoch < epoch})
-            for key, value in now.items():
-                found.setdefault(key, []).append(value)
+        for key in dict.fromkeys([*start, *(key for copy in copies for key in copy.hyperparameters)]):
+            changes = [(copy.epoch, copy.hyperparameters[key]) for copy in copies if key in copy.hyperparameters]
+            found[key] = [
+                next((value for done, value in reversed(changes) if done < epoch), start.get(key))
+                for epoch in epochs
+            ]
         return found
 
     def _columns(self, name: str) -> dict[str, list[Any]]:

@@ -41,8 +41,8 @@ def refuse_exchange(callbacks: Sequence[Callback], strategy: Strategy, *, cluste
         where = "on a Ray cluster" if clustered else f'with strategy="{strategy}"'
         raise StrategyError(
             f"exchange=Distill is not possible {where}: before every step, each member predicts the batches of "
-            f'all others, so they must be in one process. Use strategy="auto", "fused", "interleaved" or "threads" on '
-            f"the devices of this machine."
+            f'all others, so they must be in one process. Use strategy="auto", "fused", "interleaved" or '
+            f'"threads", and devices of this machine.'
         )
     exchanging = next((type(one).__name__ for one in callbacks if isinstance(one, Exchange)), None)
     if exchanging is not None and strategy == "data_parallel":
