@@ -151,11 +151,15 @@ class ExchangeRun:
         self.set_hyperparameters(target, self.hyperparameters(source))
 
     def hyperparameters(self, name: str) -> dict[str, float]:
-        """Return the hyperparameters that a torch member has now, such as `lr`, before its schedule."""
+        """Return the hyperparameters that a member has now, such as `lr`, before its schedule.
+
+        Those of a torch member are all numbers of its optimizer; that of a Keras member is the learning rate;
+        those of a JAX member are the learning rate, and what was given to `compile` by `mf.each`.
+        """
         return self._run.members.hyperparameters(name)
 
     def set_hyperparameters(self, name: str, values: Mapping[str, float]) -> None:
-        """Give a torch member other hyperparameters for the rest of the fit. Its schedule continues from them.
+        """Give a member other hyperparameters for the rest of the fit. Its schedule continues from them.
 
         Raises:
             InputError: There is no such hyperparameter, or it was compiled as 0.

@@ -297,6 +297,14 @@ class Engine(ABC):
         """
         return None
 
+    def hyperparameters_in(self, tensors: Collection[str]) -> dict[str, str]:
+        """Return the hyperparameters that are tensors of the part `optimizer`: each with the tensor's name.
+
+        Args:
+            tensors: The names of a member's tensors. Other hyperparameters are columns of the lane.
+        """
+        return {}
+
     @abstractmethod
     def adopt(self, positions: Positions, other: "Engine", sources: Positions) -> None:
         """Copy from another engine what the models of some members do not hold: optimizer state and step counts.

@@ -41,7 +41,7 @@ class Factors:
             if name not in known:
                 raise InputError(
                     f"member {member!r} has no hyperparameter {name!r} that can change during a fit. "
-                    f"It has: {', '.join(known) or 'none'}. Hyperparameters can change for torch members only."
+                    f"Those that can: {', '.join(known) or 'none'}."
                 )
             if not np.isfinite(value):
                 raise InputError(f"{name} of member {member!r} would become {value}; expected a finite number.")

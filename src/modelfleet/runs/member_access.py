@@ -65,13 +65,30 @@ class MemberAccess:
     def hyperparameters(self, name: str) -> dict[str, float]:
         """Return the hyperparameters that a member has now, before its schedule."""
         run = self._run_of(name)
-        return run.factors.of(run.lane.positions[name])
+        tensors, state = self._tensors_of(name)
+        own = {key: float(state[tensor][0]) for key, tensor in tensors.items()}
+        return {**run.factors.of(run.lane.positions[name]), **own}
 
     def change_hyperparameters(self, name: str, values: Mapping[str, float]) -> None:
-        """Give a member other hyperparameters for the rest of the fit. Its schedule continues from them."""
+        """Give a member other hyperparameters for the rest of the fit. Its schedule continues from them.
+
+        Raises:
+            InputError: The member has no such hyperparameter, or was compiled with 0.
+        """
         run = self._run_of(name)
-        run.factors.change(run.lane.positions[name], values)
+        tensors, state = self._tensors_of(name)
         run.bring_here(to_change=True)
+        run.factors.change(
+            run.lane.positions[name], {key: value for key, value in values.items() if key not in tensors}
+        )
+        new = {tensors[key]: np.full_like(state[tensors[key]], values[key]) for key in tensors if key in values}
+        if new:
+            self.write([name], {"optimizer": new})
+
+    def _tensors_of(self, name: str) -> tuple[dict[str, str], Arrays]:
+        """Return the hyperparameters that are tensors of a member's optimizer, and the optimizer's state."""
+        state = self.read([name], ["optimizer"])["optimizer"]
+        return self._run_of(name).lane.engine.hyperparameters_in(state), state
 
     def rows(self, name: str) -> int | None:
         """Return the number of rows in a member's data; None if only its loader knows."""
@@ -111,13 +128,14 @@ def _as_arrays(lane: Lane, state: State, member: str) -> Parts:
 
 def _as_stored(lane: Lane, given: Mapping[str, Arrays], member: str) -> State:
     """Return arrays as `Lane.write` takes them."""
+    arrays = lane.members[0].framework.arrays
     ((_, like),) = lane.read_apart([member], list(given))
     for name in dict.fromkeys(name for own in given.values() for name in own):
         if not any(name in like.get(part, {}) for part in given):
             raise unknown(f"weight of member {member!r}", name, [n for own in like.values() for n in own])
     return {
         part: {
-            name: _storable(_turned(lane, name, array), like[part][name])
+            name: _storable(_turned(lane, name, array), like[part][name], arrays.host(like[part][name]).dtype)
             for name, array in own.items()
             if name in like.get(part, {})
         }
@@ -137,11 +155,10 @@ def _readable(array: np.ndarray, tensor: Tensor) -> np.ndarray:
     return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
-def _storable(array: np.ndarray, like: Tensor) -> np.ndarray:
-    """Return an array in the dtype of a tensor. Undoes `_readable`, rounding to the nearest number."""
-    name = str(like.dtype).rpartition(".")[2]
-    if name != "bfloat16":
-        return np.ascontiguousarray(array, dtype=np.dtype(name))
+def _storable(array: np.ndarray, like: Tensor, dtype: np.dtype) -> np.ndarray:
+    """Return an array as that of a tensor of a dtype. Undoes `_readable`, rounding to the nearest number."""
+    if "bfloat16" not in str(like.dtype):
+        return np.ascontiguousarray(array, dtype=dtype)
     bits = np.ascontiguousarray(array, dtype=np.float32).view(np.uint32)
     rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     return (rounded >> np.uint32(16)).astype(np.uint16).view(np.int16)
