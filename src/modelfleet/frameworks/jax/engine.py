@@ -58,7 +58,8 @@ class JaxEngine(FunctionalEngine):
     def hyperparameters_in(self, tensors: Collection[str]) -> dict[str, str]:
         """Return the hyperparameters that the optimizer's state has a tensor for (`optimizers._OwnState`)."""
         own = {name.partition(".")[2]: name for name in tensors}  # without the leaf's number
-        keys = self._tasks[0].optimizer.own
+        optimizer = self._tasks[0].optimizer
+        keys = () if optimizer is None else optimizer.own
         names = {"lr" if key == "learning_rate" else key: f"values.{key}" for key in keys}
         return {name: own[path] for name, path in names.items() if path in own}
 
