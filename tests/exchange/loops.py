@@ -13,6 +13,7 @@ import modelfleet as mf
 
 Rows = tuple[Tensor, Tensor]
 Models = list[nn.Module]
+LossOf = Callable[[Models, int, Tensor, Tensor], Tensor]
 NAMES = ["a", "b", "c"]
 RATES = [0.1, 0.05, 0.01]
 BATCH = 5
@@ -98,19 +99,23 @@ def train(
     optimizers: Sequence[torch.optim.Optimizer],
     epochs: int,
     *,
-    loss_of: Callable[[int, Tensor, Tensor], Tensor] | None = None,
+    loss_of: LossOf | None = None,
     after_step: Callable[[int], None] = lambda step: None,
     after_epoch: Callable[[int], None] = lambda epoch: None,
 ) -> None:
-    """Train the models as a plain loop does, side by side, step by step."""
+    """Train the models as a plain loop does, side by side, step by step.
+
+    `loss_of(models, number, x, y)` is the loss of a model, given copies of all from before the step.
+    """
     step = 0
     for epoch in range(1, epochs + 1):
         for start in range(0, max(len(x) for x, _ in data), BATCH):
             losses = []
+            before = [] if loss_of is None else list(map(copy.deepcopy, models))
             for number, (model, (x, y)) in enumerate(zip(models, data, strict=True)):
                 xs, ys = x[start : start + BATCH], y[start : start + BATCH]
                 if len(xs):
-                    own = F.cross_entropy(model(xs), ys) if loss_of is None else loss_of(number, xs, ys)
+                    own = F.cross_entropy(model(xs), ys) if loss_of is None else loss_of(before, number, xs, ys)
                     losses.append((own, optimizers[number]))
             for loss, optimizer in losses:
                 optimizer.zero_grad()

@@ -183,7 +183,9 @@ def test_averaged_members_beat_lone_ones_on_data_that_are_split_by_class() -> No
     test = rows(300, seed=10)
     accuracy = {}
     for exchange in (None, mf.Average(every_steps=4)):
-        fleet = fleet_of(nets(1) * 3, lr=0.02)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        fleet = fleet_of([model] * 3, lr=0.02)
         fit(fleet, data, exchange, epochs=15)
         right = [(np.argmax(out, 1) == test[1].numpy()).mean() for out in fleet.predict(test[0]).values()]
         accuracy[exchange is not None] = float(np.mean(right))

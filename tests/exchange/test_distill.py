@@ -10,6 +10,7 @@ from tests.exchange.loops import (
     HERE,
     NAMES,
     TOLERANCE,
+    LossOf,
     Models,
     Way,
     adams,
@@ -28,24 +29,20 @@ from torch.nn import functional as F
 
 import modelfleet as mf
 
-LossOf = Callable[[int, Tensor, Tensor], Tensor]
 
-
-def outputs_of_others(models: Models, number: int, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+def outputs_of_others(before: Models, number: int, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """The mean over the others of what they predict, in evaluation mode."""
     found = []
     with torch.no_grad():
-        for other, model in enumerate(models):
+        for other, model in enumerate(before):
             if other != number:
-                model.eval()
-                found.append(function(model(x)))
-                model.train()
+                found.append(function(model.eval()(x)))
     return torch.stack(found).mean(0)
 
 
 def mutual(models: Models, weight: float, temperature: float) -> LossOf:
-    def loss_of(number: int, x: Tensor, y: Tensor) -> Tensor:
-        teachers = outputs_of_others(models, number, x, lambda out: F.softmax(out / temperature, 1))
+    def loss_of(before: Models, number: int, x: Tensor, y: Tensor) -> Tensor:
+        teachers = outputs_of_others(before, number, x, lambda out: F.softmax(out / temperature, 1))
         output = models[number](x)
         divergence = F.kl_div(F.log_softmax(output / temperature, 1), teachers, reduction="batchmean")
         return F.cross_entropy(output, y) + weight * temperature**2 * divergence
@@ -78,8 +75,8 @@ def test_regression_members_learn_the_mean_output_of_the_others(way: Way) -> Non
     fleet = fleet_in(way, models, loss="mse")
     fit(fleet, data, mf.Distill(weight=0.5), way, epochs=3)
 
-    def loss_of(number: int, x: Tensor, y: Tensor) -> Tensor:
-        others = outputs_of_others(models, number, x, lambda out: out)
+    def loss_of(before: Models, number: int, x: Tensor, y: Tensor) -> Tensor:
+        others = outputs_of_others(before, number, x, lambda out: out)
         output = models[number](x)
         return F.mse_loss(output, y) + 0.5 * F.mse_loss(output, others)
 
@@ -94,8 +91,8 @@ def test_binary_members_compare_the_probability_of_each_output(way: Way) -> None
     fleet = fleet_in(way, models, loss="bce_with_logits")
     fit(fleet, data, mf.Distill(temperature=3.0), way, epochs=2)
 
-    def loss_of(number: int, x: Tensor, y: Tensor) -> Tensor:
-        p = outputs_of_others(models, number, x, lambda out: torch.sigmoid(out / 3))
+    def loss_of(before: Models, number: int, x: Tensor, y: Tensor) -> Tensor:
+        p = outputs_of_others(before, number, x, lambda out: torch.sigmoid(out / 3))
         output = models[number](x)
         q = torch.sigmoid(output / 3)
         divergence = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
@@ -128,17 +125,12 @@ def test_a_loss_of_the_users_own_is_told_what_to_compare() -> None:
         fit(fleet, data, mf.Distill(), epochs=1)
     fit(fleet, data, mf.Distill(compare="probabilities"), epochs=2)
 
-    def loss_of(number: int, x: Tensor, y: Tensor) -> Tensor:
-        own = smooth(models[number](x), y)
-        teachers = outputs_of_others(models, number, x, lambda out: F.softmax(out, 1))
-        # The forward above has moved the running statistics; the step takes one forward only.
-        state = copy.deepcopy(models[number].state_dict())
+    def loss_of(before: Models, number: int, x: Tensor, y: Tensor) -> Tensor:
+        teachers = outputs_of_others(before, number, x, lambda out: F.softmax(out, 1))
         output = models[number](x)
-        models[number].load_state_dict(state)
-        return own + F.kl_div(F.log_softmax(output, 1), teachers, reduction="batchmean")
+        return smooth(output, y) + F.kl_div(F.log_softmax(output, 1), teachers, reduction="batchmean")
 
-    optimizers = adams(models)
-    train(models, data, optimizers, 2, loss_of=loss_of)
+    train(models, data, adams(models), 2, loss_of=loss_of)
     assert difference(fleet, models) < TOLERANCE
 
 
@@ -148,19 +140,19 @@ def test_members_that_failed_or_finished_do_not_teach() -> None:
     fleet = fleet_of(models)
     history = fit(fleet, data, mf.Distill(), epochs=mf.each([3, 3, 1]))
     assert set(history.failed) == {"b"}
-    others = [models[0], models[2]]
     optimizers = adams(models)
     # In the first step, "b" still teaches, as nobody knows that its rows are bad; then "a" and "c" are left.
     for epoch in range(3):
         for start in range(0, 20, 5):
-            losses = []
+            losses, before = [], list(map(copy.deepcopy, models))
+            left = [models[0], models[2]], [before[0], before[2]]
             there = [0, 2] if epoch == 0 else [0]
             for number in there:
                 x, y = (part[start : start + 5] for part in data[number])
                 if epoch == 0 and start == 0:
-                    losses.append(mutual(models, 1.0, 1.0)(number, x, y))
+                    losses.append(mutual(models, 1.0, 1.0)(before, number, x, y))
                 elif epoch == 0:
-                    losses.append(mutual(others, 1.0, 1.0)([0, 2].index(number), x, y))
+                    losses.append(mutual(left[0], 1.0, 1.0)(left[1], [0, 2].index(number), x, y))
                 else:
                     losses.append(F.cross_entropy(models[number](x), y))
             for number, loss in zip(there, losses, strict=True):
