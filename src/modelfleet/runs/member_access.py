@@ -44,7 +44,8 @@ class MemberAccess:
             (some, _as_arrays(lane, state, some[0]))
             for run, own in self._by_run(names)
             for lane in [run.bring_here()]
-            for some, state in lane.read_apart(own, parts)
+            for alike in (_by_optimizer(lane, own) if "optimizer" in parts else [own])
+            for some, state in lane.read_apart(alike, parts)
         ]
         return _joined(names, pieces, parts)
 
@@ -60,6 +61,8 @@ class MemberAccess:
             for some in lane.by_width(own):
                 rows = [row[name] for name in some]
                 given = {part: {name: array[rows] for name, array in own.items()} for part, own in state.items()}
+                if "optimizer" in given:  # engines take the state of an optimizer as a whole
+                    given["optimizer"] = {**self.read(some, ["optimizer"])["optimizer"], **given["optimizer"]}
                 lane.write(some, _as_stored(lane, given, some[0]))
 
     def hyperparameters(self, name: str) -> dict[str, float]:
@@ -111,6 +114,15 @@ class MemberAccess:
             run = self._run_of(name)
             found.setdefault(id(run), (run, []))[1].append(name)
         yield from found.values()
+
+
+def _by_optimizer(lane: Lane, names: Sequence[str]) -> list[list[str]]:
+    """Return members of a lane by the tensors of their optimizers, which may differ."""
+    found: dict[frozenset[str] | None, list[str]] = {}
+    for name in names:
+        tensors = lane.engine.optimizer_tensors(lane.positions[name])
+        found.setdefault(None if tensors is None else frozenset(tensors), []).append(name)
+    return list(found.values())
 
 
 def _as_arrays(lane: Lane, state: State, member: str) -> Parts:

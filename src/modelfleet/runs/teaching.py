@@ -103,9 +103,9 @@ class Teaching:
             assert own is not None
             if answers.shape[1:] != total.shape:
                 raise InputError(
-                    f"Distill: the outputs of member {teacher.lane.names[0]!r} are {answers.shape[3:]} a row, and "
-                    f"those of {teachers[0].lane.names[0]!r} are {total.shape[2:]}. Members can only learn from "
-                    f"others whose outputs have the same shape."
+                    f"Distill: the outputs of member {teacher.lane.names[0]!r} are {answers.shape[3:]} for a row, "
+                    f"and those of {teachers[0].lane.names[0]!r} are {total.shape[2:]}. Members can only learn "
+                    f"from others whose outputs have the same shape."
                 )
             total += answers[teacher.slots].sum(axis=0)
             count += len(teacher.slots)
