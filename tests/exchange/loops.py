@@ -12,7 +12,8 @@ from torch.nn import functional as F
 import modelfleet as mf
 
 Rows = tuple[Tensor, Tensor]
-Models = list[nn.Module]
+Models = list[Any]
+"""Modules. They are indexed by layer, which `nn.Module` does not promise."""
 LossOf = Callable[[Models, int, Tensor, Tensor], Tensor]
 NAMES = ["a", "b", "c"]
 RATES = [0.1, 0.05, 0.01]
@@ -43,7 +44,7 @@ def ways(*kinds: Sequence[Way]) -> Any:
     return pytest.mark.parametrize("way", params)
 
 
-def net(width: int = 6) -> nn.Module:
+def net(width: int = 6) -> nn.Sequential:
     """Four numbers in, three classes out, with running statistics."""
     layers = [nn.Linear(4, width), nn.Tanh(), nn.BatchNorm1d(width), nn.Linear(width, 3)]
     return nn.Sequential(*layers).double()
@@ -70,16 +71,21 @@ def data_of(*counts: int) -> list[Rows]:
 def fleet_of(models: Models, devices: str = "auto", **recipe: Any) -> mf.Fleet:
     """A compiled fleet of copies of these models: Adam on cross-entropy, a learning rate each."""
     fleet = mf.Fleet(dict(zip(NAMES, map(copy.deepcopy, models), strict=False)), devices=devices, seed=3)
-    whole = {"optimizer": "adam", "loss": "cross_entropy", "lr": mf.each(RATES[: len(models)]), **recipe}
+    whole: dict[str, Any] = {
+        "optimizer": "adam",
+        "loss": "cross_entropy",
+        "lr": mf.each(RATES[: len(models)]),
+        **recipe,
+    }
     fleet.compile(**whole)
     return fleet
 
 
-def fit(fleet: mf.Fleet, data: Sequence[Rows] | Rows, exchange: Any, way: Way | None = None, **given: Any) -> Any:
+def fit(fleet: mf.Fleet, data: Any, exchange: Any, way: Way | None = None, **given: Any) -> Any:
     """Fit in silence, on rows in their order."""
     strategy = (way or {}).get("strategy", "auto")
     own = mf.each(list(data)) if isinstance(data, list) else data
-    options = {"batch_size": BATCH, "shuffle": False, "progress": False, **given}
+    options: dict[str, Any] = {"batch_size": BATCH, "shuffle": False, "progress": False, **given}
     return fleet.fit(own, exchange=exchange, strategy=strategy, **options)
 
 
@@ -126,24 +132,24 @@ def train(
         after_epoch(epoch)
 
 
-def average(models: Sequence[nn.Module], shares: Sequence[float] | None = None) -> dict[str, Tensor]:
+def average(models: Models, shares: Sequence[float] | None = None) -> dict[str, Tensor]:
     """The weighted mean of every floating-point tensor of some models."""
     weights = torch.tensor(list(shares or [1.0] * len(models)), dtype=torch.float64)
     weights = weights / weights.sum()
     states = [model.state_dict() for model in models]
     return {
-        name: sum(float(weight) * state[name] for weight, state in zip(weights, states, strict=True))
+        name: torch.stack([weight * state[name] for weight, state in zip(weights, states, strict=True)]).sum(0)
         for name, tensor in states[0].items()
         if tensor.is_floating_point()
     }
 
 
-def give(model: nn.Module, values: dict[str, Tensor]) -> None:
+def give(model: Any, values: dict[str, Tensor]) -> None:
     """Write values into a model."""
     model.load_state_dict({**model.state_dict(), **values})
 
 
-def difference(fleet: mf.Fleet, models: Sequence[nn.Module]) -> float:
+def difference(fleet: mf.Fleet, models: Models) -> float:
     """The largest difference between the members' weights and those of models."""
     return max(
         float((fleet[name].state_dict()[key] - value).abs().max())
