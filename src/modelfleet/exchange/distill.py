@@ -26,7 +26,7 @@ class Distill(Callback):
     added; `val_loss` and the metrics do not.
 
     Members that have failed, stopped or finished take no part. A member without others learns from its own loss.
-    Members must be torch models with a loss, and train in this process.
+    Members must be models of torch or JAX with a loss, and train in this process.
 
     Args:
         weight: The weight of what a member learns from the others.

@@ -122,6 +122,8 @@ class Adapter(Protocol):
     * `DirectModels`, like that of `frameworks.torch.direct`, if models on the CPU can answer without a lane.
     * `as_loader`, like `frameworks.keras.datasets.as_loader`, if there are loaders of the framework's own.
     * `weighted`, like `frameworks.keras.class_weights.weighted`, if `fit` takes `class_weight`.
+    * `CLASS_AXIS`, the axis of the classes in an output `(row, …)`, if tasks add the loss of a lesson
+      (`frameworks.lessons`) to a member's own.
     * `GOES_ON = True`, if with `steps_per_epoch` an epoch of arrays starts where the last one stopped.
     * `arrays.STRINGS = True`, if models take arrays of strings.
     * `version_note() -> str`, if `modelfleet doctor` should show more than the framework's version.

@@ -36,7 +36,7 @@ class Teaching:
         runs: The runs of all lanes.
 
     Raises:
-        InputError: A member is not of torch, or has no loss by which outputs can be compared.
+        InputError: A member is of Keras, or has no loss by which outputs can be compared.
     """
 
     def __init__(self, distill: Distill, runs: Sequence[LaneRun]) -> None:
@@ -130,7 +130,8 @@ class Teaching:
         if comparison == "outputs":
             return outputs
         scores = outputs / np.asarray(self._distill.temperature, outputs.dtype)
-        return _softmax(scores) if comparison == "softmax" else 1 / (1 + np.exp(-scores))
+        axis: int = getattr(lane.members[0].framework, "CLASS_AXIS")  # noqa: B009  not of every adapter
+        return _softmax(scores, axis) if comparison == "softmax" else 1 / (1 + np.exp(-scores))
 
 
 class _Own(NamedTuple):
@@ -147,10 +148,11 @@ def _comparison(lane: Lane, distill: Distill) -> Comparison:
     """Return what of the outputs of a lane's members is compared."""
     member, task = lane.members[0], lane.tasks[0]
     loss = getattr(task, "loss", None)
-    if member.framework.NAME != "torch":
+    if not hasattr(member.framework, "CLASS_AXIS"):
         raise InputError(
-            f"Distill: member {member.name!r} is a model of {member.framework.NAME}. Only torch members can learn "
-            f"from each other's predictions so far. Use Average, Gossip or Exploit, or leave exchange out."
+            f"Distill: member {member.name!r} is a model of {member.framework.NAME}, which computes its loss "
+            f"itself. Members of torch and JAX can learn from the others' predictions. Use Average, Gossip or "
+            f"Exploit."
         )
     if loss is None:
         raise InputError(
@@ -193,7 +195,8 @@ def _rows_of(rows: Tree) -> int:
     return sizes[0]
 
 
-def _softmax(scores: np.ndarray) -> np.ndarray:
-    """Return the softmax over the classes, the axis after `(slot, row)`."""
-    powers = np.exp(scores - scores.max(axis=2, keepdims=True))
-    return powers / powers.sum(axis=2, keepdims=True)
+def _softmax(scores: np.ndarray, axis: int) -> np.ndarray:
+    """Return the softmax of scores `(slot, row, …)` over the classes, which have this axis of `(row, …)`."""
+    axis += axis > 0
+    powers = np.exp(scores - scores.max(axis=axis, keepdims=True))
+    return powers / powers.sum(axis=axis, keepdims=True)

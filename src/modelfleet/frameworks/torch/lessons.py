@@ -6,6 +6,8 @@ from torch.nn import functional as F
 
 from modelfleet.frameworks.lessons import Lesson
 
+CLASS_AXIS = 1
+
 
 def lesson_loss(output: Tensor, lesson: Lesson, weights: Tensor | None) -> Tensor:
     """Return the weighted mean over the rows of how far an output is from that of the others.
@@ -29,16 +31,15 @@ def _by_row(output: Tensor, lesson: Lesson) -> Tensor:
     temperature = lesson.temperature.to(output.dtype).view(-1, *[1] * (output.dim() - 1))
     scores = output / temperature
     if lesson.comparison == "softmax":
-        divergence = _cross(others, others.log(), F.log_softmax(scores, 1)).sum(1, keepdim=True)
+        divergence = _cross(others, F.log_softmax(scores, CLASS_AXIS)).sum(CLASS_AXIS, keepdim=True)
     else:
-        divergence = _cross(others, others.log(), F.logsigmoid(scores))
-        divergence = divergence + _cross(1 - others, (1 - others).log(), F.logsigmoid(-scores))
+        divergence = _cross(others, F.logsigmoid(scores)) + _cross(1 - others, F.logsigmoid(-scores))
     return _row_means(temperature**2 * divergence)
 
 
-def _cross(share: Tensor, log_share: Tensor, log_own: Tensor) -> Tensor:
+def _cross(share: Tensor, log_own: Tensor) -> Tensor:
     """Return what each probability adds to a KL divergence. A probability of 0 adds nothing."""
-    return share * torch.where(share > 0, log_share - log_own, 0.0)
+    return torch.xlogy(share, share) - share * log_own
 
 
 def _row_means(values: Tensor) -> Tensor:
