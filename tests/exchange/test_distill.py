@@ -115,6 +115,30 @@ def test_members_of_unlike_structure_learn_from_each_other() -> None:
     assert difference(fleet, models) < TOLERANCE
 
 
+def test_padded_members_learn_from_each_other_with_weighted_rows() -> None:
+    torch.manual_seed(0)
+    models: Models = [
+        nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 3)).double() for width in (8, 7, 8)
+    ]
+    (x, y), weights = rows(20), torch.linspace(0.1, 1.0, 20, dtype=torch.float64)
+    fleet = fleet_of(models)
+    fit(fleet, (x, y, weights), mf.Distill(), {"strategy": "fused"}, epochs=2)
+    optimizers = adams(models)
+    for _ in range(2):
+        for start in range(0, 20, 5):
+            xs, ys, own = (part[start : start + 5] for part in (x, y, weights))
+            before = list(map(copy.deepcopy, models))
+            for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+                teachers = outputs_of_others(before, number, xs, lambda out: F.softmax(out, 1))
+                output = model(xs)
+                loss = (own * F.cross_entropy(output, ys, reduction="none")).mean()
+                loss = loss + F.kl_div(F.log_softmax(output, 1), teachers, reduction="batchmean")
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    assert difference(fleet, models) < TOLERANCE
+
+
 def test_a_loss_of_the_users_own_is_told_what_to_compare() -> None:
     def smooth(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output, target, label_smoothing=0.1)
@@ -159,6 +183,20 @@ def test_members_that_failed_or_finished_do_not_teach() -> None:
                 optimizers[number].zero_grad()
                 loss.backward()
                 optimizers[number].step()
+    models[1].load_state_dict(fleet["b"].state_dict())
+    assert difference(fleet, models) < TOLERANCE
+
+
+def test_a_teacher_whose_outputs_overflow_does_not_spoil_the_others() -> None:
+    """Its weights are finite, so that it has not failed when it teaches."""
+    models, (x, y) = nets(), rows(20)
+    nn.init.constant_(models[1][3].weight, 1e308)
+    fleet = fleet_of(models)
+    history = fit(fleet, (x, y), mf.Distill(), epochs=1)
+    assert set(history.failed) == {"b"}
+    left = [models[0], models[2]]
+    optimizers = adams(models)
+    train(left, [(x, y)] * 2, [optimizers[0], optimizers[2]], 1, loss_of=mutual(left, 1.0, 1.0))
     models[1].load_state_dict(fleet["b"].state_dict())
     assert difference(fleet, models) < TOLERANCE
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from modelfleet.callbacks import Snapshot
+from modelfleet.callbacks import Run, Snapshot
 from modelfleet.each import Each, per_member
 from modelfleet.errors import InputError
 from modelfleet.exchange.base import Exchange
@@ -122,6 +122,10 @@ class Average(Exchange):
             if self.outer is not None:
                 weights |= self._outer_step(self.outer, self._outer_state[group[0]], weights)
             run.write(own, {name: _for_all(array, len(own)) for name, array in weights.items()})
+
+    def on_fit_end(self, run: Run) -> None:
+        """Forget the members."""
+        self._run = None
 
     def arrays(self) -> dict[str, Snapshot]:
         """Return the outer optimizer's state, by the first member of each group."""

@@ -58,64 +58,58 @@ class Teaching:
         students = np.flatnonzero(batch.counts > 0)
         if not len(students) or not any(len(teacher.slots) for teacher in teachers):
             return batch
-        total, own, count = self._answers(lane, batch, students, teachers, comparison)
-        # (student, row, …). A member that no longer teaches has not answered, and all others have.
-        others = (count - own.taught.astype(int)).reshape(-1, *[1] * (total.ndim - 1))
-        mean = (total - own.answers) / np.maximum(others, 1)
+        others = self._others(lane, batch, students, teachers, comparison)
+        mean = others.total / np.maximum(_like(others.count, others.total), 1)
         if comparison != "outputs":
             mean = np.clip(mean, 0.0, 1.0)  # a difference of sums may be off by a rounding
         shape = lane.width, batch.size
-        lesson = np.zeros((*shape, *mean.shape[2:]), own.dtype)
+        lesson = np.zeros((*shape, *mean.shape[2:]), others.dtype)
         lesson[students] = mean
         weight = np.zeros(shape)
-        weight[students] = (others.reshape(-1, 1) > 0) * self._distill.weight
+        weight[students] = (others.count[:, None] > 0) * self._distill.weight
         tensor = lane.engine.tensor
         data = batch.data if not batch.shared else _for_each_member(lane, batch.data)
         x, target, *rest = data
         parts = (tensor(lesson), tensor(weight), tensor(np.full(shape, self._distill.temperature)))
         return replace(batch, data=(x, with_lesson(target, Lesson(comparison, *parts)), *rest), shared=False)
 
-    def _answers(
+    def _others(
         self, lane: Lane, batch: Batch, students: np.ndarray, teachers: Sequence[_Teacher], comparison: Comparison
-    ) -> "tuple[np.ndarray, _Own, int]":
-        """Return the sum of all teachers' answers, the students' own among them, and the number of teachers."""
-        x = weighted_inputs(batch.data)
+    ) -> "_Others":
+        """Return what the others answer to each student. Answers that are not finite do not count."""
         if not has_target(batch.data):
             raise InputError("Distill needs batches of (x, y), and the data hold another form. Give (x, y).")
-        arrays, many = lane.members[0].framework.arrays, not batch.shared
+        x, arrays, many = weighted_inputs(batch.data), lane.members[0].framework.arrays, not batch.shared
         if many:  # the rows of all students, one after the other
             index = arrays.index(students, lane.engine.device)
             x = map_tree(lambda leaf: arrays.take(leaf, index).reshape(-1, *leaf.shape[2:]), x)
-        total: np.ndarray | None = None
-        own: _Own | None = None
-        count = 0
+        found: _Others | None = None
         for teacher in teachers:
             answers = self._of(teacher.lane, x, comparison)
             if many:
                 answers = answers.reshape(len(answers), len(students), batch.size, *answers.shape[2:])
             else:
                 answers = np.repeat(answers[:, None], len(students), axis=1)
-            dtype = answers.dtype
-            answers = answers.astype(np.float64)
-            if total is None:
-                total = np.zeros(answers.shape[1:])
-                own = _Own(np.zeros_like(total), np.zeros(len(students), dtype=bool), dtype)
-            assert own is not None
-            if answers.shape[1:] != total.shape:
+            if found is None:
+                found = _Others(np.zeros(answers.shape[1:]), np.zeros(len(students), dtype=int), answers.dtype)
+            elif answers.shape[1:] != found.total.shape:
                 raise InputError(
                     f"Distill: the outputs of member {teacher.lane.names[0]!r} are {answers.shape[3:]} for a row, "
-                    f"and those of {teachers[0].lane.names[0]!r} are {total.shape[2:]}. Members can only learn "
-                    f"from others whose outputs have the same shape."
+                    f"and those of {teachers[0].lane.names[0]!r} are {found.total.shape[2:]}. Members can only "
+                    f"learn from others whose outputs have the same shape."
                 )
-            total += answers[teacher.slots].sum(axis=0)
-            count += len(teacher.slots)
-            if teacher.lane is lane:
-                own.taught[:] = np.isin(students, teacher.slots)
-                places = np.flatnonzero(own.taught)
-                own.answers[places] = answers[students[places], places]
-        assert total is not None
-        assert own is not None
-        return total, own, count
+            counted = np.zeros(answers.shape[:2], dtype=bool)  # (slot, student)
+            counted[teacher.slots] = True
+            counted &= np.isfinite(answers).all(axis=tuple(range(2, answers.ndim)))
+            answers = np.where(_like(counted, answers), answers, 0.0).astype(np.float64)
+            found.total[:] += answers.sum(axis=0)
+            found.count[:] += counted.sum(axis=0)
+            if teacher.lane is lane:  # without the students' own
+                own = students, np.arange(len(students))
+                found.total[:] -= answers[own]
+                found.count[:] -= counted[own]
+        assert found is not None
+        return found
 
     def _of(self, lane: Lane, x: Tree, comparison: Comparison) -> np.ndarray:
         """Return the answers `(slot, row, …)` of all members of a lane on some rows."""
@@ -131,17 +125,23 @@ class Teaching:
             return outputs
         scores = outputs / np.asarray(self._distill.temperature, outputs.dtype)
         axis: int = getattr(lane.members[0].framework, "CLASS_AXIS")  # noqa: B009  not of every adapter
-        return _softmax(scores, axis) if comparison == "softmax" else 1 / (1 + np.exp(-scores))
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is left out
+            return _softmax(scores, axis) if comparison == "softmax" else 1 / (1 + np.exp(-scores))
 
 
-class _Own(NamedTuple):
-    """The students' own answers, which are left out of what the others answer."""
+class _Others(NamedTuple):
+    """What the others answer to each student."""
 
-    answers: np.ndarray
-    """`(student, row, …)`: 0 for a student that does not teach."""
-    taught: np.ndarray
-    """`(student,)`: True for a student that teaches."""
+    total: np.ndarray
+    """`(student, row, …)`: the sum of their answers."""
+    count: np.ndarray
+    """`(student,)`: how many have answered."""
     dtype: np.dtype
+
+
+def _like(numbers: np.ndarray, array: np.ndarray) -> np.ndarray:
+    """Return numbers with as many axes as an array, whose first axes they have."""
+    return numbers.reshape(*numbers.shape, *[1] * (array.ndim - numbers.ndim))
 
 
 def _comparison(lane: Lane, distill: Distill) -> Comparison:

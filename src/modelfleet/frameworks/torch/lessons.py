@@ -17,6 +17,7 @@ def lesson_loss(output: Tensor, lesson: Lesson, weights: Tensor | None) -> Tenso
         lesson: What the others answer.
         weights: `(row,)`: 1 for a row that counts and 0 for padding; None if every row counts.
     """
+    output = output.to(torch.promote_types(output.dtype, torch.float32))  # halves are rough
     rows = lesson.weight.to(output.dtype) * _by_row(output, lesson)
     if weights is None:
         return rows.mean()
