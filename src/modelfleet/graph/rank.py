@@ -85,6 +85,7 @@ class Rank:
         self._wanted_outputs: dict[str, dict[int, Tree]] = {name: {} for name in order.outputs}
         self._shapes: dict[tuple[str, int], tuple[int, dict[Link, list[int]]]] = {}
         self._asked: dict[tuple[str, int], list[tuple[Link, int]]] = {}
+        self._float_leaves: dict[tuple[Link, int], list[bool]] = {}  # of an output, until its gradient is there
         self._counts: dict[str, float] = {}
         self._receives: dict[Message, int] = {}  # by the number of the operation
         self._scale, self._skipped = 1.0, False
@@ -144,7 +145,9 @@ class Rank:
         outputs = engine.forward(micro, self._topology.arguments(node, values), sorted(wanted))
         places_out = {}
         for link in self._topology.out_of[node]:
-            self._tensors[link, micro] = select(outputs, link.output, f"the output of {node!r}")
+            part = select(outputs, link.output, f"the output of {node!r}")
+            self._tensors[link, micro] = part
+            self._float_leaves[link, micro] = [_floats(leaf) for leaf in leaves(part)]
             places_out[link] = place_of(outputs, link.output, f"the output of {node!r}")
         self._shapes[node, micro] = len(leaves(outputs)), places_out
         if node in self._wanted_outputs:
@@ -200,7 +203,7 @@ class Rank:
         if (link, micro) not in self._gradients:
             self._gradients[link, micro] = self._take(self._message(link, micro, gradient=True))
         found = iter(self._gradients[link, micro])
-        return [next(found) if _floats(leaf) else None for leaf in leaves(self._tensors[link, micro])]
+        return [next(found) if floats else None for floats in self._float_leaves.pop((link, micro))]
 
     def _take(self, message: Message) -> Tree:
         begun = time.perf_counter()
@@ -232,11 +235,8 @@ class Rank:
         self._transport.expect(message)
 
     def _free(self, operation: Operation) -> None:
-        key = self._links[operation.edge], operation.micro
-        if operation.gradient:
-            self._gradients.pop(key, None)
-        elif not (self._order.step.train and self._carries_gradient(key[0])):
-            self._tensors.pop(key, None)  # the shapes of others are needed until their gradients are there
+        kept = self._gradients if operation.gradient else self._tensors
+        kept.pop((self._links[operation.edge], operation.micro), None)
 
     # --- the update ----------------------------------------------------------------------------------------------
 

@@ -102,7 +102,7 @@ class TorchNode:
             kept = self._keep(micro, inputs, wanted)
             kept.outputs = outputs = self._run(micro, kept.inputs)
         detached = map_tree(torch.Tensor.detach, outputs)
-        self._outputs[micro] = detached
+        self._outputs = {micro: detached}  # the loss of a micro-batch follows its forward at once
         return detached
 
     def _keep(self, micro: int, inputs: Tree, wanted: Collection[int]) -> _Kept:
