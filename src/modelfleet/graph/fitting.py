@@ -127,7 +127,7 @@ class GraphFit:
         self._feed, self._validation_feed = feed, None
         if self._validation is not None:
             self._validation_feed = opener.feed(self._validation, self._batch_size, what="validation")
-            self._plans["evaluate"] = opener.plan_untried(plan.batch_size)
+            self._plans["evaluate"] = opener.plan_untried(plan.batch_size, placed=plan)
         self._schedules = self._make_schedules(feed)
         self._epoch_sums = EpochSums(tasks_of(opener))
         steps = None if feed.steps is None else int(feed.steps[0])

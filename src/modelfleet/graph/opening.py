@@ -169,14 +169,16 @@ class Opener:
             raise InputError(f"{problems[0]} Or set micro_batches=1.")
         return plan, trial, draws
 
-    def plan_untried(self, rows: int) -> GraphPlan:
-        """Return the plan of a verb that does not train, without trying anything."""
-        return self._plan(None, rows, train=False)
+    def plan_untried(self, rows: int, *, placed: GraphPlan | None = None) -> GraphPlan:
+        """Return the plan of a verb that does not train, without trying anything. `placed` says where the nodes are."""
+        return self._plan(None, rows, train=False, placed=placed)
 
-    def _plan(self, trial: GraphTrial | None, rows: int, *, train: bool) -> GraphPlan:
+    def _plan(
+        self, trial: GraphTrial | None, rows: int, *, train: bool, placed: GraphPlan | None = None
+    ) -> GraphPlan:
         return make_plan(
             self.topology,
-            self._devices,
+            self._devices if placed is None else placed.rows,
             list(self.places),
             trial,
             self.trained,

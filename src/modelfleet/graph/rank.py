@@ -99,6 +99,7 @@ class Rank:
             name: self.engines[name].place(own) for name, own in order.targets.items() if name in self.engines
         }
         micro_batches = len(order.step.rows)  # fewer than planned in a short batch
+        is_whole = micro_batches == schedule.micro_batches
         for index, operation in enumerate(schedule.operations[self.number]):
             if operation.micro >= micro_batches:
                 continue
@@ -106,7 +107,8 @@ class Rank:
                 self._board.mark(self.number, self._steps, index)
             begun, self._waited = time.perf_counter(), 0.0
             moved = self._does[operation.kind](operation)
-            self.recorder.add(order.schedule, index, operation, begun, time.perf_counter(), self._waited, moved)
+            if is_whole:  # the mean times of a step are those of one set of steps
+                self.recorder.add(order.schedule, index, operation, begun, time.perf_counter(), self._waited, moved)
         self._steps += 1
         self._failed |= self._skipped
         for engine in self.engines.values():

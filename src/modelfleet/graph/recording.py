@@ -15,7 +15,10 @@ class _Sums:
 
 
 class Recorder:
-    """Adds up the times of a rank's operations. The first step of a schedule, which warms up, counts only if alone."""
+    """Adds up the times of a rank's operations in the steps on whole batches.
+
+    The first step of a schedule, which warms up, counts only if it is the only one.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
