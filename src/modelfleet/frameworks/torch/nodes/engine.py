@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelfleet.frameworks.node_engine import Draws, LossParts, NodeTrial, Step
+from modelfleet.frameworks.node_engine import Draws, LossParts, NodeTrial, Step, TrialInputs
 from modelfleet.frameworks.stacked import Given
 from modelfleet.frameworks.torch import arrays
 from modelfleet.frameworks.torch.base import explained
@@ -152,7 +152,8 @@ class TorchNode:
             torch.set_grad_enabled(train),
             self._contexts.autocast(),
         ):
-            output = logits(rebuild(outputs, roots))
+            # Copied: a loss may write into the output, which the backward pass and other nodes need.
+            output = logits(rebuild(outputs, [root.clone() for root in roots]))
             total, count, sums = self.task.partial_loss_of(output, y, weights, None, fraction)
             if train:
                 (total / divisor).backward()
@@ -261,6 +262,6 @@ class TorchNode:
         }
         self._member.write(self._member.stored(tensors))
 
-    def try_out(self, inputs: Tree, wanted: Collection[int], *, train: bool) -> NodeTrial:
-        """Return what the node does with a few rows, without changing it."""
+    def try_out(self, inputs: TrialInputs, wanted: Collection[int], *, train: bool) -> NodeTrial:
+        """Return what the node does with a few rows, without changing it. `wanted` is as for `forward`."""
         return try_node(self._member, self._contexts, inputs, wanted, train=train)
