@@ -82,6 +82,7 @@ class GraphFit:
         self._to_write: dict[str, State] = {}
         self._to_save: list[Path] = []
         self._stopping = False
+        self._failure: Failure | None = None
         self._ctrl_c = StopRequest()
 
     # --- for callbacks -------------------------------------------------------------------------------------------
@@ -202,7 +203,8 @@ class GraphFit:
                 for orders in self._orders(batches):  # each step is seen before the next one is sent
                     self._ranks.send(orders)
                     self._handle_step(self._ranks.receive())
-                    self._call("on_step_end")
+                    if self._failure is None:
+                        self._call("on_step_end")
             else:
                 for reports in in_turn(self._ranks, self._orders(batches)):
                     self._handle_step(reports)
@@ -210,12 +212,15 @@ class GraphFit:
             batches.close()
         for error in self._feed.failures.values():
             raise error
+        if self._failure is not None:
+            self._read()
+            raise all_failed({self.name: self._failure}, self.history, None)
 
     def _orders(self, batches: Iterator[Batch]) -> Iterator[list[StepOrder]]:
         """Yield the orders of the epoch's steps, until the fit is to stop."""
         names = [member.name for member in self._opener.members]
         step = self.step
-        while not self._ctrl_c.pressed:
+        while not self._ctrl_c.pressed and self._failure is None:
             batch = next(batches, None)
             if batch is None:
                 return
@@ -231,15 +236,16 @@ class GraphFit:
             )
 
     def _handle_step(self, reports: Sequence[StepReport]) -> None:
+        if self._failure is not None:
+            return  # a step that was sent ahead, and not taken
         self._fresh = False
         parts = joined_parts(reports, self._opener.losses)
         if any(report.skipped for report in reports):
             loss = sum(part.total for own in parts.values() for part in own)
             reason = REASONS[GRADIENT if np.isfinite(loss) and any(parts.values()) else LOSS]
-            failure = Failure(self.epoch + 1, self.step + 1, reason)
-            self.history.fail(self.name, failure)
-            self._read()
-            raise all_failed({self.name: failure}, self.history, None)
+            self._failure = Failure(self.epoch + 1, self.step + 1, reason)
+            self.history.fail(self.name, self._failure)
+            return
         self._epoch_sums.add(parts)
         self.step += 1
         self.position += 1

@@ -131,6 +131,11 @@ class Graph:
         Raises:
             InputError: A name is unknown, or an argument does not fit a node.
         """
+        if "objective" in hyperparameters:
+            raise InputError(
+                f"compile got an objective, which computes a loss from a whole model, but a {self.kind} has its model in "
+                f"parts. Give a loss of the output instead: loss(output, target)."
+            )
         if loss is None:
             raise InputError(
                 'compile got no loss. A node sees only its own part of the model, so give a loss of the output: "mse", '

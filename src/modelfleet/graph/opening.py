@@ -52,7 +52,9 @@ class Settings:
             raise unknown("pipeline", self.pipeline, PIPELINES)
         if self.strategy not in STRATEGIES:
             raise unknown("strategy", self.strategy, STRATEGIES)
-        if not self.timeout > 0:
+        if isinstance(self.recompute, str):
+            raise InputError(f"recompute is {self.recompute!r}; expected True, False, or a list of nodes.")
+        if not isinstance(self.timeout, int | float) or not self.timeout > 0:
             raise InputError(f"timeout is {self.timeout!r}; expected a number of seconds above 0.")
 
 

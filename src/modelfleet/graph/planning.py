@@ -172,7 +172,7 @@ def make_plan(
 
 def _micro_batches(wanted: int | None, rows: int, ranks: int, longest: int) -> int:
     if wanted is None:
-        return 1 if ranks == 1 else max(1, min(rows, MICRO_BATCHES_PER_RANK * ranks))
+        return 1 if ranks == 1 else max(longest, min(rows, MICRO_BATCHES_PER_RANK * ranks))
     if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
         raise InputError(f"micro_batches is {wanted!r}; expected a whole number, 1 or more.")
     if wanted > rows:

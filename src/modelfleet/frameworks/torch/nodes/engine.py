@@ -13,7 +13,7 @@ from modelfleet.frameworks.torch import arrays
 from modelfleet.frameworks.torch.base import explained
 from modelfleet.frameworks.torch.global_modes import KeepingModes
 from modelfleet.frameworks.torch.nodes.draws import NodeDraws
-from modelfleet.frameworks.torch.nodes.trial import try_node
+from modelfleet.frameworks.torch.nodes.trial import detached, try_node
 from modelfleet.frameworks.torch.nodes.weight_halves import WeightHalf, input_gradients
 from modelfleet.frameworks.torch.plain import optimizer as plain_optimizer
 from modelfleet.frameworks.torch.plain.contexts import PlainContexts
@@ -101,9 +101,8 @@ class TorchNode:
         else:
             kept = self._keep(micro, inputs, wanted)
             kept.outputs = outputs = self._run(micro, kept.inputs)
-        detached = map_tree(torch.Tensor.detach, outputs)
-        self._outputs[micro] = detached
-        return detached
+        self._outputs[micro] = found = detached(outputs, self.name)
+        return found
 
     def _keep(self, micro: int, inputs: Tree, wanted: Collection[int]) -> _Kept:
         flat = leaves(inputs)

@@ -88,14 +88,22 @@ def _look_at_rows(
 
 
 def _tried(member: PlainMember, model: nn.Module, inputs: Tree, draws: AbstractContextManager[object]) -> Tree:
-    """Return the outputs of a model, which must be tensors."""
+    """Return the outputs of a model."""
     with torch.no_grad(), draws:
-        outputs = call(model, map_tree(torch.clone, inputs))
+        return detached(call(model, map_tree(torch.clone, inputs)), member.name)
+
+
+def detached(outputs: Tree, name: str) -> Tree:
+    """Return a node's outputs without their graph.
+
+    Raises:
+        InputError: They are not all tensors.
+    """
     for path, leaf in paths(outputs):
         if not isinstance(leaf, Tensor):
             raise InputError(
-                f"node {member.name!r} returns {type(leaf).__name__} {leaf!r}{path and f' at {path}'}, but only tensors "
-                f"go over edges. Let it return tensors, alone or in tuples, lists and dicts."
+                f"node {name!r} returns {type(leaf).__name__} {leaf!r}{path and f' at {path}'}, but only tensors go over "
+                f"edges. Let it return tensors, alone or in tuples, lists and dicts."
             )
     return map_tree(Tensor.detach, outputs)
 
