@@ -211,6 +211,7 @@ class GraphFit:
         finally:
             batches.close()
         for error in self._feed.failures.values():
+            self._read()
             raise error
         if self._failure is not None:
             self._read()
@@ -280,8 +281,12 @@ class GraphFit:
             self._read()
 
     def _call(self, event: str) -> None:
-        for callback in self.callbacks:
-            getattr(callback, event)(self)
+        try:
+            for callback in self.callbacks:
+                getattr(callback, event)(self)
+        except Exception:
+            self._read()  # what was learnt so far is kept
+            raise
         while self._to_save:
             self._read()
             checkpoints.save(self._to_save.pop(0), self)

@@ -162,7 +162,8 @@ class Opener:
         """
         rows = len(leaves(x)[0])
         count = self._plan(None, rows, train=train).schedule.micro_batches
-        wanted = [row % rows for row in range(max(2, -(-rows // count)))]  # one row can't show what each draws
+        # A third of three rows or more is left out, to see what each draws, and BatchNorm needs two.
+        wanted = [row % rows for row in range(max(3, -(-rows // count)))]
         few = map_tree(lambda leaf: leaf[wanted], x)
         engines = {member.name: self._engine(member, "train" if train else "predict") for member in self.members}
         trial = try_graph(self.topology, engines, few, train=train)
@@ -260,7 +261,7 @@ class Opener:
     ) -> list[StepOrder]:
         """Return the orders of all ranks for one batch."""
         rows = len(leaves(x)[0])
-        step = Step(cut_rows(rows, plan.schedule.micro_batches), train)
+        step = Step(cut_rows(rows, plan), train)
         draws = no_draws(self.topology) if draws is None else draws
         given = {link: select(x, link.output, "x") for link in self.topology.inputs}
         found = []
@@ -280,7 +281,12 @@ class Opener:
         return found
 
 
-def cut_rows(rows: int, micro_batches: int) -> tuple[tuple[int, int], ...]:
-    """Return start and end of each micro-batch: as even as possible, and never without a row."""
-    count = min(rows, micro_batches)
+def cut_rows(rows: int, plan: GraphPlan) -> tuple[tuple[int, int], ...]:
+    """Return start and end of each micro-batch: as even as possible, and never without a row.
+
+    A short batch has fewer of them, so that none has one row alone where the others have more: BatchNorm needs two.
+    """
+    micro_batches = plan.schedule.micro_batches
+    least = 2 if plan.batch_size >= 2 * micro_batches else 1
+    count = min(micro_batches, max(1, rows // least))
     return tuple((rows * index // count, rows * (index + 1) // count) for index in range(count))

@@ -49,7 +49,7 @@ def no_draws(topology: Topology) -> dict[str, Draws]:
 
 
 def try_graph(topology: Topology, engines: Mapping[str, NodeEngine], x: Tree, *, train: bool) -> GraphTrial:
-    """Return what each node does with some rows, two or more, one node after the other.
+    """Return what each node does with some rows, three or more, one node after the other.
 
     Raises:
         InputError: A node can't take what it is given. The message says what that is, and where it comes from.
@@ -172,7 +172,7 @@ def make_plan(
 
 def _micro_batches(wanted: int | None, rows: int, ranks: int, longest: int) -> int:
     if wanted is None:
-        return 1 if ranks == 1 else max(longest, min(rows, MICRO_BATCHES_PER_RANK * ranks))
+        return 1 if ranks == 1 else max(1, longest, min(rows // 2, MICRO_BATCHES_PER_RANK * ranks))
     if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
         raise InputError(f"micro_batches is {wanted!r}; expected a whole number, 1 or more.")
     if wanted > rows:

@@ -239,6 +239,10 @@ class Ranks:
                 worker.close()
             else:
                 place.release(worker)
+        deadline = time.monotonic() + BLAME_SECONDS
+        for worker in self._workers:
+            if isinstance(worker, InlineWorker):
+                worker.join(max(0.0, deadline - time.monotonic()))  # it still has its hands on the user's models
         self._workers = []
         if self._rendezvous is not None:
             self._rendezvous.close()

@@ -28,6 +28,10 @@ def run_rank(order: RankOrder) -> Generator[StepReport, Orders, None]:
             while (following := (yield report)) is not None:
                 report = _answer(rank, following)
                 del following  # with its rows
+        except Exception:
+            for engine in rank.engines.values():
+                engine.end(skipped=True)
+            raise
         finally:
             transport.close()
 
