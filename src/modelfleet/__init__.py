@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from modelfleet.callbacks import Callback, Checkpoint, EarlyStopping
+    from modelfleet.ensembles.ensemble import Ensemble, EnsembleAnswer
     from modelfleet.errors import (
         AllFailedError,
         BusyError,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from modelfleet.frameworks.torch.schedules import Schedule
     from modelfleet.graph.chain import Chain
     from modelfleet.graph.graph import Graph
+    from modelfleet.graph.split import Split, split
     from modelfleet.graph.topology import Edge
     from modelfleet.history import History
     from modelfleet.loading import load
@@ -60,6 +62,8 @@ _MODULES = {
     "DeadlineError": "errors",
     "EarlyStopping": "callbacks",
     "Edge": "graph.topology",
+    "Ensemble": "ensembles.ensemble",
+    "EnsembleAnswer": "ensembles.ensemble",
     "Failure": "failures",
     "Fleet": "fleet",
     "FleetError": "errors",
@@ -72,6 +76,7 @@ _MODULES = {
     "Replicas": "replicas.pool",
     "RowsError": "errors",
     "Schedule": "frameworks.torch.schedules",
+    "Split": "graph.split",
     "Stats": "replicas.stats",
     "StoreError": "errors",
     "StrategyError": "errors",
@@ -80,6 +85,7 @@ _MODULES = {
     "imap": "replicas.mapping",
     "load": "loading",
     "map": "replicas.mapping",
+    "split": "graph.split",
 }
 
 __all__ = [
@@ -94,6 +100,8 @@ __all__ = [
     "Each",
     "EarlyStopping",
     "Edge",
+    "Ensemble",
+    "EnsembleAnswer",
     "Failure",
     "Fleet",
     "FleetError",
@@ -107,6 +115,7 @@ __all__ = [
     "Replicas",
     "RowsError",
     "Schedule",
+    "Split",
     "Stats",
     "StoreError",
     "StrategyError",
@@ -116,6 +125,7 @@ __all__ = [
     "imap",
     "load",
     "map",
+    "split",
 ]
 
 

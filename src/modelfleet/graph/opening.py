@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from modelfleet.devices import parse_devices, threads_of
-from modelfleet.errors import InputError, StrategyError
+from modelfleet.devices import cores, parse_devices, threads_of
+from modelfleet.errors import InputError
 from modelfleet.feeds import Feed, make_feed
 from modelfleet.frameworks.batch_parts import inputs as inputs_of
 from modelfleet.frameworks.contexts import current_settings
-from modelfleet.frameworks.node_engine import Draws, NodeEngine, Step
+from modelfleet.frameworks.node_engine import Draws, NodeEngine, Step, require_nodes
 from modelfleet.graph.board import Board
 from modelfleet.graph.losses import split_batch
 from modelfleet.graph.orders import NodeOrder, RankOrder, StepOrder
@@ -87,7 +87,9 @@ class Opener:
         self.adapter: Any = self.members[0].framework
         self._recompute = self._recomputed()
         self.places = self._find_places()
-        self.trained = {member.name: member.framework.nodes.trained(member.model) for member in self.members}
+        self.trained = {
+            member.name: require_nodes(member.framework).trained(member.model) for member in self.members
+        }
 
     # --- devices -------------------------------------------------------------------------------------------------
 
@@ -98,6 +100,7 @@ class Opener:
             wanted = parse_devices(list(dict.fromkeys(device for row in rows.values() for device in row)))
         else:
             wanted = parse_devices(self._devices)  # pyrefly: ignore
+        self.threads = cores()
         if means_ray(wanted):
             return {place.name: place for place in ray_places(wanted)}
         chosen = self.adapter.choose(wanted)

@@ -1,12 +1,13 @@
 """The task of a rank, wherever its worker is: opens its nodes, and runs what the owner sends."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from modelfleet import frameworks
 from modelfleet.devices import parse_devices
 from modelfleet.frameworks.contexts import computing, using_settings
-from modelfleet.frameworks.node_engine import NodeEngine
+from modelfleet.frameworks.node_engine import NodeEngine, require_nodes
 from modelfleet.graph.orders import NodeOrder, RankOrder, StateOrder, StepOrder, StepReport
 from modelfleet.graph.rank import Rank
 from modelfleet.graph.transport import Hub, ThreadTransport, Transport
@@ -21,7 +22,7 @@ Orders = StepOrder | StateOrder | None
 def run_rank(order: RankOrder) -> Generator[StepReport, Orders, None]:
     """Run one rank. Yield the reports, and receive the orders. The first report says that the worker is up."""
     yield StepReport()
-    with using_settings(order.settings), computing():
+    with using_settings(order.settings), computing(), _keeping_threads(order):
         rank, transport = _open(order)
         try:
             report = StepReport()
@@ -34,6 +35,18 @@ def run_rank(order: RankOrder) -> Generator[StepReport, Orders, None]:
             raise
         finally:
             transport.close()
+
+
+@contextmanager
+def _keeping_threads(order: RankOrder) -> Iterator[None]:
+    """Context after which a worker process has as many threads for steps as before: it may be hired again."""
+    adapter: Any = frameworks.adapter(order.nodes[0].framework)
+    before = adapter.threads() if hasattr(adapter, "use_threads") else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            adapter.use_threads(before)
 
 
 def _answer(rank: Rank, order: StepOrder | StateOrder) -> StepReport:
@@ -59,8 +72,8 @@ def _open(order: RankOrder) -> tuple[Rank, Transport]:
         order.schedules,
         order.losses,
         transport,
-        lambda values: adapter.nodes.numbers(values, device),
-        adapter.nodes.to_host,
+        lambda values: require_nodes(adapter).numbers(values, device),
+        require_nodes(adapter).to_host,
         clip_norm=order.clip_norm,
         board=order.board,
     )
@@ -68,10 +81,10 @@ def _open(order: RankOrder) -> tuple[Rank, Transport]:
 
 
 def native_device(adapter: Any, name: str, threads: int) -> NativeDevice:
-    """Return a device as the framework names it, and set this thread's number of threads for a logical CPU."""
+    """Return a device as the framework names it. On a logical CPU, steps have at most so many threads from here on."""
     (device,) = parse_devices(name) or adapter.choose(None)[:1]
     if device.kind == "cpu" and hasattr(adapter, "use_threads"):
-        adapter.use_threads(threads)
+        adapter.use_threads(min(threads, adapter.threads()))
     return adapter.native(device)
 
 
@@ -95,16 +108,18 @@ def make_engine(
     own = None if recipe is None else recipe.only([member.name])
     prepared = member.framework.prepare(own, [member], kind)
     columns: Mapping[str, Any] = prepared.columns
-    return member.framework.nodes.make_node(member, prepared.tasks[0], columns, device, recompute=recompute)
+    return require_nodes(member.framework).make_node(
+        member, prepared.tasks[0], columns, device, recompute=recompute
+    )
 
 
 def _transport(order: RankOrder, adapter: Any, device: NativeDevice) -> Transport:
     if isinstance(order.meeting, Hub):
-        add: Callable[[Any, Any], None] = adapter.nodes.add
+        add: Callable[[Any, Any], None] = require_nodes(adapter).add
         return ThreadTransport(order.meeting, order.rank, order.timeout, add)
     address = order.meeting if isinstance(order.meeting, str) else order.meeting.address
     channels, sums = _meetings(order)
-    return adapter.nodes.GroupTransport.join(
+    return require_nodes(adapter).GroupTransport.join(
         address, order.rank, order.size, order.timeout, channels=channels, sums=sums, device=device
     )
 

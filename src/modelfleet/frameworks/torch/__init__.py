@@ -16,6 +16,7 @@ from modelfleet.frameworks.torch.building import (
 )
 from modelfleet.frameworks.torch.cpu.malloc import keeping_pages
 from modelfleet.frameworks.torch.cpu.openmp import sharing_cores
+from modelfleet.frameworks.torch.cutting import pieces
 from modelfleet.frameworks.torch.devices import accelerators, choose, memory, native, threads, use_threads
 from modelfleet.frameworks.torch.direct import DirectModels
 from modelfleet.frameworks.torch.doctor_facts import cache_folder
@@ -26,6 +27,7 @@ from modelfleet.frameworks.torch.parallel.process_group import ProcessGroup
 from modelfleet.frameworks.torch.recipe import compile, prepare
 from modelfleet.frameworks.torch.replica import Replica, weight_bytes
 from modelfleet.frameworks.torch.schedules import Schedules
+from modelfleet.frameworks.torch.scoring import score
 from modelfleet.frameworks.torch.settings import settings, using
 from modelfleet.frameworks.torch.stamps import ModelStamp, ModelStamps
 from modelfleet.frameworks.torch.structure import difference, signature, trained_twice

@@ -115,7 +115,8 @@ class Task:
     def partial_loss_of(
         self, output: Tree, target: Tree, own: Tensor | None, weights: Tensor | None, fraction: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return what `partial_loss` does, for rows whose outputs are there already. `own` are their sample weights.
+        """Return what `partial_loss` does, for rows whose outputs are there already. `own` are their sample
+        weights.
 
         A function without values per row is taken as the mean over the rows.
         """
@@ -171,11 +172,17 @@ def call(model: nn.Module, x: Tree) -> Tree:
 
     A dict, tuple or list that does not match the parameters of `forward` is passed as one argument.
     """
-    if isinstance(x, Mapping):
-        return model(**x) if _accepts(model, (), x) else model(x)
-    if isinstance(x, tuple | list):
-        return model(*x) if _accepts(model, x, {}) else model(x)
-    return model(x)
+    args, keywords = call_arguments(model, x)
+    return model(*args, **keywords)
+
+
+def call_arguments(model: nn.Module, x: Tree) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments and keywords with which `call` calls a model."""
+    if isinstance(x, Mapping) and _accepts(model, (), x):
+        return (), dict(x)
+    if isinstance(x, tuple | list) and _accepts(model, x, {}):
+        return tuple(x), {}
+    return (x,), {}
 
 
 def _accepts(model: nn.Module, args: Sequence[object], keywords: Mapping[str, object]) -> bool:

@@ -21,7 +21,7 @@ from modelfleet.frameworks.torch.random.operations import DrawFromStreams
 from modelfleet.frameworks.torch.random.streams import DrawShapes
 from modelfleet.frameworks.torch.random.trial_streams import ConstantStreams
 from modelfleet.frameworks.torch.task import call
-from modelfleet.trees import leaves, map_tree, map_trees, paths
+from modelfleet.trees import leaves, map_tree, map_trees, paths, rebuild
 from modelfleet.types import Tree
 
 TIMES = 2  # that a node is timed
@@ -137,8 +137,7 @@ def _time(
         seen.clear()
         kept = 0
         roots = [leaf.clone().requires_grad_(train and index in wanted) for index, leaf in enumerate(flat)]
-        given = iter([root.clone() for root in roots])
-        arguments = map_tree(lambda _: next(given), inputs)
+        arguments = rebuild(inputs, [root.clone() for root in roots])
         begun = time.perf_counter()
         with torch.set_grad_enabled(train), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
             outputs = call(model, arguments)

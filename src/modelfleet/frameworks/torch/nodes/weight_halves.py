@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 @dataclass(frozen=True)
 class WeightHalf:
-    """The second half of a backward pass: where it starts, with which gradients, and which parameters it reaches."""
+    """The second half of a backward pass: its starts, their gradients, and the parameters that they reach."""
 
     starts: Sequence[tuple[Sequence[GradientEdge | Tensor], Sequence[Tensor], Sequence[Tensor]]] = ()
     computed: Sequence[tuple[Tensor, Tensor]] = ()
