@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -128,7 +128,7 @@ class Ranks:
                 late = next(rank for rank in missing if rank not in found)
                 errors[late] = WorkerDiedError(f"nothing has moved for {limit:g} s")
         if errors:
-            self._fail(errors)
+            self._fail(errors, set(found))
         return [found[rank] for rank in range(len(self._workers))]
 
     @property
@@ -158,14 +158,14 @@ class Ranks:
 
     # --- failures ------------------------------------------------------------------------------------------------
 
-    def _fail(self, errors: dict[int, Exception]) -> None:
-        """Stop all ranks, and raise the error that explains the failure."""
+    def _fail(self, errors: dict[int, Exception], done: Collection[int] = ()) -> None:
+        """Stop all ranks, and raise the error that explains the failure. `done` have sent their reports."""
         self._failed = True
         positions = self._positions()  # before the others are stopped
         deadline = time.monotonic() + BLAME_SECONDS
         if all(isinstance(error, RankLostError) for error in errors.values()):
-            self._hear_others(errors, deadline)
-        rank, error = self._culprit(errors)
+            done = {*done, *self._hear_others(errors, deadline)}
+        rank, error = self._culprit(errors, done)
         if self._hub is not None:
             self._hub.close()
         self._end()
@@ -173,29 +173,33 @@ class Ranks:
             raise self._lost(rank, error, positions) from error
         raise error
 
-    def _hear_others(self, errors: dict[int, Exception], deadline: float) -> None:
-        """Wait for a rank that failed by itself: the others have only noticed that it is gone."""
-        ended: set[int] = set()
+    def _hear_others(self, errors: dict[int, Exception], deadline: float) -> set[int]:
+        """Wait for a rank that failed by itself: the others have only noticed that it is gone.
+
+        Returns the ranks that have sent a report since.
+        """
+        done: set[int] = set()
         while time.monotonic() < deadline and all(_is_consequence(error) for error in errors.values()):
-            missing = [rank for rank in range(len(self._workers)) if rank not in errors and rank not in ended]
+            missing = [rank for rank in range(len(self._workers)) if rank not in errors and rank not in done]
             if not missing:
-                return
+                break
             self._workers[0].wait([self._workers[rank] for rank in missing], POLL_SECONDS)
             for rank in missing:
                 worker = self._workers[rank]
                 try:
                     if worker.poll():
-                        if not worker.receive()[0]:
-                            ended.add(rank)
+                        worker.receive()
+                        done.add(rank)
                     elif _is_stopped(worker):
                         errors[rank] = WorkerDiedError("its process has been stopped, as by SIGSTOP")
                 except Exception as error:
                     errors[rank] = error
+        return done
 
-    def _culprit(self, errors: Mapping[int, Exception]) -> tuple[int, Exception]:
+    def _culprit(self, errors: Mapping[int, Exception], done: Collection[int]) -> tuple[int, Exception]:
         """Return the rank that is to blame, and what is known of it."""
         rank, error = min(errors.items(), key=lambda pair: _is_consequence(pair[1]))
-        silent = [other for other in range(len(self._orders)) if other not in errors]
+        silent = [other for other in range(len(self._orders)) if other not in errors and other not in done]
         if isinstance(error, RankLostError) and silent:  # all others waited for it
             return silent[0], WorkerDiedError(f"it hangs or is too slow: {without_period(error)}")
         return rank, error
