@@ -4,6 +4,7 @@ import copy
 import json
 import random
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,27 @@ def test_early_stopping_goes_on_with_its_best_weights(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         run(tmp_path / "broken", 5 * best[0] + 8)  # after its best epoch
     assert_same_weights(weights(run(tmp_path / "broken", 999)), weights(wanted))
+
+
+@pytest.mark.parametrize("stop", [Press, Break])
+def test_the_same_call_continues_in_the_same_process(tmp_path: Path, stop: type[Press] | type[Break]) -> None:
+    unbroken, chain = chain_of(stages(dropout=0.3)), chain_of(stages(dropout=0.3))
+    for _ in range(2):  # the second fit has a checkpoint of its own
+        fit(unbroken, rows())
+        for step in (3, 12, 999):
+            with suppress(ZeroDivisionError):
+                fit(chain, rows(), callbacks=[mf.Checkpoint(tmp_path / "run", every_steps=2), stop(step)])
+    assert_same_weights(weights(chain), weights(unbroken))
+
+
+def test_a_fit_after_one_that_stopped_early_has_the_same_folder(tmp_path: Path) -> None:
+    data = rows()
+    held_out = data[0], (data[1] + 1) % 3
+    chain = chain_of(lr=0.1)
+    for _ in range(2):
+        callbacks = [mf.EarlyStopping(patience=1), mf.Checkpoint(tmp_path / "run")]
+        history = fit(chain, data, epochs=9, validation=held_out, callbacks=callbacks)
+        assert 0 < len(history["chain"]["loss"]) < 9
 
 
 def test_a_checkpoint_of_another_graph_is_refused_and_kept(tmp_path: Path) -> None:

@@ -130,7 +130,8 @@ def _read(
         check(manifest, _SCHEMA, "the manifest")
     except ValueError as error:
         raise StoreError(f"{folder} has a manifest that is not a graph's checkpoint: {error}.") from error
-    if manifest["epochs_before"] != fit.epochs_before and manifest["epoch"] >= manifest["epochs"]:
+    before = manifest["epochs_before"]
+    if before < fit.epochs_before and before + manifest["epoch"] <= fit.epochs_before:
         return None  # of an earlier fit, which is over
     for key, here in (("seed", fit.seed), ("epochs_before", fit.epochs_before)):
         if manifest[key] != here:

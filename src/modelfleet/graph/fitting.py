@@ -152,7 +152,8 @@ class GraphFit:
         finally:
             self._ranks = None
             self._write_back()
-            self._graph._epochs = self.epochs_before + self.epoch
+            over = stopped_by is None or checkpoints.folder_to_resume(self.callbacks) is None
+            self._graph._epochs = self.epochs_before + (self.epoch if over else 0)  # the same call may continue it
             self._reporter.end(self.history, time.monotonic() - begun, stopped_by)
         return self.history
 

@@ -193,13 +193,16 @@ class TorchNode:
 
     def _recompute_outputs(self, micro: int, kept: _Kept) -> None:
         """Run the model again on a micro-batch. Its buffers have seen the micro-batch already."""
+        # With copies in the place of its buffers: autograd refuses to go back through a buffer that was written to.
         before = self._member.save_buffers()
-        with torch.enable_grad():
-            kept.outputs = self._run(micro, kept.inputs)
-        with torch.no_grad():
-            for module, name, buffer, value in before:
+        for module, name, _, value in before:
+            module._buffers[name] = value
+        try:
+            with torch.enable_grad():
+                kept.outputs = self._run(micro, kept.inputs)
+        finally:
+            for module, name, buffer, _ in before:
                 module._buffers[name] = buffer
-                buffer.copy_(value)
 
     # --- the update ----------------------------------------------------------------------------------------------
 
