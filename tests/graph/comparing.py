@@ -65,7 +65,7 @@ def weights(model: mf.Graph | nn.Module) -> dict[str, Tensor]:
 
 
 def undivided(model: nn.Module, data: Any, *, seed: int = SEED, recipe: Any = None, **options: Any) -> mf.History:
-    """Train a model as the only member of a fleet, with the recipe and the options of the tests. Return the history."""
+    """Train a model as the only member of a fleet, as the tests do. Return the history."""
     fleet = mf.Fleet([model], seed=seed)
     fleet.compile(**{**RECIPE, **(recipe or {})})
     return fleet.fit(data, progress=False, **{**FIT, **options})
@@ -78,12 +78,14 @@ def tolerances(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     return {"rtol": 1e-4, "atol": 1e-5}
 
 
-def assert_same_weights(left: Mapping[str, Tensor], right: Mapping[str, Tensor], **tolerance: float) -> None:
+def assert_same_weights(
+    left: Mapping[str, Tensor], right: Mapping[str, Tensor], *, tolerance: float | None = None
+) -> None:
     """Both have the same names, and the same numbers within rounding."""
+    wanted = tolerances(left) if tolerance is None else {"rtol": tolerance, "atol": tolerance}
     assert left.keys() == right.keys()
     for name, tensor in left.items():
-        wanted = tolerance or tolerances(left)
-        torch.testing.assert_close(tensor, right[name], **wanted, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(tensor, right[name], rtol=wanted["rtol"], atol=wanted["atol"], msg=name)
 
 
 def assert_same_history(graph: mf.History, fleet: mf.History, tolerance: float) -> None:
@@ -121,7 +123,6 @@ def assert_as_undivided(
     chain = chain_of(models, devices, **(recipe or {}))
     before = undivided(whole, data, recipe=recipe, **(shared or {}))
     after = fit(chain, data, **(shared or {}), **(options or {}))
-    wanted = tolerances(weights(chain)) if tolerance is None else {"rtol": tolerance, "atol": tolerance}
-    assert_same_history(after, before, wanted["rtol"])
-    assert_same_weights(weights(chain), weights(whole), **wanted)
+    assert_same_history(after, before, tolerances(weights(chain))["rtol"] if tolerance is None else tolerance)
+    assert_same_weights(weights(chain), weights(whole), tolerance=tolerance)
     return chain

@@ -42,7 +42,9 @@ def test_what_is_no_edge(edge: Any) -> None:
     refused(lambda: mf.Graph(pair(), [edge]), "edge")
 
 
-@pytest.mark.parametrize("edges", [[("a", "b"), ("input.z", "b.x")], [("a", "b.x"), ("a", "b.x")], [("a", "b")] * 2])
+@pytest.mark.parametrize(
+    "edges", [[("a", "b"), ("input.z", "b.x")], [("a", "b.x"), ("a", "b.x")], [("a", "b")] * 2]
+)
 def test_edges_that_do_not_agree_on_the_arguments(edges: Any) -> None:
     refused(lambda: mf.Graph(pair(), edges), "'b'")
 
@@ -133,7 +135,8 @@ def test_no_loss_and_an_objective() -> None:
 def test_compile_with_what_graphs_do_not_have() -> None:
     chain = mf.Chain(stages(), devices=TWO)
     refused(lambda: chain.compile("sgd", "mse", precision="fp16"), "fp16", "bf16")
-    refused(lambda: chain.compile("sgd", "mse", clip_norm=mf.each([1, 2, 3])), "clip_norm")
+    several: Any = mf.each([1, 2, 3])
+    refused(lambda: chain.compile("sgd", "mse", clip_norm=several), "clip_norm")
     refused(lambda: chain.compile("sgd", "mse", lr=mf.each([1, 2])), "2", "3")
     refused(lambda: chain.compile("sgd", {"4": "mse"}), "unknown node")
     refused(lambda: chain.compile("sgd", {}), "loss")

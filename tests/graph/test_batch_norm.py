@@ -1,4 +1,4 @@
-"""BatchNorm sees the rows of a micro-batch: with one micro-batch as in the undivided model, otherwise as by hand."""
+"""BatchNorm sees the rows of a micro-batch: one of them is the undivided model, several are a loop by hand."""
 
 import copy
 from typing import Any

@@ -2,7 +2,18 @@
 
 import pytest
 import torch
-from tests.graph.comparing import HYBRID, THREE, TWO, assert_as_undivided, rows, stages
+from tests.graph.comparing import (
+    HYBRID,
+    THREE,
+    TWO,
+    assert_as_undivided,
+    assert_same_weights,
+    chain_of,
+    fit,
+    rows,
+    stages,
+    weights,
+)
 from torch import nn
 
 import modelfleet as mf
@@ -82,8 +93,10 @@ def test_a_stage_may_be_frozen_in_part(pipeline: str) -> None:
     assert_as_undivided(models, rows(), options={"pipeline": pipeline})
 
 
-@pytest.mark.parametrize("strategy", ["threads", "processes"])
-@pytest.mark.parametrize("pipeline", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize(
+    ("strategy", "pipeline"),
+    [("threads", "1f1b"), ("threads", "zero-bubble"), pytest.param("processes", "1f1b", marks=pytest.mark.slow)],
+)
 def test_validation_metrics_and_sample_weights(strategy: str, pipeline: str) -> None:
     x, y = rows()
     given = torch.rand(40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -99,7 +112,9 @@ def test_validation_metrics_and_sample_weights(strategy: str, pipeline: str) -> 
 
 @pytest.mark.parametrize("devices", [TWO, HYBRID])
 def test_the_norm_that_is_clipped_is_that_of_all_stages(devices: object) -> None:
-    assert_as_undivided(stages(), rows(), devices=devices, recipe={"optimizer": "sgd", "lr": 1.0, "clip_norm": 0.05})
+    assert_as_undivided(
+        stages(), rows(), devices=devices, recipe={"optimizer": "sgd", "lr": 1.0, "clip_norm": 0.05}
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "rmsprop", "adagrad", "lion", torch.optim.NAdam])
@@ -110,7 +125,14 @@ def test_every_optimizer(optimizer: object) -> None:
 
 @pytest.mark.parametrize(
     "loss",
-    ["mse", "l1", "huber", lambda output, target: ((output - target) ** 2).mean(), nn.MSELoss(), nn.SmoothL1Loss()],
+    [
+        "mse",
+        "l1",
+        "huber",
+        lambda output, target: ((output - target) ** 2).mean(),
+        nn.MSELoss(),
+        nn.SmoothL1Loss(),
+    ],
     ids=["mse", "l1", "huber", "function", "MSELoss", "SmoothL1Loss"],
 )
 def test_losses_of_numbers(loss: object) -> None:
@@ -149,10 +171,10 @@ def test_a_rate_per_stage() -> None:
     x, y = rows()
     models = stages()
     whole = nn.Sequential(*stages())
-    groups = [{"params": part.parameters(), "lr": rate} for part, rate in zip(whole, (0.1, 0.01, 0.5), strict=True)]
+    groups = [
+        {"params": part.parameters(), "lr": rate} for part, rate in zip(whole, (0.1, 0.01, 0.5), strict=True)
+    ]
     optimizer = torch.optim.SGD(groups)
-    from tests.graph.comparing import assert_same_weights, chain_of, fit, weights
-
     chain = chain_of(models, optimizer="sgd", lr=mf.each([0.1, 0.01, 0.5]))
     fit(chain, (x, y), batch_size=40, epochs=20, shuffle=False)
     for _ in range(20):
@@ -171,8 +193,6 @@ def test_an_optimizer_per_stage() -> None:
         torch.optim.AdamW(whole[1].parameters(), 0.01),
         torch.optim.RMSprop(whole[2].parameters(), 0.01),
     ]
-    from tests.graph.comparing import assert_same_weights, chain_of, fit, weights
-
     chain = chain_of(models, optimizer=mf.each(["sgd", "adamw", "rmsprop"]), lr=mf.each([0.1, 0.01, 0.01]))
     fit(chain, (x, y), batch_size=40, epochs=20, shuffle=False)
     for _ in range(20):

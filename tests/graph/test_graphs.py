@@ -27,7 +27,9 @@ def linear(inputs: int, outputs: int) -> nn.Module:
     return nn.Linear(inputs, outputs, dtype=torch.float64)
 
 
-def by_hand(nodes: Nodes, x: Any, y: Any, loss: Step, *, steps: int = 20, clip: float | None = None) -> list[float]:
+def by_hand(
+    nodes: Nodes, x: Any, y: Any, loss: Step, *, steps: int = 20, clip: float | None = None
+) -> list[float]:
     """Train by hand with SGD on the whole batch; return the losses."""
     params = [parameter for node in nodes.values() for parameter in node.parameters()]
     optimizer = torch.optim.SGD(params, 0.1, momentum=0.9)
@@ -126,7 +128,7 @@ def test_parts_of_outputs_go_over_edges_of_their_own(options: dict) -> None:
 @ways
 def test_a_part_may_be_a_tuple_that_becomes_arguments(options: dict) -> None:
     torch.manual_seed(0)
-    nodes = {"parts": Parts(), "join": Join()}
+    nodes: Nodes = {"parts": Parts(), "join": Join()}
     edges = [("parts.more", "join")]
     assert_as_by_hand(
         nodes, edges, *rows(), lambda n, x, y: F.cross_entropy(n["join"](*n["parts"](x)["more"]), y), **options
@@ -174,7 +176,12 @@ def test_detached_edges_carry_no_gradient(options: dict) -> None:
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_several_losses_are_divided_each_by_its_own_count(options: dict, clip: float | None) -> None:
     torch.manual_seed(0)
-    nodes = {"trunk": nn.Sequential(linear(4, 5), nn.Tanh()), "kind": linear(5, 3), "size": linear(5, 2), "odd": linear(5, 3)}
+    nodes = {
+        "trunk": nn.Sequential(linear(4, 5), nn.Tanh()),
+        "kind": linear(5, 3),
+        "size": linear(5, 2),
+        "odd": linear(5, 3),
+    }
     edges = [("trunk", "kind"), ("trunk", "size"), ("trunk", "odd")]
     class_weights = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
     x, classes = rows()
@@ -185,7 +192,11 @@ def test_several_losses_are_divided_each_by_its_own_count(options: dict, clip: f
         kind = F.cross_entropy(n["kind"](h), y["kind"], class_weights)
         return kind + F.mse_loss(n["size"](h), y["size"]) + F.cross_entropy(n["odd"](h), y["odd"])
 
-    loss = {"kind": nn.CrossEntropyLoss(class_weights), "size": "mse", "odd": nn.CrossEntropyLoss(ignore_index=-100)}
+    loss = {
+        "kind": nn.CrossEntropyLoss(class_weights),
+        "size": "mse",
+        "odd": nn.CrossEntropyLoss(ignore_index=-100),
+    }
     devices = {"trunk": ["cpu:0", "cpu:1"], "kind": "cpu:2", "size": "cpu:2", "odd": "cpu:1"}
     if options.get("micro_batches") == 1:
         devices["trunk"] = ["cpu:0"]

@@ -64,7 +64,7 @@ class TrialInputs:
 
     whole: Tree
     fewer: Tree
-    """The same for the first rows alone. Only the shapes are meant: the numbers are those of the first rows of `whole`."""
+    """The same for the first rows alone. Only its shapes count: the numbers are taken from `whole`."""
     rows: int
     fewer_rows: int
 

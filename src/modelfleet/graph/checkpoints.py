@@ -146,9 +146,7 @@ def _read(
             f"fit has "
             f"{len(fit.callbacks)}. Give another folder, or delete this one."
         )
-    weights = {
-        node: {part: own for part, own in state.items() if part in WEIGHTS} for node, state in own.items()
-    }
+    weights = {node: {part: own for part, own in state.items() if part in WEIGHTS} for node, state in own.items()}
     snapshots: dict[int, Mapping[str, Snapshot]] = {}
     for number in range(len(fit.callbacks)):
         if f"callback-{number}" in manifest["files"]:  # of the graph, which is the only member

@@ -198,8 +198,8 @@ class Graph:
         """
         if "objective" in hyperparameters:
             raise InputError(
-                f"compile got an objective, which computes a loss from a whole model, but a {self.kind} has its model in "
-                f"parts. Give a loss of the output instead: loss(output, target)."
+                f"compile got an objective, which computes a loss from a whole model, but a {self.kind} has its "
+                f"model in parts. Give a loss of the output instead: loss(output, target)."
             )
         if loss is None:
             raise InputError(
@@ -380,7 +380,7 @@ class Graph:
     @contextmanager
     def _keeping_threads(self) -> Iterator[None]:
         """Context after which steps on the CPU have as many threads as before."""
-        adjustable = {id(member.framework): member.framework for member in self._members.values()}
+        adjustable: dict[int, Any] = {id(member.framework): member.framework for member in self._members.values()}
         before = [(one, one.threads()) for one in adjustable.values() if hasattr(one, "use_threads")]
         try:
             yield

@@ -177,7 +177,10 @@ class Opener:
         return plan, trial, draws
 
     def plan_untried(self, rows: int, *, placed: GraphPlan | None = None) -> GraphPlan:
-        """Return the plan of a verb that does not train, without trying anything. `placed` says where the nodes are."""
+        """Return the plan of a verb that does not train, without trying anything.
+
+        `placed` is a plan whose nodes are where these have to be.
+        """
         return self._plan(None, rows, train=False, placed=placed)
 
     def _plan(
@@ -287,7 +290,7 @@ class Opener:
 def cut_rows(rows: int, plan: GraphPlan) -> tuple[tuple[int, int], ...]:
     """Return start and end of each micro-batch: as even as possible, and never without a row.
 
-    A short batch has fewer of them, so that none has one row alone where the others have more: BatchNorm needs two.
+    A short batch has fewer of them, so that none has a single row if others have more: BatchNorm needs two.
     """
     micro_batches = plan.schedule.micro_batches
     least = 2 if plan.batch_size >= 2 * micro_batches else 1

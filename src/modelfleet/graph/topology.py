@@ -148,8 +148,8 @@ def make_topology(
         if link in links[:index]:
             source = _joined(link.source, link.output)
             raise InputError(
-                f"the edge {link.name} is given twice. Leave one out; to give {link.target!r} a tensor as two arguments, "
-                f'name them, as in ("{source}", "{link.target}.0") and ("{source}", "{link.target}.1").'
+                f"the edge {link.name} is given twice. Leave one out; to give {link.target!r} a tensor as two "
+                f'arguments, name them, as in ("{source}", "{link.target}.0") and ("{source}", "{link.target}.1").'
             )
     ordered = _order(nodes, [link for link in links if link.source != INPUT])
     chosen = _outputs(nodes, links, outputs)

@@ -81,7 +81,7 @@ def _open(order: RankOrder) -> tuple[Rank, Transport]:
 
 
 def native_device(adapter: Any, name: str, threads: int) -> NativeDevice:
-    """Return a device as the framework names it. On a logical CPU, steps have at most so many threads from here on."""
+    """Return a device as the framework names it. On a logical CPU, limit the threads of steps."""
     (device,) = parse_devices(name) or adapter.choose(None)[:1]
     if device.kind == "cpu" and hasattr(adapter, "use_threads"):
         adapter.use_threads(min(threads, adapter.threads()))

@@ -193,7 +193,7 @@ class TorchNode:
 
     def _recompute_outputs(self, micro: int, kept: _Kept) -> None:
         """Run the model again on a micro-batch. Its buffers have seen the micro-batch already."""
-        # With copies in the place of its buffers: autograd refuses to go back through a buffer that was written to.
+        # Copies stand in for its buffers: autograd does not go back through a buffer that was written to.
         before = self._member.save_buffers()
         for module, name, _, value in before:
             module._buffers[name] = value

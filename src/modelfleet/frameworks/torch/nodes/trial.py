@@ -102,8 +102,8 @@ def detached(outputs: Tree, name: str) -> Tree:
     for path, leaf in paths(outputs):
         if not isinstance(leaf, Tensor):
             raise InputError(
-                f"node {name!r} returns {type(leaf).__name__} {leaf!r}{path and f' at {path}'}, but only tensors go over "
-                f"edges. Let it return tensors, alone or in tuples, lists and dicts."
+                f"node {name!r} returns {type(leaf).__name__} {leaf!r}{path and f' at {path}'}, but only tensors "
+                f"go over edges. Let it return tensors, alone or in tuples, lists and dicts."
             )
     return map_tree(Tensor.detach, outputs)
 
@@ -116,9 +116,7 @@ def _first_rows(whole: Tensor, few: Tensor) -> Tensor:
     return whole.narrow(axes[0], 0, few.shape[axes[0]])
 
 
-def _time(
-    model: nn.Module, inputs: Tree, wanted: Collection[int], *, train: bool
-) -> tuple[float, float, int]:
+def _time(model: nn.Module, inputs: Tree, wanted: Collection[int], *, train: bool) -> tuple[float, float, int]:
     """Return the seconds of a forward and a backward pass, and the bytes between them."""
     flat, kept = leaves(inputs), 0
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}

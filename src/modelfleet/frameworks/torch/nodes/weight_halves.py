@@ -1,9 +1,8 @@
 """A backward pass in two halves: the gradients of the inputs at once, those of the weights later.
 
-The first half stops where a path leads to parameters only, and remembers the gradient that arrived there. The second
-half starts at these places. So nothing is computed twice. If a parameter can be reached from such a place both aside
-of the inputs and through what leads to them, as with a layer that is used twice, the halves can't be told apart: then
-all is computed at once.
+The first half stops where a path leads to parameters only, and remembers the gradient that arrived there. The
+second half starts at these places. So nothing is computed twice. If a layer is used twice, its parameters are
+reached both from such a place and from others on the way to the inputs: then all is computed in the first half.
 """
 
 from collections.abc import Callable, Sequence
