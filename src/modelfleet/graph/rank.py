@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from modelfleet.frameworks.node_engine import LossParts, NodeEngine
-from modelfleet.graph.board import Board
+from modelfleet.graph.board import Board, Position
 from modelfleet.graph.orders import StepOrder, StepReport
 from modelfleet.graph.recording import Recorder
 from modelfleet.graph.topology import INPUT, Link, Topology, place_of, select
@@ -59,6 +59,7 @@ class Rank:
         self._transport, self._numbers, self._host = transport, numbers, host
         self._clip_norm, self._board = clip_norm, board
         self._steps = 0
+        self._taken = dict.fromkeys(schedules, 0)  # steps that followed each schedule
         self._failed = False  # after a step whose numbers were not finite, no other is taken
         self._does: dict[str, Callable[[Operation], None]] = {
             "forward": self._forward,
@@ -77,6 +78,7 @@ class Rank:
         if order.step.train and self._failed:
             return StepReport(skipped=True)
         schedule = self._schedules[order.schedule]
+        number = list(self._schedules).index(order.schedule)
         self._order = order
         self._trains = self._spec.with_backward if order.step.train else frozenset()
         self._tensors: dict[tuple[Link, int], Tree] = {}
@@ -108,12 +110,13 @@ class Rank:
             if operation.micro >= micro_batches:
                 continue
             if self._board is not None:
-                self._board.mark(self.number, self._steps, index)
+                self._board.mark(self.number, Position(number, self._taken[order.schedule], index))
             begun, self._waited, self._index = time.perf_counter(), 0.0, index
             self._does[operation.kind](operation)
             if whole:
                 self.recorder.add(order.schedule, index, operation, begun, time.perf_counter(), self._waited)
         self._steps += 1
+        self._taken[order.schedule] += 1
         self._failed |= self._skipped
         for engine in self.engines.values():
             engine.end(skipped=self._skipped)
