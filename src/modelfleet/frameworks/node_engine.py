@@ -5,14 +5,20 @@ backward pass of each of them needs. It never sees edges or other nodes: `graph.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
+
+import numpy as np
 
 from modelfleet.frameworks.stacked import Given
 from modelfleet.types import State, Tensor, Tree
 
 DrawShapes = tuple[tuple[tuple[int, ...], int | None], ...]
 """For each random draw of a step, in order: its shape, and the axis that has the rows (see `random/streams.py`)."""
+
+
+NodeHyper = Mapping[str, float | np.ndarray]
+"""Hyperparameters of a node by name; `(member,)` if the node is a fleet."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,8 @@ class LossParts:
     count: float
     sums: Mapping[str, float]
     """What it adds to the metrics of the epoch. "rows" is the number of its rows."""
+    members: Mapping[str, "LossParts"] = field(default_factory=dict)
+    """What it adds to the loss of each member, if the node is a fleet, whose loss is the sum over its members."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,8 @@ class NodeTrial:
     """What it draws for which rows; or why that can't be told, and what to do."""
     mixes_rows: bool
     """True if its output for a row depends on the other rows, as BatchNorm's does."""
+    own_streams: bool = False
+    """True if its draws are not among those of the graph: those of a fleet's members are their own."""
 
 
 class NodeEngine(Protocol):
@@ -71,8 +81,10 @@ class NodeEngine(Protocol):
 
     trained: bool
     """True if the node has weights that take a gradient."""
+    failed: Mapping[str, int]
+    """Members of a fleet whose numbers were not finite in this step, with the trouble (`frameworks.errors`)."""
 
-    def begin(self, step: Step, hyper: Mapping[str, float], draws: Draws) -> None:
+    def begin(self, step: Step, hyper: NodeHyper, draws: Draws) -> None:
         """Start a step. `hyper` are the node's hyperparameters."""
         ...
 
@@ -87,7 +99,7 @@ class NodeEngine(Protocol):
         ...
 
     def count(self, micro: int, target: Tree) -> float:
-        """Return the count by which the loss of the whole batch is divided.
+        """Return the count by which the loss of the whole batch is divided. A fleet keeps its members' own, and returns 1.
 
         Args:
             micro: A micro-batch that has been through `forward`: the others have outputs like its own.

@@ -9,6 +9,7 @@ from modelfleet.graph.chain import Chain
 from modelfleet.graph.checkpoints import Paths
 from modelfleet.graph.graph import Graph
 from modelfleet.graph.placement import DevicesLike
+from modelfleet.graph.saved_fleets import FleetEntry, made_fleet
 from modelfleet.graph.topology import Edge, Key
 from modelfleet.recipe import Recipe
 from modelfleet.types import Json, State
@@ -18,8 +19,10 @@ def load_graph(folder: Path, factory: Any, *, allow_import: bool, devices: Devic
     """Load a saved chain or graph. See `modelfleet.load`."""
     made: list[Graph] = []
 
-    def states_of(manifest: Mapping[str, Json], recipe: Recipe | None) -> tuple[Mapping[str, State], Paths]:
-        graph = _make(manifest, factory, devices)
+    def states_of(
+        manifest: Mapping[str, Json], recipe: Recipe | None, fleets: Mapping[str, FleetEntry]
+    ) -> tuple[Mapping[str, State], Paths]:
+        graph = _make(manifest, factory, devices, fleets)
         made.append(graph)
         usable = recipe is not None and not recipe.missing
         return graph._read_states("train" if usable else "predict", recipe if usable else None), graph._paths
@@ -30,8 +33,12 @@ def load_graph(folder: Path, factory: Any, *, allow_import: bool, devices: Devic
     return graph
 
 
-def _make(manifest: Mapping[str, Json], factory: Any, devices: DevicesLike) -> Graph:
-    models = saving.made_models(factory, manifest["nodes"])
+def _make(
+    manifest: Mapping[str, Json], factory: Any, devices: DevicesLike, fleets: Mapping[str, FleetEntry]
+) -> Graph:
+    models = saving.made_models(factory, manifest["nodes"], fleets)
+    for name, entry in fleets.items():
+        models[name] = made_fleet(models[name], entry, name)
     if manifest["graph"] == Chain.kind:
         return Chain(models, devices=devices, seed=manifest["seed"])
     edges = [_edge(link) for link in (*manifest["inputs"], *manifest["links"])]

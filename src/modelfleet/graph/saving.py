@@ -1,6 +1,6 @@
 """Chains and graphs on disk: the tensors of all nodes, and a JSON manifest with the edges and the recipe."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -9,7 +9,9 @@ from modelfleet.errors import InputError, StoreError
 from modelfleet.frameworks import files
 from modelfleet.frameworks.model_building import is_made, list_models
 from modelfleet.frameworks.stacked import WEIGHTS
+from modelfleet.graph import saved_fleets
 from modelfleet.graph.checkpoints import Paths, by_global_path, by_node
+from modelfleet.graph.saved_fleets import FleetEntry
 from modelfleet.graph.topology import Key, Link, Topology
 from modelfleet.recipe import Recipe
 from modelfleet.store import Saved, read_folder, recipe_json, write_folder
@@ -35,6 +37,7 @@ _SCHEMA = {
     "outputs": [str],
     "losses": [str],
     "recipe": (None, {str: object}),
+    "fleets": {str: saved_fleets.SCHEMA},
 }
 
 Models: TypeAlias = "Mapping[str, Model] | Sequence[Model]"
@@ -52,6 +55,8 @@ class SavedGraph:
     recipe: Recipe | None
     states: dict[str, State]
     """Weights and training state, by node."""
+    fleets: Mapping[str, FleetEntry]
+    """Nodes that are fleets."""
 
 
 def save(folder: Path, graph: SavedGraph, paths: Paths) -> None:
@@ -66,13 +71,17 @@ def save(folder: Path, graph: SavedGraph, paths: Paths) -> None:
         "outputs": list(graph.topology.outputs),
         "losses": list(graph.losses),
         "recipe": None if graph.recipe is None else recipe_json.encode(graph.recipe),
+        "fleets": {name: saved_fleets.encoded(entry) for name, entry in graph.fleets.items()},
     }
-    write_folder(folder, {STATE: by_global_path(graph.states, paths)}, manifest, kind=KIND, writer=files)
+    tensors = by_global_path(graph.states, paths, graph.fleets)
+    write_folder(folder, {STATE: tensors}, manifest, kind=KIND, writer=files)
 
 
 def read(
     folder: Path,
-    states_of: Callable[[Mapping[str, Json], Recipe | None], tuple[Mapping[str, State], Paths]],
+    states_of: Callable[
+        [Mapping[str, Json], Recipe | None, Mapping[str, FleetEntry]], tuple[Mapping[str, State], Paths]
+    ],
     *,
     allow_import: bool,
     verify: bool,
@@ -81,7 +90,8 @@ def read(
 
     Args:
         folder: The folder.
-        states_of: Returns the state that the nodes have before they are filled, from the manifest and the recipe.
+        states_of: Returns the state that the nodes have before they are filled, from the manifest, the recipe and the
+            nodes that are fleets.
         allow_import: Import functions that the recipe names.
         verify: Compare checksums.
 
@@ -99,14 +109,17 @@ def read(
             ) from error
         encoded = manifest["recipe"]
         recipe = None if encoded is None else recipe_json.decode(encoded, allow_import=allow_import)
-        own, paths = states_of(manifest, recipe)
+        fleets = {
+            name: saved_fleets.decoded(own, allow_import=allow_import) for name, own in manifest["fleets"].items()
+        }
+        own, paths = states_of(manifest, recipe, fleets)
         tensors = saved.tensors(STATE, files)
         weights = {node: {part: state[part] for part in WEIGHTS if part in state} for node, state in own.items()}
-        states = by_node(tensors, weights, paths, folder)
+        states = by_node(tensors, weights, paths, fleets, folder)
         for node, state in own.items():  # a graph that was not trained has no training state
             rest = {part: tensors_ for part, tensors_ in state.items() if part in ("optimizer", "member")}
             if any(path.startswith("member/") for path in tensors):
-                states[node] |= by_node(tensors, {node: rest}, paths, folder)[node]
+                states[node] |= by_node(tensors, {node: rest}, paths, fleets, folder)[node]
         topology = Topology(
             tuple(manifest["nodes"]),
             tuple(map(_decoded, manifest["links"])),
@@ -121,17 +134,19 @@ def read(
             tuple(manifest["losses"]),
             recipe,
             states,
+            fleets,
         )
 
     return read_folder(folder, read_all, kind=KIND, verify=verify)
 
 
-def made_models(factory: Any, nodes: Sequence[str]) -> dict[str, Model]:
+def made_models(factory: Any, nodes: Sequence[str], fleets: Collection[str]) -> dict[str, Model]:
     """Return the models to fill, by node.
 
     Args:
         factory: A function that returns the models; or the models, or for each a factory, in a mapping or a list.
         nodes: The names of the saved nodes.
+        fleets: Those that are fleets, and are returned as they are given.
 
     Raises:
         InputError: There are not as many models as nodes.
@@ -154,7 +169,9 @@ def made_models(factory: Any, nodes: Sequence[str]) -> dict[str, Model]:
             f"the models are named {', '.join(map(repr, found))}, and the saved nodes {', '.join(map(repr, nodes))}. "
             f"Give a model for each node, by its name."
         )
-    return {name: found[name] if is_made(found[name]) else found[name]() for name in nodes}
+    return {
+        name: found[name] if name in fleets or is_made(found[name]) else found[name]() for name in nodes
+    }
 
 
 def _encoded(link: Link) -> dict[str, Json]:

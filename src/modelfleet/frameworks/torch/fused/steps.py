@@ -338,6 +338,30 @@ class Steps:
 
         return self._read(output_of, state, args, (0, 0, 0, 0, how.axis), how.fused)
 
+    def outputs(
+        self,
+        state: State,
+        shared: Tensors,
+        params: Tensors,
+        buffers: Tensors,
+        data: Tree,
+        part: BatchRows | None = None,
+    ) -> tuple[Tree, Tensors]:
+        """Return the outputs `(member, row, …)` on the same inputs for all members, and the buffers after them.
+
+        Autograd may record it: gradients reach `params`, which are used in place of the state's, and the inputs.
+        """
+
+        def outputs_of(params: Tensors, frozen: Tensors, buffers: Tensors, data: Tree) -> tuple[Tree, Tensors]:
+            buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+            own, data = {**params, **frozen, **shared}, map_tree(torch.clone, data)  # the forward may write to them
+            found = self._call(own, buffers, call, data)
+            return map_tree(lambda leaf: leaf, found), buffers
+
+        with drawing(state["member"], fused=True, part=part):
+            args = (params, state["frozen"], buffers, data)
+            return mapped(outputs_of, args, (0, 0, 0, None), fused=True)
+
     def _observed(
         self,
         own: Tensors,
