@@ -10,9 +10,7 @@ from modelfleet.graph.units import Units
 from modelfleet.history import History
 
 
-def failed_members(
-    reports: Sequence[StepReport], units: Units, *, epoch: int, step: int
-) -> dict[str, Failure]:
+def failed_members(reports: Sequence[StepReport], units: Units, *, epoch: int, step: int) -> dict[str, Failure]:
     """Return the failures of a step, by the members' names in the history."""
     return {
         units.name_of(node, member): Failure(epoch, step, REASONS[trouble])

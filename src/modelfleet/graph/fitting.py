@@ -275,7 +275,10 @@ class GraphFit:
     def _record(self, values: EpochValues) -> None:
         """Record the values of an epoch, and let schedules see them. Members that have failed have none."""
         self._schedules.end_epoch(
-            [values.whole if unit.member is None else values.members.get(unit.name, {}) for unit in self._units.all]
+            [
+                values.whole if unit.member is None else values.members.get(unit.name, {})
+                for unit in self._units.all
+            ]
         )
         self.history.record(self.name, values.whole)
         for name, own in values.members.items():

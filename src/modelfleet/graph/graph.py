@@ -383,9 +383,7 @@ class Graph:
         compile_all(recipe, [self._members[name] for name in names if name not in self._fleets])
         for name in names:
             if name in self._fleets:
-                prepare_members(
-                    self._members[name].model, name, recipe, self._members[name].framework, "evaluate"
-                )
+                prepare_members(self._members[name].model, name, recipe, self._members[name].framework, "evaluate")
 
     def _enlist(self, name: object, model: "Model | Fleet") -> None:
         text = check_name(name, self._members)

@@ -110,9 +110,7 @@ class EpochSums:
 
     def __init__(self, units: Units, losses: Sequence[str]) -> None:
         self._units = {node: units.of(node) for node in losses}
-        self.sums: dict[str, dict[str, float]] = {
-            unit.name: {} for own in self._units.values() for unit in own
-        }
+        self.sums: dict[str, dict[str, float]] = {unit.name: {} for own in self._units.values() for unit in own}
 
     def add(self, parts: Mapping[str, Sequence[LossParts]]) -> None:
         """Add a batch, of which the ranks computed these parts."""

@@ -169,9 +169,7 @@ def made_models(factory: Any, nodes: Sequence[str], fleets: Collection[str]) -> 
             f"the models are named {', '.join(map(repr, found))}, and the saved nodes {', '.join(map(repr, nodes))}. "
             f"Give a model for each node, by its name."
         )
-    return {
-        name: found[name] if name in fleets or is_made(found[name]) else found[name]() for name in nodes
-    }
+    return {name: found[name] if name in fleets or is_made(found[name]) else found[name]() for name in nodes}
 
 
 def _encoded(link: Link) -> dict[str, Json]:

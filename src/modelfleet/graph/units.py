@@ -100,9 +100,7 @@ def prepare_units(members: Sequence[Member], recipe: Recipe | None, kind: Kind, 
         )
         for key in keys
     }
-    return Units(
-        found, joined, {member.name: tuple(own) for member, own in zip(members, columns, strict=True)}
-    )
+    return Units(found, joined, {member.name: tuple(own) for member, own in zip(members, columns, strict=True)})
 
 
 def prepare_node(member: Member, recipe: Recipe | None, kind: Kind) -> Prepared[Any]:

@@ -173,9 +173,7 @@ class TorchFleetNode:
             return self._steps.outputs(engine.state, engine.shared, params, buffers, inputs, part)
 
     def _by_member(self, outputs: Tree) -> dict[str, Tree]:
-        return {
-            name: map_tree(lambda leaf, row=row: leaf[row], outputs) for row, name in enumerate(self._names)
-        }
+        return {name: map_tree(lambda leaf, row=row: leaf[row], outputs) for row, name in enumerate(self._names)}
 
     def count(self, micro: int, target: Tree) -> float:
         """Keep the counts by which the members' losses of the whole batch are divided. Return 1."""
@@ -196,9 +194,7 @@ class TorchFleetNode:
         start, stop = self._step.rows[micro]
         train = self._step.train
         outputs = self._outputs[micro]
-        roots = [
-            leaf.detach().requires_grad_(train and leaf.is_floating_point()) for leaf in leaves(outputs)
-        ]
+        roots = [leaf.detach().requires_grad_(train and leaf.is_floating_point()) for leaf in leaves(outputs)]
         with (
             explained(self.name, self._steps.model, (outputs, target)),
             torch.set_grad_enabled(train),
