@@ -99,7 +99,9 @@ class NodeEngine(Protocol):
         ...
 
     def count(self, micro: int, target: Tree) -> float:
-        """Return the count by which the loss of the whole batch is divided. A fleet keeps its members' own, and returns 1.
+        """Return the count by which the loss of the whole batch is divided.
+
+        A fleet keeps the counts of its members, and returns 1.
 
         Args:
             micro: A micro-batch that has been through `forward`: the others have outputs like its own.

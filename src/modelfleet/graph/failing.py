@@ -25,8 +25,9 @@ def stopped_by(failed: Mapping[str, Failure], history: History) -> AllFailedErro
     name, failure = next(iter(failed.items()))
     others = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
     return AllFailedError(
-        f"member {name!r}{others} failed in epoch {failure.epoch}, step {failure.step:,}: {failure.reason}. Its gradient "
-        f"reaches nodes that it shares with other members, so the graph stopped before this step. Often a lower lr "
-        f"helps, or clip_norm=1.0; look for NaN in the data; or leave the member out, or freeze what it shares.",
+        f"member {name!r}{others} failed in epoch {failure.epoch}, step {failure.step:,}: {failure.reason}. Its "
+        f"gradient reaches nodes that it shares with other members, so the graph stopped before this step. Often "
+        f"a lower lr helps, or clip_norm=1.0; look for NaN in the data; or leave the member out, or freeze what "
+        f"it shares.",
         history,
     )

@@ -137,8 +137,8 @@ class Graph:
     ) -> None:
         """Set how the nodes are trained. Optimizer and numbers are one for all nodes, or `each(...)` by node.
 
-        A fleet that is compiled keeps its own recipe, with its own loss, and has no value in `each(...)`. The members of
-        one that is not are all trained by this recipe.
+        A fleet that is compiled keeps its own recipe, with its own loss, and has no value in `each(...)`. The
+        members of one that is not are all trained by this recipe.
 
         To freeze a node, set `requires_grad_(False)` on its model. Calling `compile` again starts the optimizers over.
 
@@ -147,8 +147,8 @@ class Graph:
             loss: A name or a function `loss(output, target)`. A dict gives nodes losses of their own: the graph's loss
                 is their sum.
             metrics: As for `Fleet.compile`.
-            clip_norm: The largest norm of the gradient of all nodes together. That of a fleet's own recipe is for each
-                of its members.
+            clip_norm: The largest norm of the gradient of all nodes together. That of a fleet's own recipe is for
+                each of its members.
             precision: "float32" or "bf16".
             schedule: As for `Fleet.compile`.
             **hyperparameters: Those of the optimizer, such as `lr=mf.each([1e-4, 1e-3])`.
@@ -238,14 +238,14 @@ class Graph:
             timeout: Seconds after which a rank that does not move is lost.
 
         Returns:
-            The history of "graph" or "chain", and of every member of a fleet, by its name: `history["m07"]["loss"]`. If
-            two fleets have members of one name, it is "heads.m07".
+            The history of "graph" or "chain", and of every member of a fleet, by its name:
+            `history["m07"]["loss"]`. If two fleets have members of one name, it is "heads.m07".
 
         Raises:
             InputError: The data do not fit the nodes, or an argument is out of range.
             RankLostError: A device's worker died, hangs or was too late. The message says who waited for what.
-            AllFailedError: The loss or a gradient was not finite. A member of a fleet is set aside instead if no other
-                node depends on it, as behind a frozen encoder.
+            AllFailedError: The loss or a gradient was not finite. A member of a fleet is set aside instead if no
+                other node depends on it, as behind a frozen encoder.
         """
         settings = Settings(micro_batches, pipeline, strategy, recompute, timeout)
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
@@ -372,9 +372,9 @@ class Graph:
             for member, recipe in self._fleets[name]._recipes.items():
                 if name in self._topology.outputs and recipe is not None and recipe.loss is None:
                     raise InputError(
-                        f"member {member!r} of the fleet {name!r} was compiled without a loss of its output, and the "
-                        f"graph needs one. Compile the fleet with a loss, or do not compile it: then the graph's recipe "
-                        f"trains it."
+                        f"member {member!r} of the fleet {name!r} was compiled without a loss of its output, and "
+                        f"the graph needs one. Compile the fleet with a loss, or do not compile it: then the "
+                        f"graph's recipe trains it."
                     )
         return found
 

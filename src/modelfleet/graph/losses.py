@@ -32,8 +32,8 @@ def loss_nodes(loss: LossLike, topology: Topology, compiled: Collection[str]) ->
         return {**own, **{name: one for name, one in loss.items() if name not in compiled}}
     if loss is None and set(own) != set(topology.outputs):
         raise InputError(
-            'compile got no loss. A node sees only its own part of the model, so give a loss of the output: "mse", '
-            '"cross_entropy", or a function loss(output, target).'
+            "compile got no loss. A node sees only its own part of the model, so give a loss of the output: "
+            '"mse", "cross_entropy", or a function loss(output, target).'
         )
     return {**dict.fromkeys(topology.outputs, loss), **own}
 
@@ -136,7 +136,7 @@ class EpochSums:
         self.sums[name] = {}
 
     def values(self) -> EpochValues:
-        """Return the losses and the metrics. A graph's loss is the sum of its nodes', a fleet's that of its members."""
+        """Return losses and metrics. A graph's loss is the sum of its nodes', a fleet's that of its members'."""
         nodes: dict[str, dict[str, float]] = {}
         members: dict[str, dict[str, float]] = {}
         for node, own in self._units.items():

@@ -18,13 +18,14 @@ def fleet_member(name: str, fleet: Fleet, kind: str) -> Member:
     if len(frameworks) > 1:
         names = " and ".join(sorted(framework.NAME for framework in frameworks.values()))
         raise InputError(
-            f"the fleet {name!r} has members of {names}. A fleet that is a node is one program: give one of torch models."
+            f"the fleet {name!r} has members of {names}. A fleet that is a node is one program: give one of torch "
+            f"models."
         )
     (framework,) = frameworks.values()
     if not hasattr(framework, "nodes") or not hasattr(framework.nodes, "make_fleet_node"):
         raise InputError(
-            f"the fleet {name!r} has {framework.NAME} models, and a {kind} can run fleets of torch models only. Make a "
-            f"node of each model."
+            f"the fleet {name!r} has {framework.NAME} models, and a {kind} can run fleets of torch models only. "
+            f"Make a node of each model."
         )
     return Member(name, fleet_models(fleet), members[0].seed, framework)
 

@@ -66,8 +66,8 @@ def made_fleet(given: Any, entry: FleetEntry, node: str) -> Fleet:
         models = given if isinstance(given, Mapping) else list_models(given)
         if len(models) != len(entry.names):
             raise InputError(
-                f"there are {len(models)} models for the {len(entry.names)} members of the saved fleet {node!r}. Give one "
-                f"for each."
+                f"there are {len(models)} models for the {len(entry.names)} members of the saved fleet {node!r}. "
+                f"Give one for each."
             )
         named = models if isinstance(models, Mapping) else dict(zip(entry.names, models, strict=True))
         fleet = Fleet(named, seed=entry.seed)

@@ -90,8 +90,8 @@ def read(
 
     Args:
         folder: The folder.
-        states_of: Returns the state that the nodes have before they are filled, from the manifest, the recipe and the
-            nodes that are fleets.
+        states_of: Returns the state that the nodes have before they are filled, from the manifest, the recipe and
+            the nodes that are fleets.
         allow_import: Import functions that the recipe names.
         verify: Compare checksums.
 

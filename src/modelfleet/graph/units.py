@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from modelfleet.frameworks.adapter_protocol import Prepared
 from modelfleet.frameworks.fleet_models import FleetModels, prepare_members
-from modelfleet.frameworks.recipe import Prepared
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
 from modelfleet.types import Kind, ScheduleLike
@@ -103,7 +103,7 @@ def prepare_units(members: Sequence[Member], recipe: Recipe | None, kind: Kind, 
     return Units(found, joined, {member.name: tuple(own) for member, own in zip(members, columns, strict=True)})
 
 
-def prepare_node(member: Member, recipe: Recipe | None, kind: Kind) -> Prepared[Any]:
+def prepare_node(member: Member, recipe: Recipe | None, kind: Kind) -> Prepared:
     """Return the task, the schedule and the hyperparameters of a node, or of a fleet's members."""
     if isinstance(member.model, FleetModels):
         return prepare_members(member.model, member.name, recipe, member.framework, kind)
@@ -112,7 +112,7 @@ def prepare_node(member: Member, recipe: Recipe | None, kind: Kind) -> Prepared[
 
 
 def _labels(members: Sequence[Member], graph: str) -> dict[tuple[str, str], str]:
-    """Return the name of every fleet's member in the history: with its node's in front if its own is not unique."""
+    """Return the name of every fleet's member in the history, with its node's in front if it is not unique."""
     fleets = {member.name: member.model.names for member in members if isinstance(member.model, FleetModels)}
     counts = Counter(name for names in fleets.values() for name in names)
     counts.update([graph, *(member.name for member in members)])

@@ -221,7 +221,7 @@ class TorchFleetNode:
     def backward(
         self, micro: int, gradients: Sequence[Tensor | None], *, inputs_only: bool = False
     ) -> list[Tensor]:
-        """Add a micro-batch's gradients to the parameters', and return those of the inputs, summed over the members."""
+        """Add a micro-batch's gradients to the parameters'. Return those of the inputs, sums over the members."""
         kept = self._kept[micro]
         if self._recompute:
             with torch.enable_grad():
@@ -371,9 +371,9 @@ def _refuse_unlike(node: str, members: Sequence[Member], tasks: Sequence[Task]) 
         found = difference(other, own[0])
         if found is not None:
             raise InputError(
-                f"members {members[0].name!r} and {member.name!r} of the fleet {node!r} differ: {member.name!r} {found}. "
-                f"A fleet that is a node is one program, so its members need one structure. Make a node of each "
-                f"structure."
+                f"members {members[0].name!r} and {member.name!r} of the fleet {node!r} differ: {member.name!r} "
+                f"{found}. A fleet that is a node is one program, so its members need one structure. Make a node "
+                f"of each structure."
             )
     for member, task in zip(members, tasks, strict=True):
         if task.objective is not None or task.precision == "fp16" or task.precision != tasks[0].precision:
@@ -384,5 +384,5 @@ def _refuse_unlike(node: str, members: Sequence[Member], tasks: Sequence[Task]) 
             )
             raise InputError(
                 f"member {member.name!r} of the fleet {node!r} was compiled with {problem}, and a graph gives its "
-                f'nodes a loss of their outputs. Compile the fleet with a loss, in "float32" or "bf16" for all members.'
+                f"nodes a loss of outputs. Compile the fleet with a loss, in float32 or bf16 for all members."
             )

@@ -66,11 +66,10 @@ class MemberLosses:
         y, weights = (*target, None)[:2]
         own = member_targets(y, self._names)
         if own is None and isinstance(y, Mapping) and set(map(str, y)) & set(self._names):
-            missing = next((name for name in self._names if name not in y), None)
             raise InputError(
-                f"the targets of {self._node!r} are a dict of {len(y)} members, and the fleet has {len(self._names)}"
-                f"{'' if missing is None else f': {missing!r} has none'}. Give one array for all members, or a dict "
-                f"with a target for each."
+                f"the targets of {self._node!r} are a dict of {len(y)} members, but the fleet has "
+                f"{len(self._names)}: {', '.join(self._names[:3])}, … Give one array for all members, or a dict "
+                f"with a target for each of them and for nobody else."
             )
         part = torch.tensor(fraction, device=self._device)
         totals: list[Tensor] = []
