@@ -19,6 +19,16 @@ EXACT = 1e-10
 Heads = dict[str, nn.Module]
 
 
+class Counting(nn.Linear):
+    """Counts its calls in Python, and computes with the count."""
+
+    calls = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(input) * self.calls
+
+
 class Scaled(nn.Module):
     """Writes into its input, and has a part that it does not use."""
 
@@ -234,6 +244,41 @@ def test_the_heads_draw_from_their_own_streams_and_the_encoder_from_the_graphs()
     assert distance({name: all_of_them[name] for name in some}, some) < EXACT
 
 
+def test_dropout_in_micro_batches_is_that_of_the_whole_batch() -> None:
+    def run(micro_batches: int) -> Heads:
+        first, heads = nn.Sequential(encoder(), nn.Dropout(0.3)), make_heads(lambda: head(0.4))
+        fit(make_graph(heads, first), micro_batches=micro_batches)
+        return {"encoder": first, **heads}
+
+    assert distance(run(1), run(3)) < EXACT
+
+
+def test_heads_on_a_detached_edge_change_no_other_node() -> None:
+    x, y = data()
+
+    def run(with_heads: bool) -> Heads:
+        first, last = encoder(), head(0.5)
+        nodes: dict[str, Any] = {"encoder": first}
+        edges: list[Any] = [("encoder", "last")]
+        targets = {"last": y}
+        if with_heads:
+            heads = {name: nn.Sequential(nn.Dropout(0.3), model) for name, model in make_heads().items()}
+            nodes["heads"] = mf.Fleet(heads, devices="cpu")
+            edges.append(mf.Edge("encoder", "heads", detach=True))
+            targets["heads"] = y * float("nan")
+        graph = mf.Graph({**nodes, "last": last}, edges, devices="cpu")
+        graph.compile("sgd", "mse", lr=0.1)
+        if not with_heads:
+            fit(graph, (x, targets))
+        else:
+            history = fit(graph, (x, targets))
+            assert set(history.failed) == set(NAMES)
+            assert np.isfinite(history["graph"]["last_loss"]).all()
+        return {"encoder": first, "last": last}
+
+    assert distance(run(False), run(True)) < EXACT
+
+
 def test_shuffled_rows_are_the_same_for_all_members() -> None:
     first, ours = encoder(), make_heads()
     plain, single = encoder(), make_heads()
@@ -340,6 +385,39 @@ def test_the_fleet_is_the_users_own_with_the_new_weights() -> None:
         assert np.abs(found[name] - expected[name]).max() < EXACT
 
 
+def test_heads_may_share_a_frozen_part() -> None:
+    shared = nn.Linear(5, 5).double().requires_grad_(False)
+    first, ours = encoder(), make_heads(lambda: nn.Sequential(shared, head()))
+    theirs = copy.deepcopy((first, ours))
+    fit(make_graph(ours, first), micro_batches=2)
+    by_hand(*theirs)
+    assert distance({"encoder": first, **ours}, {"encoder": theirs[0], **theirs[1]}) < EXACT
+
+
+def test_the_best_weights_of_the_graph_are_restored() -> None:
+    x, y = data()
+    first, heads = encoder(), make_heads()
+    graph = make_graph(heads, first)
+    validation = x, -y  # gets worse from the second epoch on
+    stopping = mf.EarlyStopping("val_loss", patience=1, restore_best=True)
+    history = fit(graph, validation=validation, callbacks=[stopping], epochs=20)
+    kept = history.kept["graph"]
+    assert kept < len(history["graph"]["loss"]) < 20
+    assert graph.evaluate(validation)["loss"] == pytest.approx(history["graph"]["val_loss"][kept - 1])
+
+
+def test_a_chain_may_end_with_a_fleet() -> None:
+    first, heads = encoder(), make_heads()
+    theirs = copy.deepcopy((first, heads))
+    fleet = mf.Fleet(heads, devices="cpu")
+    fleet.compile("adam", "mse", lr=mf.each(RATES))
+    chain = mf.Chain([first, fleet], devices="cpu:0,cpu:1")
+    chain.compile("sgd", lr=0.05)
+    assert list(fit(chain)) == ["chain", *NAMES]
+    by_hand(*theirs)
+    assert distance({"e": first, **heads}, {"e": theirs[0], **theirs[1]}) < EXACT
+
+
 # --- trouble -----------------------------------------------------------------------------------------------------
 
 
@@ -368,6 +446,14 @@ def test_behind_a_frozen_encoder_a_member_fails_by_itself() -> None:
     assert len(fit(graph, epochs=1)["m01"]["loss"]) == 1
 
 
+def test_the_graph_ends_when_every_head_has_failed() -> None:
+    x, y = data()
+    graph = make_graph(make_heads(), encoder().requires_grad_(False))
+    with pytest.raises(mf.AllFailedError, match=r"All 4 members failed") as caught:
+        fit(graph, (x, y * float("nan")))
+    assert set(caught.value.history.failed) == set(NAMES)
+
+
 def test_a_member_that_would_spoil_the_encoder_stops_the_graph_by_name() -> None:
     x, _ = data()
     first, heads = encoder(), make_heads()
@@ -386,6 +472,20 @@ def test_members_of_unlike_structures_are_refused() -> None:
     graph.compile("sgd", "mse", lr=0.1)
     with pytest.raises(mf.InputError, match=r"'a' and 'b' of the fleet 'heads' differ.*one structure"):
         fit(graph)
+
+
+def test_members_that_count_in_python_are_refused_and_left_as_they_were() -> None:
+    heads = [Counting(5, 2).double(), Counting(5, 2).double()]
+    graph = mf.Graph(
+        {"e": encoder(), "heads": mf.Fleet(heads, devices="cpu")},
+        [("e", "heads")],
+        outputs="heads",
+        devices="cpu",
+    )
+    graph.compile("sgd", "mse", lr=0.1)
+    with pytest.raises(mf.InputError, match=r"'heads' can't be a node.*changes self\.calls.*node of each member"):
+        fit(graph)
+    assert [model.calls for model in heads] == [0, 0]
 
 
 def test_targets_of_some_members_only_are_refused() -> None:

@@ -247,6 +247,9 @@ class GraphFit:
         self._epoch_sums.add(parts)
         for name in failed:
             self._epoch_sums.drop(name)
+        if failed and self.history.failed.keys() >= self._epoch_sums.sums.keys():
+            self._read()
+            raise all_failed(self.history.failed, self.history, None)
         self.step += 1
         self.position += 1
         self._reporter.step(self.position, self.epoch + 1)

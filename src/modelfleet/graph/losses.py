@@ -144,11 +144,11 @@ class EpochSums:
             if own[0].member is None:
                 nodes[node] = found.get(node, {"loss": float("nan")})
             else:
-                nodes[node] = {"loss": sum(value["loss"] for value in found.values())}
+                nodes[node] = {"loss": sum(value["loss"] for value in found.values())} if found else {}
                 members |= found
         if len(nodes) == 1:
             return EpochValues(next(iter(nodes.values())), members)
-        together = {"loss": sum(own["loss"] for own in nodes.values())}
+        together = {"loss": sum(own["loss"] for own in nodes.values() if own)}
         named = {f"{node}_{key}": value for node, own in nodes.items() for key, value in own.items()}
         return EpochValues(together | named, members)
 

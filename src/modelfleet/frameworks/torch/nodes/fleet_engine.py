@@ -24,7 +24,7 @@ from modelfleet.frameworks.torch.fused.updating import flat
 from modelfleet.frameworks.torch.likeness import signatures
 from modelfleet.frameworks.torch.model_locks import locked_in_mode
 from modelfleet.frameworks.torch.nodes.fleet_losses import MemberLosses, MemberSums
-from modelfleet.frameworks.torch.nodes.fleet_trial import try_fleet
+from modelfleet.frameworks.torch.nodes.fleet_trial import refusing_python_state, try_fleet
 from modelfleet.frameworks.torch.nodes.weight_halves import WeightHalf, input_gradients
 from modelfleet.frameworks.torch.plain.member import PlainMember
 from modelfleet.frameworks.torch.random.streams import BatchRows
@@ -263,20 +263,17 @@ class TorchFleetNode:
     def norm(self) -> tuple[float, bool]:
         """Return the squared norm of the members' gradients, and whether all are finite.
 
-        A member that may fail by itself is left out, unless no other is left.
+        A member that may fail by itself is left out.
         """
-        found = [flat(p.grad).double().square().sum(1) for p in self._params.values() if p.grad is not None]
-        squares = torch.stack(found).sum(0) if found else torch.zeros(len(self._names), dtype=torch.float64)
-        finite = torch.isfinite(squares) & ~self._bad_loss.to(squares.device)
+        exact = states.exact(self.device)
+        found = [flat(p.grad).to(exact).square().sum(1) for p in self._params.values() if p.grad is not None]
+        squares = torch.stack(found).sum(0) if found else torch.zeros(len(self._names), device=self.device)
+        finite = torch.isfinite(squares) & ~self._bad_loss
         table = zip(self._names, self._live.tolist(), finite.tolist(), self._bad_loss.tolist(), strict=True)
-        fine = False
         for name, live, good, bad_loss in table:
-            fine |= live and good
             if live and not good:
                 self.failed[name] = LOSS if bad_loss else GRADIENT
-        counted = self._live.to(squares.device) & finite
-        whole = fine if self._isolates else not self.failed
-        return float(torch.where(counted, squares, 0.0).sum()), whole
+        return float(torch.where(self._live & finite, squares, 0.0).sum()), self._isolates or not self.failed
 
     def apply(self, scale: float) -> None:
         """Take the step of every member's optimizer."""
@@ -344,6 +341,9 @@ class TorchFleetNode:
 
         def run(inputs: Tree, params: Tensors) -> Tree:
             return self._by_member(self._call(inputs, params, state["buffers"], train=train)[0])
+
+        with torch.no_grad(), refusing_python_state(self.name, self._steps):
+            run(inputs, state["params"])
 
         return try_fleet(
             PlainMember(member, task, columns, self.device),

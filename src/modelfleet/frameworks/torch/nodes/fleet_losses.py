@@ -10,6 +10,7 @@ from torch.func import vmap
 from modelfleet.errors import InputError
 from modelfleet.frameworks.fleet_models import member_targets
 from modelfleet.frameworks.node_engine import LossParts
+from modelfleet.frameworks.torch.fused.state import exact
 from modelfleet.frameworks.torch.task import PRECISIONS, Task, logits
 from modelfleet.trees import leaves, map_tree, map_trees
 from modelfleet.types import Tree
@@ -30,7 +31,7 @@ class MemberSums:
         for positions, sums in self.parts:
             rows = torch.tensor(positions, device=self.totals.device)
             columns = [self.totals.detach()[rows], self.counts[rows], *sums.values()]
-            table = torch.stack([column.double() for column in columns], 1).tolist()
+            table = torch.stack([column.to(exact(column.device)) for column in columns], 1).tolist()
             for position, (total, count, *values) in zip(positions, table, strict=True):
                 if live[position]:
                     found[names[position]] = LossParts(total, count, dict(zip(sums, values, strict=True)))

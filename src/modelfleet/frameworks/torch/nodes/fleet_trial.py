@@ -1,21 +1,47 @@
 """Trials of a node that is a fleet: one member shows what it draws, and all of them how long a step takes."""
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from modelfleet.errors import InputError
 from modelfleet.frameworks.node_engine import NodeTrial
+from modelfleet.frameworks.torch.fused.steps import Steps
 from modelfleet.frameworks.torch.nodes.trial import TIMES, try_node
 from modelfleet.frameworks.torch.plain.contexts import PlainContexts
 from modelfleet.frameworks.torch.plain.member import PlainMember
+from modelfleet.frameworks.torch.python_state.checks import StatefulError, refuse_unstackable
+from modelfleet.frameworks.torch.python_state.snapshot import PythonSnapshot
+from modelfleet.frameworks.torch.python_state.undo import restoring_python, restoring_tensors
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import Tree
 
 Run = Callable[[Tree, dict[str, Tensor]], Tree]
 """Runs all members on some inputs with these parameters. It changes nothing."""
+
+
+@contextmanager
+def refusing_python_state(node: str, steps: Steps) -> Iterator[None]:
+    """Run the Python of a fleet's first member for all, and undo what it changes beside tensors that are given.
+
+    Raises:
+        InputError: It changes something that another member's Python, or the next step, would see.
+    """
+    try:
+        refuse_unstackable(steps.model)
+        snapshot = PythonSnapshot([("self", steps.model)])
+        snapshot.refuse()
+        with restoring_python(snapshot), restoring_tensors(snapshot):
+            yield
+    except StatefulError as error:
+        raise InputError(
+            f"the fleet {node!r} can't be a node: the Python of its first member runs for all of them, and {error}"
+            f". Keep such state in buffers, or make a node of each member."
+        ) from error
 
 
 def try_fleet(
