@@ -25,6 +25,7 @@ from modelfleet.frameworks.torch.likeness import signatures
 from modelfleet.frameworks.torch.model_locks import locked_in_mode
 from modelfleet.frameworks.torch.nodes.fleet_losses import MemberLosses, MemberSums
 from modelfleet.frameworks.torch.nodes.fleet_trial import refusing_python_state, try_fleet
+from modelfleet.frameworks.torch.nodes.fleet_update import update_members
 from modelfleet.frameworks.torch.nodes.weight_halves import WeightHalf, input_gradients
 from modelfleet.frameworks.torch.plain.member import PlainMember
 from modelfleet.frameworks.torch.random.streams import BatchRows
@@ -277,19 +278,16 @@ class TorchFleetNode:
 
     def apply(self, scale: float) -> None:
         """Take the step of every member's optimizer."""
-        engine, stepper = self._engine, self._engine.stepper
         gradients = {
             name: p.grad if scale == 1.0 else p.grad * scale
             for name, p in self._params.items()
             if p.grad is not None
         }
-        loss = torch.where(self._bad_loss, float("nan"), 0.0)
-        found = {"gradients": gradients, "loss": loss, "sums": {}, "buffers": self._buffers}
-        numbers = stepper.coefficients.next(engine.state, self._hyper, self._everybody)
-        with torch.no_grad():
-            lead = engine.state, engine.shared
-            engine.programs.apply("apply", lead, (numbers, self._everybody, found))
-        stepper.coefficients.stepped(frozenset(self._params.keys() - gradients.keys()))
+        # A fleet that others depend on is only updated if all of its members are fine.
+        fine = bool(self._live.all()) and not self.failed
+        update_members(
+            self._engine, self._hyper, gradients, self._everybody, self._bad_loss, self._buffers, fine=fine
+        )
         self._applied = True
 
     def end(self, *, skipped: bool) -> None:
