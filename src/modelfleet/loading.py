@@ -6,19 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from modelfleet import saving
-from modelfleet.errors import InputError, StoreError
+from modelfleet.errors import StoreError
 from modelfleet.fleet import Fleet
 from modelfleet.formatting import without_period
 from modelfleet.frameworks.recipe import compile_all
 from modelfleet.garbage import without_full_collections
-from modelfleet.graph import saving as graph_saving
-from modelfleet.graph.graph import Graph
-from modelfleet.graph.loading import load_graph
 from modelfleet.lanes.saved_state import TrainingState
 from modelfleet.members import Member
 from modelfleet.recipe import Missing, Recipe
 from modelfleet.saving import Factory, SavedFleet
-from modelfleet.store import read_manifest, recipe_json
+from modelfleet.store import recipe_json
 
 
 @without_full_collections()
@@ -30,8 +27,8 @@ def load(
     allow_import: bool = False,
     devices: str | Sequence[str] = "auto",
     verify: bool = True,
-) -> Fleet | Graph:
-    """Load a saved fleet, chain or graph: its models, recipes and optimizer state, so that `fit` continues.
+) -> Fleet:
+    """Load a saved fleet: its models, recipes and optimizer state, so that `fit` continues.
 
     Values that JSON can't hold (a lambda, an object of Optax) are not in the folder. If the recipe had any, the
     first `fit` names them and asks for a `compile`. With the same optimizer, members keep their optimizer state.
@@ -40,7 +37,7 @@ def load(
         folder: The folder.
         factory: Makes a model to fill with weights. It gets the keywords that the member was built with. For
             members that are unlike, give a factory or a model for each: `{"a": make_a, "b": model_b}`, or
-            `each(...)`. For a chain or a graph, give the models of its nodes, or a function that returns them.
+            `each(...)`.
         members: Load only these, without reading the others.
         allow_import: Import the functions of the recipes, and the factory if none is given, by the names in the
             folder. This runs code that the folder chooses: use it only with folders you trust.
@@ -48,17 +45,12 @@ def load(
         verify: Compare the checksums of what is read.
 
     Returns:
-        The fleet, the chain or the graph.
+        The fleet.
 
     Raises:
         StoreError: The folder is damaged, or holds no fleet.
         InputError: A factory can't be called, or there is none for a member.
     """
-    manifest = read_manifest(Path(folder), kind=None, verify=verify)
-    if manifest["kind"] == graph_saving.KIND:
-        if members is not None:
-            raise InputError("members= is for fleets, and the folder has a graph, which needs all of its nodes.")
-        return load_graph(Path(folder), factory, allow_import=allow_import, devices=devices, verify=verify)
     found = saving.read(Path(folder), factory, allow_import, members, verify=verify)
     fleet = Fleet({name: member.model for name, member in found.members.items()}, seed=found.seed, devices=devices)
     fleet._exposed.clear()

@@ -527,8 +527,7 @@ def test_a_saved_graph_continues_as_this_one_would(given: str, tmp_path: Path) -
     fresh = {name: head(0.3) for name in NAMES}
     models: Any = {"fleet": mf.Fleet(fresh, seed=7, devices="cpu"), "models": fresh, "list": list(fresh.values())}
     again = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh()).double()
-    loaded = mf.load(tmp_path / "saved", {"encoder": again, "heads": models[given]}, devices="cpu")
-    assert isinstance(loaded, mf.Graph)
+    loaded = mf.Graph.load(tmp_path / "saved", {"encoder": again, "heads": models[given]}, devices="cpu")
     fit(loaded, epochs=2)
     assert distance({"e": first, **heads}, {"e": again, **fresh}) < EXACT
 

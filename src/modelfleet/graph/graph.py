@@ -2,26 +2,28 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from modelfleet import frameworks
 from modelfleet.devices import cores, parse_devices
 from modelfleet.each import Each
-from modelfleet.errors import InputError
+from modelfleet.errors import InputError, StoreError
 from modelfleet.fleet import Fleet
 from modelfleet.frameworks.fleet_models import prepare_members
+from modelfleet.frameworks.node_engine import nodes_of
 from modelfleet.frameworks.recipe import compile_all
 from modelfleet.frameworks.stacked import WEIGHTS
 from modelfleet.gate import Gate
 from modelfleet.graph import reading, saving
+from modelfleet.graph.checkpoints import Paths
 from modelfleet.graph.fitting import GraphFit
 from modelfleet.graph.losses import loss_nodes
 from modelfleet.graph.node_models import fill, fleet_member, models_of
 from modelfleet.graph.opening import Opener, Settings
 from modelfleet.graph.placement import DevicesLike
 from modelfleet.graph.plan import GraphPlan
-from modelfleet.graph.saved_fleets import entry_of
-from modelfleet.graph.saving import SavedGraph
+from modelfleet.graph.saved_fleets import FleetEntry, entry_of
+from modelfleet.graph.saving import ModelsLike, SavedGraph
 from modelfleet.graph.topology import EdgeLike, Topology, make_topology
 from modelfleet.graph.working import make_engine, native_device
 from modelfleet.history import History
@@ -31,6 +33,7 @@ from modelfleet.recipe import Recipe
 from modelfleet.schedules import ScheduleName
 from modelfleet.types import (
     Data,
+    Json,
     Kind,
     LossLike,
     MetricLike,
@@ -54,10 +57,10 @@ class Graph:
             give {member: output}.
         edges: Pairs `(source, target)`, or `Edge`s. A node that no edge leads to takes the data.
         outputs: The nodes whose outputs the graph returns, and that have the loss.
-        devices: "auto"; devices, over which the nodes are spread; or for each node a device, or a row of devices that
-            share its micro-batches: `{"encoder": "cuda:0", "head": ["cuda:1", "cuda:2"]}`.
-        seed: The seed of shuffles and dropout. The graph has the numbers of the undivided model as the only member of
-            `Fleet([model], seed=seed)`.
+        devices: "auto"; devices, over which the nodes are spread; or for each node a device, or a row of devices
+            that share its micro-batches: `{"encoder": "cuda:0", "head": ["cuda:1", "cuda:2"]}`.
+        seed: The seed of shuffles and dropout. The graph has the numbers of the undivided model as the only
+            member of `Fleet([model], seed=seed)`.
 
     Raises:
         InputError: There is a cycle, an edge names no node, or a device does not exist.
@@ -98,6 +101,60 @@ class Graph:
         self._gate = Gate()
         if isinstance(devices, str):
             self._check_devices(devices)
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        models: ModelsLike,
+        *,
+        devices: DevicesLike = "auto",
+        allow_import: bool = False,
+        verify: bool = True,
+    ) -> Self:
+        """Load what `save` has saved, so that `fit` continues.
+
+        Args:
+            folder: The folder.
+            models: The models to fill, by node or in their order; or a function that returns them. For a fleet,
+                its models, by name or in their order, or a `Fleet`.
+            devices: As for a new one.
+            allow_import: Import the functions of the recipe by the names in the folder. This runs code that the
+                folder chooses: use it only with folders you trust.
+            verify: Compare the checksums of what is read.
+
+        Raises:
+            StoreError: The folder is damaged, holds something else, or its tensors do not fit the models.
+        """
+        graphs: list[Self] = []
+
+        def states_of(
+            manifest: Mapping[str, Json], recipe: Recipe | None, fleets: Mapping[str, FleetEntry]
+        ) -> tuple[Mapping[str, State], Paths]:
+            if manifest["graph"] != cls.kind:
+                name = manifest["graph"].capitalize()
+                raise StoreError(f"{folder} holds a {manifest['graph']}. Load it with mf.{name}.load.")
+            graph = cls._rebuilt(models, manifest, devices, fleets)
+            graphs.append(graph)
+            usable = recipe is not None and not recipe.missing
+            return graph._read_states("train" if usable else "predict", recipe if usable else None), graph._paths
+
+        found = saving.read(Path(folder), states_of, allow_import=allow_import, verify=verify)
+        (graph,) = graphs
+        graph._take_saved(found)
+        return graph
+
+    @classmethod
+    def _rebuilt(
+        cls,
+        models: ModelsLike,
+        manifest: Mapping[str, Json],
+        devices: DevicesLike,
+        fleets: Mapping[str, FleetEntry],
+    ) -> Self:
+        """Return the graph of a manifest, with these models."""
+        made, edges = saving.made_models(models, manifest["nodes"], fleets), saving.edges_of(manifest)
+        return cls(made, edges, outputs=manifest["outputs"], devices=devices, seed=manifest["seed"])
 
     @property
     def names(self) -> list[str]:
@@ -140,12 +197,13 @@ class Graph:
         A fleet that is compiled keeps its own recipe, with its own loss, and has no value in `each(...)`. The
         members of one that is not are all trained by this recipe.
 
-        To freeze a node, set `requires_grad_(False)` on its model. Calling `compile` again starts the optimizers over.
+        To freeze a node, set `requires_grad_(False)` on its model. Calling `compile` again starts the optimizers
+        over.
 
         Args:
             optimizer: As for `Fleet.compile`.
-            loss: A name or a function `loss(output, target)`. A dict gives nodes losses of their own: the graph's loss
-                is their sum.
+            loss: A name or a function `loss(output, target)`. A dict gives nodes losses of their own: the
+                graph's loss is their sum.
             metrics: As for `Fleet.compile`.
             clip_norm: The largest norm of the gradient of all nodes together. That of a fleet's own recipe is for
                 each of its members.
@@ -187,8 +245,8 @@ class Graph:
         """Return what will run where, in which order, and what a step will take.
 
         Args:
-            data: As for `fit`. With data, every node is tried on the rows of one micro-batch and timed. Without, all
-                nodes count as equal.
+            data: As for `fit`. With data, every node is tried on the rows of one micro-batch and timed. Without,
+                all nodes count as equal.
             batch_size: As for `fit`.
             micro_batches: As for `fit`.
             pipeline: As for `fit`.
@@ -221,19 +279,20 @@ class Graph:
         """Train all nodes as one model.
 
         Args:
-            data: `(x, y)`, or whatever `Fleet.fit` takes. x is a dict if edges name parts of it. y is a dict by node if
-                several nodes have a loss. The y of a fleet is for all of its members, or a dict by member.
+            data: `(x, y)`, or whatever `Fleet.fit` takes. x is a dict if edges name parts of it. y is a dict by
+                node if several nodes have a loss. The y of a fleet is for all of its members, or a dict by member.
             validation: Data to evaluate after every epoch.
             epochs: How many epochs to train.
             batch_size: Rows per step.
             shuffle: Shuffle the rows, in a new order every epoch.
             callbacks: `Checkpoint`, `EarlyStopping`, and callbacks of your own.
-            micro_batches: How many parts a batch is cut into, so that several devices work at once. By default four
-                for every device.
+            micro_batches: How many parts a batch is cut into, so that several devices work at once. By default
+                four for every device.
             pipeline: The order of the work: "1f1b", "gpipe", "interleaved" (nodes given to devices in turn) or
                 "zero-bubble".
             strategy: "threads" of this process, a "processes" for each device, or "auto".
-            recompute: True keeps no activations for the backward pass and computes them again; names do so for some nodes.
+            recompute: True keeps no activations for the backward pass and computes them again; names do so for
+                some nodes.
             progress: As for `Fleet.fit`.
             timeout: Seconds after which a rank that does not move is lost.
 
@@ -294,7 +353,7 @@ class Graph:
     def save(self, folder: str | Path, *, optimizer: bool = True) -> None:
         """Save all nodes in a folder: a safetensors file and a JSON manifest.
 
-        `mf.load(folder, models)` returns the graph, whose `fit` continues as this one's would.
+        `load` returns the graph, whose `fit` continues as this one's would.
 
         Args:
             folder: The folder. It is created if it does not exist.
@@ -394,14 +453,16 @@ class Graph:
             return
         framework = frameworks.adapter_of(model, text)
         framework.check_model(model, text)
-        if not hasattr(framework, "nodes"):
+        if nodes_of(framework) is None:
             raise InputError(
-                f"node {text!r} is a {framework.NAME} model, which a {self.kind} can't run yet. Give torch or Keras models."
+                f"node {text!r} is a {framework.NAME} model, which a {self.kind} can't run yet. Give torch or "
+                f"Keras models."
             )
         for other in self._members.values():
             if other.model is model:
                 raise InputError(
-                    f"nodes {other.name!r} and {text!r} are one model object. Give a copy (copy.deepcopy), or lead both "
+                    f"nodes {other.name!r} and {text!r} are one model object. Give a copy (copy.deepcopy), or "
+                    f"lead both "
                     f"edges to one node."
                 )
         self._members[text] = Member(text, model, member_seed(self.seed, "0"), framework)

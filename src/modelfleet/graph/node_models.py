@@ -3,6 +3,7 @@
 from modelfleet.errors import InputError
 from modelfleet.fleet import Fleet
 from modelfleet.frameworks.fleet_models import FleetModels
+from modelfleet.frameworks.node_engine import nodes_of, require_nodes
 from modelfleet.members import Member
 from modelfleet.types import Model, State
 
@@ -22,7 +23,7 @@ def fleet_member(name: str, fleet: Fleet, kind: str) -> Member:
             f"models."
         )
     (framework,) = frameworks.values()
-    if not hasattr(framework, "nodes") or not hasattr(framework.nodes, "make_fleet_node"):
+    if not hasattr(nodes_of(framework), "make_fleet_node"):
         raise InputError(
             f"the fleet {name!r} has {framework.NAME} models, and a {kind} can run fleets of torch models only. "
             f"Make a node of each model."
@@ -51,7 +52,7 @@ def models_of(member: Member) -> dict[str, Model]:
 
 def is_trained(member: Member) -> bool:
     """Return True if any model of a node takes a gradient."""
-    return any(member.framework.nodes.trained(model) for model in models_of(member).values())
+    return any(require_nodes(member.framework).trained(model) for model in models_of(member).values())
 
 
 def copied(member: Member) -> Model:
@@ -64,11 +65,11 @@ def fill(member: Member, state: State) -> None:
     """Copy a node's weights, as its engine has read them, into its models."""
     own = member.model
     if not isinstance(own, FleetModels):
-        member.framework.nodes.fill(own, state)
+        require_nodes(member.framework).fill(own, state)
         return
     for row, model in enumerate(own.models):
         rows = {
             part: {name: array[row : row + 1] for name, array in tensors.items()}
             for part, tensors in state.items()
         }
-        member.framework.nodes.fill(model, rows)
+        require_nodes(member.framework).fill(model, rows)

@@ -62,7 +62,7 @@ class Rank:
         self._clip_norm, self._board = clip_norm, board
         self._steps = 0
         self._failed = False  # after a step whose numbers were not finite, no other is taken
-        self._does: dict[str, Callable[[Operation], int]] = {
+        self._does: dict[str, Callable[[Operation], None]] = {
             "forward": self._forward,
             "backward": self._backward,
             "backward_input": self._backward,
@@ -87,7 +87,9 @@ class Rank:
         self._wanted_outputs: dict[str, dict[int, Tree]] = {name: {} for name in order.outputs}
         self._shapes: dict[tuple[str, int], tuple[int, dict[Link, list[int]]]] = {}
         self._asked: dict[tuple[str, int], list[tuple[Link, int]]] = {}
+        self._float_leaves: dict[tuple[Link, int], list[bool]] = {}  # of an output, until its gradient is there
         self._counts: dict[str, float] = {}
+        self._receives: dict[Message, int] = {}  # by the number of the operation
         self._scale, self._skipped = 1.0, False
         self._transport.begin(self._steps, [stop - start for start, stop in order.step.rows])
         for name, engine in self.engines.items():
@@ -100,15 +102,19 @@ class Rank:
         self._targets = {
             name: self.engines[name].place(own) for name, own in order.targets.items() if name in self.engines
         }
-        micro_batches = len(order.step.rows)  # fewer than planned in a short batch
+        micro_batches = len(order.step.rows)  # fewer than planned in a short batch, which is not recorded
+        whole = micro_batches == schedule.micro_batches
+        if whole:
+            self.recorder.begin(order.schedule)
         for index, operation in enumerate(schedule.operations[self.number]):
             if operation.micro >= micro_batches:
                 continue
             if self._board is not None:
                 self._board.mark(self.number, self._steps, index)
-            begun, self._waited = time.perf_counter(), 0.0
-            moved = self._does[operation.kind](operation)
-            self.recorder.add(order.schedule, index, operation, begun, time.perf_counter(), self._waited, moved)
+            begun, self._waited, self._index = time.perf_counter(), 0.0, index
+            self._does[operation.kind](operation)
+            if whole:
+                self.recorder.add(order.schedule, index, operation, begun, time.perf_counter(), self._waited)
         self._steps += 1
         self._failed |= self._skipped
         for engine in self.engines.values():
@@ -120,7 +126,7 @@ class Rank:
 
     # --- computing -----------------------------------------------------------------------------------------------
 
-    def _forward(self, operation: Operation) -> int:
+    def _forward(self, operation: Operation) -> None:
         node, micro, engine = operation.node, operation.micro, self.engines[operation.node]
         start, stop = self._order.step.rows[micro]
         values: dict[Link, Tree] = {}
@@ -142,19 +148,20 @@ class Rank:
         outputs = engine.forward(micro, self._topology.arguments(node, values), sorted(wanted))
         places_out = {}
         for link in self._topology.out_of[node]:
-            self._tensors[link, micro] = select(outputs, link.output, f"the output of {node!r}")
+            part = select(outputs, link.output, f"the output of {node!r}")
+            self._tensors[link, micro] = part
+            self._float_leaves[link, micro] = [_floats(leaf) for leaf in leaves(part)]
             places_out[link] = place_of(outputs, link.output, f"the output of {node!r}")
         self._shapes[node, micro] = len(leaves(outputs)), places_out
         if node in self._wanted_outputs:
             self._wanted_outputs[node][micro] = map_tree(self._host, outputs)
         if node in self._targets:
             self._loss(node, micro)
-        return 0
 
     def _loss(self, node: str, micro: int) -> None:
         engine, target = self.engines[node], self._targets[node]
         start, stop = self._order.step.rows[micro]
-        divisor = 1.0
+        divisor = float(self._order.step.count)  # for most losses the count: then nothing is left to divide
         if self._order.step.train and self._divides:
             # The gradients of several losses meet, so each is divided by its own count before.
             if node not in self._counts:
@@ -163,7 +170,7 @@ class Rank:
         rows = map_tree(lambda leaf: leaf[start:stop], target)
         self._found[node][micro] = engine.loss(micro, rows, divisor)
 
-    def _backward(self, operation: Operation) -> int:
+    def _backward(self, operation: Operation) -> None:
         node, micro, engine = operation.node, operation.micro, self.engines[operation.node]
         count, places = self._shapes.pop((node, micro))
         gradients: list[Tensor | None] = [None] * count
@@ -181,11 +188,9 @@ class Rank:
                 by_place = {place: g for (own, place), g in zip(asked, found, strict=True) if own == link}
                 places_in = sorted(by_place)
                 self._gradients[link, micro] = [by_place[place] for place in places_in]
-        return 0
 
-    def _backward_weight(self, operation: Operation) -> int:
+    def _backward_weight(self, operation: Operation) -> None:
         self.engines[operation.node].backward_weights(operation.micro)
-        return 0
 
     def _carries_gradient(self, link: Link) -> bool:
         return link.differentiable and link.source in self._trains and link.target in self._trains
@@ -201,12 +206,15 @@ class Rank:
         if (link, micro) not in self._gradients:
             self._gradients[link, micro] = self._take(self._message(link, micro, gradient=True))
         found = iter(self._gradients[link, micro])
-        return [next(found) if _floats(leaf) else None for leaf in leaves(self._tensors[link, micro])]
+        return [next(found) if floats else None for floats in self._float_leaves.pop((link, micro))]
 
     def _take(self, message: Message) -> Tree:
         begun = time.perf_counter()
         found = self._transport.take(message)
         self._waited += time.perf_counter() - begun
+        if len(self._order.step.rows) == self._schedules[self._order.schedule].micro_batches:
+            moved = sum(leaf.nbytes for leaf in leaves(found) if leaf is not None)
+            self.recorder.received(self._order.schedule, self._receives.pop(message), moved)
         return found
 
     def _message(self, link: Link, micro: int, *, gradient: bool) -> Message:
@@ -218,28 +226,24 @@ class Rank:
 
     # --- moving --------------------------------------------------------------------------------------------------
 
-    def _send(self, operation: Operation) -> int:
+    def _send(self, operation: Operation) -> None:
         link = self._links[operation.edge]
         tree = (self._gradients if operation.gradient else self._tensors)[link, operation.micro]
         self._transport.send(self._message(link, operation.micro, gradient=operation.gradient), tree)
-        return sum(leaf.nbytes for leaf in leaves(tree) if leaf is not None)
 
-    def _receive(self, operation: Operation) -> int:
+    def _receive(self, operation: Operation) -> None:
         link = self._links[operation.edge]
-        self._transport.expect(self._message(link, operation.micro, gradient=operation.gradient))
-        return 0
+        message = self._message(link, operation.micro, gradient=operation.gradient)
+        self._receives[message] = self._index
+        self._transport.expect(message)
 
-    def _free(self, operation: Operation) -> int:
-        key = self._links[operation.edge], operation.micro
-        if operation.gradient:
-            self._gradients.pop(key, None)
-        elif not (self._order.step.train and self._carries_gradient(key[0])):
-            self._tensors.pop(key, None)  # the shapes of others are needed until their gradients are there
-        return 0
+    def _free(self, operation: Operation) -> None:
+        kept = self._gradients if operation.gradient else self._tensors
+        kept.pop((self._links[operation.edge], operation.micro), None)
 
     # --- the update ----------------------------------------------------------------------------------------------
 
-    def _sum(self, operation: Operation) -> int:
+    def _sum(self, operation: Operation) -> None:
         begun = time.perf_counter()
         if operation.node in self.engines:
             tensors = self.engines[operation.node].gradients()
@@ -249,7 +253,6 @@ class Rank:
             self._transport.sum("the step", operation.ranks, tensors)
             self._decide(tensors[0].tolist())
         self._waited += time.perf_counter() - begun
-        return sum(tensor.nbytes for tensor in tensors)
 
     def _step_numbers(self) -> Tensor:
         """Return what this rank adds to the numbers of the step: loss, count, squared norm, and trouble."""
@@ -266,19 +269,18 @@ class Rank:
     def _decide(self, numbers: Sequence[float]) -> None:
         """Set the factor of the gradients, or skip the step, from the numbers of all ranks."""
         _, count, squares, trouble = numbers
-        divisor = 1.0 if self._divides else count
-        self._skipped = trouble > 0 or not divisor or not math.isfinite(squares)
+        left = 1.0 if self._divides else count / self._order.step.count
+        self._skipped = trouble > 0 or not left or not math.isfinite(squares)
         if self._skipped:
             return
-        self._scale = 1.0 / divisor
-        norm = math.sqrt(squares) / divisor
+        self._scale = 1.0 / left
+        norm = math.sqrt(squares) / left
         if self._clip_norm is not None:
             self._scale *= min(1.0, self._clip_norm / (norm + 1e-6))  # as torch's clip_grad_norm_
 
-    def _apply(self, operation: Operation) -> int:
+    def _apply(self, operation: Operation) -> None:
         if not self._skipped:
             self.engines[operation.node].apply(self._scale)
-        return 0
 
 
 def _floats(leaf: Tensor) -> bool:

@@ -1,18 +1,19 @@
 """Chains and graphs on disk: the tensors of all nodes, and a JSON manifest with the edges and the recipe."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from modelfleet.errors import InputError, StoreError
+from modelfleet.fleet import Fleet
 from modelfleet.frameworks import files
 from modelfleet.frameworks.model_building import is_made, list_models
 from modelfleet.frameworks.stacked import WEIGHTS
 from modelfleet.graph import saved_fleets
 from modelfleet.graph.checkpoints import Paths, by_global_path, by_node
-from modelfleet.graph.saved_fleets import FleetEntry
-from modelfleet.graph.topology import Key, Link, Topology
+from modelfleet.graph.saved_fleets import FleetEntry, made_fleet
+from modelfleet.graph.topology import Edge, Key, Link, Topology
 from modelfleet.recipe import Recipe
 from modelfleet.store import Saved, read_folder, recipe_json, write_folder
 from modelfleet.store.json_schema import check
@@ -40,7 +41,10 @@ _SCHEMA = {
     "fleets": {str: saved_fleets.SCHEMA},
 }
 
-Models: TypeAlias = "Mapping[str, Model] | Sequence[Model]"
+ModelsLike: TypeAlias = (
+    Mapping[str, Model] | Sequence[Model] | Callable[[], "Mapping[str, Model] | Sequence[Model]"]
+)
+"""Models to fill: by node, in the order of the nodes, or a function that returns them."""
 
 
 @dataclass(frozen=True)
@@ -140,21 +144,24 @@ def read(
     return read_folder(folder, read_all, kind=KIND, verify=verify)
 
 
-def made_models(factory: Any, nodes: Sequence[str], fleets: Collection[str]) -> dict[str, Model]:
+def made_models(
+    factory: Any, nodes: Sequence[str], fleets: Mapping[str, FleetEntry]
+) -> dict[str, "Model | Fleet"]:
     """Return the models to fill, by node.
 
     Args:
         factory: A function that returns the models; or the models, or for each a factory, in a mapping or a list.
         nodes: The names of the saved nodes.
-        fleets: Those that are fleets, and are returned as they are given.
+        fleets: Those that are fleets. For each, a fleet, its models, or a function that returns one of these.
 
     Raises:
         InputError: There are not as many models as nodes.
     """
     if factory is None:
         raise InputError(
-            f"the saved graph has the nodes {', '.join(map(repr, nodes))}, and its folder has no code. Give load the "
-            f"models to fill: mf.load(folder, [encoder, head]), or a function that returns them."
+            f"the saved graph has the nodes {', '.join(map(repr, nodes))}, and its folder has no code. Give "
+            f"load the "
+            f"models to fill: mf.Chain.load(folder, [encoder, head]), or a function that returns them."
         )
     given: Any = factory() if callable(factory) and not is_made(factory) else factory
     if isinstance(given, Mapping):
@@ -166,10 +173,26 @@ def made_models(factory: Any, nodes: Sequence[str], fleets: Collection[str]) -> 
         found = dict(zip(nodes, models, strict=True))
     if set(found) != set(nodes):
         raise InputError(
-            f"the models are named {', '.join(map(repr, found))}, and the saved nodes {', '.join(map(repr, nodes))}. "
+            f"the models are named {', '.join(map(repr, found))}, and the saved nodes "
+            f"{', '.join(map(repr, nodes))}. "
             f"Give a model for each node, by its name."
         )
-    return {name: found[name] if name in fleets or is_made(found[name]) else found[name]() for name in nodes}
+    return {
+        name: made_fleet(own, fleets[name], name) if name in fleets else own if is_made(own) else own()
+        for name, own in ((name, found[name]) for name in nodes)
+    }
+
+
+def edges_of(manifest: Mapping[str, Json]) -> list[Edge]:
+    """Return the edges of a saved graph."""
+    return [
+        Edge(_end(link["source"], link["output"]), _end(link["target"], link["input"]), not link["differentiable"])
+        for link in (*manifest["inputs"], *manifest["links"])
+    ]
+
+
+def _end(node: str, key: Key) -> str:
+    return node if key is None else f"{node}.{key}"
 
 
 def _encoded(link: Link) -> dict[str, Json]:

@@ -23,8 +23,8 @@ class Edge:
 
     Args:
         source: The node that the tensors come from, or "input" for the graph's own data. `"encoder.features"` and
-            `"encoder.0"` are one part of its output: the value of that name in a dict or object, or the one at that
-            position in a tuple. `"input.image"` is one part of x.
+            `"encoder.0"` are one part of its output: the value of that name in a dict or object, or the one at
+            that position in a tuple. `"input.image"` is one part of x.
         target: The node that takes them. `"head.x"` names an argument of its `forward`, `"head.0"` a position.
         detach: True if no gradient goes back over this edge.
 
@@ -108,6 +108,8 @@ def select(tree: Tree, key: Key, whose: str) -> Tree:
         return tree
     if isinstance(tree, Mapping) and (key in tree or str(key) in tree):
         return tree[key if key in tree else str(key)]
+    if isinstance(key, int) and isinstance(tree, Mapping) and key < len(tree):
+        return list(tree.values())[key]  # of a split model, whose inputs are numbered
     if isinstance(key, int) and isinstance(tree, tuple | list) and key < len(tree):
         return tree[key]
     if isinstance(key, str) and hasattr(tree, "_fields") and key in tree._fields:

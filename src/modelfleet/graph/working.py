@@ -7,7 +7,7 @@ from modelfleet import frameworks
 from modelfleet.devices import parse_devices
 from modelfleet.frameworks.contexts import computing, using_settings
 from modelfleet.frameworks.fleet_models import FleetModels
-from modelfleet.frameworks.node_engine import NodeEngine
+from modelfleet.frameworks.node_engine import NodeEngine, require_nodes
 from modelfleet.graph.orders import NodeOrder, RankOrder, StateOrder, StepOrder, StepReport
 from modelfleet.graph.rank import Rank
 from modelfleet.graph.topology import INPUT
@@ -45,9 +45,7 @@ def _answer(rank: Rank, order: StepOrder | StateOrder) -> StepReport:
 
 
 def _open(order: RankOrder) -> tuple[Rank, Transport]:
-    import faulthandler
 
-    faulthandler.dump_traceback_later(25)  # DEBUG
     members = [Member(one.name, one.model, one.seed, frameworks.adapter(one.framework)) for one in order.nodes]
     adapter = members[0].framework
     device = native_device(adapter, order.device, order.threads)
@@ -61,8 +59,8 @@ def _open(order: RankOrder) -> tuple[Rank, Transport]:
         order.schedules,
         order.losses,
         transport,
-        lambda values: adapter.nodes.numbers(values, device),
-        adapter.nodes.to_host,
+        lambda values: require_nodes(adapter).numbers(values, device),
+        require_nodes(adapter).to_host,
         divides=order.divides,
         clip_norm=order.clip_norm,
         board=order.board,
@@ -120,7 +118,7 @@ def make_engine(
         recompute: True if activations are computed again for the backward pass.
         isolates: True if nothing depends on the members of a fleet, so that each may fail by itself.
     """
-    nodes = member.framework.nodes
+    nodes = require_nodes(member.framework)
     prepared = prepare_node(member, recipe, kind)
     columns: Mapping[str, Any] = prepared.columns
     if isinstance(member.model, FleetModels):
@@ -133,11 +131,11 @@ def make_engine(
 
 def _transport(order: RankOrder, adapter: Any, device: NativeDevice) -> Transport:
     if isinstance(order.meeting, Hub):
-        add: Callable[[Any, Any], None] = adapter.nodes.add
+        add: Callable[[Any, Any], None] = require_nodes(adapter).add
         return ThreadTransport(order.meeting, order.rank, order.timeout, add)
     address = order.meeting if isinstance(order.meeting, str) else order.meeting.address
     channels, sums = _meetings(order)
-    return adapter.nodes.GroupTransport.join(
+    return require_nodes(adapter).GroupTransport.join(
         address, order.rank, order.size, order.timeout, channels=channels, sums=sums, device=device
     )
 

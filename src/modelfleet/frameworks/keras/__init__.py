@@ -20,6 +20,7 @@ from modelfleet.frameworks.keras.building import (
 )
 from modelfleet.frameworks.keras.callbacks import wrap
 from modelfleet.frameworks.keras.class_weights import weighted
+from modelfleet.frameworks.keras.cutting import pieces
 from modelfleet.frameworks.keras.datasets import as_loader
 from modelfleet.frameworks.keras.doctor_facts import version_note
 from modelfleet.frameworks.keras.engine import leaves_models_alone, make_engine
@@ -27,6 +28,7 @@ from modelfleet.frameworks.keras.family import family
 from modelfleet.frameworks.keras.recipe import compile, prepare
 from modelfleet.frameworks.keras.replica import frozen, weight_bytes
 from modelfleet.frameworks.keras.replica import replica as Replica
+from modelfleet.frameworks.keras.scoring import compiled, score
 from modelfleet.frameworks.keras.settings import settings, using
 from modelfleet.frameworks.keras.structure import difference, signature, trained_twice
 from modelfleet.frameworks.no_schedules import NoSchedules as Schedules

@@ -102,7 +102,7 @@ class TorchNode:
             kept = self._keep(micro, inputs, wanted)
             kept.outputs = outputs = self._run(micro, kept.inputs)
         detached = map_tree(torch.Tensor.detach, outputs)
-        self._outputs[micro] = detached
+        self._outputs = {micro: detached}  # the loss of a micro-batch follows its forward at once
         return detached
 
     def _keep(self, micro: int, inputs: Tree, wanted: Collection[int]) -> _Kept:
@@ -204,7 +204,7 @@ class TorchNode:
     # --- the update ----------------------------------------------------------------------------------------------
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients of the step: zeros for a parameter that this replica's micro-batches did not reach."""
+        """Return the gradients of the step, with zeros for a parameter that no micro-batch has reached."""
         params = [parameter for parameter in self._member.params.values() if parameter.requires_grad]
         for parameter in params:
             if parameter.grad is None:
@@ -217,7 +217,8 @@ class TorchNode:
         if not found:
             return 0.0, True
         squares = torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(found)]).square().sum()
-        return float(squares), plain_optimizer.finite(found)
+        # A sum of squares may overflow where no gradient does. Then every number is checked.
+        return float(squares), bool(torch.isfinite(squares)) or plain_optimizer.finite(found)
 
     def apply(self, scale: float) -> None:
         """Take the optimizer's step."""
