@@ -11,6 +11,7 @@ SAME = "one value for all members"
 NONE = "none"
 COMPILED = "compiled"
 LOOP = "a loop over the models"
+WHOLE = "a fleet of whole models"
 FIT = "keras fit, one after the other"
 STRATEGIES = ("interleaved", "threads", "processes")
 MIXES = {
@@ -161,6 +162,12 @@ PROMISES: list[Contest] = [
         cases=PREDICTIONS,
         case_bars={case: 5 for case in PREDICTIONS if case.endswith(" 100 × 32")},
         rounds=2,
+    ),
+    Contest(
+        "heads",
+        "fifty heads on one encoder, as a graph",
+        {who: Entrant("heads", (who,), _AUTO) for who in (FLEET, PLAIN, WHOLE)},
+        {PLAIN: 4, WHOLE: 1.5},
     ),
     _keras("tensorflow", 4),
     _keras("jax", 2),

@@ -24,6 +24,7 @@ class Block(nn.Module):
         self.drop = nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What the block gives."""
         return x + self.drop(self.narrow(torch.relu(self.wide(self.norm(x)))))
 
 

@@ -66,6 +66,15 @@ class Recipe:
 
         return self._mapped(narrow)
 
+    def of(self, name: str) -> "Recipe":
+        """Return this recipe with a member's own values, for several models that stand for it."""
+
+        def own(value: Each, argument: str) -> Any:
+            assert isinstance(value.values, dict)
+            return value.values[name]
+
+        return self._mapped(own)
+
     def with_copy(self, name: str, copy: str) -> "Recipe":
         """Return this recipe with the values of a member for its copy, too."""
 
@@ -102,7 +111,7 @@ class Recipe:
                 if isinstance(own, bool):
                     raise InputError(f"{key} is {own}; expected a number.")
 
-    def _mapped(self, change: Callable[[Each, str], Each]) -> "Recipe":
+    def _mapped(self, change: Callable[[Each, str], Any]) -> "Recipe":
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         given["hyperparameters"] = dict(self.hyperparameters or {})
         for values in (given, given["hyperparameters"]):

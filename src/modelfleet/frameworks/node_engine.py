@@ -6,7 +6,7 @@ gradients.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +17,10 @@ from modelfleet.types import Model, NativeDevice, State, Tensor, Tree
 
 DrawShapes = tuple[tuple[tuple[int, ...], int | None], ...]
 """For each random draw of a step, in order: its shape, and the axis that has the rows."""
+
+
+NodeHyper = Mapping[str, float | np.ndarray]
+"""Hyperparameters of a node by name; `(member,)` if the node is a fleet."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class LossParts:
     count: float
     sums: Mapping[str, float]
     """What it adds to the metrics of the epoch. "rows" is the number of its rows."""
+    members: Mapping[str, "LossParts"] = field(default_factory=dict)
+    """What it adds to the loss of each member, if the node is a fleet, whose loss is the sum over its members."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,8 @@ class NodeTrial:
     """What it draws for which rows; or why that can't be told, and what to do."""
     mixes_rows: bool
     """True if its output for a row depends on the other rows, as BatchNorm's does."""
+    own_streams: bool = False
+    """True if its draws are not among those of the graph: those of a fleet's members are their own."""
 
 
 class NodeEngine(Protocol):
@@ -92,8 +100,10 @@ class NodeEngine(Protocol):
 
     trained: bool
     """True if the node has weights that take a gradient."""
+    failed: Mapping[str, int]
+    """Members of a fleet whose numbers were not finite in this step, with the trouble (`frameworks.errors`)."""
 
-    def begin(self, step: Step, hyper: Mapping[str, float], draws: Draws) -> None:
+    def begin(self, step: Step, hyper: NodeHyper, draws: Draws) -> None:
         """Start a step. `hyper` are the node's hyperparameters."""
         ...
 
@@ -109,6 +119,8 @@ class NodeEngine(Protocol):
 
     def count(self, micro: int, target: Tree) -> float:
         """Return the count by which the loss of the whole batch is divided.
+
+        A fleet keeps the counts of its members, and returns 1.
 
         Args:
             micro: A micro-batch that has been through `forward`: the others have outputs like its own.
@@ -193,6 +205,23 @@ class Nodes(Protocol):
         recompute: bool = False,
     ) -> NodeEngine:
         """Return the engine of a node."""
+        ...
+
+    def make_fleet_node(
+        self,
+        name: str,
+        members: Sequence[Member],
+        tasks: Sequence[Any],
+        columns: Mapping[str, np.ndarray],
+        device: NativeDevice,
+        *,
+        recompute: bool = False,
+        isolates: bool = False,
+    ) -> NodeEngine:
+        """Return the engine of a node that is a fleet. An adapter may leave this out.
+
+        `isolates` is True if nothing depends on the members, so that each may fail by itself.
+        """
         ...
 
     def numbers(self, values: Sequence[float], device: NativeDevice) -> Tensor:

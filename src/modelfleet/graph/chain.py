@@ -9,6 +9,7 @@ from modelfleet.frameworks.model_building import is_made, list_models
 from modelfleet.graph import saving
 from modelfleet.graph.graph import Graph
 from modelfleet.graph.placement import DevicesLike
+from modelfleet.graph.saved_fleets import FleetEntry
 from modelfleet.graph.split import Split
 from modelfleet.graph.topology import INPUT, Edge
 from modelfleet.types import Json, Model
@@ -52,13 +53,15 @@ class Chain(Graph):
             self._paths = stages.paths
 
     @classmethod
-    def _rebuilt(cls, models: Any, manifest: Mapping[str, Json], devices: DevicesLike) -> Self:
+    def _rebuilt(
+        cls, models: Any, manifest: Mapping[str, Json], devices: DevicesLike, fleets: Mapping[str, FleetEntry]
+    ) -> Self:
         """Return the chain of a manifest, with these models."""
         if callable(models) and not is_made(models):
             models = models()
         if isinstance(models, Split):
             return cls(models, devices=devices, seed=manifest["seed"])
-        return cls(saving.made_models(models, manifest["nodes"]), devices=devices, seed=manifest["seed"])
+        return cls(saving.made_models(models, manifest["nodes"], fleets), devices=devices, seed=manifest["seed"])
 
 
 def named_stages(stages: Mapping[str, Model] | Sequence[Model]) -> dict[str, Model]:

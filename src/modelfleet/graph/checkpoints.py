@@ -3,7 +3,7 @@
 They say nothing of devices or cuts, so a run may continue on others.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,11 +58,11 @@ def save(folder: Path, fit: "GraphFit") -> None:
         f"callback-{number}": {
             f"{name}/{path}": array
             for name, snapshot in callback.arrays().items()
-            for path, array in by_global_path(snapshot, fit.paths).items()
+            for path, array in by_global_path(snapshot, fit.paths, fit.fleets).items()
         }
         for number, callback in enumerate(fit.callbacks)
     }
-    tensors = {STATE: by_global_path(fit.states, fit.paths), RANDOM: fit.generators}
+    tensors = {STATE: by_global_path(fit.states, fit.paths, fit.fleets), RANDOM: fit.generators}
     tensors |= {name: own for name, own in snapshots.items() if own}
     manifest = {
         "graph": fit.name,
@@ -152,23 +152,30 @@ def _read(
         if f"callback-{number}" in manifest["files"]:  # of the graph, which is the only member
             tensors = saved.tensors(f"callback-{number}", files)
             tensors = {path.partition("/")[2]: array for path, array in tensors.items()}
-            snapshots[number] = {fit.name: by_node(tensors, weights, fit.paths, folder)}
+            snapshots[number] = {fit.name: by_node(tensors, weights, fit.paths, fit.fleets, folder)}
     tensors = saved.tensors(STATE, files)
-    return manifest, by_node(tensors, own, fit.paths, folder), saved.tensors(RANDOM, files), snapshots
+    states = by_node(tensors, own, fit.paths, fit.fleets, folder)
+    return manifest, states, saved.tensors(RANDOM, files), snapshots
 
 
-def by_global_path(states: Mapping[str, State], paths: Paths) -> Arrays:
-    """Return the state of all nodes as arrays by path. Paths do not depend on how a split model was cut."""
+def by_global_path(states: Mapping[str, State], paths: Paths, fleets: Collection[str]) -> Arrays:
+    """Return the state of all nodes as arrays by path. Paths do not depend on how a split model was cut.
+
+    Args:
+        states: The state of every node.
+        paths: Names of parameters in the undivided model.
+        fleets: The nodes that are fleets. Their arrays are `(member, …)`.
+    """
     found: dict[str, Array] = {}
     for node, state in states.items():
         for part, own in state.items():
             for name, array in own.items():
-                found[_path(node, part, name, paths)] = np.asarray(array)
+                found[_path(node, part, name, paths, fleets)] = np.asarray(array)
     return found
 
 
 def by_node(
-    tensors: Mapping[str, Array], own: Mapping[str, State], paths: Paths, folder: Path
+    tensors: Mapping[str, Array], own: Mapping[str, State], paths: Paths, fleets: Collection[str], folder: Path
 ) -> dict[str, State]:
     """Return saved arrays as the state of nodes. `own` says what each node needs.
 
@@ -181,7 +188,7 @@ def by_node(
         for part, needed in state.items():
             found[node][part] = {}
             for name, array in needed.items():
-                path = _path(node, part, name, paths)
+                path = _path(node, part, name, paths, fleets)
                 if path not in tensors or tensors[path].shape != np.shape(array):
                     what = f"is {tensors[path].shape}" if path in tensors else "is missing"
                     raise StoreError(
@@ -193,10 +200,11 @@ def by_node(
     return found
 
 
-def _path(node: str, part: str, name: str, paths: Paths) -> str:
+def _path(node: str, part: str, name: str, paths: Paths, fleets: Collection[str]) -> str:
     assert part in PARTS, part
     if part == "member":
-        return f"{part}/{name}"  # the same for all nodes
+        # The same for all nodes, but each member of a fleet has a seed of its own, and may have failed.
+        return f"{part}/{node}.{name}" if node in fleets else f"{part}/{name}"
     tensor, slash, parameter = name.rpartition("/")  # the optimizer's tensors have a name of their own in front
     inside = paths.get(node, {})
     whole = inside.get(parameter, f"{node}.{parameter}")

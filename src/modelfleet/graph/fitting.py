@@ -14,14 +14,15 @@ from modelfleet.feeds import Batch, Feed
 from modelfleet.frameworks import global_generators
 from modelfleet.frameworks.adapter_protocol import Schedules
 from modelfleet.frameworks.errors import GRADIENT, LOSS, REASONS
-from modelfleet.frameworks.node_engine import require_nodes
 from modelfleet.frameworks.stacked import WEIGHTS
 from modelfleet.graph import checkpoints
-from modelfleet.graph.losses import EpochSums, split_batch
+from modelfleet.graph.failing import failed_members, stopped_by
+from modelfleet.graph.losses import EpochSums, EpochValues, split_batch
+from modelfleet.graph.node_models import fill
 from modelfleet.graph.opening import Opener
 from modelfleet.graph.orders import StateOrder, StepOrder, StepReport
 from modelfleet.graph.plan import GraphPlan
-from modelfleet.graph.reading import evaluate_orders, in_turn, joined_parts, sum_up, tasks_of
+from modelfleet.graph.reading import evaluate_orders, in_turn, joined_parts, sum_up
 from modelfleet.graph.running import Ranks
 from modelfleet.history import History
 from modelfleet.interrupts import StopRequest
@@ -63,7 +64,8 @@ class GraphFit:
         self.epochs = epochs
         self.epoch = self.step = 0
         self.position = 0  # steps of the current epoch
-        self.history = History([self.name])
+        self._units = opener.units("train")
+        self.history = History([self.name, *self._units.members])
         self.active: tuple[str, ...] = (self.name,)
         self.callbacks: list[Callback] = wrap_callbacks(callbacks)
         if validation is None:
@@ -71,6 +73,8 @@ class GraphFit:
         self.states: dict[str, State] = {}
         """State of every node on the host, as of the last report."""
         self.seed, self.paths = graph.seed, graph._paths
+        self.fleets = tuple(opener.fleets)
+        """Nodes that are fleets."""
         self.epochs_before = graph._epochs
         """Epochs of earlier fits, on which shuffles depend."""
         self.generators = global_generators.state()
@@ -84,6 +88,7 @@ class GraphFit:
         self._to_save: list[Path] = []
         self._stopping = False
         self._failure: Failure | None = None
+        self._culprits: Mapping[str, Failure] = {}  # members of fleets that caused it
         self._ctrl_c = StopRequest()
 
     # --- for callbacks -------------------------------------------------------------------------------------------
@@ -131,10 +136,10 @@ class GraphFit:
             self._validation_feed = opener.feed(self._validation, self._batch_size, what="validation")
             self._plans["evaluate"] = opener.plan_untried(plan.batch_size, placed=plan)
         self._schedules = self._make_schedules(feed)
-        self._epoch_sums = EpochSums(tasks_of(opener))
+        self._epoch_sums = EpochSums(self._units, opener.losses)
         steps = None if feed.steps is None else int(feed.steps[0])
         self._reporter.start([self.name], self.epochs, steps, None if feed.rows is None else int(feed.rows[0]))
-        stopped_by: str | None = "an error"
+        cut_short_by: str | None = "an error"
         try:
             with opener.open(self._plans, "train") as ranks, self._ctrl_c.listening():
                 self._ranks = ranks
@@ -147,14 +152,14 @@ class GraphFit:
                 self._call("on_fit_end")
                 self._read()
                 measured = self._measured(plan)
-            stopped_by = "Ctrl-C" if self._ctrl_c.pressed else None
+            cut_short_by = "Ctrl-C" if self._ctrl_c.pressed else None
             self._graph._plan = replace(plan, measured=measured)
         finally:
             self._ranks = None
             self._write_back()
-            over = stopped_by is None or checkpoints.folder_to_resume(self.callbacks) is None
+            over = cut_short_by is None or checkpoints.folder_to_resume(self.callbacks) is None
             self._graph._epochs = self.epochs_before + (self.epoch if over else 0)  # the same call may continue it
-            self._reporter.end(self.history, time.monotonic() - begun, stopped_by)
+            self._reporter.end(self.history, time.monotonic() - begun, cut_short_by)
         return self.history
 
     def _resume(self) -> None:
@@ -170,7 +175,7 @@ class GraphFit:
 
     @property
     def sums(self) -> dict[str, dict[str, float]]:
-        """Return the sums of the current epoch's losses and metrics, by node."""
+        """Return the sums of the current epoch's losses and metrics, by node, or by member of a fleet."""
         return self._epoch_sums.sums
 
     @sums.setter
@@ -187,14 +192,13 @@ class GraphFit:
         return self._stopping or self._ctrl_c.pressed
 
     def _make_schedules(self, feed: Feed) -> Schedules:
-        opener = self._opener
-        prepared = opener.adapter.prepare(opener.recipe, opener.members, "train")
-        count = len(opener.members)
+        units = self._units
+        count = len(units.all)
         per_epoch = None if feed.steps is None else np.repeat(feed.steps, count)
-        names = [member.name for member in opener.members]
+        schedules, tasks = [unit.schedule for unit in units.all], [unit.task for unit in units.all]
         epochs = np.full(count, self.epochs)
-        return opener.adapter.Schedules(
-            prepared.schedules, prepared.columns, prepared.tasks, per_epoch, epochs, names=names
+        return self._opener.adapter.Schedules(
+            schedules, units.columns, tasks, per_epoch, epochs, names=units.names
         )
 
     def _train_epoch(self) -> None:
@@ -217,21 +221,18 @@ class GraphFit:
             raise error
         if self._failure is not None:
             self._read()
+            if self._culprits:
+                raise stopped_by(self._culprits, self.history)
             raise all_failed({self.name: self._failure}, self.history, None)
 
     def _orders(self, batches: Iterator[Batch]) -> Iterator[list[StepOrder]]:
         """Yield the orders of the epoch's steps, until the fit is to stop."""
-        names = [member.name for member in self._opener.members]
         step = self.step
         while not self._ctrl_c.pressed and self._failure is None:
             batch = next(batches, None)
             if batch is None:
                 return
-            columns = self._schedules.at(np.full(len(names), step))
-            hyper = {
-                name: {key: float(column[index]) for key, column in columns.items()}
-                for index, name in enumerate(names)
-            }
+            hyper = self._units.hyper(self._schedules.at(np.full(len(self._units.all), step)))
             x, targets = split_batch(batch.member(0), self._opener.losses)
             step += 1
             yield self._opener.step_orders(
@@ -243,13 +244,22 @@ class GraphFit:
             return  # a step that was sent ahead, and not taken
         self._fresh = False
         parts = joined_parts(reports, self._opener.losses)
+        failed = failed_members(reports, self._units, epoch=self.epoch + 1, step=self.step + 1)
+        for name, failure in failed.items():
+            self.history.fail(name, failure)
         if any(report.skipped for report in reports):
             loss = sum(part.total for own in parts.values() for part in own)
             reason = REASONS[GRADIENT if np.isfinite(loss) and any(parts.values()) else LOSS]
             self._failure = Failure(self.epoch + 1, self.step + 1, reason)
             self.history.fail(self.name, self._failure)
+            self._culprits = failed
             return
         self._epoch_sums.add(parts)
+        for name in failed:
+            self._epoch_sums.drop(name)
+        if failed and self.history.failed.keys() >= self._epoch_sums.sums.keys():
+            self._read()
+            raise all_failed(self.history.failed, self.history, None)
         self.step += 1
         self.position += 1
         self._reporter.step(self.position, self.epoch + 1)
@@ -257,25 +267,36 @@ class GraphFit:
     def _end_epoch(self) -> None:
         begun = time.monotonic()
         values = self._epoch_sums.values()
-        self._epoch_sums = EpochSums(tasks_of(self._opener))
+        self._epoch_sums = EpochSums(self._units, self._opener.losses)
         if self._validation_feed is not None:
             assert self._ranks is not None
             plan = self._plans["evaluate"]
             batches = (batch.member(0) for batch in self._validation_feed.epoch(0))
             orders = (evaluate_orders(self._opener, plan, batch) for batch in batches)
-            found = sum_up(self._opener, in_turn(self._ranks, orders))
-            values |= {f"val_{name}": value for name, value in found.items()}
+            values = values.beside(sum_up(self._opener, in_turn(self._ranks, orders)).named("val_"))
         self.epoch += 1
         self.position = 0
         self.generators = global_generators.state()
-        self._schedules.end_epoch([values] * len(self._opener.members))
-        self.history.record(self.name, values)
+        self._record(values)
         self._keep_state()
         self._call("on_epoch_end")
         if self._stopping:
             self.history.stopped[self.name] = self.epoch
             self.active = ()
         self._reporter.epoch(self.epoch, self.history, self.active, time.monotonic() - begun)
+
+    def _record(self, values: EpochValues) -> None:
+        """Record the values of an epoch, and let schedules see them. Members that have failed have none."""
+        self._schedules.end_epoch(
+            [
+                values.whole if unit.member is None else values.members.get(unit.name, {})
+                for unit in self._units.all
+            ]
+        )
+        self.history.record(self.name, values.whole)
+        for name, own in values.members.items():
+            if name not in self.history.failed:
+                self.history.record(name, own)
 
     def _keep_state(self) -> None:
         """Read the state of ranks that may die, so that at most an epoch is lost."""
@@ -328,7 +349,13 @@ class GraphFit:
         for member in self._opener.members:
             state = self.states.get(member.name)
             if state is not None:
-                require_nodes(member.framework).fill(member.model, state)
-                self._graph._states[member.name] = {
-                    part: own for part, own in state.items() if part in ("optimizer", "member")
-                }
+                fill(member, state)
+                self._graph._states[member.name] = _for_next_fit(state)
+
+
+def _for_next_fit(state: State) -> State:
+    """Return the training state that the next fit begins with, in which no member has failed yet."""
+    numbers = dict(state["member"])
+    if "trouble" in numbers:
+        numbers["trouble"] = np.zeros_like(numbers["trouble"])
+    return {"optimizer": state["optimizer"], "member": numbers}

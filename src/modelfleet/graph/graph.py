@@ -9,7 +9,9 @@ from modelfleet import frameworks
 from modelfleet.devices import cores, parse_devices
 from modelfleet.each import Each
 from modelfleet.errors import InputError, StoreError
-from modelfleet.frameworks.node_engine import nodes_of, require_nodes
+from modelfleet.fleet import Fleet
+from modelfleet.frameworks.fleet_models import prepare_members
+from modelfleet.frameworks.node_engine import nodes_of
 from modelfleet.frameworks.recipe import compile_all
 from modelfleet.frameworks.stacked import WEIGHTS
 from modelfleet.gate import Gate
@@ -17,9 +19,11 @@ from modelfleet.graph import reading, saving
 from modelfleet.graph.checkpoints import Paths
 from modelfleet.graph.fitting import GraphFit
 from modelfleet.graph.losses import loss_nodes
+from modelfleet.graph.node_models import fill, fleet_member, models_of
 from modelfleet.graph.opening import Opener, Settings
 from modelfleet.graph.placement import DevicesLike
 from modelfleet.graph.plan import GraphPlan
+from modelfleet.graph.saved_fleets import FleetEntry, entry_of
 from modelfleet.graph.saving import ModelsLike, SavedGraph
 from modelfleet.graph.topology import EdgeLike, Topology, make_topology
 from modelfleet.graph.working import make_engine, native_device
@@ -50,7 +54,8 @@ class Graph:
     """Models whose outputs are other models' inputs, trained and run as one, on one device or several.
 
     Args:
-        nodes: The models by name.
+        nodes: The models by name. A `Fleet` is a node, too: its members run as one program on the same inputs, and
+            give {member: output}.
         edges: Pairs `(source, target)`, or `Edge`s. A node that no edge leads to takes the data.
         outputs: The nodes whose outputs the graph returns, and that have the loss.
         devices: "auto"; devices, over which the nodes are spread; or for each node a device, or a row of devices
@@ -71,7 +76,7 @@ class Graph:
 
     def __init__(
         self,
-        nodes: Mapping[str, Model],
+        nodes: Mapping[str, "Model | Fleet"],
         edges: Sequence[EdgeLike],
         *,
         outputs: str | Sequence[str] | None = None,
@@ -83,6 +88,7 @@ class Graph:
         self.seed = int(seed)
         self.devices = devices
         self._members: dict[str, Member] = {}
+        self._fleets: dict[str, Fleet] = {}
         for name, model in nodes.items():
             self._enlist(name, model)
         self._topology: Topology = make_topology(list(self._members), edges, outputs)
@@ -111,7 +117,8 @@ class Graph:
 
         Args:
             folder: The folder.
-            models: The models to fill, by node or in their order; or a function that returns them.
+            models: The models to fill, by node or in their order; or a function that returns them. For a fleet,
+                its models, by name or in their order, or a `Fleet`.
             devices: As for a new one.
             allow_import: Import the functions of the recipe by the names in the folder. This runs code that the
                 folder chooses: use it only with folders you trust.
@@ -122,11 +129,13 @@ class Graph:
         """
         graphs: list[Self] = []
 
-        def states_of(manifest: Mapping[str, Json], recipe: Recipe | None) -> tuple[Mapping[str, State], Paths]:
+        def states_of(
+            manifest: Mapping[str, Json], recipe: Recipe | None, fleets: Mapping[str, FleetEntry]
+        ) -> tuple[Mapping[str, State], Paths]:
             if manifest["graph"] != cls.kind:
                 name = manifest["graph"].capitalize()
                 raise StoreError(f"{folder} holds a {manifest['graph']}. Load it with mf.{name}.load.")
-            graph = cls._rebuilt(models, manifest, devices)
+            graph = cls._rebuilt(models, manifest, devices, fleets)
             graphs.append(graph)
             usable = recipe is not None and not recipe.missing
             return graph._read_states("train" if usable else "predict", recipe if usable else None), graph._paths
@@ -137,9 +146,15 @@ class Graph:
         return graph
 
     @classmethod
-    def _rebuilt(cls, models: ModelsLike, manifest: Mapping[str, Json], devices: DevicesLike) -> Self:
+    def _rebuilt(
+        cls,
+        models: ModelsLike,
+        manifest: Mapping[str, Json],
+        devices: DevicesLike,
+        fleets: Mapping[str, FleetEntry],
+    ) -> Self:
         """Return the graph of a manifest, with these models."""
-        made, edges = saving.made_models(models, manifest["nodes"]), saving.edges_of(manifest)
+        made, edges = saving.made_models(models, manifest["nodes"], fleets), saving.edges_of(manifest)
         return cls(made, edges, outputs=manifest["outputs"], devices=devices, seed=manifest["seed"])
 
     @property
@@ -151,10 +166,10 @@ class Graph:
         return len(self._members)
 
     def __getitem__(self, name: str) -> Model:
-        """Return a node's model, with its current weights."""
+        """Return a node's model, or its fleet, with the current weights."""
         if name not in self._members:
             raise unknown("node", name, self._members)
-        return self._members[name].model
+        return self._fleets[name] if name in self._fleets else self._members[name].model
 
     def __repr__(self) -> str:
         edges = ", ".join(link.name for link in self._topology.links)
@@ -180,6 +195,9 @@ class Graph:
     ) -> None:
         """Set how the nodes are trained. Optimizer and numbers are one for all nodes, or `each(...)` by node.
 
+        A fleet that is compiled keeps its own recipe, with its own loss, and has no value in `each(...)`. The
+        members of one that is not are all trained by this recipe.
+
         To freeze a node, set `requires_grad_(False)` on its model. Calling `compile` again starts the optimizers
         over.
 
@@ -188,7 +206,8 @@ class Graph:
             loss: A name or a function `loss(output, target)`. A dict gives nodes losses of their own: the
                 graph's loss is their sum.
             metrics: As for `Fleet.compile`.
-            clip_norm: The largest norm of the gradient of all nodes together.
+            clip_norm: The largest norm of the gradient of all nodes together. That of a fleet's own recipe is for
+                each of its members.
             precision: "float32" or "bf16".
             schedule: As for `Fleet.compile`.
             **hyperparameters: Those of the optimizer, such as `lr=mf.each([1e-4, 1e-3])`.
@@ -201,25 +220,22 @@ class Graph:
                 f"compile got an objective, which computes a loss from a whole model, but a {self.kind} has its "
                 f"model in parts. Give a loss of the output instead: loss(output, target)."
             )
-        if loss is None:
-            raise InputError(
-                "compile got no loss. A node sees only its own part of the model, so give a loss of the "
-                'output: "mse", '
-                '"cross_entropy", or a function loss(output, target).'
-            )
         if isinstance(clip_norm, Each):
             raise InputError("clip_norm is each(...), but a graph has one gradient. Give one number.")
         if precision == "fp16":
             raise InputError(
                 'precision="fp16" needs one loss scale for all nodes, which graphs do not have. Use "bf16".'
             )
-        losses = loss_nodes(loss, self._topology)
-        names = self.names
-        by_node = Each([losses.get(name) for name in names]) if len(losses) > 1 or len(names) > 1 else loss
+        self._refresh()
+        compiled = self._compiled_fleets()
+        losses = loss_nodes(loss, self._topology, compiled)
+        names = [name for name in self.names if name not in compiled]
+        several = len(losses) > 1 or len(names) != 1
+        by_node = Each([losses.get(name) for name in names]) if several else loss
         recipe = Recipe(optimizer, by_node, None, metrics, clip_norm, precision, schedule, hyperparameters)
         recipe = recipe.by_name(names)
         with self._gate.changing("compile"):
-            compile_all(recipe, [self._members[name] for name in names])
+            self._check_recipe(recipe, names)
             self._recipe, self._losses, self._states = recipe, losses, {}
 
     def plan(
@@ -270,7 +286,7 @@ class Graph:
 
         Args:
             data: `(x, y)`, or whatever `Fleet.fit` takes. x is a dict if edges name parts of it. y is a dict by
-                node if several nodes have a loss.
+                node if several nodes have a loss. The y of a fleet is for all of its members, or a dict by member.
             validation: Data to evaluate after every epoch.
             epochs: How many epochs to train.
             batch_size: Rows per step.
@@ -287,12 +303,14 @@ class Graph:
             timeout: Seconds after which a rank that does not move is lost.
 
         Returns:
-            The history. Its only member is "graph" or "chain".
+            The history of "graph" or "chain", and of every member of a fleet, by its name:
+            `history["m07"]["loss"]`. If two fleets have members of one name, it is "heads.m07".
 
         Raises:
             InputError: The data do not fit the nodes, or an argument is out of range.
             RankLostError: A device's worker died, hangs or was too late. The message says who waited for what.
-            AllFailedError: The loss or a gradient was not finite.
+            AllFailedError: The loss or a gradient was not finite. A member of a fleet is set aside instead if no
+                other node depends on it, as behind a frozen encoder.
         """
         settings = Settings(micro_batches, pipeline, strategy, recompute, timeout)
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
@@ -316,7 +334,7 @@ class Graph:
         strategy: GraphStrategy = "auto",
         timeout: float = 300.0,
     ) -> dict[str, float]:
-        """Return the loss and the metrics on data: {metric: value}."""
+        """Return the loss and the metrics on data: {metric: value}; those of a fleet's members as "m07_loss"."""
         with self._gate.reading("evaluate"), self._keeping_threads():
             opener = self._opener(Settings(strategy=strategy, timeout=timeout), "evaluate")
             return reading.evaluate(opener, data, batch_size)
@@ -330,7 +348,10 @@ class Graph:
         strategy: GraphStrategy = "auto",
         timeout: float = 300.0,
     ) -> Tree:
-        """Return the outputs on data: an array, or a dict by node if the graph has several outputs."""
+        """Return the outputs on data: an array, or a dict by node if the graph has several outputs.
+
+        Those of a fleet are a dict by member, as from `Fleet.predict`.
+        """
         with self._gate.reading("predict"), self._keeping_threads():
             opener = self._opener(Settings(micro_batches, strategy=strategy, timeout=timeout))
             return reading.predict(opener, data, batch_size)
@@ -350,13 +371,15 @@ class Graph:
                 for name, state in self._states.items():
                     states[name] |= state
             recipe, losses = self._recipe, tuple(self._losses)
-            saved = SavedGraph(self.kind, self.seed, self._epochs, self._topology, losses, recipe, states)
+            fleets = {name: entry_of(fleet) for name, fleet in self._fleets.items()}
+            saved = SavedGraph(self.kind, self.seed, self._epochs, self._topology, losses, recipe, states, fleets)
             saving.save(Path(folder), saved, self._paths)
 
     # --- small parts ---------------------------------------------------------------------------------------------
 
     def _read_states(self, kind: Kind, recipe: Recipe | None) -> dict[str, State]:
         """Return the weights of all nodes; with "train", also a training state of their form."""
+        self._refresh()
         parts = None if kind == "train" else WEIGHTS
         found = {}
         for name, member in self._members.items():
@@ -367,15 +390,16 @@ class Graph:
     def _take_saved(self, found: SavedGraph) -> None:
         """Take over the weights, the recipe and the training state of a saved graph."""
         for name, state in found.states.items():
-            require_nodes(self._members[name].framework).fill(self._members[name].model, state)
+            fill(self._members[name], state)
             self._states[name] = {part: own for part, own in state.items() if part in ("optimizer", "member")}
         self._epochs, self._recipe = found.epochs, found.recipe
         if found.recipe is not None:
             loss = found.recipe.loss
             by_node = loss.values if isinstance(loss, Each) and isinstance(loss.values, dict) else None
-            self._losses = {name: loss if by_node is None else by_node[name] for name in found.losses}
+            self._losses = {name: loss if by_node is None else by_node.get(name) for name in found.losses}
             if not found.recipe.missing:
-                compile_all(found.recipe, list(self._members.values()))
+                compiled = self._compiled_fleets()
+                self._check_recipe(found.recipe, [name for name in self.names if name not in compiled])
 
     @contextmanager
     def _keeping_threads(self) -> Iterator[None]:
@@ -391,13 +415,59 @@ class Graph:
     def _opener(self, settings: Settings, verb: str = "") -> Opener:
         if verb and self._recipe is None:
             raise InputError(f"call compile before {verb}: the {self.kind} needs a loss and an optimizer.")
+        self._refresh()
         members = [self._members[name] for name in self._topology.nodes]
         return Opener(
-            self._topology, members, self._recipe, tuple(self._losses), self.devices, settings, self._states
+            self._topology,
+            members,
+            self._recipe,
+            tuple(self._losses),
+            self.devices,
+            settings,
+            self._states,
+            self.kind,
         )
 
-    def _enlist(self, name: object, model: Model) -> None:
+    def _refresh(self) -> None:
+        """Take the fleets as they are now: members may have joined, or been compiled."""
+        for name, fleet in self._fleets.items():
+            before = self._members[name].model.names
+            self._members[name] = fleet_member(name, fleet, self.kind)
+            fleet._exposed.update(fleet.names)  # their models are trained here
+            if before != tuple(fleet.names):
+                self._states.pop(name, None)
+
+    def _compiled_fleets(self) -> list[str]:
+        """Return the fleets that have recipes of their own.
+
+        Raises:
+            InputError: One has no loss.
+        """
+        found = [name for name in self._fleets if self._members[name].model.compiled]
+        for name in found:
+            for member, recipe in self._fleets[name]._recipes.items():
+                if name in self._topology.outputs and recipe is not None and recipe.loss is None:
+                    raise InputError(
+                        f"member {member!r} of the fleet {name!r} was compiled without a loss of its output, and "
+                        f"the graph needs one. Compile the fleet with a loss, or do not compile it: then the "
+                        f"graph's recipe trains it."
+                    )
+        return found
+
+    def _check_recipe(self, recipe: Recipe, names: Sequence[str]) -> None:
+        """Raise InputError if a recipe does not fit one of these nodes."""
+        compile_all(recipe, [self._members[name] for name in names if name not in self._fleets])
+        for name in names:
+            if name in self._fleets:
+                prepare_members(self._members[name].model, name, recipe, self._members[name].framework, "evaluate")
+
+    def _enlist(self, name: object, model: "Model | Fleet") -> None:
         text = check_name(name, self._members)
+        if isinstance(model, Fleet):
+            self._fleets[text] = model
+            self._members[text] = fleet_member(text, model, self.kind)
+            self._refresh()
+            return
         framework = frameworks.adapter_of(model, text)
         framework.check_model(model, text)
         if nodes_of(framework) is None:
@@ -420,12 +490,13 @@ class Graph:
         for member in self._members.values():
             by_framework.setdefault(id(member.framework), []).append(member)
         for alike in by_framework.values():
-            found = alike[0].framework.trained_twice([member.model for member in alike])
+            models = {name: model for member in alike for name, model in models_of(member).items()}
+            found = alike[0].framework.trained_twice(list(models.values()))
             if found is not None:
                 one, other, weight = found
+                names = list(models)
                 raise InputError(
-                    f"nodes {alike[one].name!r} and {alike[other].name!r} share the weight {weight!r}, which "
-                    f"one optimizer "
+                    f"nodes {names[one]!r} and {names[other]!r} share the weight {weight!r}, which one optimizer "
                     f"would have to update for both. Keep the parts that share it in one node, or untie it."
                 )
 

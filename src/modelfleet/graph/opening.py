@@ -11,9 +11,11 @@ from modelfleet.errors import InputError
 from modelfleet.feeds import Feed, make_feed
 from modelfleet.frameworks.batch_parts import inputs as inputs_of
 from modelfleet.frameworks.contexts import current_settings
-from modelfleet.frameworks.node_engine import Draws, NodeEngine, Step, require_nodes
+from modelfleet.frameworks.fleet_models import FleetModels
+from modelfleet.frameworks.node_engine import Draws, NodeEngine, NodeHyper, Step
 from modelfleet.graph.board import Board
 from modelfleet.graph.losses import split_batch
+from modelfleet.graph.node_models import copied, is_trained
 from modelfleet.graph.orders import NodeOrder, RankOrder, StepOrder
 from modelfleet.graph.placement import DevicesLike, by_node
 from modelfleet.graph.plan import GraphPlan
@@ -21,6 +23,7 @@ from modelfleet.graph.planning import GraphTrial, make_plan, no_draws, try_graph
 from modelfleet.graph.running import Ranks
 from modelfleet.graph.topology import Topology, select
 from modelfleet.graph.transport import Hub
+from modelfleet.graph.units import Units, prepare_units
 from modelfleet.graph.working import make_engine, native_device
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
@@ -69,6 +72,7 @@ class Opener:
         devices: The devices as the user gave them.
         settings: The arguments of the verb.
         states: The training state of the nodes, on the host.
+        name: What the graph is called in the history.
     """
 
     def __init__(
@@ -80,16 +84,23 @@ class Opener:
         devices: DevicesLike,
         settings: Settings,
         states: Mapping[str, State],
+        name: str,
     ) -> None:
+        self.name = name
         self.topology, self.members, self.recipe, self.losses = topology, list(members), recipe, losses
         self.settings, self.states = settings, states
         self._devices = devices
         self.adapter: Any = self.members[0].framework
         self._recompute = self._recomputed()
         self.places = self._find_places()
-        self.trained = {
-            member.name: require_nodes(member.framework).trained(member.model) for member in self.members
+        self.trained = {member.name: is_trained(member) for member in self.members}
+        self.fleets = {
+            member.name: member.model for member in self.members if isinstance(member.model, FleetModels)
         }
+
+    def units(self, kind: Kind) -> Units:
+        """Return everything that has an optimizer of its own."""
+        return prepare_units(self.members, self.recipe, kind, self.name)
 
     # --- devices -------------------------------------------------------------------------------------------------
 
@@ -197,6 +208,7 @@ class Opener:
             pipeline=self.settings.pipeline if train else "1f1b",
             strategy=self.strategy,
             train=train,
+            fleets={name: len(models) for name, models in self.fleets.items()},
         )
 
     def _engine(self, member: Member, kind: Kind) -> NodeEngine:
@@ -231,6 +243,7 @@ class Opener:
                 timeout=self.settings.timeout,
                 kind=kind,
                 threads=self.threads,
+                divides=len(self.losses) > 1 or any(name in self.fleets for name in self.losses),
                 recompute=self._recompute,
                 clip_norm=clip,  # pyrefly: ignore
                 board=board,
@@ -248,7 +261,7 @@ class Opener:
                 continue
             model = member.model
             if self.strategy == "threads" and rank != ranks[0]:
-                model = member.framework.copy_model(model)  # replicas in one process would step one object
+                model = copied(member)  # replicas in one process would step one object
             state = self.states.get(member.name, {})
             found.append(NodeOrder(member.name, model, member.framework.NAME, member.seed, state))
         return tuple(found)
@@ -262,7 +275,7 @@ class Opener:
         *,
         train: bool,
         draws: Mapping[str, Draws] | None = None,
-        hyper: Mapping[str, Mapping[str, float]] | None = None,
+        hyper: Mapping[str, NodeHyper] | None = None,
         outputs: Sequence[str] = (),
     ) -> list[StepOrder]:
         """Return the orders of all ranks for one batch."""

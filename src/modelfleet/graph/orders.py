@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from modelfleet.frameworks.node_engine import Draws, LossParts, Step
+from modelfleet.frameworks.node_engine import Draws, LossParts, NodeHyper, Step
 from modelfleet.graph.board import Board
 from modelfleet.graph.topology import Topology
 from modelfleet.graph.transport import Hub
@@ -49,6 +49,8 @@ class RankOrder:
     kind: Kind
     threads: int
     """Threads of a logical CPU."""
+    divides: bool = False
+    """True if each loss is divided by a count of its own: there are several, or those of a fleet's members."""
     recompute: frozenset[str] = frozenset()
     """Nodes whose activations are recomputed."""
     clip_norm: float | None = None
@@ -67,7 +69,7 @@ class StepOrder:
     """Rows of the whole batch, by the name of the edge that brings them into a node of this rank."""
     targets: Mapping[str, tuple[Tree, ...]]
     """(y,) or (y, sample_weight) of the whole batch, by the loss node."""
-    hyper: Mapping[str, Mapping[str, float]]
+    hyper: Mapping[str, NodeHyper]
     draws: Mapping[str, Draws]
     outputs: tuple[str, ...] = ()
     """Nodes of this rank whose outputs are wanted."""
@@ -95,5 +97,7 @@ class StepReport:
     """Outputs on the host, by node and micro-batch."""
     skipped: bool = False
     """True if the step's numbers were not finite, and nothing was updated."""
+    failed: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """By fleet: the members whose numbers were not finite, with their trouble (`frameworks.errors`)."""
     states: Mapping[str, State] = field(default_factory=dict)
     events: Sequence[Event] = ()

@@ -31,16 +31,19 @@ class GraphTrial:
         """Return the random draws of every node within those of the whole graph, and why some can't be divided."""
         shapes: list[tuple[tuple[int, ...], int | None]] = []
         first: dict[str, int] = {}
+        alone: dict[str, Draws] = {}
         problems = []
         for name in topology.nodes:
             first[name] = len(shapes)
             own: DrawShapes | str = self.nodes[name].draws
             if isinstance(own, str):
                 problems.append(f"node {name!r}: {own}")
+            elif self.nodes[name].own_streams:
+                alone[name] = Draws(own, 0)
             else:
                 shapes += own
         whole = tuple(shapes)
-        return {name: Draws(whole, first[name]) for name in topology.nodes}, problems
+        return {name: alone.get(name, Draws(whole, first[name])) for name in topology.nodes}, problems
 
 
 def no_draws(topology: Topology) -> dict[str, Draws]:
@@ -134,6 +137,7 @@ def make_plan(
     pipeline: ScheduleName,
     strategy: str,
     train: bool,
+    fleets: Mapping[str, int],
 ) -> GraphPlan:
     """Return the plan of a verb.
 
@@ -148,6 +152,7 @@ def make_plan(
         pipeline: The rule of the schedule.
         strategy: How the ranks run.
         train: True if there are backward passes.
+        fleets: The nodes that are fleets, with their numbers of members.
     """
     seconds = {
         name: 1.0 if trial is None else trial.nodes[name].forward + (trial.nodes[name].backward if train else 0.0)
@@ -167,7 +172,7 @@ def make_plan(
     count = _micro_batches(micro_batches, batch_size, len(used), longest)
     spec = make_spec(topology, rows, used, trial, trained)
     schedule = build(spec, used, micro_batches=count, schedule=pipeline, train=train)
-    notes = _notes(trial, rows, count, train)
+    notes = (*_notes(trial, rows, count, train), *_fleet_notes(fleets))
     return GraphPlan(used, rows, spec, schedule, strategy, batch_size, notes)
 
 
@@ -210,6 +215,13 @@ def _notes(trial: GraphTrial | None, rows: Rows, micro_batches: int, train: bool
             f"{names}: gradients are summed over the row of devices; buffers are those of the first device"
         )
     return tuple(notes)
+
+
+def _fleet_notes(fleets: Mapping[str, int]) -> list[str]:
+    return [
+        f"{name!r}: {members:,} members as one stacked program on the same inputs; their losses are summed"
+        for name, members in fleets.items()
+    ]
 
 
 def _bytes(tree: Tree) -> int:

@@ -31,6 +31,7 @@ class Rank:
         transport: Moves tensors to and from the other ranks.
         numbers: Makes the tensors of small sums.
         host: Copies a tensor to the host, for outputs.
+        divides: True if each loss is divided by a count of its own.
         clip_norm: The largest norm of the gradients of the whole graph.
         board: Where the rank marks its operations.
     """
@@ -47,6 +48,7 @@ class Rank:
         numbers: Numbers,
         host: Callable[[Tensor], object],
         *,
+        divides: bool = False,
         clip_norm: float | None = None,
         board: Board | None = None,
     ) -> None:
@@ -55,7 +57,7 @@ class Rank:
         self.recorder = Recorder(number)
         self._topology, self._spec, self._schedules = topology, spec, schedules
         self._links = {link.name: link for link in topology.links}
-        self._losses = tuple(losses)
+        self._losses, self._divides = tuple(losses), divides
         self._transport, self._numbers, self._host = transport, numbers, host
         self._clip_norm, self._board = clip_norm, board
         self._steps = 0
@@ -120,7 +122,8 @@ class Rank:
         self._failed |= self._skipped
         for engine in self.engines.values():
             engine.end(skipped=self._skipped)
-        report = StepReport(self._found, self._wanted_outputs, self._skipped)
+        failed = {name: dict(engine.failed) for name, engine in self.engines.items() if engine.failed}
+        report = StepReport(self._found, self._wanted_outputs, self._skipped, failed)
         self._inputs, self._targets, self._tensors, self._gradients = {}, {}, {}, {}
         return report
 
@@ -162,7 +165,7 @@ class Rank:
         engine, target = self.engines[node], self._targets[node]
         start, stop = self._order.step.rows[micro]
         divisor = float(self._order.step.count)  # for most losses the count: then nothing is left to divide
-        if self._order.step.train and len(self._losses) > 1:
+        if self._order.step.train and self._divides:
             # The gradients of several losses meet, so each is divided by its own count before.
             if node not in self._counts:
                 self._counts[node] = engine.count(micro, target)
@@ -269,7 +272,7 @@ class Rank:
     def _decide(self, numbers: Sequence[float]) -> None:
         """Set the factor of the gradients, or skip the step, from the numbers of all ranks."""
         _, count, squares, trouble = numbers
-        left = 1.0 if len(self._losses) > 1 else count / self._order.step.count
+        left = 1.0 if self._divides else count / self._order.step.count
         self._skipped = trouble > 0 or not left or not math.isfinite(squares)
         if self._skipped:
             return

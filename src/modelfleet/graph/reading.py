@@ -7,7 +7,7 @@ import numpy as np
 from modelfleet.feeds import is_loader
 from modelfleet.frameworks.batch_parts import weighted_inputs
 from modelfleet.frameworks.node_engine import LossParts
-from modelfleet.graph.losses import EpochSums, split_batch
+from modelfleet.graph.losses import EpochSums, EpochValues, split_batch
 from modelfleet.graph.opening import ROWS_PER_MICRO_BATCH, Opener
 from modelfleet.graph.orders import StepOrder, StepReport
 from modelfleet.graph.plan import GraphPlan
@@ -22,7 +22,7 @@ def evaluate(opener: Opener, data: Data, batch_size: int | None) -> dict[str, fl
     feed = opener.feed(data, _size(data, opener, batch_size), what="data")
     with opener.open({"evaluate": plan}, "evaluate") as ranks:
         orders = (evaluate_orders(opener, plan, batch.member(0)) for batch in feed.epoch(0))
-        return sum_up(opener, in_turn(ranks, orders))
+        return sum_up(opener, in_turn(ranks, orders)).flat
 
 
 def evaluate_orders(opener: Opener, plan: GraphPlan, batch: Tree) -> list[StepOrder]:
@@ -31,19 +31,12 @@ def evaluate_orders(opener: Opener, plan: GraphPlan, batch: Tree) -> list[StepOr
     return opener.step_orders(plan, "evaluate", x, targets, train=False)
 
 
-def sum_up(opener: Opener, reports: Iterator[list[StepReport]]) -> dict[str, float]:
+def sum_up(opener: Opener, reports: Iterator[list[StepReport]]) -> EpochValues:
     """Return the loss and the metrics of evaluated batches."""
-    sums = EpochSums(tasks_of(opener))
+    sums = EpochSums(opener.units("evaluate"), opener.losses)
     for batch in reports:
         sums.add(joined_parts(batch, opener.losses))
     return sums.values()
-
-
-def tasks_of(opener: Opener) -> dict[str, object]:
-    """Return the task of every node that has a loss."""
-    prepared = opener.adapter.prepare(opener.recipe, opener.members, "evaluate")
-    names = [member.name for member in opener.members]
-    return {name: task for name, task in zip(names, prepared.tasks, strict=True) if name in opener.losses}
 
 
 def joined_parts(reports: Sequence[StepReport], losses: Sequence[str]) -> Mapping[str, list[LossParts]]:

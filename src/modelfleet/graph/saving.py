@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from modelfleet.errors import InputError, StoreError
+from modelfleet.fleet import Fleet
 from modelfleet.frameworks import files
 from modelfleet.frameworks.model_building import is_made, list_models
 from modelfleet.frameworks.stacked import WEIGHTS
+from modelfleet.graph import saved_fleets
 from modelfleet.graph.checkpoints import Paths, by_global_path, by_node
+from modelfleet.graph.saved_fleets import FleetEntry, made_fleet
 from modelfleet.graph.topology import Edge, Key, Link, Topology
 from modelfleet.recipe import Recipe
 from modelfleet.store import Saved, read_folder, recipe_json, write_folder
@@ -35,6 +38,7 @@ _SCHEMA = {
     "outputs": [str],
     "losses": [str],
     "recipe": (None, {str: object}),
+    "fleets": {str: saved_fleets.SCHEMA},
 }
 
 ModelsLike: TypeAlias = (
@@ -55,6 +59,8 @@ class SavedGraph:
     recipe: Recipe | None
     states: dict[str, State]
     """Weights and training state, by node."""
+    fleets: Mapping[str, FleetEntry]
+    """Nodes that are fleets."""
 
 
 def save(folder: Path, graph: SavedGraph, paths: Paths) -> None:
@@ -69,13 +75,17 @@ def save(folder: Path, graph: SavedGraph, paths: Paths) -> None:
         "outputs": list(graph.topology.outputs),
         "losses": list(graph.losses),
         "recipe": None if graph.recipe is None else recipe_json.encode(graph.recipe),
+        "fleets": {name: saved_fleets.encoded(entry) for name, entry in graph.fleets.items()},
     }
-    write_folder(folder, {STATE: by_global_path(graph.states, paths)}, manifest, kind=KIND, writer=files)
+    tensors = by_global_path(graph.states, paths, graph.fleets)
+    write_folder(folder, {STATE: tensors}, manifest, kind=KIND, writer=files)
 
 
 def read(
     folder: Path,
-    states_of: Callable[[Mapping[str, Json], Recipe | None], tuple[Mapping[str, State], Paths]],
+    states_of: Callable[
+        [Mapping[str, Json], Recipe | None, Mapping[str, FleetEntry]], tuple[Mapping[str, State], Paths]
+    ],
     *,
     allow_import: bool,
     verify: bool,
@@ -84,7 +94,8 @@ def read(
 
     Args:
         folder: The folder.
-        states_of: Returns the state that the nodes have before they are filled, from the manifest and the recipe.
+        states_of: Returns the state that the nodes have before they are filled, from the manifest, the recipe and
+            the nodes that are fleets.
         allow_import: Import functions that the recipe names.
         verify: Compare checksums.
 
@@ -102,14 +113,17 @@ def read(
             ) from error
         encoded = manifest["recipe"]
         recipe = None if encoded is None else recipe_json.decode(encoded, allow_import=allow_import)
-        own, paths = states_of(manifest, recipe)
+        fleets = {
+            name: saved_fleets.decoded(own, allow_import=allow_import) for name, own in manifest["fleets"].items()
+        }
+        own, paths = states_of(manifest, recipe, fleets)
         tensors = saved.tensors(STATE, files)
         weights = {node: {part: state[part] for part in WEIGHTS if part in state} for node, state in own.items()}
-        states = by_node(tensors, weights, paths, folder)
+        states = by_node(tensors, weights, paths, fleets, folder)
         for node, state in own.items():  # a graph that was not trained has no training state
             rest = {part: tensors_ for part, tensors_ in state.items() if part in ("optimizer", "member")}
             if any(path.startswith("member/") for path in tensors):
-                states[node] |= by_node(tensors, {node: rest}, paths, folder)[node]
+                states[node] |= by_node(tensors, {node: rest}, paths, fleets, folder)[node]
         topology = Topology(
             tuple(manifest["nodes"]),
             tuple(map(_decoded, manifest["links"])),
@@ -124,17 +138,21 @@ def read(
             tuple(manifest["losses"]),
             recipe,
             states,
+            fleets,
         )
 
     return read_folder(folder, read_all, kind=KIND, verify=verify)
 
 
-def made_models(factory: Any, nodes: Sequence[str]) -> dict[str, Model]:
+def made_models(
+    factory: Any, nodes: Sequence[str], fleets: Mapping[str, FleetEntry]
+) -> dict[str, "Model | Fleet"]:
     """Return the models to fill, by node.
 
     Args:
         factory: A function that returns the models; or the models, or for each a factory, in a mapping or a list.
         nodes: The names of the saved nodes.
+        fleets: Those that are fleets. For each, a fleet, its models, or a function that returns one of these.
 
     Raises:
         InputError: There are not as many models as nodes.
@@ -159,7 +177,10 @@ def made_models(factory: Any, nodes: Sequence[str]) -> dict[str, Model]:
             f"{', '.join(map(repr, nodes))}. "
             f"Give a model for each node, by its name."
         )
-    return {name: found[name] if is_made(found[name]) else found[name]() for name in nodes}
+    return {
+        name: made_fleet(own, fleets[name], name) if name in fleets else own if is_made(own) else own()
+        for name, own in ((name, found[name]) for name in nodes)
+    }
 
 
 def edges_of(manifest: Mapping[str, Json]) -> list[Edge]:

@@ -7,10 +7,13 @@ from typing import Any
 from modelfleet import frameworks
 from modelfleet.devices import parse_devices
 from modelfleet.frameworks.contexts import computing, using_settings
+from modelfleet.frameworks.fleet_models import FleetModels
 from modelfleet.frameworks.node_engine import NodeEngine, require_nodes
 from modelfleet.graph.orders import NodeOrder, RankOrder, StateOrder, StepOrder, StepReport
 from modelfleet.graph.rank import Rank
+from modelfleet.graph.topology import INPUT
 from modelfleet.graph.transport import Hub, ThreadTransport, Transport
+from modelfleet.graph.units import prepare_node
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
 from modelfleet.types import Kind, NativeDevice
@@ -74,6 +77,7 @@ def _open(order: RankOrder) -> tuple[Rank, Transport]:
         transport,
         lambda values: require_nodes(adapter).numbers(values, device),
         require_nodes(adapter).to_host,
+        divides=order.divides,
         clip_norm=order.clip_norm,
         board=order.board,
     )
@@ -94,23 +98,51 @@ def make_engines(
     """Return the engines of a rank's nodes, with the state that they had."""
     engines: dict[str, NodeEngine] = {}
     for node, member in zip(nodes, members, strict=True):
-        engine = make_engine(member, order.recipe, order.kind, device, recompute=node.name in order.recompute)
+        recompute = node.name in order.recompute
+        isolates = _stands_alone(node.name, order)
+        engine = make_engine(member, order.recipe, order.kind, device, recompute=recompute, isolates=isolates)
         if node.state:
             engine.write(node.state)
         engines[node.name] = engine
     return engines
 
 
+def _stands_alone(node: str, order: RankOrder) -> bool:
+    """Return True if no other node and no replica depends on what a node computes."""
+    topology, trained = order.topology, order.spec.with_backward
+    takes = [link for link in topology.into[node] if link.source != INPUT and link.differentiable]
+    back = any(link.source in trained for link in takes)
+    return not back and not topology.out_of[node] and len(order.spec.node(node).ranks) == 1
+
+
 def make_engine(
-    member: Member, recipe: Recipe | None, kind: Kind, device: NativeDevice, *, recompute: bool = False
+    member: Member,
+    recipe: Recipe | None,
+    kind: Kind,
+    device: NativeDevice,
+    *,
+    recompute: bool = False,
+    isolates: bool = False,
 ) -> NodeEngine:
-    """Return the engine of one node."""
-    own = None if recipe is None else recipe.only([member.name])
-    prepared = member.framework.prepare(own, [member], kind)
+    """Return the engine of one node.
+
+    Args:
+        member: The node.
+        recipe: The recipe of the graph; None for predicting.
+        kind: The verb.
+        device: The device.
+        recompute: True if activations are computed again for the backward pass.
+        isolates: True if nothing depends on the members of a fleet, so that each may fail by itself.
+    """
+    nodes = require_nodes(member.framework)
+    prepared = prepare_node(member, recipe, kind)
     columns: Mapping[str, Any] = prepared.columns
-    return require_nodes(member.framework).make_node(
-        member, prepared.tasks[0], columns, device, recompute=recompute
-    )
+    if isinstance(member.model, FleetModels):
+        members = member.model.members(member.framework)
+        return nodes.make_fleet_node(
+            member.name, members, prepared.tasks, columns, device, recompute=recompute, isolates=isolates
+        )
+    return nodes.make_node(member, prepared.tasks[0], columns, device, recompute=recompute)
 
 
 def _transport(order: RankOrder, adapter: Any, device: NativeDevice) -> Transport:

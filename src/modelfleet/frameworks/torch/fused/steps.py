@@ -81,6 +81,7 @@ class Steps:
         self.known_padding: list[Padding] = []  # all that were tried
         self.known_recordings: dict[Hashable, int] = {}  # numbered, without the numbers in which members differ
         self.members_differ = False  # True if the members of the lane differ in numbers
+        self.writes_inputs = False  # True if the model writes into its inputs
         self.records = False  # True while a step runs only to be recorded
 
     @property
@@ -337,6 +338,44 @@ class Steps:
             return self._observed(own, buffers, state, how.fused, replay, lambda m, x: logits(call(m, x)), data)
 
         return self._read(output_of, state, args, (0, 0, 0, 0, how.axis), how.fused)
+
+    def outputs(
+        self,
+        state: State,
+        shared: Tensors,
+        params: Tensors,
+        buffers: Tensors,
+        data: Tree,
+        part: BatchRows | None = None,
+    ) -> tuple[Tree, Tensors]:
+        """Return the outputs `(member, row, …)` on the same inputs for all members, and the buffers after them.
+
+        Autograd may record it: gradients reach `params`, which are used in place of the state's, and the inputs.
+        """
+
+        def outputs_of(params: Tensors, frozen: Tensors, buffers: Tensors, data: Tree) -> tuple[Tree, Tensors]:
+            buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+            own, data = (
+                {**params, **frozen, **shared},
+                map_tree(torch.clone, data),
+            )  # the forward may write to them
+            found = self._call(own, buffers, call, data)
+            return map_tree(lambda leaf: leaf, found), buffers
+
+        def run(data: Tree, axis: int | None) -> tuple[Tree, Tensors]:
+            with drawing(state["member"], fused=True, part=part):
+                args = (params, state["frozen"], buffers, data)
+                return mapped(outputs_of, args, (0, 0, 0, axis), fused=True)
+
+        if not self.writes_inputs:
+            try:
+                return run(data, None)
+            except RuntimeError as error:
+                if "vmap: inplace" not in str(error):
+                    raise
+                self.writes_inputs = True  # members that write into their inputs need their own
+        members = len(state["member"]["seed"])
+        return run(map_tree(lambda leaf: leaf.unsqueeze(0).expand(members, *leaf.shape), data), 0)
 
     def _observed(
         self,

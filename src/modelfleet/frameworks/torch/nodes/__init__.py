@@ -10,11 +10,12 @@ from modelfleet.frameworks.stacked import WEIGHTS, Given
 from modelfleet.frameworks.torch import arrays
 from modelfleet.frameworks.torch.base import on_host
 from modelfleet.frameworks.torch.nodes.engine import TorchNode
+from modelfleet.frameworks.torch.nodes.fleet_engine import TorchFleetNode
 from modelfleet.frameworks.torch.nodes.groups import GroupTransport
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.members import Member
 
-__all__ = ["GroupTransport", "add", "fill", "make_node", "numbers", "to_host", "trained"]
+__all__ = ["GroupTransport", "add", "fill", "make_fleet_node", "make_node", "numbers", "to_host", "trained"]
 
 to_host = on_host
 
@@ -24,6 +25,20 @@ def make_node(
 ) -> TorchNode:
     """Return the engine of a node."""
     return TorchNode(member, task, columns, device, recompute=recompute)
+
+
+def make_fleet_node(
+    name: str,
+    members: Sequence[Member],
+    tasks: Sequence[Task],
+    columns: Mapping[str, np.ndarray],
+    device: torch.device,
+    *,
+    recompute: bool = False,
+    isolates: bool = False,
+) -> TorchFleetNode:
+    """Return the engine of a node that is a fleet. `isolates` is True if a member may fail by itself."""
+    return TorchFleetNode(name, members, tasks, columns, device, recompute=recompute, isolates=isolates)
 
 
 def numbers(values: Sequence[float], device: torch.device) -> Tensor:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelfleet.frameworks.node_engine import Draws, LossParts, NodeTrial, Step, TrialInputs
+from modelfleet.frameworks.node_engine import Draws, LossParts, NodeHyper, NodeTrial, Step, TrialInputs
 from modelfleet.frameworks.stacked import Given
 from modelfleet.frameworks.torch import arrays
 from modelfleet.frameworks.torch.base import explained
@@ -60,7 +60,7 @@ class TorchNode:
         self._outputs: dict[int, Tree] = {}  # detached, for the loss
         self._saved: list[SavedBuffer] = []
         self._step = Step(((0, 0),), train=False)
-        self._columns: dict[str, Tensor] = {}
+        self.failed: dict[str, int] = {}
 
     @property
     def model(self) -> torch.nn.Module:
@@ -74,7 +74,7 @@ class TorchNode:
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
-    def begin(self, step: Step, hyper: Mapping[str, float], draws: Draws) -> None:
+    def begin(self, step: Step, hyper: NodeHyper, draws: Draws) -> None:
         """Start a step, or the evaluation of a batch."""
         self._step = step
         self._kept, self._outputs = {}, {}
