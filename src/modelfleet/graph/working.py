@@ -42,9 +42,6 @@ def _answer(rank: Rank, order: StepOrder | StateOrder) -> StepReport:
 
 
 def _open(order: RankOrder) -> tuple[Rank, Transport]:
-    import faulthandler
-
-    faulthandler.dump_traceback_later(25)  # DEBUG
     members = [Member(one.name, one.model, one.seed, frameworks.adapter(one.framework)) for one in order.nodes]
     adapter = members[0].framework
     device = native_device(adapter, order.device, order.threads)
