@@ -185,7 +185,7 @@ class GraphFit:
 
     def _make_schedules(self, feed: Feed) -> Schedules:
         opener = self._opener
-        prepared = opener.adapter.prepare(opener.recipe, opener.members, "train")
+        prepared = opener.adapter.nodes.prepare(opener.recipe, opener.members, "train")
         count = len(opener.members)
         per_epoch = None if feed.steps is None else np.repeat(feed.steps, count)
         names = [member.name for member in opener.members]

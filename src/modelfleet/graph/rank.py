@@ -30,7 +30,7 @@ class Rank:
         losses: The nodes that have a loss.
         transport: Moves tensors to and from the other ranks.
         numbers: Makes the tensors of small sums.
-        host: Copies a tensor to the host, for outputs.
+        host: For each node, copies a tensor to the host, for outputs.
         clip_norm: The largest norm of the gradients of the whole graph.
         board: Where the rank marks its operations.
     """
@@ -45,7 +45,7 @@ class Rank:
         losses: Sequence[str],
         transport: Transport,
         numbers: Numbers,
-        host: Callable[[Tensor], object],
+        host: Mapping[str, Callable[[Tensor], object]],
         *,
         clip_norm: float | None = None,
         board: Board | None = None,
@@ -143,7 +143,7 @@ class Rank:
             places_out[link] = place_of(outputs, link.output, f"the output of {node!r}")
         self._shapes[node, micro] = len(leaves(outputs)), places_out
         if node in self._wanted_outputs:
-            self._wanted_outputs[node][micro] = map_tree(self._host, outputs)
+            self._wanted_outputs[node][micro] = map_tree(self._host[node], outputs)
         if node in self._targets:
             self._loss(node, micro)
         return 0
@@ -219,7 +219,8 @@ class Rank:
         link = self._links[operation.edge]
         tree = (self._gradients if operation.gradient else self._tensors)[link, operation.micro]
         self._transport.send(self._message(link, operation.micro, gradient=operation.gradient), tree)
-        return sum(leaf.nbytes for leaf in leaves(tree) if leaf is not None)
+        # TensorFlow's tensors on a GPU do not say how large they are.
+        return sum(getattr(leaf, "nbytes", 0) for leaf in leaves(tree) if leaf is not None)
 
     def _receive(self, operation: Operation) -> int:
         link = self._links[operation.edge]

@@ -41,7 +41,7 @@ def sum_up(opener: Opener, reports: Iterator[list[StepReport]]) -> dict[str, flo
 
 def tasks_of(opener: Opener) -> dict[str, object]:
     """Return the task of every node that has a loss."""
-    prepared = opener.adapter.prepare(opener.recipe, opener.members, "evaluate")
+    prepared = opener.adapter.nodes.prepare(opener.recipe, opener.members, "evaluate")
     names = [member.name for member in opener.members]
     return {name: task for name, task in zip(names, prepared.tasks, strict=True) if name in opener.losses}
 

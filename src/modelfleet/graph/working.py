@@ -45,7 +45,7 @@ def _open(order: RankOrder) -> tuple[Rank, Transport]:
     members = [Member(one.name, one.model, one.seed, frameworks.adapter(one.framework)) for one in order.nodes]
     adapter = members[0].framework
     device = native_device(adapter, order.device, order.threads)
-    engines = make_engines(order.nodes, members, order, device)
+    engines = make_engines(order.nodes, members, order)
     transport = _transport(order, adapter, device)
     rank = Rank(
         order.rank,
@@ -56,7 +56,7 @@ def _open(order: RankOrder) -> tuple[Rank, Transport]:
         order.losses,
         transport,
         lambda values: adapter.nodes.numbers(values, device),
-        adapter.nodes.to_host,
+        {member.name: member.framework.nodes.to_host for member in members},
         clip_norm=order.clip_norm,
         board=order.board,
     )
@@ -72,11 +72,12 @@ def native_device(adapter: Any, name: str, threads: int) -> NativeDevice:
 
 
 def make_engines(
-    nodes: tuple[NodeOrder, ...], members: list[Member], order: RankOrder, device: NativeDevice
+    nodes: tuple[NodeOrder, ...], members: list[Member], order: RankOrder
 ) -> dict[str, NodeEngine]:
     """Return the engines of a rank's nodes, with the state that they had."""
     engines: dict[str, NodeEngine] = {}
     for node, member in zip(nodes, members, strict=True):
+        device = native_device(member.framework, order.device, order.threads)
         engine = make_engine(member, order.recipe, order.kind, device, recompute=node.name in order.recompute)
         if node.state:
             engine.write(node.state)
@@ -89,7 +90,7 @@ def make_engine(
 ) -> NodeEngine:
     """Return the engine of one node."""
     own = None if recipe is None else recipe.only([member.name])
-    prepared = member.framework.prepare(own, [member], kind)
+    prepared = member.framework.nodes.prepare(own, [member], kind)
     columns: Mapping[str, Any] = prepared.columns
     return member.framework.nodes.make_node(member, prepared.tasks[0], columns, device, recompute=recompute)
 

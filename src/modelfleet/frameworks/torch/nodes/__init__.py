@@ -11,10 +11,11 @@ from modelfleet.frameworks.torch import arrays
 from modelfleet.frameworks.torch.base import on_host
 from modelfleet.frameworks.torch.nodes.engine import TorchNode
 from modelfleet.frameworks.torch.nodes.groups import GroupTransport
+from modelfleet.frameworks.torch.recipe import compile, prepare
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.members import Member
 
-__all__ = ["GroupTransport", "add", "fill", "make_node", "numbers", "to_host", "trained"]
+__all__ = ["GroupTransport", "add", "compile", "fill", "make_node", "numbers", "prepare", "to_host", "trained"]
 
 to_host = on_host
 
