@@ -7,11 +7,11 @@ from modelfleet import frameworks
 from modelfleet.devices import parse_devices, threads_of
 from modelfleet.each import Each
 from modelfleet.errors import InputError
-from modelfleet.frameworks.recipe import compile_all
 from modelfleet.gate import Gate
 from modelfleet.graph import reading
 from modelfleet.graph.fitting import GraphFit
 from modelfleet.graph.losses import loss_nodes
+from modelfleet.graph.node_frameworks import check_edges, compile_nodes
 from modelfleet.graph.opening import Opener, Settings
 from modelfleet.graph.placement import DevicesLike
 from modelfleet.graph.plan import GraphPlan
@@ -68,6 +68,7 @@ class Graph:
             self._enlist(name, model)
         self._topology: Topology = make_topology(list(self._members), edges, outputs)
         self._refuse_shared_weights()
+        check_edges(self._topology, list(self._members.values()))
         self._losses: dict[str, LossLike] = {}
         self._recipe: Recipe | None = None
         self._states: dict[str, State] = {}  # of the optimizers, and the numbers of steps
@@ -148,7 +149,7 @@ class Graph:
         recipe = Recipe(optimizer, by_node, None, metrics, clip_norm, precision, schedule, hyperparameters)
         recipe = recipe.by_name(names)
         with self._gate.changing("compile"):
-            compile_all(recipe, [self._members[name] for name in names])
+            compile_nodes(recipe, [self._members[name] for name in names])
             self._recipe, self._losses, self._states = recipe, losses, {}
 
     def plan(
@@ -279,7 +280,8 @@ class Graph:
         framework.check_model(model, text)
         if not hasattr(framework, "nodes"):
             raise InputError(
-                f"node {text!r} is a {framework.NAME} model, which a {self.kind} can't run yet. Give torch or Keras models."
+                f"node {text!r} is a {framework.NAME} model, which a {self.kind} can't run yet. Give torch, Keras or "
+                f"TensorFlow models."
             )
         for other in self._members.values():
             if other.model is model:

@@ -14,6 +14,7 @@ from modelfleet.frameworks.contexts import current_settings
 from modelfleet.frameworks.node_engine import Draws, NodeEngine, Step
 from modelfleet.graph.board import Board
 from modelfleet.graph.losses import split_batch
+from modelfleet.graph.node_frameworks import refuse_processes
 from modelfleet.graph.orders import NodeOrder, RankOrder, StepOrder
 from modelfleet.graph.placement import DevicesLike, by_node
 from modelfleet.graph.plan import GraphPlan
@@ -85,6 +86,7 @@ class Opener:
         self.adapter: Any = self.members[0].framework
         self._recompute = self._recomputed()
         self.places = self._find_places()
+        refuse_processes(self.members, self.strategy)
         self.trained = {member.name: member.framework.nodes.trained(member.model) for member in self.members}
 
     # --- devices -------------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Keras nodes that train, on JAX."""
