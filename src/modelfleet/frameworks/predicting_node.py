@@ -1,6 +1,6 @@
 """Nodes of a graph that only predict, by the program that answers for a replica, whatever the framework."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -29,7 +29,7 @@ class PredictingNode:
         self._replica = replica
         self._host = host
         self._untrained = untrained
-        self._sizes: set[int] = set()  # numbers of rows that the program is compiled for
+        self._sizes: set[int] = set()  # numbers of rows that the program was called with
         self._step = Step(((0, 0),), train=False)
 
     def begin(self, step: Step, hyper: Mapping[str, float], draws: Draws) -> None:
@@ -38,16 +38,8 @@ class PredictingNode:
 
     def forward(self, micro: int, inputs: Tree, wanted: Collection[int]) -> Tree:
         """Return the outputs for a micro-batch."""
-        rows = len(leaves(inputs)[0])
-        # Each size is compiled. So a short batch at the end is padded to a size that is there.
-        size = min((known for known in self._sizes if known >= rows), default=rows)
-        self._sizes.add(size)
-        if size > rows:
-            arrays = self._replica.on_host(inputs)
-            inputs = self._replica.place(map_tree(lambda leaf: _padded(leaf, size), arrays))
-        outputs = self._replica.compute(inputs)
-        if size > rows:
-            outputs = map_tree(lambda leaf: leaf[:rows] if leaf.shape[:1] == (size,) else leaf, outputs)
+        replica = self._replica
+        outputs = padded_call(replica.compute, inputs, self._sizes, replica.on_host, replica.place)
         return self._replica.on_host(outputs) if self._host else outputs
 
     def place(self, tree: Tree) -> Tree:
@@ -99,6 +91,31 @@ class PredictingNode:
     def apply(self, scale: float) -> None:
         """Raise StrategyError."""
         raise StrategyError(self._untrained)
+
+
+def padded_call(
+    call: Callable[[Tree], Tree],
+    inputs: Tree,
+    sizes: set[int],
+    host: Callable[[Tree], Tree],
+    place: Callable[[Tree], Tree],
+) -> Tree:
+    """Return what a program returns for some rows. A short batch is padded to a number of rows that it was compiled for.
+
+    Args:
+        call: The program.
+        inputs: The rows.
+        sizes: The numbers of rows that the program was called with. This call's is added.
+        host: Brings tensors to the host.
+        place: Brings them back.
+    """
+    rows = len(leaves(inputs)[0])
+    size = min((known for known in sizes if known >= rows), default=rows)
+    sizes.add(size)
+    if size == rows:
+        return call(inputs)
+    outputs = call(place(map_tree(lambda leaf: _padded(leaf, size), host(inputs))))
+    return map_tree(lambda leaf: leaf[:rows] if leaf.shape[:1] == (size,) else leaf, outputs)
 
 
 def _padded(array: np.ndarray, size: int) -> np.ndarray:

@@ -268,7 +268,9 @@ class Graph:
 
     def _opener(self, settings: Settings, verb: str = "") -> Opener:
         if verb and self._recipe is None:
-            raise InputError(f"call compile before {verb}: the {self.kind} needs a loss and an optimizer.")
+            compiled = any(getattr(member.model, "compiled", False) is True for member in self._members.values())
+            own = " How its models themselves are compiled does not count." if compiled else ""
+            raise InputError(f"call compile before {verb}: the {self.kind} needs a loss and an optimizer.{own}")
         members = [self._members[name] for name in self._topology.nodes]
         return Opener(
             self._topology, members, self._recipe, tuple(self._losses), self.devices, settings, self._states

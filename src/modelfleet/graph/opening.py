@@ -132,6 +132,8 @@ class Opener:
     ) -> Feed:
         """Return the feed of some data, in this process's memory."""
         (host,) = parse_devices("cpu") or ()
+        if hasattr(self.adapter, "as_loader"):
+            data = self.adapter.as_loader(data, again=what != "data")
         return make_feed(
             data,
             names=["0"],

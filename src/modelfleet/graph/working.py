@@ -71,9 +71,7 @@ def native_device(adapter: Any, name: str, threads: int) -> NativeDevice:
     return adapter.native(device)
 
 
-def make_engines(
-    nodes: tuple[NodeOrder, ...], members: list[Member], order: RankOrder
-) -> dict[str, NodeEngine]:
+def make_engines(nodes: tuple[NodeOrder, ...], members: list[Member], order: RankOrder) -> dict[str, NodeEngine]:
     """Return the engines of a rank's nodes, with the state that they had."""
     engines: dict[str, NodeEngine] = {}
     for node, member in zip(nodes, members, strict=True):

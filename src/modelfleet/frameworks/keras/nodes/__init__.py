@@ -26,7 +26,7 @@ def make_node(
     recompute: bool = False,
 ) -> NodeEngine:
     """Return the engine of a node."""
-    if task.kind != "train":
+    if keras.backend.backend() != "jax":
         return ReadingNode(member, task, device)
     from modelfleet.frameworks.keras.nodes.jax.engine import JaxNode
 

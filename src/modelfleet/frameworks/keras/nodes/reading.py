@@ -1,6 +1,8 @@
-"""Keras nodes that predict and evaluate, on every backend."""
+"""Keras nodes on TensorFlow and torch, where they predict and evaluate."""
 
+from collections.abc import Callable, Hashable
 from importlib import import_module
+from weakref import WeakKeyDictionary, proxy
 
 import keras
 import numpy as np
@@ -8,20 +10,22 @@ from keras import ops
 
 from modelfleet.frameworks.functional import Replica
 from modelfleet.frameworks.keras.nodes.task import NodeTask
+from modelfleet.frameworks.keras.structure import signature
 from modelfleet.frameworks.node_engine import LossParts
 from modelfleet.frameworks.predicting_node import PredictingNode
 from modelfleet.members import Member
 from modelfleet.types import NativeDevice, Tensor, Tree
+
+_replicas: WeakKeyDictionary[keras.Model, dict[Hashable, Replica]] = WeakKeyDictionary()
 
 
 class ReadingNode(PredictingNode):
     """Engine of a Keras node that does not train."""
 
     def __init__(self, member: Member, task: NodeTask, device: NativeDevice) -> None:
-        backend = import_module(f"modelfleet.frameworks.keras.{keras.backend.backend()}")
-        replica: Replica = backend.replica(member.model, device)
+        replica = _replica(member.model, device)
         untrained = f"node {member.name!r} was opened to {task.kind}. Call fit to train it."
-        super().__init__(member.name, replica, host=is_host(device), untrained=untrained)
+        super().__init__(member.name, replica, host=str(device).lower().startswith("cpu"), untrained=untrained)
         self._task = task
         self._outputs: dict[int, Tensor] = {}
 
@@ -51,7 +55,16 @@ class ReadingNode(PredictingNode):
         return LossParts(float(total), float(count), {**named, "rows": float(stop - start)})
 
 
-def is_host(device: NativeDevice) -> bool:
-    """Return True if a device, as the backend names it, is a CPU."""
-    kind = getattr(device, "platform", None) or getattr(device, "type", None) or str(device)
-    return str(kind).lower().startswith("cpu")
+def _replica(model: keras.Model, device: NativeDevice) -> Replica:
+    """Return what has the program of a model. On TensorFlow, where it reads the model's variables, it is kept."""
+    name = keras.backend.backend()
+    make: Callable[[keras.Model, NativeDevice], Replica] = import_module(
+        f"modelfleet.frameworks.keras.{name}"
+    ).replica
+    if name != "tensorflow":
+        return make(model, device)
+    known = _replicas.setdefault(model, {})
+    key = device, signature(model)
+    if key not in known:
+        known[key] = make(proxy(model), device)  # or the entry would keep the model alive
+    return known[key]

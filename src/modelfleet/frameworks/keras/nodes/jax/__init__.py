@@ -1,1 +1,1 @@
-"""Keras nodes that train, on JAX."""
+"""Keras nodes on JAX, where they train, too."""

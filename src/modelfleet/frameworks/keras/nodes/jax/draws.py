@@ -58,7 +58,9 @@ def _draw(own: tuple[int, ...], whole: tuple[int, ...], rows: int, rows_of_whole
     return Draw(whole, axis, own[axis], own[axis] // rows)
 
 
-def evaluate(closed: ClosedJaxpr, args: Sequence[jax.Array], draws: Sequence[Draw], start: jax.Array) -> list[jax.Array]:
+def evaluate(
+    closed: ClosedJaxpr, args: Sequence[jax.Array], draws: Sequence[Draw], start: jax.Array
+) -> list[jax.Array]:
     """Return the results of a traced function for the rows from `start` on, with its part of each draw."""
     return _evaluate(closed.jaxpr, closed.consts, args, iter(draws), start)
 
@@ -95,7 +97,9 @@ def _shapes(jaxpr: Jaxpr) -> Iterator[tuple[int, ...]]:
         if equation.primitive.name == _DRAW:
             yield tuple(equation.params["shape"])
             continue
-        inner = [leaf for leaf in jax.tree.leaves(equation.params) if hasattr(getattr(leaf, "jaxpr", leaf), "eqns")]
+        inner = [
+            leaf for leaf in jax.tree.leaves(equation.params) if hasattr(getattr(leaf, "jaxpr", leaf), "eqns")
+        ]
         for one in inner:
             found = list(_shapes(getattr(one, "jaxpr", one)))
             if found and equation.primitive.name != _CALL:

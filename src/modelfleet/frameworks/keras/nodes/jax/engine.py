@@ -1,4 +1,4 @@
-"""Engine of one Keras node that trains, on JAX (see `frameworks.node_engine`).
+"""Engine of one Keras node on JAX (see `frameworks.node_engine`).
 
 The state is apart from the model: `graph.fitting` writes it back. A backward pass is `jax.vjp` of the forward pass.
 """
@@ -43,7 +43,7 @@ class _Kept:
 
 
 class JaxNode:
-    """Engine of a Keras model that trains."""
+    """Engine of a Keras model. It trains, evaluates and predicts by the programs that the model has from before."""
 
     def __init__(self, member: Member, task: NodeTask, device: jax.Device, *, recompute: bool = False) -> None:
         self.name = member.name
@@ -86,12 +86,18 @@ class JaxNode:
         if self._step.train:
             kept = _Kept(inputs, sorted(wanted), self._with_first_seeds(self._kept))
             outputs, self._kept, vjp = self._run(micro, kept)
+            if not (self.trained or wanted):  # it has no backward pass
+                return self._noted(micro, outputs)
             kept.form = map_tree(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), outputs)
             if not self._recompute:
                 kept.vjp = vjp
             self._passes[micro] = kept
         else:
             outputs = self._programs.predict(self._params, self._kept, inputs)
+        return self._noted(micro, outputs)
+
+    def _noted(self, micro: int, outputs: Tree) -> Tree:
+        """Return outputs when they are there, and keep them if they have a loss."""
         if self._task.loss is not None:
             self._outputs[micro] = outputs
         return jax.block_until_ready(outputs)
@@ -122,7 +128,7 @@ class JaxNode:
         fraction = np.float32((stop - start) / self._step.count)
         output = self._outputs.pop(micro)
         loss.check(y, output)
-        if self._step.train:
+        if micro in self._passes:
             gradient, (total, count, sums) = self._programs.loss(loss)(
                 output, y, weights, fraction, np.float32(divisor)
             )
@@ -132,9 +138,7 @@ class JaxNode:
         named = loss.named([np.asarray(value) for value in sums])
         return LossParts(float(total), float(count), {**named, "rows": float(stop - start)})
 
-    def backward(
-        self, micro: int, gradients: Sequence[jax.Array | None], *, inputs_only: bool = False
-    ) -> Values:
+    def backward(self, micro: int, gradients: Sequence[jax.Array | None], *, inputs_only: bool = False) -> Values:
         """Add a micro-batch's gradients to those of the step, and return those of the wanted inputs."""
         kept = self._passes[micro]
         if kept.vjp is None:

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary, ref
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from modelfleet.errors import InputError
@@ -20,7 +21,8 @@ from modelfleet.frameworks.keras.optimizers import Update
 from modelfleet.frameworks.keras.structure import signature
 from modelfleet.frameworks.keras.task import optimizer_key
 from modelfleet.frameworks.keras.values import freeze
-from modelfleet.trees import leaves, rebuild
+from modelfleet.frameworks.predicting_node import padded_call
+from modelfleet.trees import leaves, map_tree, rebuild
 from modelfleet.types import Tree
 
 Values = list[jax.Array]
@@ -42,13 +44,20 @@ class NodePrograms:
         self._model = ref(model)
         self._backend = JaxBackend(device)
         self._known: dict[Hashable, Callable[..., Any]] = {}
+        self._sizes: set[int] = set()  # numbers of rows that `predict` was called with
 
     # --- forward and backward ------------------------------------------------------------------------------------
 
     def predict(self, params: Values, kept: Values, x: Tree) -> Tree:
         """Return the outputs in inference mode."""
         program = self._program("predict", lambda: lambda *args: self._call(*args, training=False)[0])
-        return program(params, kept, x)
+        return padded_call(
+            lambda x: program(params, kept, x),
+            x,
+            self._sizes,
+            lambda tree: map_tree(np.asarray, tree),
+            lambda tree: tree,
+        )
 
     def train(
         self, params: Values, kept: Values, x: Tree, wanted: Sequence[int], start: int, rows_of_whole: int
@@ -112,7 +121,9 @@ class NodePrograms:
     def check_draws(self, params: Values, kept: Values, x: Tree) -> None:
         """Raise DrawsError if it can't be told which rows the draws of a micro-batch belong to."""
         rows = len(leaves(x)[0])
-        find_draws(self._traced(params, kept, x, rows)[0], rows, self._traced(params, kept, x, 2 * rows)[0], 2 * rows)
+        find_draws(
+            self._traced(params, kept, x, rows)[0], rows, self._traced(params, kept, x, 2 * rows)[0], 2 * rows
+        )
 
     def _traced(self, params: Values, kept: Values, x: Tree, count: int) -> tuple[ClosedJaxpr, Any]:
         """Return the model in training mode, traced for a number of rows, and the structure of what it returns."""

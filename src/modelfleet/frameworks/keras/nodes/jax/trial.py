@@ -59,7 +59,9 @@ def _mixes_rows(programs: NodePrograms, params: Values, kept: Values, inputs: Tr
         return False
     few, _, _ = programs.train(params, kept, map_tree(lambda leaf: leaf[:half], inputs), (), 0, rows)
     pairs = zip(leaves(outputs), leaves(few), strict=True)
-    return not all(np.allclose(one[: len(other)], other, rtol=1e-3, atol=1e-4, equal_nan=True) for one, other in pairs)
+    return not all(
+        np.allclose(one[: len(other)], other, rtol=1e-3, atol=1e-4, equal_nan=True) for one, other in pairs
+    )
 
 
 def _time(run: Any) -> float:
