@@ -14,6 +14,9 @@ SPLIT = "DataParallel-style, 2 threads"
 RAY = "2 Ray actors by hand"
 IDEAL = "the ideal split"
 UNWEIGHTED = "without class weights"
+ONE_THREAD = "the stages in turn, one thread"
+LIMIT = "two processes that never wait"
+TORCH_PIPELINE = "torch.distributed.pipelining, gloo"
 
 
 def _three(backend: str, over_fit: float) -> Contest:
@@ -111,6 +114,26 @@ def _devices() -> list[Contest]:
     ]
 
 
+def _chains() -> list[Contest]:
+    bars = {"predict": 1.7, "fit": 1.6}
+    return [
+        Contest(
+            f"chain-{verb}",
+            f"two stages of an MLP on two CPU devices: {verb}",
+            {
+                FLEET: Entrant("chain", (verb, "threads", "1f1b"), _THREAD),
+                "modelfleet, processes": Entrant("chain", (verb, "processes", "1f1b"), _THREAD),
+                ONE_THREAD: Entrant("chain", (verb, ONE_THREAD, "1f1b"), _THREAD),
+                LIMIT: Entrant("chain_processes", (verb, "limit"), _THREAD),
+                TORCH_PIPELINE: Entrant("chain_processes", (verb, "torch"), _THREAD),
+            },
+            {ONE_THREAD: bars[verb], LIMIT: 0.9, TORCH_PIPELINE: 1},
+            "batches",
+        )
+        for verb in bars
+    ]
+
+
 def _first_answers() -> list[Contest]:
     titles = {"fresh": "first answer of two processes, fresh interpreter", "again": "the same, a second pool"}
     return [
@@ -141,6 +164,7 @@ CONTESTS: dict[str, Contest] = {
         _weighted(),
         *(_mix(name) for name in MIXES),
         *_devices(),
+        *_chains(),
         *_first_answers(),
         *PROMISES,
     )

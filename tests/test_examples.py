@@ -23,6 +23,7 @@ EXPECTED = {
         r"a replica was killed, and all answers are right: True"
     ),
     "two_devices": r"cpu:1(?s:.*)two devices: .* differ by \de[-+]0[05-9](?s:.*)both devices: .* \de-0[5-9]",
+    "ensemble": r"vote of eight: accuracy 0\.\d+(?s:.*)differs by \de[-+]0\d(?s:.*)missing: .*finite.*True",
     "resume": r"went on to epoch 6\nthe same weights as the unbroken run: True",
 }
 

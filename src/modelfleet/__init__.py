@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from modelfleet.callbacks import Callback, Checkpoint, EarlyStopping
+    from modelfleet.ensembles.ensemble import Ensemble, EnsembleAnswer
     from modelfleet.errors import (
         AllFailedError,
         BusyError,
@@ -60,6 +61,8 @@ _MODULES = {
     "DeadlineError": "errors",
     "EarlyStopping": "callbacks",
     "Edge": "graph.topology",
+    "Ensemble": "ensembles.ensemble",
+    "EnsembleAnswer": "ensembles.ensemble",
     "Failure": "failures",
     "Fleet": "fleet",
     "FleetError": "errors",
@@ -94,6 +97,8 @@ __all__ = [
     "Each",
     "EarlyStopping",
     "Edge",
+    "Ensemble",
+    "EnsembleAnswer",
     "Failure",
     "Fleet",
     "FleetError",

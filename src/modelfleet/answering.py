@@ -1,24 +1,27 @@
 """Answers of `evaluate` and `predict`: from members and a strategy to outputs and metrics by name."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar
 
 from modelfleet.each import Each
 from modelfleet.errors import InputError, StrategyError
 from modelfleet.frameworks.contexts import computing
-from modelfleet.lanes import DevicePool, Lane
+from modelfleet.lanes import DevicePool, Groups, Lane, LaneSpec
 from modelfleet.planning.fusability import check_strategy
 from modelfleet.reading import Reading
 from modelfleet.recipe import Recipe
 from modelfleet.remote.answering import values_by_name
 from modelfleet.repeating import Repeating
 from modelfleet.runs.job import Job
+from modelfleet.runs.opening import OpenLane
 from modelfleet.sharing.answering import AnsweringWorkers
 from modelfleet.sharing.each_lane import for_each_lane
-from modelfleet.types import Data, Strategy
+from modelfleet.types import Data, State, Strategy
 from modelfleet.unknown_names import unknown
 from modelfleet.workers import CannotSendError
 
+T = TypeVar("T")
 Verb = Literal["evaluate", "predict"]
 Answers = dict[str, Any]
 """By member: outputs, or metrics by name."""
@@ -61,12 +64,15 @@ class Answering:
             known = self.repeating.answer(verb, data, batch_size)
             if known is not None:
                 return known
-        _check_strategy(verb, strategy)
-        job = self._job(data, batch_size, members)
+        check_reading_strategy(verb, strategy)
+        job = self.job(data, batch_size, members)
         if strategy == "processes":
-            return self._in_workers(verb, job)
+            found = self.in_workers(
+                verb, job, lambda workers, specs, states: workers.run(verb, job, specs, states)
+            )
+            return {name: found[name] for name in job.names}
         found: Answers = {}
-        with self._gate.reading(verb), computing(), self._reading.open(verb, job, strategy) as (opened, in_step):
+        with self.opened(verb, job, strategy) as (opened, in_step):
             work: Any = Lane.predicting if verb == "predict" else Lane.evaluating
             results = for_each_lane(opened, work, in_step=in_step, threads=strategy == "threads")
             for one, result in zip(opened, results, strict=True):
@@ -79,7 +85,13 @@ class Answering:
                 self.repeating.learn(verb, data, batch_size, opened)
         return {name: found[name] for name in job.names}
 
-    def _job(self, data: Data, batch_size: int | Each | None, members: Sequence[str] | None) -> Job:
+    @contextmanager
+    def opened(self, verb: Verb, job: Job, strategy: Strategy) -> Iterator[tuple[list[OpenLane], bool]]:
+        """Open the lanes of a verb in this process. Yield them, and True if they read one loader in step."""
+        with self._gate.reading(verb), computing(), self._reading.open(verb, job, strategy) as found:
+            yield found
+
+    def job(self, data: Data, batch_size: int | Each | None, members: Sequence[str] | None) -> Job:
         """Return the job of a call. `each(...)` has values for all members, or for those that were chosen."""
         whole = Job(tuple(self._members), data, batch_size=batch_size, shuffle=False)
         if members is None:
@@ -105,29 +117,54 @@ class Answering:
             raise InputError(f"members has {twice!r} twice. Give every name once.")
         return names
 
-    def _in_workers(self, verb: Verb, job: Job) -> Answers:
+    @contextmanager
+    def unopened(
+        self, verb: Verb, job: Job, strategy: Strategy
+    ) -> Iterator[tuple[list[LaneSpec], dict[str, State], Groups]]:
+        """Yield the lanes of a verb, which are opened elsewhere.
+
+        Beside them there are the states that members' random draws depend on, and the members in groups.
+        """
         with self._gate.reading(verb):
-            if self._pool.clustered:
-                raise StrategyError(
-                    f'strategy="processes" is not possible: the fleet is on a Ray cluster, where {verb} runs in '
-                    f'this process. Use "auto".'
-                )
-            lanes, changed = self._reading.lanes_of(job.names, "processes")
-            specs = lanes.specs_for(job, verb, "processes", changed)
-            members = {name: self._members[name] for name in job.names}
-            workers = AnsweringWorkers(
-                self._token, members, self._recipes, self._pool.of_all(list(members.values()))
+            lanes, changed = self._reading.lanes_of(job.names, strategy)
+            specs = lanes.specs_for(job, verb, strategy, changed)
+            yield specs, lanes.draw_states(job.names), lanes.groups
+
+    def in_workers(
+        self,
+        verb: Verb,
+        job: Job,
+        ask: Callable[[AnsweringWorkers, list[LaneSpec], dict[str, State]], T],
+        *,
+        on_cluster: bool = False,
+    ) -> T:
+        """Return what is asked of workers, given the lanes and the states that random draws depend on.
+
+        Raises:
+            StrategyError: A model can't be sent, or the fleet is on a cluster and `on_cluster` is False.
+        """
+        if self._pool.clustered and not on_cluster:
+            raise StrategyError(
+                f'strategy="processes" is not possible: the fleet is on a Ray cluster, where {verb} runs in this '
+                f'process. Use "auto".'
             )
+        with self.unopened(verb, job, "processes") as (specs, states, _):
             try:
-                found = workers.run(verb, job, specs, lanes.draw_states(job.names))
+                return ask(self.workers(job), specs, states)
             except CannotSendError as error:
                 raise StrategyError(
                     f'strategy="processes" is not possible: {error} Or use "interleaved" or "threads".'
                 ) from error
-        return {name: found[name] for name in job.names}
+
+    def workers(self, job: Job) -> AnsweringWorkers:
+        """Return worker processes for the members of a job. Within `unopened`, those of a cluster are known."""
+        members = {name: self._members[name] for name in job.names}
+        devices = self._pool.of_all(list(members.values()))
+        return AnsweringWorkers(self._token, members, self._recipes, devices, self._pool.places)
 
 
-def _check_strategy(verb: Verb, strategy: str) -> None:
+def check_reading_strategy(verb: Verb, strategy: str) -> None:
+    """Raise StrategyError for a strategy that a verb which only reads does not have."""
     check_strategy(strategy)
     if strategy == "data_parallel":
         raise StrategyError(

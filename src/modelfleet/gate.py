@@ -29,6 +29,11 @@ class Gate:
         return len(self._verbs) > 1
 
     @property
+    def held_here(self) -> bool:
+        """Return True if a verb is running in this thread."""
+        return self._owner == threading.get_ident()
+
+    @property
     def verb(self) -> str:
         """Return the current verb."""
         return self._verbs[-1]

@@ -58,7 +58,7 @@ class Case:
 def cases(draw: st.DrawFn) -> Case:
     """Draw any graph, with skips, fans, unequal rows of replicas, frozen nodes and detached edges."""
     ranks = draw(st.integers(1, 4))
-    schedule = draw(st.sampled_from((*ANY_GRAPH, "interleaved")))
+    schedule: ScheduleName = draw(st.sampled_from((*ANY_GRAPH, "interleaved")))
     count = draw(st.integers(1, 6))
     nodes, edges = [], []
     for number in range(count):

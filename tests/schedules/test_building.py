@@ -4,12 +4,12 @@ from collections import Counter
 
 import pytest
 from hypothesis import given, settings
-
-from modelfleet.errors import InputError
-from modelfleet.schedules import EdgeSpec, GraphSpec, NodeSpec, Operation, Schedule, ScheduleName, build, check
 from tests.schedules.graphs import NamedGraph, backward_value, forward_value
 from tests.schedules.specs import ANY_GRAPH, Case, cases, chain, devices
 from tests.schedules.threads import run
+
+from modelfleet.errors import InputError
+from modelfleet.schedules import EdgeSpec, GraphSpec, NodeSpec, Operation, Schedule, ScheduleName, build, check
 
 
 def fan(**of_b: bool) -> GraphSpec:
@@ -142,6 +142,24 @@ def test_replicas_take_turns_and_are_kept_busy() -> None:
         "cpu:1  b: F0 B0 F3 B3 sum(b) sum(step) apply(b)",
         "cpu:2  b: F1 B1 F4 B4 sum(b) sum(step) apply(b)",
         "cpu:3  b: F2 B2 F5 B5 sum(b) sum(step) apply(b)",
+    ]
+
+
+def test_the_played_step_knows_that_transfers_between_two_ranks_take_turns() -> None:
+    """Over one link c's input arrives at 6, and d's at 11: in between e has its turn, whose input arrives at 8."""
+    spec = GraphSpec(
+        (
+            NodeSpec("a", (0,)),
+            NodeSpec("b", (2,), forward=3.0),
+            *(NodeSpec(name, (1,)) for name in "cde"),
+        ),
+        tuple(EdgeSpec(f"{s}→{t}", s, t, seconds=5.0) for s, t in ("ac", "ad", "be")),
+    )
+    schedule = build(spec, devices(3), micro_batches=1, train=False)
+    assert [operation.node for operation in schedule.operations[1] if operation.kind == "forward"] == [
+        "c",
+        "e",
+        "d",
     ]
 
 

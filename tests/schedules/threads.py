@@ -113,7 +113,7 @@ class Rendezvous:
 
 
 def run(schedule: Schedule, program: Program) -> bool:
-    """Run a schedule, and return whether it ended. If not, all threads that had not ended waited for each other."""
+    """Run a schedule, and return whether it ended. If not, all threads that were left waited for each other."""
     meeting_point = Rendezvous(len(schedule.devices), program)
     errors: list[BaseException] = []
 

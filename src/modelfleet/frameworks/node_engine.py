@@ -1,18 +1,23 @@
 """Node engines: the framework's side of one node of a graph, on one rank.
 
 A node computes micro-batches: rows of a batch that go through the graph together. The engine keeps what the
-backward pass of each of them needs. It never sees edges or other nodes: `graph.rank` hands it inputs and gradients.
+backward pass of each of them needs. It never sees edges or other nodes: `graph.rank` hands it inputs and
+gradients.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 from modelfleet.frameworks.stacked import Given
-from modelfleet.types import State, Tensor, Tree
+from modelfleet.members import Member
+from modelfleet.recipe import Recipe
+from modelfleet.types import Kind, Model, NativeDevice, State, Tensor, Tree
 
 DrawShapes = tuple[tuple[tuple[int, ...], int | None], ...]
-"""For each random draw of a step, in order: its shape, and the axis that has the rows (see `random/streams.py`)."""
+"""For each random draw of a step, in order: its shape, and the axis that has the rows."""
 
 
 @dataclass(frozen=True)
@@ -152,3 +157,70 @@ class NodeEngine(Protocol):
     def write(self, state: Given) -> None:
         """Replace the state by part and name."""
         ...
+
+
+class Nodes(Protocol):
+    """What an adapter's optional module `nodes` exports, if the framework's models can be nodes of graphs.
+
+    Some names are optional:
+
+    * `check_output(model, name)`, if an edge does not carry everything that a model may return. It raises InputError.
+    * `GroupTransport`. Without it, nodes run in threads only.
+    """
+
+    @property
+    def GroupTransport(self) -> Any:  # noqa: N802  a class
+        """Return the class of transports between processes, with a class method `join`."""
+        ...
+
+    def compile(self, recipe: Recipe, members: Sequence[Member]) -> None:
+        """Raise InputError if a recipe does not fit a node. The models stay as they are."""
+        ...
+
+    def prepare(self, recipe: Recipe | None, members: Sequence[Member], kind: Kind) -> Any:
+        """Return the tasks of nodes, as `adapter_protocol.Prepared`. Those with a loss have `values`."""
+        ...
+
+    def make_node(
+        self,
+        member: Member,
+        task: Any,
+        columns: Mapping[str, np.ndarray],
+        device: NativeDevice,
+        *,
+        recompute: bool = False,
+    ) -> NodeEngine:
+        """Return the engine of a node."""
+        ...
+
+    def numbers(self, values: Sequence[float], device: NativeDevice) -> Tensor:
+        """Return a tensor of numbers, for a sum over ranks."""
+        ...
+
+    def add(self, total: Tensor, other: Tensor) -> None:
+        """Add a tensor to another one in place, whatever device it is on."""
+        ...
+
+    def to_host(self, tensor: Tensor) -> np.ndarray:
+        """Return a tensor as a NumPy array."""
+        ...
+
+    def trained(self, model: Model) -> bool:
+        """Return True if any weight of a model takes a gradient."""
+        ...
+
+    def fill(self, model: Model, state: Given) -> None:
+        """Copy a node's weights, as its engine has read them, into a model of the same structure."""
+        ...
+
+
+def nodes_of(framework: object) -> Nodes | None:
+    """Return what an adapter exports for nodes of graphs; None if its models can't be nodes."""
+    return getattr(framework, "nodes", None)
+
+
+def require_nodes(framework: object) -> Nodes:
+    """Return what the adapter of a node exports."""
+    found = nodes_of(framework)
+    assert found is not None
+    return found

@@ -1,13 +1,15 @@
 """Chains: models that stand in a row, each taking what the one before gives."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Self
 
 from modelfleet.errors import InputError
 from modelfleet.frameworks.model_building import list_models
 from modelfleet.graph.graph import Graph
 from modelfleet.graph.placement import DevicesLike
 from modelfleet.graph.topology import Edge
-from modelfleet.types import Model
+from modelfleet.types import Json, Model
 
 
 class Chain(Graph):
@@ -15,8 +17,8 @@ class Chain(Graph):
 
     Args:
         stages: The models, by name or in a list, whose names are then "0", "1", …; or what `split` returned.
-        devices: "auto"; devices, over which the stages are spread; or a row for each stage, whose devices share its
-            micro-batches: `[["cuda:0", "cuda:1"], ["cuda:2"]]`.
+        devices: "auto"; devices, over which the stages are spread; or a row for each stage, whose devices share
+            its micro-batches: `[["cuda:0", "cuda:1"], ["cuda:2"]]`.
         seed: See `Graph`.
 
     Raises:
@@ -39,5 +41,10 @@ class Chain(Graph):
         if not named:
             raise InputError("a chain needs at least one stage; got none.")
         names = list(named)
-        edges = [Edge(source, target) for source, target in zip(names, names[1:], strict=False)]
+        edges = [Edge(source, target) for source, target in pairwise(names)]
         super().__init__(named, edges, outputs=names[-1], devices=devices, seed=seed)
+
+    @classmethod
+    def _rebuilt(cls, models: Mapping[str, Model], manifest: Mapping[str, Json], devices: DevicesLike) -> Self:
+        """Return the chain of a manifest, with these models."""
+        return cls(models, devices=devices, seed=manifest["seed"])

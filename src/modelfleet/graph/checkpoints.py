@@ -1,4 +1,7 @@
-"""Checkpoints of a running fit of a graph. They say nothing of devices or cuts, so a run may continue on others."""
+"""Checkpoints of a running fit of a graph.
+
+They say nothing of devices or cuts, so a run may continue on others.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -131,12 +134,14 @@ def _read(
     for key, here in (("seed", fit.seed), ("epochs_before", fit.epochs_before)):
         if manifest[key] != here:
             raise StoreError(
-                f"{folder} holds a checkpoint of another run: its {key} is {manifest[key]}, here it is {here}. Give "
+                f"{folder} holds a checkpoint of another run: its {key} is {manifest[key]}, here it is "
+                f"{here}. Give "
                 f"another folder, or delete this one."
             )
     if len(manifest["callbacks"]) != len(fit.callbacks):
         raise StoreError(
-            f"{folder} holds a checkpoint of another run: it has {len(manifest['callbacks'])} callbacks, this fit has "
+            f"{folder} holds a checkpoint of another run: it has {len(manifest['callbacks'])} callbacks, this "
+            f"fit has "
             f"{len(fit.callbacks)}. Give another folder, or delete this one."
         )
     tensors = saved.tensors(STATE, files)
@@ -171,7 +176,8 @@ def by_node(
                 if path not in tensors or tensors[path].shape != np.shape(array):
                     what = f"is {tensors[path].shape}" if path in tensors else "is missing"
                     raise StoreError(
-                        f"{folder} does not fit this graph: {path!r} {what}, and node {node!r} needs {np.shape(array)}. "
+                        f"{folder} does not fit this graph: {path!r} {what}, and node {node!r} needs "
+                        f"{np.shape(array)}. "
                         f"Give the models that were saved."
                     )
                 found[node][part][name] = tensors[path]
@@ -184,7 +190,7 @@ def _path(node: str, part: str, name: str, paths: Paths) -> str:
         return f"{part}/{name}"  # the same for all nodes
     tensor, slash, parameter = name.rpartition("/")  # the optimizer's tensors have a name of their own in front
     inside = paths.get(node, {})
-    whole = inside[parameter] if parameter in inside else f"{node}.{parameter}"
+    whole = inside.get(parameter, f"{node}.{parameter}")
     # A parameter may be frozen in one run and not in another.
     kept = "weights" if part in ("params", "frozen") else part
     return f"{kept}/{tensor}{slash}{whole}"

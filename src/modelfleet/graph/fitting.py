@@ -14,6 +14,7 @@ from modelfleet.feeds import Batch, Feed
 from modelfleet.frameworks import global_generators
 from modelfleet.frameworks.adapter_protocol import Schedules
 from modelfleet.frameworks.errors import GRADIENT, LOSS, REASONS
+from modelfleet.frameworks.node_engine import require_nodes
 from modelfleet.frameworks.stacked import WEIGHTS
 from modelfleet.graph import checkpoints
 from modelfleet.graph.losses import EpochSums, split_batch
@@ -185,7 +186,7 @@ class GraphFit:
 
     def _make_schedules(self, feed: Feed) -> Schedules:
         opener = self._opener
-        prepared = opener.adapter.nodes.prepare(opener.recipe, opener.members, "train")
+        prepared = require_nodes(opener.adapter).prepare(opener.recipe, opener.members, "train")
         count = len(opener.members)
         per_epoch = None if feed.steps is None else np.repeat(feed.steps, count)
         names = [member.name for member in opener.members]
@@ -315,7 +316,7 @@ class GraphFit:
         for member in self._opener.members:
             state = self.states.get(member.name)
             if state is not None:
-                member.framework.nodes.fill(member.model, state)
+                require_nodes(member.framework).fill(member.model, state)
                 self._graph._states[member.name] = {
                     part: own for part, own in state.items() if part in ("optimizer", "member")
                 }

@@ -1,27 +1,45 @@
 """Graphs of models: any models that work together without a cycle, trained and run as one."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Self
 
 from modelfleet import frameworks
-from modelfleet.devices import parse_devices, threads_of
+from modelfleet.devices import cores, parse_devices
 from modelfleet.each import Each
-from modelfleet.errors import InputError
+from modelfleet.errors import InputError, StoreError
+from modelfleet.frameworks.node_engine import nodes_of, require_nodes
+from modelfleet.frameworks.stacked import WEIGHTS
 from modelfleet.gate import Gate
-from modelfleet.graph import reading
+from modelfleet.graph import reading, saving
+from modelfleet.graph.checkpoints import Paths
 from modelfleet.graph.fitting import GraphFit
 from modelfleet.graph.losses import loss_nodes
 from modelfleet.graph.node_frameworks import check_edges, compile_nodes
 from modelfleet.graph.opening import Opener, Settings
 from modelfleet.graph.placement import DevicesLike
 from modelfleet.graph.plan import GraphPlan
+from modelfleet.graph.saving import ModelsLike, SavedGraph
 from modelfleet.graph.topology import EdgeLike, Topology, make_topology
+from modelfleet.graph.working import make_engine, native_device
 from modelfleet.history import History
 from modelfleet.members import Member, check_name, member_seed
 from modelfleet.progress import reporter
 from modelfleet.recipe import Recipe
 from modelfleet.schedules import ScheduleName
-from modelfleet.types import Data, LossLike, MetricLike, Model, OptimizerLike, Precision, ScheduleLike, State, Tree
+from modelfleet.types import (
+    Data,
+    Json,
+    Kind,
+    LossLike,
+    MetricLike,
+    Model,
+    OptimizerLike,
+    Precision,
+    ScheduleLike,
+    State,
+    Tree,
+)
 from modelfleet.unknown_names import unknown
 
 GraphStrategy = Literal["auto", "threads", "processes"]
@@ -34,10 +52,10 @@ class Graph:
         nodes: The models by name.
         edges: Pairs `(source, target)`, or `Edge`s. A node that no edge leads to takes the data.
         outputs: The nodes whose outputs the graph returns, and that have the loss.
-        devices: "auto"; devices, over which the nodes are spread; or for each node a device, or a row of devices that
-            share its micro-batches: `{"encoder": "cuda:0", "head": ["cuda:1", "cuda:2"]}`.
-        seed: The seed of shuffles and dropout. The graph has the numbers of the undivided model as the only member of
-            `Fleet([model], seed=seed)`.
+        devices: "auto"; devices, over which the nodes are spread; or for each node a device, or a row of devices
+            that share its micro-batches: `{"encoder": "cuda:0", "head": ["cuda:1", "cuda:2"]}`.
+        seed: The seed of shuffles and dropout. The graph has the numbers of the undivided model as the only
+            member of `Fleet([model], seed=seed)`.
 
     Raises:
         InputError: There is a cycle, an edge names no node, or a device does not exist.
@@ -79,6 +97,51 @@ class Graph:
         if isinstance(devices, str):
             self._check_devices(devices)
 
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        models: ModelsLike,
+        *,
+        devices: DevicesLike = "auto",
+        allow_import: bool = False,
+        verify: bool = True,
+    ) -> Self:
+        """Load what `save` has saved, so that `fit` continues.
+
+        Args:
+            folder: The folder.
+            models: The models to fill, by node or in their order; or a function that returns them.
+            devices: As for a new one.
+            allow_import: Import the functions of the recipe by the names in the folder. This runs code that the
+                folder chooses: use it only with folders you trust.
+            verify: Compare the checksums of what is read.
+
+        Raises:
+            StoreError: The folder is damaged, holds something else, or its tensors do not fit the models.
+        """
+        graphs: list[Self] = []
+
+        def states_of(manifest: Mapping[str, Json], recipe: Recipe | None) -> tuple[Mapping[str, State], Paths]:
+            if manifest["graph"] != cls.kind:
+                name = manifest["graph"].capitalize()
+                raise StoreError(f"{folder} holds a {manifest['graph']}. Load it with mf.{name}.load.")
+            graph = cls._rebuilt(saving.made_models(models, manifest["nodes"]), manifest, devices)
+            graphs.append(graph)
+            usable = recipe is not None and not recipe.missing
+            return graph._read_states("train" if usable else "predict", recipe if usable else None), graph._paths
+
+        found = saving.read(Path(folder), states_of, allow_import=allow_import, verify=verify)
+        (graph,) = graphs
+        graph._take_saved(found)
+        return graph
+
+    @classmethod
+    def _rebuilt(cls, models: Mapping[str, Model], manifest: Mapping[str, Json], devices: DevicesLike) -> Self:
+        """Return the graph of a manifest, with these models."""
+        edges = saving.edges_of(manifest)
+        return cls(models, edges, outputs=manifest["outputs"], devices=devices, seed=manifest["seed"])
+
     @property
     def names(self) -> list[str]:
         """Return the names of the nodes, in topological order."""
@@ -117,12 +180,13 @@ class Graph:
     ) -> None:
         """Set how the nodes are trained. Optimizer and numbers are one for all nodes, or `each(...)` by node.
 
-        To freeze a node, set `requires_grad_(False)` on its model. Calling `compile` again starts the optimizers over.
+        To freeze a node, set `requires_grad_(False)` on its model. Calling `compile` again starts the optimizers
+        over.
 
         Args:
             optimizer: As for `Fleet.compile`.
-            loss: A name or a function `loss(output, target)`. A dict gives nodes losses of their own: the graph's loss
-                is their sum.
+            loss: A name or a function `loss(output, target)`. A dict gives nodes losses of their own: the
+                graph's loss is their sum.
             metrics: As for `Fleet.compile`.
             clip_norm: The largest norm of the gradient of all nodes together.
             precision: "float32" or "bf16".
@@ -134,7 +198,8 @@ class Graph:
         """
         if loss is None:
             raise InputError(
-                'compile got no loss. A node sees only its own part of the model, so give a loss of the output: "mse", '
+                "compile got no loss. A node sees only its own part of the model, so give a loss of the "
+                'output: "mse", '
                 '"cross_entropy", or a function loss(output, target).'
             )
         if isinstance(clip_norm, Each):
@@ -165,8 +230,8 @@ class Graph:
         """Return what will run where, in which order, and what a step will take.
 
         Args:
-            data: As for `fit`. With data, every node is tried on the rows of one micro-batch and timed. Without, all
-                nodes count as equal.
+            data: As for `fit`. With data, every node is tried on the rows of one micro-batch and timed. Without,
+                all nodes count as equal.
             batch_size: As for `fit`.
             micro_batches: As for `fit`.
             pipeline: As for `fit`.
@@ -199,19 +264,20 @@ class Graph:
         """Train all nodes as one model.
 
         Args:
-            data: `(x, y)`, or whatever `Fleet.fit` takes. x is a dict if edges name parts of it. y is a dict by node if
-                several nodes have a loss.
+            data: `(x, y)`, or whatever `Fleet.fit` takes. x is a dict if edges name parts of it. y is a dict by
+                node if several nodes have a loss.
             validation: Data to evaluate after every epoch.
             epochs: How many epochs to train.
             batch_size: Rows per step.
             shuffle: Shuffle the rows, in a new order every epoch.
             callbacks: `Checkpoint`, `EarlyStopping`, and callbacks of your own.
-            micro_batches: How many parts a batch is cut into, so that several devices work at once. By default four
-                for every device.
+            micro_batches: How many parts a batch is cut into, so that several devices work at once. By default
+                four for every device.
             pipeline: The order of the work: "1f1b", "gpipe", "interleaved" (nodes given to devices in turn) or
                 "zero-bubble".
             strategy: "threads" of this process, a "processes" for each device, or "auto".
-            recompute: True keeps no activations for the backward pass and computes them again; names do so for some nodes.
+            recompute: True keeps no activations for the backward pass and computes them again; names do so for
+                some nodes.
             progress: As for `Fleet.fit`.
             timeout: Seconds after which a rank that does not move is lost.
 
@@ -264,7 +330,47 @@ class Graph:
             opener = self._opener(Settings(micro_batches, strategy=strategy, timeout=timeout))
             return reading.predict(opener, data, batch_size)
 
+    def save(self, folder: str | Path, *, optimizer: bool = True) -> None:
+        """Save all nodes in a folder: a safetensors file and a JSON manifest.
+
+        `load` returns the graph, whose `fit` continues as this one's would.
+
+        Args:
+            folder: The folder. It is created if it does not exist.
+            optimizer: False leaves out the optimizer's state.
+        """
+        with self._gate.reading("save"):
+            states = self._read_states("predict", None)
+            if optimizer:
+                for name, state in self._states.items():
+                    states[name] |= state
+            recipe, losses = self._recipe, tuple(self._losses)
+            saved = SavedGraph(self.kind, self.seed, self._epochs, self._topology, losses, recipe, states)
+            saving.save(Path(folder), saved, self._paths)
+
     # --- small parts ---------------------------------------------------------------------------------------------
+
+    def _read_states(self, kind: Kind, recipe: Recipe | None) -> dict[str, State]:
+        """Return the weights of all nodes; with "train", also a training state of their form."""
+        parts = None if kind == "train" else WEIGHTS
+        found = {}
+        for name, member in self._members.items():
+            device = native_device(member.framework, "cpu", cores())
+            found[name] = make_engine(member, recipe, kind, device).read(parts)
+        return found
+
+    def _take_saved(self, found: SavedGraph) -> None:
+        """Take over the weights, the recipe and the training state of a saved graph."""
+        for name, state in found.states.items():
+            require_nodes(self._members[name].framework).fill(self._members[name].model, state)
+            self._states[name] = {part: own for part, own in state.items() if part in ("optimizer", "member")}
+        self._epochs, self._recipe = found.epochs, found.recipe
+        if found.recipe is not None:
+            loss = found.recipe.loss
+            by_node = loss.values if isinstance(loss, Each) and isinstance(loss.values, dict) else None
+            self._losses = {name: loss if by_node is None else by_node[name] for name in found.losses}
+            if not found.recipe.missing:
+                compile_nodes(found.recipe, list(self._members.values()))
 
     def _opener(self, settings: Settings, verb: str = "") -> Opener:
         if verb and self._recipe is None:
@@ -280,7 +386,7 @@ class Graph:
         text = check_name(name, self._members)
         framework = frameworks.adapter_of(model, text)
         framework.check_model(model, text)
-        if not hasattr(framework, "nodes"):
+        if nodes_of(framework) is None:
             raise InputError(
                 f"node {text!r} is a {framework.NAME} model, which a {self.kind} can't run yet. Give torch, Keras or "
                 f"TensorFlow models."
@@ -288,7 +394,8 @@ class Graph:
         for other in self._members.values():
             if other.model is model:
                 raise InputError(
-                    f"nodes {other.name!r} and {text!r} are one model object. Give a copy (copy.deepcopy), or lead both "
+                    f"nodes {other.name!r} and {text!r} are one model object. Give a copy (copy.deepcopy), or "
+                    f"lead both "
                     f"edges to one node."
                 )
         self._members[text] = Member(text, model, member_seed(self.seed, "0"), framework)
@@ -303,7 +410,8 @@ class Graph:
             if found is not None:
                 one, other, weight = found
                 raise InputError(
-                    f"nodes {alike[one].name!r} and {alike[other].name!r} share the weight {weight!r}, which one optimizer "
+                    f"nodes {alike[one].name!r} and {alike[other].name!r} share the weight {weight!r}, which "
+                    f"one optimizer "
                     f"would have to update for both. Keep the parts that share it in one node, or untie it."
                 )
 
@@ -312,4 +420,3 @@ class Graph:
         if wanted is not None and all(device.kind != "ray" for device in wanted):
             framework = next(iter(self._members.values())).framework
             framework.choose(wanted)
-            threads_of(wanted)

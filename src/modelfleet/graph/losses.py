@@ -42,7 +42,8 @@ def split_batch(batch: Tree, losses: Sequence[str]) -> tuple[Tree, dict[str, tup
         return x, {losses[0]: (y, *weights)}
     if not isinstance(y, Mapping):
         raise InputError(
-            f"{len(losses)} nodes have a loss ({', '.join(losses)}), but y is {_form(y)}. Give y as a dict by node."
+            f"{len(losses)} nodes have a loss ({', '.join(losses)}), but y is {_form(y)}. Give y as a dict by "
+            f"node."
         )
     missing = [name for name in losses if name not in y]
     if missing:

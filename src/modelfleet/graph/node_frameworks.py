@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from modelfleet.errors import StrategyError
+from modelfleet.frameworks.node_engine import require_nodes
 from modelfleet.graph.topology import Topology
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
@@ -23,21 +24,21 @@ def compile_nodes(recipe: Recipe, members: Sequence[Member]) -> None:
                 f"{other.framework.NAME} model. Gradients do not cross from one framework to another, so such a graph "
                 f"only predicts. To train, give models of one framework."
             )
-    first.framework.nodes.compile(recipe.only([member.name for member in members]), members)
+    require_nodes(first.framework).compile(recipe.only([member.name for member in members]), members)
 
 
 def check_edges(topology: Topology, members: Sequence[Member]) -> None:
     """Raise InputError if a node's output has something that an edge does not carry, such as a mask of Keras."""
     for member in members:
-        nodes = member.framework.nodes
-        if topology.out_of[member.name] and hasattr(nodes, "check_output"):
-            nodes.check_output(member.model, member.name)
+        check = getattr(require_nodes(member.framework), "check_output", None)
+        if topology.out_of[member.name] and check is not None:
+            check(member.model, member.name)
 
 
 def refuse_processes(members: Sequence[Member], strategy: str) -> None:
     """Raise StrategyError if the nodes of a framework can't be in processes."""
     for member in members:
-        if strategy != "threads" and not hasattr(member.framework.nodes, "GroupTransport"):
+        if strategy != "threads" and not hasattr(require_nodes(member.framework), "GroupTransport"):
             raise StrategyError(
                 f"node {member.name!r} is a {member.framework.NAME} model, and those run in threads of one process. "
                 f'Leave strategy out, or say strategy="threads"; name devices of this machine.'

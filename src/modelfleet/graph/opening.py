@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from modelfleet.devices import parse_devices, threads_of
-from modelfleet.errors import InputError, StrategyError
+from modelfleet.errors import InputError
 from modelfleet.feeds import Feed, make_feed
 from modelfleet.frameworks.batch_parts import inputs as inputs_of
 from modelfleet.frameworks.contexts import current_settings
-from modelfleet.frameworks.node_engine import Draws, NodeEngine, Step
+from modelfleet.frameworks.node_engine import Draws, NodeEngine, Step, require_nodes
 from modelfleet.graph.board import Board
 from modelfleet.graph.losses import split_batch
 from modelfleet.graph.node_frameworks import refuse_processes
@@ -87,7 +87,9 @@ class Opener:
         self._recompute = self._recomputed()
         self.places = self._find_places()
         refuse_processes(self.members, self.strategy)
-        self.trained = {member.name: member.framework.nodes.trained(member.model) for member in self.members}
+        self.trained = {
+            member.name: require_nodes(member.framework).trained(member.model) for member in self.members
+        }
 
     # --- devices -------------------------------------------------------------------------------------------------
 

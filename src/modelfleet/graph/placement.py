@@ -65,7 +65,7 @@ def spread(topology: Topology, devices: Sequence[str], seconds: Mapping[str, flo
     cuts = _cuts(times, groups)
     found: Rows = {}
     for device, start, stop in zip(devices, [0, *cuts], [*cuts, len(nodes)], strict=False):
-        found.update({name: (device,) for name in nodes[start:stop]})
+        found.update(dict.fromkeys(nodes[start:stop], (device,)))
     return found
 
 

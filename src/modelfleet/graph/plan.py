@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from modelfleet.formatting import count, duration, size
+from modelfleet.formatting import count, size
 from modelfleet.schedules import GraphSpec, Schedule, Timeline, peak_bytes, simulate
 from modelfleet.types import Json
 
@@ -56,13 +56,13 @@ class GraphPlan:
         lines = [
             f"{count(len(self.spec.nodes), 'node')} on {count(len(self.devices), 'device')}, {self.strategy}: "
             f"{self.schedule.name}, {count(micro, 'micro-batch') if micro == 1 else f'{micro} micro-batches'} of "
-            f"{self.batch_size} rows, about {duration(timeline.seconds)} a step, {timeline.bubble:.0%} idle"
+            f"{self.batch_size} rows, about {_time(timeline.seconds)} a step, {timeline.bubble:.0%} idle"
         ]
         width = max(len(node.name) for node in self.spec.nodes)
         for node in self.spec.nodes:
-            times = f"forward {duration(node.forward)}"
+            times = f"forward {_time(node.forward)}"
             if node.name in self.spec.with_backward:
-                times += f", backward {duration(node.backward)}"
+                times += f", backward {_time(node.backward)}"
             frozen = "" if node.trained else ", frozen"
             lines.append(
                 f"  {node.name:<{width}}  {', '.join(self.rows[node.name])}: {times}, keeps "
@@ -101,3 +101,7 @@ class GraphPlan:
     def chrome_trace(self, path: str | Path) -> None:
         """Write the timeline as a trace for Chrome's `about:tracing` or Perfetto."""
         (self.timeline if self.measured is None else self.measured).chrome_trace(path)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -151,7 +151,8 @@ def make_plan(
     if rows is None:
         if len(available) > len(topology.nodes) and not isinstance(devices, str):
             raise InputError(
-                f"there are {len(available)} devices for {len(topology.nodes)} nodes. Name fewer devices, or a row "
+                f"there are {len(available)} devices for {len(topology.nodes)} nodes. Name fewer devices, or "
+                f"a row "
                 f"for each node, whose devices share its micro-batches: devices=[['cpu:0', 'cpu:1'], ['cpu:2']]."
             )
         rows = spread(topology, available, seconds, in_turn=pipeline == "interleaved")
@@ -171,12 +172,14 @@ def _micro_batches(wanted: int | None, rows: int, ranks: int, longest: int) -> i
         raise InputError(f"micro_batches is {wanted!r}; expected a whole number, 1 or more.")
     if wanted > rows:
         raise InputError(
-            f"micro_batches is {wanted}, but a batch has {rows} rows, and each micro-batch needs one. Give at most "
+            f"micro_batches is {wanted}, but a batch has {rows} rows, and each micro-batch needs one. Give at "
+            f"most "
             f"{rows}, or a larger batch_size."
         )
     if wanted < longest:
         raise InputError(
-            f"micro_batches is {wanted}, but a node has {longest} devices, which share the micro-batches of a batch: "
+            f"micro_batches is {wanted}, but a node has {longest} devices, which share the micro-batches of a "
+            f"batch: "
             f"some would have none. Give at least {longest}."
         )
     return wanted
@@ -186,8 +189,10 @@ def _notes(trial: GraphTrial | None, rows: Rows, micro_batches: int, train: bool
     notes = []
     if trial is not None and train and micro_batches > 1:
         notes += [
-            f"{name!r}: its output for a row depends on the other rows, as with BatchNorm. In training it sees the rows "
-            f"of one micro-batch, not of the whole batch. Use GroupNorm or LayerNorm, freeze the norm (module.eval()), "
+            f"{name!r}: its output for a row depends on the other rows, as with BatchNorm. In training it "
+            f"sees the rows "
+            f"of one micro-batch, not of the whole batch. Use GroupNorm or LayerNorm, freeze the norm "
+            f"(module.eval()), "
             f"or set micro_batches=1 to train as the undivided model does"
             for name, own in trial.nodes.items()
             if own.mixes_rows

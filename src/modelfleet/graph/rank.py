@@ -60,7 +60,7 @@ class Rank:
         self._clip_norm, self._board = clip_norm, board
         self._steps = 0
         self._failed = False  # after a step whose numbers were not finite, no other is taken
-        self._does: dict[str, Callable[[Operation], int]] = {
+        self._does: dict[str, Callable[[Operation], None]] = {
             "forward": self._forward,
             "backward": self._backward,
             "backward_input": self._backward,
@@ -86,6 +86,7 @@ class Rank:
         self._shapes: dict[tuple[str, int], tuple[int, dict[Link, list[int]]]] = {}
         self._asked: dict[tuple[str, int], list[tuple[Link, int]]] = {}
         self._counts: dict[str, float] = {}
+        self._receives: dict[Message, int] = {}  # by the number of the operation
         self._scale, self._skipped = 1.0, False
         self._transport.begin(self._steps, [stop - start for start, stop in order.step.rows])
         for name, engine in self.engines.items():
@@ -98,15 +99,19 @@ class Rank:
         self._targets = {
             name: self.engines[name].place(own) for name, own in order.targets.items() if name in self.engines
         }
-        micro_batches = len(order.step.rows)  # fewer than planned in a short batch
+        micro_batches = len(order.step.rows)  # fewer than planned in a short batch, which is not recorded
+        whole = micro_batches == schedule.micro_batches
+        if whole:
+            self.recorder.begin(order.schedule)
         for index, operation in enumerate(schedule.operations[self.number]):
             if operation.micro >= micro_batches:
                 continue
             if self._board is not None:
                 self._board.mark(self.number, self._steps, index)
-            begun, self._waited = time.perf_counter(), 0.0
-            moved = self._does[operation.kind](operation)
-            self.recorder.add(order.schedule, index, operation, begun, time.perf_counter(), self._waited, moved)
+            begun, self._waited, self._index = time.perf_counter(), 0.0, index
+            self._does[operation.kind](operation)
+            if whole:
+                self.recorder.add(order.schedule, index, operation, begun, time.perf_counter(), self._waited)
         self._steps += 1
         self._failed |= self._skipped
         for engine in self.engines.values():
@@ -117,7 +122,7 @@ class Rank:
 
     # --- computing -----------------------------------------------------------------------------------------------
 
-    def _forward(self, operation: Operation) -> int:
+    def _forward(self, operation: Operation) -> None:
         node, micro, engine = operation.node, operation.micro, self.engines[operation.node]
         start, stop = self._order.step.rows[micro]
         values: dict[Link, Tree] = {}
@@ -146,7 +151,6 @@ class Rank:
             self._wanted_outputs[node][micro] = map_tree(self._host[node], outputs)
         if node in self._targets:
             self._loss(node, micro)
-        return 0
 
     def _loss(self, node: str, micro: int) -> None:
         engine, target = self.engines[node], self._targets[node]
@@ -160,7 +164,7 @@ class Rank:
         rows = map_tree(lambda leaf: leaf[start:stop], target)
         self._found[node][micro] = engine.loss(micro, rows, divisor)
 
-    def _backward(self, operation: Operation) -> int:
+    def _backward(self, operation: Operation) -> None:
         node, micro, engine = operation.node, operation.micro, self.engines[operation.node]
         count, places = self._shapes.pop((node, micro))
         gradients: list[Tensor | None] = [None] * count
@@ -178,11 +182,9 @@ class Rank:
                 by_place = {place: g for (own, place), g in zip(asked, found, strict=True) if own == link}
                 places_in = sorted(by_place)
                 self._gradients[link, micro] = [by_place[place] for place in places_in]
-        return 0
 
-    def _backward_weight(self, operation: Operation) -> int:
+    def _backward_weight(self, operation: Operation) -> None:
         self.engines[operation.node].backward_weights(operation.micro)
-        return 0
 
     def _carries_gradient(self, link: Link) -> bool:
         return link.differentiable and link.source in self._trains and link.target in self._trains
@@ -204,6 +206,10 @@ class Rank:
         begun = time.perf_counter()
         found = self._transport.take(message)
         self._waited += time.perf_counter() - begun
+        if len(self._order.step.rows) == self._schedules[self._order.schedule].micro_batches:
+            # TensorFlow's tensors on a GPU do not say how large they are.
+            moved = sum(getattr(leaf, "nbytes", 0) for leaf in leaves(found) if leaf is not None)
+            self.recorder.received(self._order.schedule, self._receives.pop(message), moved)
         return found
 
     def _message(self, link: Link, micro: int, *, gradient: bool) -> Message:
@@ -215,29 +221,27 @@ class Rank:
 
     # --- moving --------------------------------------------------------------------------------------------------
 
-    def _send(self, operation: Operation) -> int:
+    def _send(self, operation: Operation) -> None:
         link = self._links[operation.edge]
         tree = (self._gradients if operation.gradient else self._tensors)[link, operation.micro]
         self._transport.send(self._message(link, operation.micro, gradient=operation.gradient), tree)
-        # TensorFlow's tensors on a GPU do not say how large they are.
-        return sum(getattr(leaf, "nbytes", 0) for leaf in leaves(tree) if leaf is not None)
 
-    def _receive(self, operation: Operation) -> int:
+    def _receive(self, operation: Operation) -> None:
         link = self._links[operation.edge]
-        self._transport.expect(self._message(link, operation.micro, gradient=operation.gradient))
-        return 0
+        message = self._message(link, operation.micro, gradient=operation.gradient)
+        self._receives[message] = self._index
+        self._transport.expect(message)
 
-    def _free(self, operation: Operation) -> int:
+    def _free(self, operation: Operation) -> None:
         key = self._links[operation.edge], operation.micro
         if operation.gradient:
             self._gradients.pop(key, None)
         elif not (self._order.step.train and self._carries_gradient(key[0])):
             self._tensors.pop(key, None)  # the shapes of others are needed until their gradients are there
-        return 0
 
     # --- the update ----------------------------------------------------------------------------------------------
 
-    def _sum(self, operation: Operation) -> int:
+    def _sum(self, operation: Operation) -> None:
         begun = time.perf_counter()
         if operation.node in self.engines:
             tensors = self.engines[operation.node].gradients()
@@ -247,7 +251,6 @@ class Rank:
             self._transport.sum("the step", operation.ranks, tensors)
             self._decide(tensors[0].tolist())
         self._waited += time.perf_counter() - begun
-        return sum(tensor.nbytes for tensor in tensors)
 
     def _step_numbers(self) -> Tensor:
         """Return what this rank adds to the numbers of the step: loss, count, squared norm, and trouble."""
@@ -273,10 +276,9 @@ class Rank:
         if self._clip_norm is not None:
             self._scale *= min(1.0, self._clip_norm / (norm + 1e-6))  # as torch's clip_grad_norm_
 
-    def _apply(self, operation: Operation) -> int:
+    def _apply(self, operation: Operation) -> None:
         if not self._skipped:
             self.engines[operation.node].apply(self._scale)
-        return 0
 
 
 def _floats(leaf: Tensor) -> bool:

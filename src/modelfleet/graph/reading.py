@@ -6,7 +6,7 @@ import numpy as np
 
 from modelfleet.feeds import is_loader
 from modelfleet.frameworks.batch_parts import weighted_inputs
-from modelfleet.frameworks.node_engine import LossParts
+from modelfleet.frameworks.node_engine import LossParts, require_nodes
 from modelfleet.graph.losses import EpochSums, split_batch
 from modelfleet.graph.opening import ROWS_PER_MICRO_BATCH, Opener
 from modelfleet.graph.orders import StepOrder, StepReport
@@ -41,7 +41,7 @@ def sum_up(opener: Opener, reports: Iterator[list[StepReport]]) -> dict[str, flo
 
 def tasks_of(opener: Opener) -> dict[str, object]:
     """Return the task of every node that has a loss."""
-    prepared = opener.adapter.nodes.prepare(opener.recipe, opener.members, "evaluate")
+    prepared = require_nodes(opener.adapter).prepare(opener.recipe, opener.members, "evaluate")
     names = [member.name for member in opener.members]
     return {name: task for name, task in zip(names, prepared.tasks, strict=True) if name in opener.losses}
 

@@ -15,35 +15,39 @@ class _Sums:
 
 
 class Recorder:
-    """Adds up the times of a rank's operations. The first step of a schedule, which warms up, counts only if alone."""
+    """Adds up the times of a rank's operations.
+
+    The first step of a schedule, which warms up, counts only if alone.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._sums: dict[str, list[_Sums]] = {}
+        self._sums: dict[str, dict[int, _Sums]] = {}
         self._steps: dict[str, int] = {}
-        self._last = -1
+
+    def begin(self, schedule: str) -> None:
+        """Begin a step that follows a schedule."""
+        self._steps[schedule] = steps = self._steps.get(schedule, 0) + 1
+        if steps <= 2:
+            self._sums[schedule] = {}
 
     def add(
-        self, schedule: str, index: int, operation: Operation, start: float, end: float, waited: float, moved: int
+        self, schedule: str, index: int, operation: Operation, start: float, end: float, waited: float
     ) -> None:
-        """Add one operation of a step that follows a schedule."""
-        if index == 0:
-            self._steps[schedule] = steps = self._steps.get(schedule, 0) + 1
-            if steps <= 2:
-                self._sums[schedule] = []
-        own = self._sums[schedule]
-        if len(own) <= index:
-            own.append(_Sums(operation))
-        sums = own[index]
+        """Add one operation of the step."""
+        sums = self._sums[schedule].setdefault(index, _Sums(operation))
         sums.start += start
         sums.end += end
         sums.waited += waited
-        sums.moved = moved
+
+    def received(self, schedule: str, index: int, moved: int) -> None:
+        """Note how many bytes a receive has brought. The operation that needs them is the one that waits."""
+        self._sums[schedule][index].moved = moved
 
     def events(self, schedule: str) -> list[Event]:
         """Return the mean of every operation, by this process's clock."""
         steps = max(1, self._steps.get(schedule, 0) - 1)
         return [
             Event(self._rank, one.operation, one.start / steps, one.end / steps, one.waited / steps, one.moved)
-            for one in self._sums.get(schedule, [])
+            for one in self._sums.get(schedule, {}).values()
         ]

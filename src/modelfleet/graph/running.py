@@ -12,7 +12,6 @@ import numpy as np
 
 from modelfleet.errors import RankLostError
 from modelfleet.formatting import without_period
-from modelfleet.graph.board import Board
 from modelfleet.graph.orders import RankOrder, StateOrder, StepOrder, StepReport
 from modelfleet.graph.transport import Hub, StoppedError
 from modelfleet.graph.working import run_rank
@@ -150,7 +149,7 @@ class Ranks:
                 stopped.restart()
             elif stopped.read() > STOPPED_SECONDS:
                 errors[rank] = WorkerDiedError(
-                    f"its process has been stopped for {STOPPED_SECONDS:g} s, as by SIGSTOP or a debugger"
+                    f"its process has been stopped for {STOPPED_SECONDS:g} s, as by SIGSTOP"
                 )
         except Exception as error:
             errors[rank] = error
@@ -204,7 +203,8 @@ class Ranks:
         waiting = f" Meanwhile {'; '.join(others)}." if others else ""
         return RankLostError(
             f"{own}{f', which {at}' if at else ''}: {without_period(error)}.{waiting} All ranks were stopped. "
-            f"The models have the weights of the last report. With callbacks=[mf.Checkpoint(folder)], the same call "
+            f"The models have the weights of the last report. With callbacks=[mf.Checkpoint(folder)], the "
+            f"same call "
             f"continues from the last checkpoint, also on other devices."
         )
 
@@ -260,7 +260,7 @@ def _is_stopped(worker: Any) -> bool:
         return False
     with suppress(OSError, IndexError):
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return state in "Tt"
+        return state == "T"
     return False
 
 

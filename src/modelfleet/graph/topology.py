@@ -23,8 +23,8 @@ class Edge:
 
     Args:
         source: The node that the tensors come from, or "input" for the graph's own data. `"encoder.features"` and
-            `"encoder.0"` are one part of its output: the value of that name in a dict or object, or the one at that
-            position in a tuple. `"input.image"` is one part of x.
+            `"encoder.0"` are one part of its output: the value of that name in a dict or object, or the one at
+            that position in a tuple. `"input.image"` is one part of x.
         target: The node that takes them. `"head.x"` names an argument of its `forward`, `"head.0"` a position.
         detach: True if no gradient goes back over this edge.
 

@@ -6,7 +6,7 @@ from typing import Any
 from modelfleet import frameworks
 from modelfleet.devices import parse_devices
 from modelfleet.frameworks.contexts import computing, using_settings
-from modelfleet.frameworks.node_engine import NodeEngine
+from modelfleet.frameworks.node_engine import NodeEngine, require_nodes
 from modelfleet.graph.orders import NodeOrder, RankOrder, StateOrder, StepOrder, StepReport
 from modelfleet.graph.rank import Rank
 from modelfleet.graph.transport import Hub, ThreadTransport, Transport
@@ -55,8 +55,8 @@ def _open(order: RankOrder) -> tuple[Rank, Transport]:
         order.schedules,
         order.losses,
         transport,
-        lambda values: adapter.nodes.numbers(values, device),
-        {member.name: member.framework.nodes.to_host for member in members},
+        lambda values: require_nodes(adapter).numbers(values, device),
+        {member.name: require_nodes(member.framework).to_host for member in members},
         clip_norm=order.clip_norm,
         board=order.board,
     )
@@ -88,18 +88,20 @@ def make_engine(
 ) -> NodeEngine:
     """Return the engine of one node."""
     own = None if recipe is None else recipe.only([member.name])
-    prepared = member.framework.nodes.prepare(own, [member], kind)
+    prepared = require_nodes(member.framework).prepare(own, [member], kind)
     columns: Mapping[str, Any] = prepared.columns
-    return member.framework.nodes.make_node(member, prepared.tasks[0], columns, device, recompute=recompute)
+    return require_nodes(member.framework).make_node(
+        member, prepared.tasks[0], columns, device, recompute=recompute
+    )
 
 
 def _transport(order: RankOrder, adapter: Any, device: NativeDevice) -> Transport:
     if isinstance(order.meeting, Hub):
-        add: Callable[[Any, Any], None] = adapter.nodes.add
+        add: Callable[[Any, Any], None] = require_nodes(adapter).add
         return ThreadTransport(order.meeting, order.rank, order.timeout, add)
     address = order.meeting if isinstance(order.meeting, str) else order.meeting.address
     channels, sums = _meetings(order)
-    return adapter.nodes.GroupTransport.join(
+    return require_nodes(adapter).GroupTransport.join(
         address, order.rank, order.size, order.timeout, channels=channels, sums=sums, device=device
     )
 

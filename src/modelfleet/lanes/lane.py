@@ -16,7 +16,7 @@ from modelfleet.frameworks.lane_context import Task
 from modelfleet.frameworks.predict_rows import predict_rows, refuse_unequal_rows
 from modelfleet.frameworks.stacked import Given
 from modelfleet.lanes.masking import pieces, prediction_pieces
-from modelfleet.lanes.outputs import join_batches, member_rows
+from modelfleet.lanes.outputs import join_batches, slot_rows
 from modelfleet.lanes.spec import LaneSpec
 from modelfleet.lanes.step_losses import StepLosses
 from modelfleet.lanes.step_times import StepTimes
@@ -235,17 +235,32 @@ class Lane:
     def predicting(self, feed: Feed) -> Work[list[Tree]]:
         """Return every member's outputs over a whole feed, as arrays of its own rows in their order."""
         parts: list[list[Tree]] = [[] for _ in self.members]
+        for outputs in self.predictions(feed):
+            for slots, own in outputs:
+                for row, slot in enumerate(slots.tolist()):
+                    parts[slot].append(map_tree(lambda leaf, row=row: leaf[row], own))
+            yield
+        return [join_batches(name, own) for name, own in zip(self.names, parts, strict=True)]
+
+    def predictions(self, feed: Feed) -> Iterator[list[tuple[np.ndarray, Tree]]]:
+        """Yield the outputs for one batch of a feed after the other.
+
+        Each item has the outputs of all slots that have rows in the batch: some slots, and their outputs as arrays
+        `(slot, row, …)` without padding. Slots with equally many rows come together if one program answers them.
+        """
         for whole in feed.epoch(0):
+            found: list[tuple[np.ndarray, Tree]] = []
             for batch in whole.by_shape:
                 for piece in prediction_pieces(self.engine, batch):
                     with self._explained(piece.data):
                         outputs = self.engine.predict(piece)
-                    for slot, count in enumerate(piece.counts.tolist()):
-                        if count:
-                            parts[slot].append(member_rows(outputs, slot, self.name_in(slot), count, piece.size))
-            yield
+                    for count in np.unique(piece.counts[piece.counts > 0]).tolist():
+                        slots = np.flatnonzero(piece.counts == count)
+                        index = slice(None) if len(slots) == len(piece.counts) else slots
+                        found.append((slots, slot_rows(outputs, index, self.name_in(slots[0]), count, piece.size)))
+                    del outputs
+            yield found
         self.refuse_failures(feed)
-        return [join_batches(name, own) for name, own in zip(self.names, parts, strict=True)]
 
     def predict_rows(self, rows: Mapping[str, Tree]) -> dict[str, Tree]:
         """Return the outputs of some members, each on its own rows, in one call if possible.

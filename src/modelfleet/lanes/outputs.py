@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from modelfleet.errors import InputError
 from modelfleet.formatting import without_period
 from modelfleet.joining import joined
@@ -14,13 +16,13 @@ _ROW_BY_ROW = (
 )
 
 
-def member_rows(outputs: Tree, index: int, name: str, count: int, size: int) -> Tree:
-    """Return a member's real rows of the outputs of a batch.
+def slot_rows(outputs: Tree, index: slice | np.ndarray, name: str, count: int, size: int) -> Tree:
+    """Return the real rows of some slots in the outputs of a batch: arrays `(slot, row, …)`.
 
     Args:
-        outputs: NumPy arrays `(member, row, …)`.
-        index: The index of the member.
-        name: The member's name.
+        outputs: NumPy arrays `(slot, row, …)` of all slots.
+        index: The slots, with equally many real rows.
+        name: The name of the first slot's member.
         count: The number of real rows, which come before the padding.
         size: The number of rows in the batch, with padding.
 

@@ -1,6 +1,7 @@
 """Worker's side of `evaluate` and `predict`: some of a fleet's lanes, one after the other."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,29 +58,59 @@ def answer_lanes(order: AnswerOrder) -> Generator[dict[str, Any] | None, None, N
 
 
 def _answers(order: AnswerOrder) -> dict[str, Any]:
+    work: Any = Lane.predicting if order.kind == "predict" else Lane.evaluating
+    found: dict[str, Any] = {}
+    with opened_lanes(order) as (opened, in_step):
+        works = [work(one.lane, one.feed) for one in opened]
+        results = finish_in_step(works) if in_step else [finish_in_step([own])[0] for own in works]
+        for one, result in zip(opened, results, strict=True):
+            if order.kind == "predict":
+                found.update(zip(one.lane.names, result, strict=True))
+            else:
+                found.update(values_by_name(one.lane, result))
+    return found
+
+
+@contextmanager
+def opened_lanes(order: AnswerOrder) -> Iterator[tuple[list[OpenLane], bool]]:
+    """Open the lanes of an order. Yield them, and True if they read one loader in step.
+
+    Raises:
+        InputError: Afterwards, if a member's data could not be read.
+        StrategyError: Afterwards, if a model has changed.
+    """
+    opener = opener_of(order)
+    opened = [one for spec in order.lanes for one in _open(opener, spec)]
+    write_states(opened, order.states)
+    with refusing_changes(opened):
+        yield opened, len(opened) > 1 and opener.feeding.one_loader
+    for one in opened:
+        one.lane.refuse_failures(one.feed)
+
+
+def opener_of(order: AnswerOrder) -> LaneOpener:
+    """Return what opens the lanes of an order, in the worker."""
     job = order.job if order.data is None else replace(order.job, data=order.data.get())
     members = [Member(name, model, seed, frameworks.adapter(f)) for name, model, seed, f in order.members]
     global_generators.restore(order.generators)
     groups = Groups(DevicePool(order.devices), members, order.recipes, order.kind)
-    opener = LaneOpener(builder_of(order.fleet), groups, job, order.kind)
-    opened = [one for spec in order.lanes for one in _open(opener, spec)]
+    return LaneOpener(builder_of(order.fleet), groups, job, order.kind)
+
+
+def write_states(opened: Sequence[OpenLane], states: Mapping[str, State]) -> None:
+    """Give new lanes the state that their members' random draws depend on."""
     for one in opened:
         for name in one.lane.names:
-            one.lane.write([name], map_tree(np.array, order.states.get(name, {})))
+            one.lane.write([name], map_tree(np.array, states.get(name, {})))
+
+
+@contextmanager
+def refusing_changes(opened: Sequence[OpenLane]) -> Iterator[None]:
+    """Raise StrategyError at the end of this context if it has changed a model: the change would be lost."""
     before = [_state_of(one.lane) for one in opened]
-    work: Any = Lane.predicting if order.kind == "predict" else Lane.evaluating
-    works = [work(one.lane, one.feed) for one in opened]
-    in_step = len(opened) > 1 and opener.feeding.one_loader
-    results = finish_in_step(works) if in_step else [finish_in_step([own])[0] for own in works]
-    found: dict[str, Any] = {}
-    for one, result, state in zip(opened, results, before, strict=True):
-        one.lane.refuse_failures(one.feed)
+    yield
+    for one, state in zip(opened, before, strict=True):
         _refuse_changes(one.lane, state)
-        if order.kind == "predict":
-            found.update(zip(one.lane.names, result, strict=True))
-        else:
-            found.update(values_by_name(one.lane, result))
-    return found
 
 
 def values_by_name(lane: Lane, values: Mapping[str, np.ndarray]) -> dict[str, dict[str, float]]:

@@ -2,9 +2,9 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from modelfleet.errors import DeadlockError, InputError
+from modelfleet.schedules.circles import Step, shortest_circle
 from modelfleet.schedules.matching import Meeting, doing, match
 from modelfleet.schedules.operations import Schedule
 
@@ -73,76 +73,6 @@ def groups_of(meetings: Iterable[Meeting], ranks: int) -> list[list[list[Meeting
             own.append([])
         own[place.group].append(meeting)
     return groups
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Is one step of a circle: a rank comes to the operation `then` only after `first`; both are indices."""
-
-    rank: int
-    first: int
-    then: int
-
-
-def shortest_circle(meetings: Sequence[Meeting]) -> tuple[Step, ...]:
-    """Return a shortest circle among meetings of which each must wait for another one.
-
-    A meeting waits for every one that one of its ranks has in an earlier group. From each meeting a breadth-first
-    search follows those that wait for it. What waits for a meeting on a rank is the end of the rank's list, so a
-    search remembers for every rank which part of the list it has seen, and looks at each place once.
-    """
-    later: dict[int, list[tuple[int, int, Meeting]]] = defaultdict(list)  # by rank: group, index, meeting
-    for meeting in meetings:
-        for place in meeting.places:
-            later[place.rank].append((place.group, place.index, meeting))
-    for own in later.values():
-        own.sort(key=lambda entry: entry[:2], reverse=True)
-    shortest_possible = 1 if any(map(_meets_itself, meetings)) else 2
-    best: tuple[Step, ...] = ()
-    for start in meetings:
-        best = _circle_through(start, later, len(best) - 1 if best else len(meetings)) or best
-        if best and len(best) <= shortest_possible:
-            break
-    assert best, "meetings that never happen must wait in a circle"
-    return best
-
-
-def _meets_itself(meeting: Meeting) -> bool:
-    return len({place.rank for place in meeting.places}) < len(meeting.places)
-
-
-def _circle_through(
-    start: Meeting, later: dict[int, list[tuple[int, int, Meeting]]], longest: int
-) -> tuple[Step, ...]:
-    """Return the shortest circle through a meeting, if it has at most `longest` steps."""
-    seen = dict.fromkeys(later, 0)  # how many entries of the rank's list have been seen, from its end
-    came: dict[Meeting, tuple[Meeting, Step]] = {}
-    layer = [start]
-    for _ in range(longest):
-        following: list[Meeting] = []
-        for meeting in layer:
-            for rank, index, group in meeting.places:
-                own = later[rank]
-                while seen[rank] < len(own) and own[seen[rank]][0] > group:
-                    _, then, other = own[seen[rank]]
-                    seen[rank] += 1
-                    if other == start:
-                        return _trace(start, meeting, Step(rank, index, then), came)
-                    if other not in came:
-                        came[other] = meeting, Step(rank, index, then)
-                        following.append(other)
-        layer = following
-    return ()
-
-
-def _trace(
-    start: Meeting, last: Meeting, step: Step, came: dict[Meeting, tuple[Meeting, Step]]
-) -> tuple[Step, ...]:
-    steps = [step]
-    while last != start:
-        last, step = came[last]
-        steps.append(step)
-    return tuple(reversed(steps))
 
 
 def _deadlock(schedule: Schedule, circle: Sequence[Step]) -> DeadlockError:

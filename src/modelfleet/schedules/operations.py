@@ -170,16 +170,17 @@ def _row(operations: Sequence[Operation]) -> str:
     return " ".join(words)
 
 
-_DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Operation)}
+# A field without a default is always written, because no operation has the kind "".
+_DEFAULTS: dict[str, Any] = {
+    field.name: "" if field.default is dataclasses.MISSING else field.default
+    for field in dataclasses.fields(Operation)
+}
 
 
 def _to_dict(operation: Operation) -> dict[str, Any]:
     values = {name: getattr(operation, name) for name in _DEFAULTS}
-    return {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in values.items()
-        if value != _DEFAULTS[name]
-    }
+    changed = {name: value for name, value in values.items() if value != _DEFAULTS[name]}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
 
 
 def _from_dict(values: Mapping[str, Any]) -> Operation:
@@ -187,7 +188,7 @@ def _from_dict(values: Mapping[str, Any]) -> Operation:
         raise ValueError(f"unknown kind {values['kind']!r}")
     arguments: dict[str, Any] = {**values, "ranks": tuple(values.get("ranks", ()))}
     operation = Operation(**arguments)
-    for field in dataclasses.fields(Operation):
-        if not isinstance(getattr(operation, field.name), type(_DEFAULTS.get(field.name, ""))):
-            raise TypeError(f"{field.name}={getattr(operation, field.name)!r}")
+    for name, default in _DEFAULTS.items():
+        if not isinstance(getattr(operation, name), type(default)):
+            raise TypeError(f"{name}={getattr(operation, name)!r}")
     return operation

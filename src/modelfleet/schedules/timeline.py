@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,21 +85,28 @@ class Timeline:
     peak_bytes: tuple[int, ...] | None = None
     planned: "Timeline | None" = None
 
-    @property
+    @cached_property
     def start(self) -> float:
         """When the first operation began."""
         return min((event.start for event in self.events), default=0.0)
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """The time from the beginning of the first operation to the end of the last one."""
         return max((event.end for event in self.events), default=0.0) - self.start
 
     def busy(self, rank: int) -> float:
         """Return how long a rank computed."""
-        return sum(event.seconds for event in self.events if event.rank == rank and _computes(event))
+        return sum(event.seconds for event in self._by_rank[rank] if _computes(event))
 
-    @property
+    @cached_property
+    def _by_rank(self) -> tuple[list[Event], ...]:
+        events: tuple[list[Event], ...] = tuple([] for _ in self.devices)
+        for event in self.events:
+            events[event.rank].append(event)
+        return events
+
+    @cached_property
     def bubbles(self) -> tuple[float, ...]:
         """The share of the time in which each rank does not compute."""
         if not self.seconds:
@@ -165,7 +173,7 @@ class Timeline:
         ranks = range(len(self.devices))
         rank = max(ranks, key=self.busy)
         others = [self.busy(other) for other in ranks if other != rank]
-        own = replace(self, events=tuple(event for event in self.events if event.rank == rank)).by_node()
+        own = replace(self, events=tuple(self._by_rank[rank])).by_node()
         node = max(own, key=lambda name: own[name].forward + own[name].backward + own[name].apply)
         return (
             f"'{node}' on {self.devices[rank]} limits the speed: this device computes for {_s(self.busy(rank))} "
@@ -192,7 +200,7 @@ class Timeline:
 
     def _idle_in_transfers(self, rank: int) -> float:
         """Return how long a rank did not compute while a transfer to it was under way."""
-        own = [event for event in self.events if event.rank == rank]
+        own = self._by_rank[rank]
         computing = _union((event.begun, event.end) for event in own if _computes(event))
         transfers = _union((event.begun, event.end) for event in own if event.operation.kind == "receive")
         both = _union([*computing, *transfers])

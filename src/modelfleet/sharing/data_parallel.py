@@ -14,6 +14,12 @@ from modelfleet.workers.rendezvous import Rendezvous
 CHECK_SECONDS = 0.5  # between two checks that all ranks are alive
 
 
+def new_address(first: Place) -> "str | Rendezvous":
+    """Return a new address for ranks to meet at: on the first rank's machine, or a file on this one."""
+    host = getattr(first, "host", None)
+    return Rendezvous() if host is None else f"tcp://{host}:{20_000 + secrets.randbelow(10_000)}"
+
+
 class RankedWorkers:
     """Several workers, one for each rank, that act as one. All do the same; the first one reports."""
 
@@ -110,13 +116,11 @@ class RankedWorkers:
         return list(workers[:1]) if workers[0].poll(seconds) else []
 
     def _new_address(self) -> "str | Rendezvous":
-        """Return a new address for the ranks to meet at: on the first rank's machine, or a file on this one."""
-        host = getattr(self._places[0], "host", None)
-        if host is not None:
-            return f"tcp://{host}:{20_000 + secrets.randbelow(10_000)}"
+        """Return a new address for the ranks to meet at, and close that of the last task."""
         self._close_rendezvous()
-        self._rendezvous = Rendezvous()
-        return self._rendezvous
+        address = new_address(self._places[0])
+        self._rendezvous = address if isinstance(address, Rendezvous) else None
+        return address
 
     def _close_rendezvous(self) -> None:
         if self._rendezvous is not None:

@@ -41,7 +41,7 @@ def for_each_lane(
         by_thread.setdefault(number if threads else one.lane.device, []).append(number)
     shared = None if len(by_thread) == 1 else find_shared_object([one.lane for one in opened])
     if threads:
-        _refuse_threads(in_step, shared)
+        refuse_threads(in_step, shared)
     if in_step:
         return finish_in_step([work(one.lane, one.feed) for one in opened])
     if len(by_thread) == 1 or shared is not None:
@@ -64,7 +64,8 @@ def for_each_lane(
     return [results[number] for number in range(len(opened))]
 
 
-def _refuse_threads(in_step: bool, shared: tuple[str, str, str] | None) -> None:
+def refuse_threads(in_step: bool, shared: tuple[str, str, str] | None) -> None:
+    """Raise StrategyError if lanes can't run in threads: they read one loader in step, or share an object."""
     if in_step:
         raise StrategyError(
             'strategy="threads" is not possible: all members read one loader, batch by batch. Give each member a '

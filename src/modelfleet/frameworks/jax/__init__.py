@@ -25,6 +25,7 @@ from modelfleet.frameworks.jax.engine import make_engine
 from modelfleet.frameworks.jax.recipe import compile, prepare
 from modelfleet.frameworks.jax.replica import replica as Replica
 from modelfleet.frameworks.jax.replica import weight_bytes
+from modelfleet.frameworks.jax.scoring import score
 from modelfleet.frameworks.jax.settings import settings, using
 from modelfleet.frameworks.jax.structure import difference, family, signature, trained_twice
 from modelfleet.frameworks.jax.task import PRECISIONS

@@ -27,6 +27,7 @@ from modelfleet.frameworks.keras.family import family
 from modelfleet.frameworks.keras.recipe import compile, prepare
 from modelfleet.frameworks.keras.replica import frozen, weight_bytes
 from modelfleet.frameworks.keras.replica import replica as Replica
+from modelfleet.frameworks.keras.scoring import compiled, score
 from modelfleet.frameworks.keras.settings import settings, using
 from modelfleet.frameworks.keras.structure import difference, signature, trained_twice
 from modelfleet.frameworks.no_schedules import NoSchedules as Schedules

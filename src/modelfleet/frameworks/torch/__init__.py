@@ -26,6 +26,7 @@ from modelfleet.frameworks.torch.parallel.process_group import ProcessGroup
 from modelfleet.frameworks.torch.recipe import compile, prepare
 from modelfleet.frameworks.torch.replica import Replica, weight_bytes
 from modelfleet.frameworks.torch.schedules import Schedules
+from modelfleet.frameworks.torch.scoring import score
 from modelfleet.frameworks.torch.settings import settings, using
 from modelfleet.frameworks.torch.stamps import ModelStamp, ModelStamps
 from modelfleet.frameworks.torch.structure import difference, signature, trained_twice

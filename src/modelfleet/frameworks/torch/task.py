@@ -115,7 +115,8 @@ class Task:
     def partial_loss_of(
         self, output: Tree, target: Tree, own: Tensor | None, weights: Tensor | None, fraction: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return what `partial_loss` does, for rows whose outputs are there already. `own` are their sample weights.
+        """Return what `partial_loss` does, for rows whose outputs are there already. `own` are their sample
+        weights.
 
         A function without values per row is taken as the mean over the rows.
         """

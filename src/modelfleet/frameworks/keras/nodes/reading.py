@@ -1,6 +1,6 @@
 """Keras nodes on TensorFlow and torch, where they predict and evaluate."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from importlib import import_module
 from weakref import WeakKeyDictionary, proxy
 
@@ -10,11 +10,12 @@ from keras import ops
 
 from modelfleet.frameworks.functional import Replica
 from modelfleet.frameworks.keras.nodes.task import NodeTask
+from modelfleet.frameworks.keras.steps import by_key
 from modelfleet.frameworks.keras.structure import signature
 from modelfleet.frameworks.node_engine import LossParts
 from modelfleet.frameworks.predicting_node import PredictingNode
 from modelfleet.members import Member
-from modelfleet.types import NativeDevice, Tensor, Tree
+from modelfleet.types import NativeDevice, State, Tensor, Tree
 
 _replicas: WeakKeyDictionary[keras.Model, dict[Hashable, Replica]] = WeakKeyDictionary()
 
@@ -26,7 +27,7 @@ class ReadingNode(PredictingNode):
         replica = _replica(member.model, device)
         untrained = f"node {member.name!r} was opened to {task.kind}. Call fit to train it."
         super().__init__(member.name, replica, host=str(device).lower().startswith("cpu"), untrained=untrained)
-        self._task = task
+        self._task, self._model = task, member.model
         self._outputs: dict[int, Tensor] = {}
 
     def forward(self, micro: int, inputs: Tree, wanted: object = ()) -> Tree:
@@ -35,6 +36,14 @@ class ReadingNode(PredictingNode):
         if self._task.loss is not None:
             self._outputs[micro] = outputs
         return outputs
+
+    def read(self, parts: Collection[str] | None = None) -> State:
+        """Return a copy of the weights, as arrays on the host `(1, …)`."""
+        found: State = {"params": {}, "frozen": {}}
+        for key, variable in by_key(self._model.variables).items():
+            part = "params" if variable.trainable else "frozen"
+            found[part][key] = np.array(ops.convert_to_numpy(variable.value))[None]
+        return {part: own for part, own in found.items() if parts is None or part in parts}
 
     def count(self, micro: int, target: Tree) -> float:
         """Return the count by which the loss of the whole batch is divided."""

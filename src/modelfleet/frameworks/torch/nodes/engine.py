@@ -204,7 +204,7 @@ class TorchNode:
     # --- the update ----------------------------------------------------------------------------------------------
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients of the step: zeros for a parameter that this replica's micro-batches did not reach."""
+        """Return the gradients of the step, with zeros for a parameter that no micro-batch has reached."""
         params = [parameter for parameter in self._member.params.values() if parameter.requires_grad]
         for parameter in params:
             if parameter.grad is None:

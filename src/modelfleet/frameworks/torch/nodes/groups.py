@@ -2,13 +2,13 @@
 
 A message is a header of one number and the tensors. The header is 0 if the tensors have the form that the last
 message of this channel with as many rows had. So receives are posted before the tensors are there. Otherwise it is
-the length of the new form, which follows. Messages of a channel arrive in their order, and a receive is posted only
-when the message before it has been taken: what it brings may be a new form.
+the length of the new form, which follows. Messages of a channel arrive in their order, and a receive is posted
+only when the message before it has been taken: what it brings may be a new form.
 """
 
 import pickle
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self
@@ -58,8 +58,8 @@ class GroupTransport:
     def __init__(
         self,
         group: ProcessGroup,
-        channels: Mapping[Channel, Any],
-        sums: Mapping[tuple[int, ...], Any],
+        channels: dict[Channel, Any],
+        sums: dict[tuple[int, ...], Any],
         device: torch.device,
     ) -> None:
         self._group, self._channels, self._sums, self._device = group, channels, sums, device
@@ -83,7 +83,10 @@ class GroupTransport:
         sums: Sequence[tuple[int, ...]],
         device: torch.device,
     ) -> Self:
-        """Connect to the other ranks, and make the groups. The arguments are the same on all ranks, but the rank."""
+        """Connect to the other ranks, and make the groups.
+
+        The arguments are the same on all ranks, but the rank.
+        """
         group = ProcessGroup.join(address, rank, size, timeout, device=device.type)
         wait = timedelta(seconds=timeout)
         made = {
@@ -96,7 +99,9 @@ class GroupTransport:
     def begin(self, step: int, rows: Sequence[int]) -> None:
         """Start a step."""
         self._rows = rows
-        self._sending = [(work, tensor) for work, tensor in self._sending if not work.is_completed()]
+        for work, _ in self._sending:
+            work.wait(self._timeout)  # the other ranks have taken what was sent before the end of the last step
+        self._sending = []
 
     def send(self, message: Any, tree: Tree) -> None:
         """Send tensors, without waiting until they have arrived."""
@@ -182,8 +187,14 @@ class GroupTransport:
             raise self._lost(f"the sum of {name} over ranks {', '.join(map(str, ranks))}", error) from error
 
     def close(self) -> None:
-        """Leave the groups."""
-        self._sending = []
+        """Leave the groups.
+
+        Nothing here refers to them any more, so that they end at once: see `ProcessGroup.close`.
+        """
+        self._sending.clear()
+        self._receiving.clear()
+        self._channels.clear()
+        self._sums.clear()
         self._group.close()
 
     def _post(self, channel: Channel, tensor: Tensor) -> None:

@@ -20,7 +20,7 @@ from modelfleet.frameworks.torch.random.operations import DrawFromStreams
 from modelfleet.frameworks.torch.random.streams import DrawShapes
 from modelfleet.frameworks.torch.random.trial_streams import ConstantStreams
 from modelfleet.frameworks.torch.task import call
-from modelfleet.trees import leaves, map_tree
+from modelfleet.trees import leaves, map_tree, rebuild
 from modelfleet.types import Tree
 
 MAX_ROWS = 16  # whose draws are looked at
@@ -65,7 +65,7 @@ def try_node(
 
 
 def _look_at_rows(member: PlainMember, model: nn.Module, inputs: Tree) -> tuple[DrawShapes | str, bool]:
-    """Return what the rows draw, or why they can't be divided, and whether the output for a row depends on others."""
+    """Return what the rows draw, or why they can't be divided, and whether a row's output depends on others."""
     rows = len(leaves(inputs)[0])
     many = map_tree(lambda leaf: (leaf if rows > 1 else torch.cat([leaf, leaf]))[:MAX_ROWS], inputs)
     rows = len(leaves(many)[0])
@@ -110,8 +110,7 @@ def _time(
         seen.clear()
         kept = 0
         roots = [leaf.clone().requires_grad_(train and index in wanted) for index, leaf in enumerate(flat)]
-        given = iter([root.clone() for root in roots])
-        arguments = map_tree(lambda _: next(given), inputs)
+        arguments = rebuild(inputs, [root.clone() for root in roots])
         begun = time.perf_counter()
         with torch.set_grad_enabled(train), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
             outputs = call(model, arguments)

@@ -1,7 +1,7 @@
 """A backward pass in two halves: the gradients of the inputs at once, those of the weights later.
 
-The first half stops where a path leads to parameters only, and remembers the gradient that arrived there. The second
-half starts at these places. So nothing is computed twice.
+The first half stops where a path leads to parameters only, and remembers the gradient that arrived there. The
+second half starts at these places. So nothing is computed twice.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 @dataclass(frozen=True)
 class WeightHalf:
-    """The second half of a backward pass: where it starts, with which gradients, and which parameters it reaches."""
+    """The second half of a backward pass: its starts, their gradients, and the parameters that they reach."""
 
     starts: Sequence[tuple[Sequence[GradientEdge | Tensor], Sequence[Tensor], Sequence[Tensor]]]
 

@@ -36,7 +36,9 @@ class ProcessGroup:
         steps: How many sums were taken so far.
     """
 
-    def __init__(self, rank: int, size: int, timeout: float, store: dist.Store, device: str = "cpu") -> None:
+    def __init__(
+        self, rank: int, size: int, timeout: float, store: dist.Store | None, device: str = "cpu"
+    ) -> None:
         self.rank = rank
         self.size = size
         self.timeout = timeout
@@ -97,6 +99,35 @@ class ProcessGroup:
         except Exception as error:  # each backend raises another type for a lost or late rank
             raise self._failure(f"step{self.steps}", f"in step {self.steps}", error) from error
 
+    def swap(self, parts: Sequence[bytes]) -> list[bytes]:
+        """Give every rank a part, by rank. Return what every rank has given to this one.
+
+        Args:
+            parts: At least one byte for every rank.
+
+        Raises:
+            RankLostError: A rank is lost or late.
+        """
+        self.steps += 1
+        given = torch.tensor([len(part) for part in parts], dtype=torch.int64)
+        taken = torch.empty_like(given)
+        try:
+            self._swap(taken, given, None, None)
+            sizes = taken.tolist()
+            found = torch.empty(sum(sizes), dtype=torch.uint8)
+            sent = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
+            self._swap(found, sent, sizes, given.tolist())
+        except Exception as error:  # each backend raises another type for a lost or late rank
+            raise self._failure(f"step{self.steps}", f"in step {self.steps}", error) from error
+        return [part.numpy().tobytes() for part in found.split(sizes)]
+
+    def _swap(
+        self, taken: Tensor, given: Tensor, taken_sizes: list[int] | None, given_sizes: list[int] | None
+    ) -> None:
+        work = dist.all_to_all_single(taken, given, taken_sizes, given_sizes, async_op=True)
+        assert work is not None
+        work.wait(timedelta(seconds=self.timeout))
+
     def any(self, flag: bool) -> bool:
         """Return True on every rank if `flag` is True on any of them."""
         count = torch.tensor([float(flag)], device=self._device)
@@ -104,11 +135,17 @@ class ProcessGroup:
         return bool(count.item() > 0)
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group.
+
+        The store must end here, not when Python collects garbage: it then writes to its path once more, and that
+        may name another file by then (`/proc/self/fd/7`).
+        """
         if dist.is_initialized():
             dist.destroy_process_group()
+        self._store = None
 
     def _report(self, where: str) -> None:
+        assert self._store is not None
         self._store.set(f"{where}/{self.rank}", "")
 
     def _failure(self, where: str, what: str, error: Exception) -> RankLostError:
@@ -118,6 +155,7 @@ class ProcessGroup:
             self._report(where)
         for other in range(self.size):
             try:
+                assert self._store is not None
                 self._store.wait([f"{where}/{other}"], timedelta(seconds=SECONDS_TO_REPORT))
             except Exception:
                 if other != self.rank:

@@ -1,0 +1,1 @@
+"""A fleet as one model: means, votes, medians and functions of its members' outputs."""

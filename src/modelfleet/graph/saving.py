@@ -1,0 +1,190 @@
+"""Chains and graphs on disk: the tensors of all nodes, and a JSON manifest with the edges and the recipe."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from modelfleet.errors import InputError, StoreError
+from modelfleet.frameworks import files
+from modelfleet.frameworks.model_building import is_made, list_models
+from modelfleet.frameworks.stacked import WEIGHTS
+from modelfleet.graph.checkpoints import Paths, by_global_path, by_node
+from modelfleet.graph.topology import Edge, Key, Link, Topology
+from modelfleet.recipe import Recipe
+from modelfleet.store import Saved, read_folder, recipe_json, write_folder
+from modelfleet.store.json_schema import check
+from modelfleet.types import Json, Model, State
+
+KIND = "graph"
+STATE = "state"  # data file
+_LINK = {
+    "source": str,
+    "output": (str, int, None),
+    "target": str,
+    "input": (str, int, None),
+    "differentiable": bool,
+}
+_SCHEMA = {
+    "graph": str,
+    "seed": int,
+    "epochs": int,
+    "nodes": [str],
+    "links": [_LINK],
+    "inputs": [_LINK],
+    "outputs": [str],
+    "losses": [str],
+    "recipe": (None, {str: object}),
+}
+
+ModelsLike: TypeAlias = (
+    Mapping[str, Model] | Sequence[Model] | Callable[[], "Mapping[str, Model] | Sequence[Model]"]
+)
+"""Models to fill: by node, in the order of the nodes, or a function that returns them."""
+
+
+@dataclass(frozen=True)
+class SavedGraph:
+    """Contents of a saved graph."""
+
+    kind: str
+    seed: int
+    epochs: int
+    topology: Topology
+    losses: tuple[str, ...]
+    recipe: Recipe | None
+    states: dict[str, State]
+    """Weights and training state, by node."""
+
+
+def save(folder: Path, graph: SavedGraph, paths: Paths) -> None:
+    """Save a graph. If that fails, what the folder had before stays whole."""
+    manifest = {
+        "graph": graph.kind,
+        "seed": graph.seed,
+        "epochs": graph.epochs,
+        "nodes": list(graph.topology.nodes),
+        "links": [_encoded(link) for link in graph.topology.links],
+        "inputs": [_encoded(link) for link in graph.topology.inputs],
+        "outputs": list(graph.topology.outputs),
+        "losses": list(graph.losses),
+        "recipe": None if graph.recipe is None else recipe_json.encode(graph.recipe),
+    }
+    write_folder(folder, {STATE: by_global_path(graph.states, paths)}, manifest, kind=KIND, writer=files)
+
+
+def read(
+    folder: Path,
+    states_of: Callable[[Mapping[str, Json], Recipe | None], tuple[Mapping[str, State], Paths]],
+    *,
+    allow_import: bool,
+    verify: bool,
+) -> SavedGraph:
+    """Return a saved graph.
+
+    Args:
+        folder: The folder.
+        states_of: Returns the state that the nodes have before they are filled, from the manifest and the recipe.
+        allow_import: Import functions that the recipe names.
+        verify: Compare checksums.
+
+    Raises:
+        StoreError: The folder is damaged, or its tensors do not fit the models.
+    """
+
+    def read_all(saved: Saved) -> SavedGraph:
+        manifest = saved.manifest
+        try:
+            check(manifest, _SCHEMA, "the manifest")
+        except ValueError as error:
+            raise StoreError(
+                f"{folder} has a manifest that is not a graph's: {error}. Load another copy."
+            ) from error
+        encoded = manifest["recipe"]
+        recipe = None if encoded is None else recipe_json.decode(encoded, allow_import=allow_import)
+        own, paths = states_of(manifest, recipe)
+        tensors = saved.tensors(STATE, files)
+        weights = {node: {part: state[part] for part in WEIGHTS if part in state} for node, state in own.items()}
+        states = by_node(tensors, weights, paths, folder)
+        for node, state in own.items():  # a graph that was not trained has no training state
+            rest = {part: tensors_ for part, tensors_ in state.items() if part in ("optimizer", "member")}
+            if any(path.startswith("member/") for path in tensors):
+                states[node] |= by_node(tensors, {node: rest}, paths, folder)[node]
+        topology = Topology(
+            tuple(manifest["nodes"]),
+            tuple(map(_decoded, manifest["links"])),
+            tuple(map(_decoded, manifest["inputs"])),
+            tuple(manifest["outputs"]),
+        )
+        return SavedGraph(
+            manifest["graph"],
+            manifest["seed"],
+            manifest["epochs"],
+            topology,
+            tuple(manifest["losses"]),
+            recipe,
+            states,
+        )
+
+    return read_folder(folder, read_all, kind=KIND, verify=verify)
+
+
+def made_models(factory: Any, nodes: Sequence[str]) -> dict[str, Model]:
+    """Return the models to fill, by node.
+
+    Args:
+        factory: A function that returns the models; or the models, or for each a factory, in a mapping or a list.
+        nodes: The names of the saved nodes.
+
+    Raises:
+        InputError: There are not as many models as nodes.
+    """
+    if factory is None:
+        raise InputError(
+            f"the saved graph has the nodes {', '.join(map(repr, nodes))}, and its folder has no code. Give "
+            f"load the "
+            f"models to fill: mf.Chain.load(folder, [encoder, head]), or a function that returns them."
+        )
+    given: Any = factory() if callable(factory) and not is_made(factory) else factory
+    if isinstance(given, Mapping):
+        found = dict(given)
+    else:
+        models = list_models(given)
+        if len(models) != len(nodes):
+            raise InputError(f"there are {len(models)} models for {len(nodes)} saved nodes. Give one for each.")
+        found = dict(zip(nodes, models, strict=True))
+    if set(found) != set(nodes):
+        raise InputError(
+            f"the models are named {', '.join(map(repr, found))}, and the saved nodes "
+            f"{', '.join(map(repr, nodes))}. "
+            f"Give a model for each node, by its name."
+        )
+    return {name: found[name] if is_made(found[name]) else found[name]() for name in nodes}
+
+
+def edges_of(manifest: Mapping[str, Json]) -> list[Edge]:
+    """Return the edges of a saved graph."""
+    return [
+        Edge(_end(link["source"], link["output"]), _end(link["target"], link["input"]), not link["differentiable"])
+        for link in (*manifest["inputs"], *manifest["links"])
+    ]
+
+
+def _end(node: str, key: Key) -> str:
+    return node if key is None else f"{node}.{key}"
+
+
+def _encoded(link: Link) -> dict[str, Json]:
+    return {
+        "source": link.source,
+        "output": link.output,
+        "target": link.target,
+        "input": link.input,
+        "differentiable": link.differentiable,
+    }
+
+
+def _decoded(entry: Mapping[str, Json]) -> Link:
+    output: Key = entry["output"]
+    given: Key = entry["input"]
+    return Link(entry["source"], output, entry["target"], given, entry["differentiable"])
