@@ -164,7 +164,8 @@ class Nodes(Protocol):
 
     Some names are optional:
 
-    * `check_output(model, name)`, if an edge does not carry everything that a model may return. It raises InputError.
+    * `check_output(model, name)`, if an edge does not carry everything that a model may return. It raises
+      InputError.
     * `GroupTransport`. Without it, nodes run in threads only.
     """
 

@@ -100,7 +100,7 @@ def padded_call(
     host: Callable[[Tree], Tree],
     place: Callable[[Tree], Tree],
 ) -> Tree:
-    """Return what a program returns for some rows. A short batch is padded to a number of rows that it was compiled for.
+    """Return what a program returns for some rows. A short batch is padded to a size that was compiled before.
 
     Args:
         call: The program.

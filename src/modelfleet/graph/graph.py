@@ -388,8 +388,8 @@ class Graph:
         framework.check_model(model, text)
         if nodes_of(framework) is None:
             raise InputError(
-                f"node {text!r} is a {framework.NAME} model, which a {self.kind} can't run yet. Give torch, Keras or "
-                f"TensorFlow models."
+                f"node {text!r} is a {framework.NAME} model, which a {self.kind} can't run yet. Give torch, Keras "
+                f"or TensorFlow models."
             )
         for other in self._members.values():
             if other.model is model:

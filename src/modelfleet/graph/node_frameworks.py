@@ -21,8 +21,8 @@ def compile_nodes(recipe: Recipe, members: Sequence[Member]) -> None:
         if other.framework is not first.framework:
             raise StrategyError(
                 f"node {first.name!r} is a {first.framework.NAME} model and node {other.name!r} a "
-                f"{other.framework.NAME} model. Gradients do not cross from one framework to another, so such a graph "
-                f"only predicts. To train, give models of one framework."
+                f"{other.framework.NAME} model. Gradients do not cross from one framework to another, so such a "
+                f"graph only predicts. To train, give models of one framework."
             )
     require_nodes(first.framework).compile(recipe.only([member.name for member in members]), members)
 
@@ -40,6 +40,6 @@ def refuse_processes(members: Sequence[Member], strategy: str) -> None:
     for member in members:
         if strategy != "threads" and not hasattr(require_nodes(member.framework), "GroupTransport"):
             raise StrategyError(
-                f"node {member.name!r} is a {member.framework.NAME} model, and those run in threads of one process. "
-                f'Leave strategy out, or say strategy="threads"; name devices of this machine.'
+                f"node {member.name!r} is a {member.framework.NAME} model, and those run in threads of one "
+                f'process. Leave strategy out, or say strategy="threads"; name devices of this machine.'
             )

@@ -1,6 +1,7 @@
 """Loss and metrics of a Keras node, as sums that add up over micro-batches."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -76,10 +77,10 @@ class NodeLoss:
     def _loss_for(self, target: Tree, output: Tensor) -> keras.Loss:
         if tree.is_nested(output):
             raise InputError(
-                f"node {self.name!r} gives {len(tree.flatten(output))} outputs, and a graph's loss is of one. Give each "
-                f"output a node of its own, with an edge that names the part."
+                f"node {self.name!r} gives {len(tree.flatten(output))} outputs, and a graph's loss is of one. "
+                f"Give each output a node of its own, with an edge that names the part."
             )
-        loss = get_loss(self._loss, target, output)
+        loss: Any = get_loss(self._loss, target, output)
         if loss.reduction not in _REDUCTIONS:
             raise InputError(
                 f"the loss of node {self.name!r} has reduction={loss.reduction!r}; expected one of "
@@ -131,16 +132,16 @@ class NodeLoss:
         name = f"the metric {metric.name!r} of node {self.name!r}"
         if not type(metric).__module__.startswith("keras."):
             raise InputError(
-                f"{name} is a class of your own, and it is not known how its numbers for micro-batches add up. Give one "
-                f"of Keras, or a function metric(target, output)."
+                f"{name} is a class of your own, and it is not known how its numbers for micro-batches add up. "
+                f"Give one of Keras, or a function metric(target, output)."
             )
         with keras.StatelessScope() as scope:
             metric.reset_state()
         first = [ops.convert_to_numpy(_value(scope, variable)) for variable in metric.variables]
         if not first or any(np.any(value) for value in first):
             raise InputError(
-                f"{name} can't be added up over micro-batches. Give one that counts, such as 'accuracy' or 'mae', or "
-                f"compute it from what predict returns."
+                f"{name} can't be added up over micro-batches. Give one that counts, such as 'accuracy' or 'mae', "
+                f"or compute it from what predict returns."
             )
         result = np.shape(ops.convert_to_numpy(metric.result()))
         if result:

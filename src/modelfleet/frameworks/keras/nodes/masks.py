@@ -14,7 +14,7 @@ def check_output(model: keras.Model, name: str) -> None:
         return
     if any(get_keras_mask(output) is not None for output in outputs):
         raise InputError(
-            f"the output of node {name!r} has a mask (as from mask_zero=True), which goes neither over an edge nor to "
-            f"a graph's loss, so the numbers would differ. Keep the layers that use the mask in this node, up to one that "
-            f"ends it, such as a pooling layer."
+            f"the output of node {name!r} has a mask (as from mask_zero=True), which goes neither over an edge "
+            f"nor to a graph's loss, so the numbers would differ. Keep the layers that use the mask in this node, "
+            f"up to one that ends it, such as a pooling layer."
         )

@@ -1,7 +1,7 @@
 """Tasks of Keras nodes: from a graph's recipe to an optimizer and a loss for each node.
 
-The models' own `compile` is neither used nor changed: a stage in the middle of a chain has no loss, and the state of
-its optimizer belongs to the graph.
+The models' own `compile` is neither used nor changed: a stage in the middle of a chain has no loss, and the state
+of its optimizer belongs to the graph.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from modelfleet.each import per_member
-from modelfleet.errors import InputError, StrategyError
+from modelfleet.errors import StrategyError
 from modelfleet.frameworks.errors import NotCompiledError
 from modelfleet.frameworks.keras import optimizers
 from modelfleet.frameworks.keras.nodes.losses import NodeLoss
@@ -61,14 +61,15 @@ def prepare(recipe: Recipe | None, members: Sequence[Member], kind: Kind) -> Pre
         return Prepared([NodeTask(kind)] * len(members), none)
     if recipe is None:
         raise NotCompiledError(
-            f"call compile before {'evaluate' if kind == 'evaluate' else 'fit'}: node {members[0].name!r} needs a loss "
-            f"and an optimizer. How the models themselves are compiled does not count."
+            f"call compile before {'evaluate' if kind == 'evaluate' else 'fit'}: node {members[0].name!r} needs a "
+            f"loss and an optimizer. How the models themselves are compiled does not count."
         )
     backend = keras.backend.backend()
     if kind == "train" and backend != "jax":
         raise StrategyError(
-            f"node {members[0].name!r} is a Keras model on {BACKENDS[backend]}, where nodes predict and evaluate, but do "
-            f"not train. Set KERAS_BACKEND=jax before Keras is imported; or train the undivided model in a Fleet."
+            f"node {members[0].name!r} is a Keras model on {BACKENDS[backend]}, where nodes predict and evaluate, "
+            f"but do not train. Set KERAS_BACKEND=jax before Keras is imported; or train the undivided model in "
+            f"a Fleet."
         )
     losses = per_member(recipe.loss, [member.name for member in members], "loss")
     tasks = [
@@ -90,11 +91,12 @@ def _optimizer(recipe: Recipe, member: Member) -> keras.Optimizer:
     found = optimizers.scheduled(own.pop("optimizer"), own.pop("schedule"), own, member.name)
     if optimizers.averages_weights(found):
         raise StrategyError(
-            f"node {member.name!r}: its optimizer has use_ema=True, and graphs do not average weights. Leave it out."
+            f"node {member.name!r}: its optimizer has use_ema=True, and graphs do not average weights. Leave it "
+            f"out."
         )
     if isinstance(found, keras.optimizers.LossScaleOptimizer):
         raise StrategyError(
-            f"node {member.name!r}: a LossScaleOptimizer needs one scale for all nodes, which graphs do not have. Give "
-            f"the optimizer within it."
+            f"node {member.name!r}: a LossScaleOptimizer needs one scale for all nodes, which graphs do not have. "
+            f"Give the optimizer within it."
         )
     return found

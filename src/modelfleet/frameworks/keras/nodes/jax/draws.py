@@ -17,7 +17,7 @@ _CALL = "jit"  # an equation that only calls another jaxpr
 
 
 class DrawsError(Exception):
-    """Raised if it can't be told which numbers of a draw belong to which rows. The message is a part of a sentence."""
+    """Raised if it is unknown which numbers of a draw belong to which rows. The message is part of a sentence."""
 
 
 @dataclass(frozen=True)

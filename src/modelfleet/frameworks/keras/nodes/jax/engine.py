@@ -1,6 +1,7 @@
 """Engine of one Keras node on JAX (see `frameworks.node_engine`).
 
-The state is apart from the model: `graph.fitting` writes it back. A backward pass is `jax.vjp` of the forward pass.
+The state is apart from the model: `graph.fitting` writes it back. A backward pass is `jax.vjp` of the
+forward pass.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -19,8 +20,8 @@ from modelfleet.frameworks.keras.steps import by_key, optimizer_keys
 from modelfleet.frameworks.node_engine import Draws, LossParts, NodeTrial, Step
 from modelfleet.frameworks.stacked import WEIGHTS, Given
 from modelfleet.members import Member
-from modelfleet.trees import leaves, map_tree, rebuild
-from modelfleet.types import State, Tree
+from modelfleet.trees import leaves, map_tree
+from modelfleet.types import State, Tensor, Tree
 
 SEED = "seed_generator_state"  # what Keras calls the variable of a SeedGenerator
 
@@ -43,7 +44,7 @@ class _Kept:
 
 
 class JaxNode:
-    """Engine of a Keras model. It trains, evaluates and predicts by the programs that the model has from before."""
+    """Engine of a Keras model. Its programs are those that the model has from before."""
 
     def __init__(self, member: Member, task: NodeTask, device: jax.Device, *, recompute: bool = False) -> None:
         self.name = member.name
@@ -61,17 +62,13 @@ class JaxNode:
             self._keys["optimizer"] = optimizer_keys(self._optimizer.variables, programs.trained)
         self._seeds = [index for index, variable in enumerate(programs.kept) if variable.name == SEED]
         self._recompute = recompute
+        self.trained = bool(programs.trained)
         self._steps = 0
         self._step = Step(((0, 0),), train=False)
         self._before = self._kept  # at the start of the step
-        self._gradients: Values | None = None
+        self._gradients: list[Tensor] | None = None  # NumPy's arrays after replicas have summed them
         self._passes: dict[int, _Kept] = {}
         self._outputs: dict[int, Tree] = {}
-
-    @property
-    def trained(self) -> bool:
-        """Return True if any weight takes a gradient."""
-        return bool(self._programs.trained)
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -108,7 +105,7 @@ class JaxNode:
         return self._programs.train(self._params, kept.before, kept.inputs, kept.wanted, start, count)
 
     def _with_first_seeds(self, kept: Values) -> Values:
-        """Return the kept variables with the seeds from the start of the step: its micro-batches share their draws."""
+        """Return the kept variables with the seeds of the step's start: all its micro-batches share the draws."""
         found = list(kept)
         for index in self._seeds:
             found[index] = self._before[index]
@@ -163,8 +160,10 @@ class JaxNode:
             if not is_float(shape):
                 continue
             given = [own[index] for own in (gradients, kept.loss_gradients) if own and own[index] is not None]
-            total = sum(jnp.asarray(one) for one in given) if given else jnp.zeros(shape.shape)
-            found.append(jax.device_put(total.astype(shape.dtype), self.device))
+            total = jnp.zeros(shape.shape, shape.dtype)
+            for one in given:
+                total = total + jnp.asarray(one, shape.dtype)
+            found.append(jax.device_put(total, self.device))
         return found
 
     def _add(self, own: Values) -> None:
@@ -175,8 +174,9 @@ class JaxNode:
     def gradients(self) -> list[np.ndarray]:
         """Return the gradients of the step on the host: zeros if no micro-batch came to this replica."""
         own = self._gradients or [np.zeros(value.shape, value.dtype) for value in self._params]
-        self._gradients = [np.array(value) for value in own]
-        return self._gradients
+        found = [np.array(value) for value in own]
+        self._gradients = [*found]
+        return found
 
     def norm(self) -> tuple[float, bool]:
         """Return the squared norm of the gradients, and whether all are finite."""

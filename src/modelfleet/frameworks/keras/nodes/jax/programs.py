@@ -75,7 +75,10 @@ class NodePrograms:
         places = tuple(wanted)
 
         def make() -> Callable[..., Result]:
-            return lambda *args: self._differentiated(*args, places, rows_of_whole)
+            def run(params: Values, kept: Values, x: Tree, start: jax.Array) -> Result:
+                return self._differentiated(params, kept, x, start, places, rows_of_whole)
+
+            return run
 
         return self._program(("train", places, rows_of_whole), make)(params, kept, x, start)
 
@@ -148,20 +151,22 @@ class NodePrograms:
             outputs = model(x, training=training) if model._call_has_training_arg else model(x)
         if training:
             self._refuse_effects(scope)
-        return outputs, [scope.get_current_value(variable) for variable in self.kept]
+        after: list[Any] = [scope.get_current_value(variable) for variable in self.kept]
+        return outputs, after
 
     def _refuse_effects(self, scope: keras.StatelessScope) -> None:
         """Raise InputError for what a model does beside its outputs, which a graph would lose."""
         own = {id(variable) for variable in (*self.trained, *self.kept)}
         if not set(scope.state_mapping) <= own:
             raise InputError(
-                f"node {self.name!r} changes a variable that is not one of its own, as a draw without a seed of its own "
-                f"does. Give the layer a keras.random.SeedGenerator, or make the variable one of the model's."
+                f"node {self.name!r} changes a variable that is not one of its own, as a draw without a seed of "
+                f"its own does. Give the layer a keras.random.SeedGenerator, or make the variable one of "
+                f"the model's."
             )
         if scope.losses or any(getattr(variable, "regularizer", None) for variable in self.trained):
             raise InputError(
-                f"node {self.name!r} adds to the loss (a regularizer, or add_loss), which graphs do not add up yet. Use "
-                f"weight_decay of the optimizer, or train the undivided model in a Fleet."
+                f"node {self.name!r} adds to the loss (a regularizer, or add_loss), which graphs do not add up "
+                f"yet. Use weight_decay of the optimizer, or train the undivided model in a Fleet."
             )
 
     # --- loss and update -----------------------------------------------------------------------------------------
@@ -188,7 +193,7 @@ class NodePrograms:
         return self._program(("evaluation", freeze(loss.given)), lambda: loss.parts)
 
     def update(self, optimizer: keras.Optimizer) -> Callable[..., tuple[Values, Values]]:
-        """Return the program of an optimizer's step, for params, the optimizer's variables, gradients and their scale."""
+        """Return the program of an optimizer's step: of params, its own variables, gradients, and their scale."""
 
         def make() -> Callable[..., tuple[Values, Values]]:
             update = Update(optimizer)

@@ -1,5 +1,6 @@
-"""Trials of a Keras node before the training: what it makes of a few rows, what it draws, and how long it takes."""
+"""Trials of a Keras node before the training: what it makes of a few rows, what it draws, what time it takes."""
 
+import re
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -37,8 +38,7 @@ def try_node(
     except InputError:
         raise
     except (TypeError, ValueError, jax.errors.JAXTypeError) as error:  # what Keras and JAX raise for shapes
-        line = " ".join(str(error).split())[:300]
-        raise InputError(f"node {programs.name!r}: {without_period(line)}.") from error
+        raise InputError(f"node {programs.name!r}: {_in_words(error)}.") from error
     problem = ""
     try:
         programs.check_draws(params, kept, inputs)
@@ -49,6 +49,12 @@ def try_node(
     backward = _time(lambda: programs.backward(vjp, ends))
     mixes = not problem and _mixes_rows(programs, params, kept, inputs, outputs)
     return NodeTrial(outputs, forward, backward, _kept_bytes(vjp, params), problem or (), mixes)
+
+
+def _in_words(error: Exception) -> str:
+    """Return the line of an error that says what is wrong. Keras colours it, and puts other lines around it."""
+    coloured = re.search(r"\x1b\[1m(.*?)\x1b\[0m", str(error), re.DOTALL)
+    return without_period(" ".join((coloured[1] if coloured else str(error)).split())[:300])
 
 
 def _mixes_rows(programs: NodePrograms, params: Values, kept: Values, inputs: Tree, outputs: Tree) -> bool:
