@@ -22,12 +22,12 @@ def adams() -> list[keras.Optimizer]:
 
 def compiled(models: Any, **arguments: Any) -> mf.Chain:
     chain = mf.Chain(models, devices=arguments.pop("devices", "cpu:0,cpu:1"))
-    chain.compile("adam", arguments.pop("loss", "cross_entropy"), **{"lr": mf.each(LR), **arguments})
+    chain.compile("adam", arguments.pop("loss", "cross_entropy"), lr=mf.each(LR), **arguments)
     return chain
 
 
 def fit(chain: mf.Chain, data: Any = (X, Y), **arguments: Any) -> list[float]:
-    given = {"epochs": 5, "batch_size": ROWS, "shuffle": False, "progress": False, **arguments}
+    given: dict[str, Any] = {"epochs": 5, "batch_size": ROWS, "shuffle": False, "progress": False, **arguments}
     return chain.fit(data, **given)["chain"]["loss"]
 
 

@@ -138,7 +138,8 @@ class NodeLoss:
         with keras.StatelessScope() as scope:
             metric.reset_state()
         first = [ops.convert_to_numpy(_value(scope, variable)) for variable in metric.variables]
-        if not first or any(np.any(value) for value in first):
+        by_shape = not getattr(metric, "_built", True)  # its variables have the shape of the first batch
+        if by_shape or not first or any(np.any(value) for value in first):
             raise InputError(
                 f"{name} can't be added up over micro-batches. Give one that counts, such as 'accuracy' or 'mae', "
                 f"or compute it from what predict returns."
