@@ -33,12 +33,19 @@ if TYPE_CHECKING:
         StoreError,
         StrategyError,
     )
+    from modelfleet.exchange.average import Average, Outer
+    from modelfleet.exchange.base import Exchange
+    from modelfleet.exchange.distill import Distill
+    from modelfleet.exchange.exploit import Exploit
+    from modelfleet.exchange.gossip import Gossip
+    from modelfleet.exchange.run import ExchangeRun
     from modelfleet.failures import Failure
     from modelfleet.feeds.tables import by
     from modelfleet.fleet import Fleet
     from modelfleet.frameworks.torch.schedules import Schedule
     from modelfleet.graph.chain import Chain
     from modelfleet.graph.graph import Graph
+    from modelfleet.graph.split import Split, split
     from modelfleet.graph.topology import Edge
     from modelfleet.history import History
     from modelfleet.loading import load
@@ -52,6 +59,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "AllFailedError": "errors",
     "Answers": "replicas.mapping",
+    "Average": "exchange.average",
     "BusyError": "errors",
     "FleetWarning": "errors",
     "Callback": "callbacks",
@@ -59,6 +67,7 @@ _MODULES = {
     "Checkpoint": "callbacks",
     "ClosedError": "errors",
     "DeadlineError": "errors",
+    "Distill": "exchange.distill",
     "EarlyStopping": "callbacks",
     "Edge": "graph.topology",
     "Ensemble": "ensembles.ensemble",
@@ -67,14 +76,20 @@ _MODULES = {
     "Fleet": "fleet",
     "FleetError": "errors",
     "Graph": "graph.graph",
+    "Exchange": "exchange.base",
+    "ExchangeRun": "exchange.run",
+    "Exploit": "exchange.exploit",
+    "Gossip": "exchange.gossip",
     "History": "history",
     "InputError": "errors",
     "MissingExtraError": "errors",
+    "Outer": "exchange.average",
     "Plan": "planning.plan",
     "QueueFullError": "errors",
     "Replicas": "replicas.pool",
     "RowsError": "errors",
     "Schedule": "frameworks.torch.schedules",
+    "Split": "graph.split",
     "Stats": "replicas.stats",
     "StoreError": "errors",
     "StrategyError": "errors",
@@ -83,35 +98,44 @@ _MODULES = {
     "imap": "replicas.mapping",
     "load": "loading",
     "map": "replicas.mapping",
+    "split": "graph.split",
 }
 
 __all__ = [
     "AllFailedError",
     "Answers",
+    "Average",
     "BusyError",
     "Callback",
     "Chain",
     "Checkpoint",
     "ClosedError",
     "DeadlineError",
+    "Distill",
     "Each",
     "EarlyStopping",
     "Edge",
     "Ensemble",
     "EnsembleAnswer",
+    "Exchange",
+    "ExchangeRun",
+    "Exploit",
     "Failure",
     "Fleet",
     "FleetError",
     "FleetWarning",
+    "Gossip",
     "Graph",
     "History",
     "InputError",
     "MissingExtraError",
+    "Outer",
     "Plan",
     "QueueFullError",
     "Replicas",
     "RowsError",
     "Schedule",
+    "Split",
     "Stats",
     "StoreError",
     "StrategyError",
@@ -121,6 +145,7 @@ __all__ = [
     "imap",
     "load",
     "map",
+    "split",
 ]
 
 

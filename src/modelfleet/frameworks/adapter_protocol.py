@@ -123,12 +123,15 @@ class Adapter(Protocol):
     * `nodes`, a module like `frameworks.node_engine.Nodes`, if models can be nodes of chains and graphs.
     * `as_loader`, like `frameworks.keras.datasets.as_loader`, if there are loaders of the framework's own.
     * `weighted`, like `frameworks.keras.class_weights.weighted`, if `fit` takes `class_weight`.
+    * `CLASS_AXIS`, the axis of the classes in an output `(row, …)`, if tasks add the loss of a lesson
+      (`frameworks.lessons`) to a member's own.
     * `GOES_ON = True`, if with `steps_per_epoch` an epoch of arrays starts where the last one stopped.
     * `arrays.STRINGS = True`, if models take arrays of strings.
     * `score(model, output, target, loss, metrics) -> dict[str, float]`, if the outputs of an ensemble can be
       evaluated: the loss, if there is one, and the metrics, given as for `compile`, of outputs in NumPy. `model`
       is a member's.
     * `compiled(model)`, if models hold their loss and metrics themselves: it returns both.
+    * `pieces(model, stages, example, train)`, if models can be cut: it returns `frameworks.pieces.Pieces`.
     * `version_note() -> str`, if `modelfleet doctor` should show more than the framework's version.
     * `cache_folder() -> Path`, if compiled programs are kept there between runs. `modelfleet doctor` shows it.
     """

@@ -1,1 +1,1 @@
-"""Models that work together: chains, graphs and ensembles over several devices."""
+"""Models that work together: chains, graphs, and one model cut into stages."""

@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Self
+from typing import Any, Self
 
 from modelfleet.errors import InputError
-from modelfleet.frameworks.model_building import list_models
+from modelfleet.frameworks.model_building import is_made, list_models
+from modelfleet.graph import saving
 from modelfleet.graph.graph import Graph
 from modelfleet.graph.placement import DevicesLike
-from modelfleet.graph.topology import Edge
+from modelfleet.graph.split import Split
+from modelfleet.graph.topology import INPUT, Edge
 from modelfleet.types import Json, Model
 
 
@@ -34,17 +36,49 @@ class Chain(Graph):
     kind = "chain"
 
     def __init__(
-        self, stages: Mapping[str, Model] | Sequence[Model], *, devices: DevicesLike = "auto", seed: int = 0
+        self,
+        stages: Mapping[str, Model] | Sequence[Model] | Split,
+        *,
+        devices: DevicesLike = "auto",
+        seed: int = 0,
     ) -> None:
-        given = dict(stages) if isinstance(stages, Mapping) else list_models(stages)
-        named = given if isinstance(given, dict) else {str(index): model for index, model in enumerate(given)}
-        if not named:
-            raise InputError("a chain needs at least one stage; got none.")
-        names = list(named)
-        edges = [Edge(source, target) for source, target in pairwise(names)]
-        super().__init__(named, edges, outputs=names[-1], devices=devices, seed=seed)
+        if isinstance(stages, Split):
+            named, edges = dict(stages.stages), edges_of(stages)
+        else:
+            named = named_stages(stages)
+            edges = [Edge(source, target) for source, target in pairwise(named)]
+        super().__init__(named, edges, outputs=list(named)[-1], devices=devices, seed=seed)
+        if isinstance(stages, Split):
+            self._paths = stages.paths
 
     @classmethod
-    def _rebuilt(cls, models: Mapping[str, Model], manifest: Mapping[str, Json], devices: DevicesLike) -> Self:
+    def _rebuilt(cls, models: Any, manifest: Mapping[str, Json], devices: DevicesLike) -> Self:
         """Return the chain of a manifest, with these models."""
-        return cls(models, devices=devices, seed=manifest["seed"])
+        if callable(models) and not is_made(models):
+            models = models()
+        if isinstance(models, Split):
+            return cls(models, devices=devices, seed=manifest["seed"])
+        return cls(saving.made_models(models, manifest["nodes"]), devices=devices, seed=manifest["seed"])
+
+
+def named_stages(stages: Mapping[str, Model] | Sequence[Model]) -> dict[str, Model]:
+    """Return stages by name. Those of a list are named by their numbers."""
+    given = (
+        stages if isinstance(stages, Mapping) else {str(i): model for i, model in enumerate(list_models(stages))}
+    )
+    if not given:
+        raise InputError("a chain needs at least one stage; got none.")
+    return {str(name): model for name, model in given.items()}
+
+
+def edges_of(split: Split) -> list[Edge]:
+    """Return the edges between the stages of a split model, and from its inputs."""
+    several = {link.source for link in split.links if link.output > 0}
+    taking = {name: sum(link.target == name for link in split.links) for name in split.stages}
+    edges = []
+    for link in split.links:
+        source = INPUT if link.source == "" else link.source
+        output = f".{link.output}" if link.source in several else ""
+        given = f".{link.input}" if taking[link.target] > 1 else ""
+        edges.append(Edge(f"{source}{output}", f"{link.target}{given}"))
+    return edges

@@ -126,7 +126,7 @@ class Graph:
             if manifest["graph"] != cls.kind:
                 name = manifest["graph"].capitalize()
                 raise StoreError(f"{folder} holds a {manifest['graph']}. Load it with mf.{name}.load.")
-            graph = cls._rebuilt(saving.made_models(models, manifest["nodes"]), manifest, devices)
+            graph = cls._rebuilt(models, manifest, devices)
             graphs.append(graph)
             usable = recipe is not None and not recipe.missing
             return graph._read_states("train" if usable else "predict", recipe if usable else None), graph._paths
@@ -137,10 +137,10 @@ class Graph:
         return graph
 
     @classmethod
-    def _rebuilt(cls, models: Mapping[str, Model], manifest: Mapping[str, Json], devices: DevicesLike) -> Self:
+    def _rebuilt(cls, models: ModelsLike, manifest: Mapping[str, Json], devices: DevicesLike) -> Self:
         """Return the graph of a manifest, with these models."""
-        edges = saving.edges_of(manifest)
-        return cls(models, edges, outputs=manifest["outputs"], devices=devices, seed=manifest["seed"])
+        made, edges = saving.made_models(models, manifest["nodes"]), saving.edges_of(manifest)
+        return cls(made, edges, outputs=manifest["outputs"], devices=devices, seed=manifest["seed"])
 
     @property
     def names(self) -> list[str]:

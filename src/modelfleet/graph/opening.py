@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from modelfleet.devices import parse_devices, threads_of
+from modelfleet.devices import cores, parse_devices, threads_of
 from modelfleet.errors import InputError
 from modelfleet.feeds import Feed, make_feed
 from modelfleet.frameworks.batch_parts import inputs as inputs_of
@@ -100,6 +100,7 @@ class Opener:
             wanted = parse_devices(list(dict.fromkeys(device for row in rows.values() for device in row)))
         else:
             wanted = parse_devices(self._devices)  # pyrefly: ignore
+        self.threads = cores()
         if means_ray(wanted):
             return {place.name: place for place in ray_places(wanted)}
         chosen = self.adapter.choose(wanted)

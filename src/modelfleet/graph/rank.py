@@ -155,7 +155,7 @@ class Rank:
     def _loss(self, node: str, micro: int) -> None:
         engine, target = self.engines[node], self._targets[node]
         start, stop = self._order.step.rows[micro]
-        divisor = 1.0
+        divisor = float(self._order.step.count)  # for most losses the count: then nothing is left to divide
         if self._order.step.train and len(self._losses) > 1:
             # The gradients of several losses meet, so each is divided by its own count before.
             if node not in self._counts:
@@ -267,12 +267,12 @@ class Rank:
     def _decide(self, numbers: Sequence[float]) -> None:
         """Set the factor of the gradients, or skip the step, from the numbers of all ranks."""
         _, count, squares, trouble = numbers
-        divisor = 1.0 if len(self._losses) > 1 else count
-        self._skipped = trouble > 0 or not divisor or not math.isfinite(squares)
+        left = 1.0 if len(self._losses) > 1 else count / self._order.step.count
+        self._skipped = trouble > 0 or not left or not math.isfinite(squares)
         if self._skipped:
             return
-        self._scale = 1.0 / divisor
-        norm = math.sqrt(squares) / divisor
+        self._scale = 1.0 / left
+        norm = math.sqrt(squares) / left
         if self._clip_norm is not None:
             self._scale *= min(1.0, self._clip_norm / (norm + 1e-6))  # as torch's clip_grad_norm_
 

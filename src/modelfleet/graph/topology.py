@@ -108,6 +108,8 @@ def select(tree: Tree, key: Key, whose: str) -> Tree:
         return tree
     if isinstance(tree, Mapping) and (key in tree or str(key) in tree):
         return tree[key if key in tree else str(key)]
+    if isinstance(key, int) and isinstance(tree, Mapping) and key < len(tree):
+        return list(tree.values())[key]  # of a split model, whose inputs are numbered
     if isinstance(key, int) and isinstance(tree, tuple | list) and key < len(tree):
         return tree[key]
     if isinstance(key, str) and hasattr(tree, "_fields") and key in tree._fields:

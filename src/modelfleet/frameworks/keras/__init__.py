@@ -20,6 +20,7 @@ from modelfleet.frameworks.keras.building import (
 )
 from modelfleet.frameworks.keras.callbacks import wrap
 from modelfleet.frameworks.keras.class_weights import weighted
+from modelfleet.frameworks.keras.cutting import pieces
 from modelfleet.frameworks.keras.datasets import as_loader
 from modelfleet.frameworks.keras.doctor_facts import version_note
 from modelfleet.frameworks.keras.engine import leaves_models_alone, make_engine

@@ -1,6 +1,6 @@
 """Lanes of Keras models on JAX."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import jax
 import keras
@@ -131,3 +131,16 @@ def lend(variable: keras.Variable, array: np.ndarray) -> None:
     # Without 64 bits, JAX has made float32 of float64.
     dtype = "bfloat16" if variable.dtype == "bfloat16" else array.dtype.name
     variable._direct_assign(arrays.restored(array, dtype))
+
+
+def timed_programs(
+    compute: Callable[[Sequence[Tensor]], Tensor], values: Sequence[Tensor]
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return two functions: one computes a number from values, the other its gradients, too. Both wait for it."""
+    forward, both = jax.jit(compute), jax.jit(jax.value_and_grad(compute))
+    own = list(values)
+    return lambda: _wait(forward(own)), lambda: _wait(both(own))
+
+
+def _wait(found: Tree) -> None:
+    jax.block_until_ready(found)

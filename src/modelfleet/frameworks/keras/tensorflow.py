@@ -1,5 +1,6 @@
 """Lanes of Keras models on TensorFlow."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import keras
@@ -112,3 +113,27 @@ def numbers(variable: keras.Variable) -> np.ndarray:
 def lend(variable: keras.Variable, array: np.ndarray) -> None:
     """Set a variable to a copy of what `numbers` returned: a variable of TensorFlow owns its memory."""
     variable.assign(arrays.from_host(array, variable.value))
+
+
+def timed_programs(
+    compute: Callable[[Sequence[Tensor]], Tensor], values: Sequence[Tensor]
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return two functions: one computes a number from values, the other its gradients, too. Both wait for it."""
+    own = [tf.convert_to_tensor(value) for value in values]
+
+    @tf.function
+    def forward() -> tf.Tensor:
+        return compute(own)
+
+    @tf.function
+    def both() -> tuple[tf.Tensor, list[tf.Tensor]]:
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(own)
+            found = compute(own)
+        return found, [part for part in tape.gradient(found, own) if part is not None]
+
+    def wait(found: Tree) -> None:
+        for part in tf.nest.flatten(found):
+            np.asarray(tf.convert_to_tensor(part))
+
+    return lambda: wait(forward()), lambda: wait(both())

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from modelfleet.errors import InputError
 from modelfleet.fingerprints import fingerprint
 from modelfleet.frameworks.batch_parts import loss_and_metrics, unpack
+from modelfleet.frameworks.lessons import split_lesson
 from modelfleet.frameworks.losses import no_loss_by_row
+from modelfleet.frameworks.torch.lessons import lesson_loss
 from modelfleet.frameworks.torch.losses import Loss, by_row, weighted
 from modelfleet.frameworks.torch.metrics import Metric
 from modelfleet.frameworks.torch.optimizers.stacked import Optimizer
@@ -75,12 +77,15 @@ class Task:
             loss, extra = loss_and_metrics(self.objective(model, batch), Tensor)
             sums = {name: torch.as_tensor(value).detach() * rows for name, value in extra.items()}
         elif self.loss is not None:
-            x, target, own = unpack(batch, self.loss.name)
+            x, given, own = unpack(batch, self.loss.name)
+            target, lesson = split_lesson(given)
             output = logits(call(model, x))
             if weights is None and own is None:
                 loss = self.loss.plain(output, target)
             else:
                 loss = weighted(self.loss, output, target, weights, own)
+            if lesson is not None:
+                loss = loss + lesson_loss(output, lesson, weights)
             sums = self._sums(output, target, weights)
         else:
             if isinstance(batch, tuple) and len(batch) == 3:
@@ -172,11 +177,17 @@ def call(model: nn.Module, x: Tree) -> Tree:
 
     A dict, tuple or list that does not match the parameters of `forward` is passed as one argument.
     """
-    if isinstance(x, Mapping):
-        return model(**x) if _accepts(model, (), x) else model(x)
-    if isinstance(x, tuple | list):
-        return model(*x) if _accepts(model, x, {}) else model(x)
-    return model(x)
+    args, keywords = call_arguments(model, x)
+    return model(*args, **keywords)
+
+
+def call_arguments(model: nn.Module, x: Tree) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments and keywords with which `call` calls a model."""
+    if isinstance(x, Mapping) and _accepts(model, (), x):
+        return (), dict(x)
+    if isinstance(x, tuple | list) and _accepts(model, x, {}):
+        return tuple(x), {}
+    return (x,), {}
 
 
 def _accepts(model: nn.Module, args: Sequence[object], keywords: Mapping[str, object]) -> bool:

@@ -8,5 +8,6 @@ from modelfleet.frameworks.keras.torch.contexts import drawing
 from modelfleet.frameworks.keras.torch.engine import KerasTorchEngine as Engine
 from modelfleet.frameworks.keras.torch.engine import apart
 from modelfleet.frameworks.keras.torch.replica import lend, numbers, replica
+from modelfleet.frameworks.keras.torch.timing import timed_programs
 
-__all__ = ["Engine", "apart", "drawing", "lend", "numbers", "replica"]
+__all__ = ["Engine", "apart", "drawing", "lend", "numbers", "replica", "timed_programs"]

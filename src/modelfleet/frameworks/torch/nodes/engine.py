@@ -217,7 +217,8 @@ class TorchNode:
         if not found:
             return 0.0, True
         squares = torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(found)]).square().sum()
-        return float(squares), plain_optimizer.finite(found)
+        # A sum of squares may overflow where no gradient does. Then every number is checked.
+        return float(squares), bool(torch.isfinite(squares)) or plain_optimizer.finite(found)
 
     def apply(self, scale: float) -> None:
         """Take the optimizer's step."""
