@@ -16,7 +16,7 @@ X = np.random.default_rng(0).normal(size=(100, 4)).astype("float32")
 class Scale(tf.Module):
     def __init__(self, factor: float) -> None:
         super().__init__()
-        self.factor = tf.Variable(factor)
+        self.factor: Any = tf.Variable(tf.constant(factor))
 
     @tf.function(input_signature=[tf.TensorSpec([None, 4], tf.float32)])
     def __call__(self, x: Any) -> Any:

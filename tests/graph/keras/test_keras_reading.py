@@ -61,7 +61,7 @@ def test_data_may_be_a_keras_dataset() -> None:
         def __len__(self) -> int:
             return 4
 
-        def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        def __getitem__(self, index: int) -> Any:
             rows = slice(16 * index, 16 * index + 16)
             return X[rows], Y[rows]
 
