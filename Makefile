@@ -35,8 +35,8 @@ fuzz: setup  ## random programs, in a fleet and alone: MINUTES=60 TARGET=torch|j
 chaos: setup  ## replicas while their workers are killed, frozen and short of memory: MINUTES=10
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.replicas.chaos --minutes $(MINUTES)
 
-killing: setup  ## programs killed at a hundred and twenty random moments leave nothing behind
-	MODELFLEET_TEST_LONG=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_left_behind.py
+killing: setup  ## programs and ranks killed at random moments leave nothing behind
+	MODELFLEET_TEST_LONG=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_left_behind.py tests/graph/test_lost_ranks.py
 
 lint: setup  ## ruff and pyrefly
 	$(BIN)/ruff check .

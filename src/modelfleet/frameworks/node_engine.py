@@ -56,10 +56,27 @@ class LossParts:
 
 
 @dataclass(frozen=True)
+class TrialInputs:
+    """What a node is tried on: what its model is called with for some rows of data, and for fewer of them.
+
+    An edge may carry tensors whose first axis is not that of the rows, and tensors without rows. So which axis has
+    them is told by comparing the shapes.
+    """
+
+    whole: Tree
+    fewer: Tree
+    """The same for the first rows alone. Only its shapes count: the numbers are taken from `whole`."""
+    rows: int
+    fewer_rows: int
+
+
+@dataclass(frozen=True)
 class NodeTrial:
     """What a node did with a few rows, before anything was trained."""
 
     outputs: Tree
+    fewer_outputs: Tree
+    """Outputs for the fewer rows."""
     forward: float
     """Seconds."""
     backward: float
@@ -142,8 +159,8 @@ class NodeEngine(Protocol):
         """End a step. If it was skipped, the buffers are as they were before it, and it does not count."""
         ...
 
-    def try_out(self, inputs: Tree, wanted: Collection[int], *, train: bool) -> NodeTrial:
-        """Return what the node does with a few rows, without changing it."""
+    def try_out(self, inputs: TrialInputs, wanted: Collection[int], *, train: bool) -> NodeTrial:
+        """Return what the node does with a few rows, without changing it. `wanted` is as for `forward`."""
         ...
 
     def place(self, tree: Tree) -> Tree:

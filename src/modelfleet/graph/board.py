@@ -2,11 +2,23 @@
 
 import os
 from collections.abc import Callable
+from typing import NamedTuple
 
 from modelfleet.workers import pickling, shared_memory
 from modelfleet.workers.channel import above_standard
 
-_NUMBERS = 2  # per rank: the step, and the number of the operation, both counted from 1
+_NUMBERS = 3  # per rank: the numbers of the schedule, the step and the operation, all counted from 1
+
+
+class Position(NamedTuple):
+    """What a rank is at. All numbers are -1 before the first operation."""
+
+    schedule: int
+    """Which of the verb's schedules it follows."""
+    step: int
+    """How many steps it has finished that followed this schedule."""
+    operation: int
+    """Which of its operations in the schedule it is at."""
 
 
 class Board:
@@ -18,14 +30,14 @@ class Board:
         self._descriptor = shared_memory.create(size) if descriptor is None else descriptor
         self._cells: memoryview[int] = shared_memory.map_memory(self._descriptor, size).cast("Q")
 
-    def mark(self, rank: int, step: int, operation: int) -> None:
+    def mark(self, rank: int, position: Position) -> None:
         """Note where a rank is."""
-        self._cells[_NUMBERS * rank] = step + 1
-        self._cells[_NUMBERS * rank + 1] = operation + 1
+        for index, number in enumerate(position):
+            self._cells[_NUMBERS * rank + index] = number + 1
 
-    def read(self, rank: int) -> tuple[int, int]:
-        """Return the step and the operation at which a rank is; -1 before the first."""
-        return self._cells[_NUMBERS * rank] - 1, self._cells[_NUMBERS * rank + 1] - 1
+    def read(self, rank: int) -> Position:
+        """Return where a rank is."""
+        return Position(*(cell - 1 for cell in self._cells[_NUMBERS * rank : _NUMBERS * (rank + 1)]))
 
     def close(self) -> None:
         """Close this process's descriptor. The memory stays as long as anybody maps it."""

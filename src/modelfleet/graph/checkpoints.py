@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from modelfleet.callbacks import Callback, Checkpoint
+from modelfleet.callbacks import Callback, Checkpoint, Snapshot
 from modelfleet.errors import StoreError
 from modelfleet.frameworks import files, global_generators
-from modelfleet.frameworks.stacked import PARTS
+from modelfleet.frameworks.stacked import PARTS, WEIGHTS
 from modelfleet.history import History
 from modelfleet.store import Saved, is_unused, read_folder, tidy, write_folder
 from modelfleet.store.json_schema import check
@@ -56,10 +56,9 @@ def save(folder: Path, fit: "GraphFit") -> None:
     """Save the run as it is now. If that fails, the checkpoint that was there before stays whole."""
     snapshots = {
         f"callback-{number}": {
-            f"{name}/{node}/{path}": array
+            f"{name}/{path}": array
             for name, snapshot in callback.arrays().items()
-            for node, state in snapshot.items()
-            for path, array in by_global_path({node: state}, {}).items()
+            for path, array in by_global_path(snapshot, fit.paths).items()
         }
         for number, callback in enumerate(fit.callbacks)
     }
@@ -109,9 +108,11 @@ def resume(fit: "GraphFit", own: Mapping[str, State]) -> Resumed | None:
     if found is None:
         return None
     tidy(folder)
-    manifest, states, random = found
-    for one, state in zip(fit.callbacks, manifest["callbacks"], strict=True):
+    manifest, states, random, snapshots = found
+    for number, (one, state) in enumerate(zip(fit.callbacks, manifest["callbacks"], strict=True)):
         one.restore_state(state)
+        if number in snapshots:
+            one.restore_arrays(snapshots[number])
     fit.epoch, fit.step, fit.position = manifest["epoch"], manifest["step"], manifest["position"]
     fit.history = History.from_dict(manifest["history"])
     fit.sums = {
@@ -123,13 +124,14 @@ def resume(fit: "GraphFit", own: Mapping[str, State]) -> Resumed | None:
 
 def _read(
     saved: Saved, fit: "GraphFit", own: Mapping[str, State]
-) -> tuple[Mapping[str, Json], dict[str, State], Arrays] | None:
+) -> tuple[Mapping[str, Json], dict[str, State], Arrays, dict[int, Mapping[str, Snapshot]]] | None:
     folder, manifest = saved.folder, saved.manifest
     try:
         check(manifest, _SCHEMA, "the manifest")
     except ValueError as error:
         raise StoreError(f"{folder} has a manifest that is not a graph's checkpoint: {error}.") from error
-    if manifest["epochs_before"] != fit.epochs_before and manifest["epoch"] >= manifest["epochs"]:
+    before = manifest["epochs_before"]
+    if before < fit.epochs_before and before + manifest["epoch"] <= fit.epochs_before:
         return None  # of an earlier fit, which is over
     for key, here in (("seed", fit.seed), ("epochs_before", fit.epochs_before)):
         if manifest[key] != here:
@@ -144,8 +146,15 @@ def _read(
             f"fit has "
             f"{len(fit.callbacks)}. Give another folder, or delete this one."
         )
+    weights = {node: {part: own for part, own in state.items() if part in WEIGHTS} for node, state in own.items()}
+    snapshots: dict[int, Mapping[str, Snapshot]] = {}
+    for number in range(len(fit.callbacks)):
+        if f"callback-{number}" in manifest["files"]:  # of the graph, which is the only member
+            tensors = saved.tensors(f"callback-{number}", files)
+            tensors = {path.partition("/")[2]: array for path, array in tensors.items()}
+            snapshots[number] = {fit.name: by_node(tensors, weights, fit.paths, folder)}
     tensors = saved.tensors(STATE, files)
-    return manifest, by_node(tensors, own, fit.paths, folder), saved.tensors(RANDOM, files)
+    return manifest, by_node(tensors, own, fit.paths, folder), saved.tensors(RANDOM, files), snapshots
 
 
 def by_global_path(states: Mapping[str, State], paths: Paths) -> Arrays:

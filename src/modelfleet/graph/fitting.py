@@ -83,6 +83,7 @@ class GraphFit:
         self._to_write: dict[str, State] = {}
         self._to_save: list[Path] = []
         self._stopping = False
+        self._failure: Failure | None = None
         self._ctrl_c = StopRequest()
 
     # --- for callbacks -------------------------------------------------------------------------------------------
@@ -128,7 +129,7 @@ class GraphFit:
         self._feed, self._validation_feed = feed, None
         if self._validation is not None:
             self._validation_feed = opener.feed(self._validation, self._batch_size, what="validation")
-            self._plans["evaluate"] = opener.plan_untried(plan.batch_size)
+            self._plans["evaluate"] = opener.plan_untried(plan.batch_size, placed=plan)
         self._schedules = self._make_schedules(feed)
         self._epoch_sums = EpochSums(tasks_of(opener))
         steps = None if feed.steps is None else int(feed.steps[0])
@@ -151,7 +152,8 @@ class GraphFit:
         finally:
             self._ranks = None
             self._write_back()
-            self._graph._epochs = self.epochs_before + self.epoch
+            over = stopped_by is None or checkpoints.folder_to_resume(self.callbacks) is None
+            self._graph._epochs = self.epochs_before + (self.epoch if over else 0)  # the same call may continue it
             self._reporter.end(self.history, time.monotonic() - begun, stopped_by)
         return self.history
 
@@ -203,20 +205,25 @@ class GraphFit:
                 for orders in self._orders(batches):  # each step is seen before the next one is sent
                     self._ranks.send(orders)
                     self._handle_step(self._ranks.receive())
-                    self._call("on_step_end")
+                    if self._failure is None:
+                        self._call("on_step_end")
             else:
                 for reports in in_turn(self._ranks, self._orders(batches)):
                     self._handle_step(reports)
         finally:
             batches.close()
         for error in self._feed.failures.values():
+            self._read()
             raise error
+        if self._failure is not None:
+            self._read()
+            raise all_failed({self.name: self._failure}, self.history, None)
 
     def _orders(self, batches: Iterator[Batch]) -> Iterator[list[StepOrder]]:
         """Yield the orders of the epoch's steps, until the fit is to stop."""
         names = [member.name for member in self._opener.members]
         step = self.step
-        while not self._ctrl_c.pressed:
+        while not self._ctrl_c.pressed and self._failure is None:
             batch = next(batches, None)
             if batch is None:
                 return
@@ -232,15 +239,16 @@ class GraphFit:
             )
 
     def _handle_step(self, reports: Sequence[StepReport]) -> None:
+        if self._failure is not None:
+            return  # a step that was sent ahead, and not taken
         self._fresh = False
         parts = joined_parts(reports, self._opener.losses)
         if any(report.skipped for report in reports):
             loss = sum(part.total for own in parts.values() for part in own)
             reason = REASONS[GRADIENT if np.isfinite(loss) and any(parts.values()) else LOSS]
-            failure = Failure(self.epoch + 1, self.step + 1, reason)
-            self.history.fail(self.name, failure)
-            self._read()
-            raise all_failed({self.name: failure}, self.history, None)
+            self._failure = Failure(self.epoch + 1, self.step + 1, reason)
+            self.history.fail(self.name, self._failure)
+            return
         self._epoch_sums.add(parts)
         self.step += 1
         self.position += 1
@@ -275,8 +283,12 @@ class GraphFit:
             self._read()
 
     def _call(self, event: str) -> None:
-        for callback in self.callbacks:
-            getattr(callback, event)(self)
+        try:
+            for callback in self.callbacks:
+                getattr(callback, event)(self)
+        except Exception:
+            self._read()  # what was learnt so far is kept
+            raise
         while self._to_save:
             self._read()
             checkpoints.save(self._to_save.pop(0), self)

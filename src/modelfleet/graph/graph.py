@@ -1,6 +1,7 @@
 """Graphs of models: any models that work together without a cycle, trained and run as one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -196,6 +197,11 @@ class Graph:
         Raises:
             InputError: A name is unknown, or an argument does not fit a node.
         """
+        if "objective" in hyperparameters:
+            raise InputError(
+                f"compile got an objective, which computes a loss from a whole model, but a {self.kind} has its "
+                f"model in parts. Give a loss of the output instead: loss(output, target)."
+            )
         if loss is None:
             raise InputError(
                 "compile got no loss. A node sees only its own part of the model, so give a loss of the "
@@ -242,7 +248,7 @@ class Graph:
             The plan. It can be printed, compared, drawn with `plot`, and turned into a dict.
         """
         settings = Settings(micro_batches, pipeline, strategy, recompute)
-        with self._gate.reading("plan"):
+        with self._gate.reading("plan"), self._keeping_threads():
             return self._opener(settings).plan(data, batch_size)
 
     def fit(
@@ -293,7 +299,7 @@ class Graph:
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
             raise InputError(f"epochs is {epochs!r}; expected a whole number, 1 or more.")
         shown = reporter(progress)
-        with self._gate.changing("fit"):
+        with self._gate.changing("fit"), self._keeping_threads():
             try:
                 fit = GraphFit(
                     self, self._opener(settings, "fit"), data, validation, epochs, batch_size, callbacks, shown
@@ -312,7 +318,7 @@ class Graph:
         timeout: float = 300.0,
     ) -> dict[str, float]:
         """Return the loss and the metrics on data: {metric: value}."""
-        with self._gate.reading("evaluate"):
+        with self._gate.reading("evaluate"), self._keeping_threads():
             opener = self._opener(Settings(strategy=strategy, timeout=timeout), "evaluate")
             return reading.evaluate(opener, data, batch_size)
 
@@ -326,7 +332,7 @@ class Graph:
         timeout: float = 300.0,
     ) -> Tree:
         """Return the outputs on data: an array, or a dict by node if the graph has several outputs."""
-        with self._gate.reading("predict"):
+        with self._gate.reading("predict"), self._keeping_threads():
             opener = self._opener(Settings(micro_batches, strategy=strategy, timeout=timeout))
             return reading.predict(opener, data, batch_size)
 
@@ -339,7 +345,7 @@ class Graph:
             folder: The folder. It is created if it does not exist.
             optimizer: False leaves out the optimizer's state.
         """
-        with self._gate.reading("save"):
+        with self._gate.reading("save"), self._keeping_threads():
             states = self._read_states("predict", None)
             if optimizer:
                 for name, state in self._states.items():
@@ -371,6 +377,17 @@ class Graph:
             self._losses = {name: loss if by_node is None else by_node[name] for name in found.losses}
             if not found.recipe.missing:
                 compile_nodes(found.recipe, list(self._members.values()))
+
+    @contextmanager
+    def _keeping_threads(self) -> Iterator[None]:
+        """Context after which steps on the CPU have as many threads as before."""
+        adjustable: dict[int, Any] = {id(member.framework): member.framework for member in self._members.values()}
+        before = [(one, one.threads()) for one in adjustable.values() if hasattr(one, "use_threads")]
+        try:
+            yield
+        finally:
+            for framework, count in before:
+                framework.use_threads(count)
 
     def _opener(self, settings: Settings, verb: str = "") -> Opener:
         if verb and self._recipe is None:

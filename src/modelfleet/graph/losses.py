@@ -19,6 +19,8 @@ def loss_nodes(loss: LossLike, topology: Topology) -> dict[str, LossLike]:
         InputError: A loss is given for something that is no node.
     """
     if isinstance(loss, Mapping):
+        if not loss:
+            raise InputError("loss is an empty dict. Give the loss of one node or more, by its name.")
         for name in loss:
             if name not in topology.nodes:
                 raise unknown("node", name, topology.nodes)
@@ -43,7 +45,7 @@ def split_batch(batch: Tree, losses: Sequence[str]) -> tuple[Tree, dict[str, tup
     if not isinstance(y, Mapping):
         raise InputError(
             f"{len(losses)} nodes have a loss ({', '.join(losses)}), but y is {_form(y)}. Give y as a dict by "
-            f"node."
+            f"node, such as {{{losses[0]!r}: y}}."
         )
     missing = [name for name in losses if name not in y]
     if missing:

@@ -53,7 +53,9 @@ class Settings:
             raise unknown("pipeline", self.pipeline, PIPELINES)
         if self.strategy not in STRATEGIES:
             raise unknown("strategy", self.strategy, STRATEGIES)
-        if not self.timeout > 0:
+        if isinstance(self.recompute, str):
+            raise InputError(f"recompute is {self.recompute!r}; expected True, False, or a list of nodes.")
+        if not isinstance(self.timeout, int | float) or not self.timeout > 0:
             raise InputError(f"timeout is {self.timeout!r}; expected a number of seconds above 0.")
 
 
@@ -167,7 +169,9 @@ class Opener:
         """
         rows = len(leaves(x)[0])
         count = self._plan(None, rows, train=train).schedule.micro_batches
-        few = map_tree(lambda leaf: leaf[: -(-rows // count)], x)
+        # A third of three rows or more is left out, to see what each draws, and BatchNorm needs two.
+        wanted = [row % rows for row in range(max(3, -(-rows // count)))]
+        few = map_tree(lambda leaf: leaf[wanted], x)
         engines = {member.name: self._engine(member, "train" if train else "predict") for member in self.members}
         trial = try_graph(self.topology, engines, few, train=train)
         plan = self._plan(trial, rows, train=train)
@@ -176,14 +180,19 @@ class Opener:
             raise InputError(f"{problems[0]} Or set micro_batches=1.")
         return plan, trial, draws
 
-    def plan_untried(self, rows: int) -> GraphPlan:
-        """Return the plan of a verb that does not train, without trying anything."""
-        return self._plan(None, rows, train=False)
+    def plan_untried(self, rows: int, *, placed: GraphPlan | None = None) -> GraphPlan:
+        """Return the plan of a verb that does not train, without trying anything.
 
-    def _plan(self, trial: GraphTrial | None, rows: int, *, train: bool) -> GraphPlan:
+        `placed` is a plan whose nodes are where these have to be.
+        """
+        return self._plan(None, rows, train=False, placed=placed)
+
+    def _plan(
+        self, trial: GraphTrial | None, rows: int, *, train: bool, placed: GraphPlan | None = None
+    ) -> GraphPlan:
         return make_plan(
             self.topology,
-            self._devices,
+            self._devices if placed is None else placed.rows,
             list(self.places),
             trial,
             self.trained,
@@ -262,7 +271,7 @@ class Opener:
     ) -> list[StepOrder]:
         """Return the orders of all ranks for one batch."""
         rows = len(leaves(x)[0])
-        step = Step(cut_rows(rows, plan.schedule.micro_batches), train)
+        step = Step(cut_rows(rows, plan), train)
         draws = no_draws(self.topology) if draws is None else draws
         given = {link: select(x, link.output, "x") for link in self.topology.inputs}
         found = []
@@ -282,7 +291,12 @@ class Opener:
         return found
 
 
-def cut_rows(rows: int, micro_batches: int) -> tuple[tuple[int, int], ...]:
-    """Return start and end of each micro-batch: as even as possible, and never without a row."""
-    count = min(rows, micro_batches)
+def cut_rows(rows: int, plan: GraphPlan) -> tuple[tuple[int, int], ...]:
+    """Return start and end of each micro-batch: as even as possible, and never without a row.
+
+    A short batch has fewer of them, so that none has a single row if others have more: BatchNorm needs two.
+    """
+    micro_batches = plan.schedule.micro_batches
+    least = 2 if plan.batch_size >= 2 * micro_batches else 1
+    count = min(micro_batches, max(1, rows // least))
     return tuple((rows * index // count, rows * (index + 1) // count) for index in range(count))

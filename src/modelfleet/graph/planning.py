@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from modelfleet.errors import InputError
-from modelfleet.frameworks.node_engine import Draws, DrawShapes, NodeEngine, NodeTrial
+from modelfleet.frameworks.node_engine import Draws, DrawShapes, NodeEngine, NodeTrial, TrialInputs
 from modelfleet.graph.placement import Rows, by_node, spread
 from modelfleet.graph.plan import GraphPlan
 from modelfleet.graph.topology import INPUT, Link, Topology, select
@@ -49,30 +49,36 @@ def no_draws(topology: Topology) -> dict[str, Draws]:
 
 
 def try_graph(topology: Topology, engines: Mapping[str, NodeEngine], x: Tree, *, train: bool) -> GraphTrial:
-    """Return what each node does with some rows, one node after the other.
+    """Return what each node does with some rows, three or more, one node after the other.
 
     Raises:
         InputError: A node can't take what it is given. The message says what that is, and where it comes from.
     """
+    rows = len(leaves(x)[0])
+    fewer_rows = (rows + 1) // 2
     values: dict[Link, Tree] = {link: select(x, link.output, "x") for link in topology.inputs}
+    fewer = {link: map_tree(lambda leaf: leaf[:fewer_rows], value) for link, value in values.items()}
     has_gradient = {name for name in topology.nodes if train and engines[name].trained}
     found: dict[str, NodeTrial] = {}
     for name in topology.nodes:
         engine, links = engines[name], topology.into[name]
         own = {link: engine.place(values[link]) for link in links}
+        own_fewer = {link: engine.place(fewer[link]) for link in links}
         wanted: list[int] = []
         for link, places in topology.places(name, own).items():
             if link.differentiable and link.source in has_gradient:
                 has_gradient.add(name)
                 floats = zip(places, leaves(own[link]), strict=True)
                 wanted += [place for place, leaf in floats if "float" in str(leaf.dtype)]
+        arguments, few = topology.arguments(name, own), topology.arguments(name, own_fewer)
         try:
-            found[name] = engine.try_out(topology.arguments(name, own), wanted, train=train)
+            found[name] = engine.try_out(TrialInputs(arguments, few, rows, fewer_rows), wanted, train=train)
         except InputError as error:
             raise InputError(f"{error} {_given(links, own)}") from error
         for link in topology.out_of[name]:
             values[link] = select(found[name].outputs, link.output, f"the output of {name!r}")
-    return GraphTrial(found, {link: values[link] for link in topology.links}, len(leaves(x)[0]))
+            fewer[link] = select(found[name].fewer_outputs, link.output, f"the output of {name!r}")
+    return GraphTrial(found, {link: values[link] for link in topology.links}, rows)
 
 
 def _given(links: Sequence[Link], values: Mapping[Link, Tree]) -> str:
@@ -167,7 +173,7 @@ def make_plan(
 
 def _micro_batches(wanted: int | None, rows: int, ranks: int, longest: int) -> int:
     if wanted is None:
-        return 1 if ranks == 1 else max(1, min(rows, MICRO_BATCHES_PER_RANK * ranks))
+        return 1 if ranks == 1 else max(1, longest, min(rows // 2, MICRO_BATCHES_PER_RANK * ranks))
     if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
         raise InputError(f"micro_batches is {wanted!r}; expected a whole number, 1 or more.")
     if wanted > rows:

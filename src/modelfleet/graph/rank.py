@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from modelfleet.frameworks.node_engine import LossParts, NodeEngine
-from modelfleet.graph.board import Board
+from modelfleet.graph.board import Board, Position
 from modelfleet.graph.orders import StepOrder, StepReport
 from modelfleet.graph.recording import Recorder
 from modelfleet.graph.topology import INPUT, Link, Topology, place_of, select
@@ -59,6 +59,7 @@ class Rank:
         self._transport, self._numbers, self._host = transport, numbers, host
         self._clip_norm, self._board = clip_norm, board
         self._steps = 0
+        self._taken = dict.fromkeys(schedules, 0)  # steps that followed each schedule
         self._failed = False  # after a step whose numbers were not finite, no other is taken
         self._does: dict[str, Callable[[Operation], None]] = {
             "forward": self._forward,
@@ -77,6 +78,7 @@ class Rank:
         if order.step.train and self._failed:
             return StepReport(skipped=True)
         schedule = self._schedules[order.schedule]
+        number = list(self._schedules).index(order.schedule)
         self._order = order
         self._trains = self._spec.with_backward if order.step.train else frozenset()
         self._tensors: dict[tuple[Link, int], Tree] = {}
@@ -85,6 +87,7 @@ class Rank:
         self._wanted_outputs: dict[str, dict[int, Tree]] = {name: {} for name in order.outputs}
         self._shapes: dict[tuple[str, int], tuple[int, dict[Link, list[int]]]] = {}
         self._asked: dict[tuple[str, int], list[tuple[Link, int]]] = {}
+        self._float_leaves: dict[tuple[Link, int], list[bool]] = {}  # of an output, until its gradient is there
         self._counts: dict[str, float] = {}
         self._receives: dict[Message, int] = {}  # by the number of the operation
         self._scale, self._skipped = 1.0, False
@@ -107,12 +110,13 @@ class Rank:
             if operation.micro >= micro_batches:
                 continue
             if self._board is not None:
-                self._board.mark(self.number, self._steps, index)
+                self._board.mark(self.number, Position(number, self._taken[order.schedule], index))
             begun, self._waited, self._index = time.perf_counter(), 0.0, index
             self._does[operation.kind](operation)
             if whole:
                 self.recorder.add(order.schedule, index, operation, begun, time.perf_counter(), self._waited)
         self._steps += 1
+        self._taken[order.schedule] += 1
         self._failed |= self._skipped
         for engine in self.engines.values():
             engine.end(skipped=self._skipped)
@@ -144,7 +148,9 @@ class Rank:
         outputs = engine.forward(micro, self._topology.arguments(node, values), sorted(wanted))
         places_out = {}
         for link in self._topology.out_of[node]:
-            self._tensors[link, micro] = select(outputs, link.output, f"the output of {node!r}")
+            part = select(outputs, link.output, f"the output of {node!r}")
+            self._tensors[link, micro] = part
+            self._float_leaves[link, micro] = [_floats(leaf) for leaf in leaves(part)]
             places_out[link] = place_of(outputs, link.output, f"the output of {node!r}")
         self._shapes[node, micro] = len(leaves(outputs)), places_out
         if node in self._wanted_outputs:
@@ -200,7 +206,7 @@ class Rank:
         if (link, micro) not in self._gradients:
             self._gradients[link, micro] = self._take(self._message(link, micro, gradient=True))
         found = iter(self._gradients[link, micro])
-        return [next(found) if _floats(leaf) else None for leaf in leaves(self._tensors[link, micro])]
+        return [next(found) if floats else None for floats in self._float_leaves.pop((link, micro))]
 
     def _take(self, message: Message) -> Tree:
         begun = time.perf_counter()
@@ -233,11 +239,8 @@ class Rank:
         self._transport.expect(message)
 
     def _free(self, operation: Operation) -> None:
-        key = self._links[operation.edge], operation.micro
-        if operation.gradient:
-            self._gradients.pop(key, None)
-        elif not (self._order.step.train and self._carries_gradient(key[0])):
-            self._tensors.pop(key, None)  # the shapes of others are needed until their gradients are there
+        kept = self._gradients if operation.gradient else self._tensors
+        kept.pop((self._links[operation.edge], operation.micro), None)
 
     # --- the update ----------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,7 @@ import numpy as np
 
 from modelfleet.errors import RankLostError
 from modelfleet.formatting import without_period
+from modelfleet.graph.board import Position
 from modelfleet.graph.orders import RankOrder, StateOrder, StepOrder, StepReport
 from modelfleet.graph.transport import Hub, StoppedError
 from modelfleet.graph.working import run_rank
@@ -121,12 +122,13 @@ class Ranks:
             if now != before:
                 before = now
                 waited.restart()
-            limit = self._orders[0].timeout + (0.0 if self._opened else OPENING_SECONDS)
+            # A rank that waits for another one says so itself after the timeout, and for whom.
+            limit = self._orders[0].timeout + (BLAME_SECONDS if self._opened else OPENING_SECONDS)
             if len(found) < len(self._workers) and not errors and waited.read() > limit and not self._starting:
                 late = next(rank for rank in missing if rank not in found)
                 errors[late] = WorkerDiedError(f"nothing has moved for {limit:g} s")
         if errors:
-            self._fail(errors)
+            self._fail(errors, set(found))
         return [found[rank] for rank in range(len(self._workers))]
 
     @property
@@ -156,14 +158,14 @@ class Ranks:
 
     # --- failures ------------------------------------------------------------------------------------------------
 
-    def _fail(self, errors: dict[int, Exception]) -> None:
-        """Stop all ranks, and raise the error that explains the failure."""
+    def _fail(self, errors: dict[int, Exception], done: Collection[int] = ()) -> None:
+        """Stop all ranks, and raise the error that explains the failure. `done` have sent their reports."""
         self._failed = True
         positions = self._positions()  # before the others are stopped
         deadline = time.monotonic() + BLAME_SECONDS
         if all(isinstance(error, RankLostError) for error in errors.values()):
-            self._hear_others(errors, deadline)
-        rank, error = min(errors.items(), key=lambda pair: _is_consequence(pair[1]))
+            done = {*done, *self._hear_others(errors, deadline)}
+        rank, error = self._culprit(errors, done)
         if self._hub is not None:
             self._hub.close()
         self._end()
@@ -171,28 +173,38 @@ class Ranks:
             raise self._lost(rank, error, positions) from error
         raise error
 
-    def _hear_others(self, errors: dict[int, Exception], deadline: float) -> None:
-        """Wait for a rank that failed by itself: the others have only noticed that it is gone."""
-        for rank, worker in enumerate(self._workers):
-            if rank in errors:
-                continue
-            with suppress(Exception):
-                while time.monotonic() < deadline:
-                    if not worker.poll(POLL_SECONDS):
-                        if _is_stopped(worker):
-                            errors[rank] = WorkerDiedError("its process has been stopped, as by SIGSTOP")
-                            break
-                        continue
-                    try:
-                        if not worker.receive()[0]:
-                            break
-                    except Exception as error:
-                        errors[rank] = error
-                        break
-            if any(not _is_consequence(error) for error in errors.values()):
-                return
+    def _hear_others(self, errors: dict[int, Exception], deadline: float) -> set[int]:
+        """Wait for a rank that failed by itself: the others have only noticed that it is gone.
 
-    def _lost(self, rank: int, error: Exception, positions: Sequence[tuple[int, int]]) -> RankLostError:
+        Returns the ranks that have sent a report since.
+        """
+        done: set[int] = set()
+        while time.monotonic() < deadline and all(_is_consequence(error) for error in errors.values()):
+            missing = [rank for rank in range(len(self._workers)) if rank not in errors and rank not in done]
+            if not missing:
+                break
+            self._workers[0].wait([self._workers[rank] for rank in missing], POLL_SECONDS)
+            for rank in missing:
+                worker = self._workers[rank]
+                try:
+                    if worker.poll():
+                        worker.receive()
+                        done.add(rank)
+                    elif _is_stopped(worker):
+                        errors[rank] = WorkerDiedError("its process has been stopped, as by SIGSTOP")
+                except Exception as error:
+                    errors[rank] = error
+        return done
+
+    def _culprit(self, errors: Mapping[int, Exception], done: Collection[int]) -> tuple[int, Exception]:
+        """Return the rank that is to blame, and what is known of it."""
+        rank, error = min(errors.items(), key=lambda pair: _is_consequence(pair[1]))
+        silent = [other for other in range(len(self._orders)) if other not in errors and other not in done]
+        if isinstance(error, RankLostError) and silent:  # all others waited for it
+            return silent[0], WorkerDiedError(f"it hangs or is too slow: {without_period(error)}")
+        return rank, error
+
+    def _lost(self, rank: int, error: Exception, positions: Sequence[Position]) -> RankLostError:
         own = f"{self._describe(rank)} was lost"
         at = self._doing(rank, positions)
         others = [
@@ -204,23 +216,20 @@ class Ranks:
         return RankLostError(
             f"{own}{f', which {at}' if at else ''}: {without_period(error)}.{waiting} All ranks were stopped. "
             f"The models have the weights of the last report. With callbacks=[mf.Checkpoint(folder)], the "
-            f"same call "
-            f"continues from the last checkpoint, also on other devices."
+            f"same call continues from the last checkpoint, also on other devices."
         )
 
-    def _doing(self, rank: int, positions: Sequence[tuple[int, int]]) -> str:
+    def _doing(self, rank: int, positions: Sequence[Position]) -> str:
         """Return in words what a rank was at, such as "was at backward head[3] in step 12"."""
-        if not positions or positions[rank][0] < 0:
+        if not positions or positions[rank].step < 0:
             return ""
-        step, index = positions[rank]
-        schedule = next(iter(self._orders[0].schedules.values()))
-        operations = schedule.operations[rank]
-        if not 0 <= index < len(operations):
-            return ""
-        operation: Operation = operations[index]
-        return f"was at {operation.describe(schedule.devices)} in step {step + 1:,}"
+        at = positions[rank]
+        name, schedule = list(self._orders[0].schedules.items())[at.schedule]
+        operation: Operation = schedule.operations[rank][at.operation]
+        when = f" in step {at.step + 1:,}" if name == "train" else f" in batch {at.step + 1:,} of {name}"
+        return f"was at {operation.describe(schedule.devices)}{when}"
 
-    def _positions(self) -> list[tuple[int, int]]:
+    def _positions(self) -> list[Position]:
         if self._board is None:
             return []
         return [self._board.read(rank) for rank in range(len(self._orders))]
@@ -239,6 +248,10 @@ class Ranks:
                 worker.close()
             else:
                 place.release(worker)
+        deadline = time.monotonic() + BLAME_SECONDS
+        for worker in self._workers:
+            if isinstance(worker, InlineWorker):
+                worker.join(max(0.0, deadline - time.monotonic()))  # it still has its hands on the user's models
         self._workers = []
         if self._rendezvous is not None:
             self._rendezvous.close()

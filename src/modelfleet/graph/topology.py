@@ -144,6 +144,13 @@ def make_topology(
     links += [Link(INPUT, None, name, None) for name in nodes if name not in reached]
     for name in nodes:
         _check_arguments(name, [link for link in links if link.target == name])
+    for index, link in enumerate(links):
+        if link in links[:index]:
+            source = _joined(link.source, link.output)
+            raise InputError(
+                f"the edge {link.name} is given twice. Leave one out; to give {link.target!r} a tensor as two "
+                f'arguments, name them, as in ("{source}", "{link.target}.0") and ("{source}", "{link.target}.1").'
+            )
     ordered = _order(nodes, [link for link in links if link.source != INPUT])
     chosen = _outputs(nodes, links, outputs)
     inner = tuple(link for link in links if link.source != INPUT)

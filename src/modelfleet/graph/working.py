@@ -1,6 +1,7 @@
 """The task of a rank, wherever its worker is: opens its nodes, and runs what the owner sends."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from modelfleet import frameworks
@@ -21,15 +22,31 @@ Orders = StepOrder | StateOrder | None
 def run_rank(order: RankOrder) -> Generator[StepReport, Orders, None]:
     """Run one rank. Yield the reports, and receive the orders. The first report says that the worker is up."""
     yield StepReport()
-    with using_settings(order.settings), computing():
+    with using_settings(order.settings), computing(), _keeping_threads(order):
         rank, transport = _open(order)
         try:
             report = StepReport()
             while (following := (yield report)) is not None:
                 report = _answer(rank, following)
                 del following  # with its rows
+        except Exception:
+            for engine in rank.engines.values():
+                engine.end(skipped=True)
+            raise
         finally:
             transport.close()
+
+
+@contextmanager
+def _keeping_threads(order: RankOrder) -> Iterator[None]:
+    """Context after which a worker process has as many threads for steps as before: it may be hired again."""
+    adapter: Any = frameworks.adapter(order.nodes[0].framework)
+    before = adapter.threads() if hasattr(adapter, "use_threads") else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            adapter.use_threads(before)
 
 
 def _answer(rank: Rank, order: StepOrder | StateOrder) -> StepReport:
@@ -64,10 +81,10 @@ def _open(order: RankOrder) -> tuple[Rank, Transport]:
 
 
 def native_device(adapter: Any, name: str, threads: int) -> NativeDevice:
-    """Return a device as the framework names it, and set this thread's number of threads for a logical CPU."""
+    """Return a device as the framework names it. On a logical CPU, limit the threads of steps."""
     (device,) = parse_devices(name) or adapter.choose(None)[:1]
     if device.kind == "cpu" and hasattr(adapter, "use_threads"):
-        adapter.use_threads(threads)
+        adapter.use_threads(min(threads, adapter.threads()))
     return adapter.native(device)
 
 

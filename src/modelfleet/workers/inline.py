@@ -39,6 +39,7 @@ class InlineWorker:
         self._items: deque[tuple[bool, Any]] = deque()  # (True, item), or (False, error or None) at the end
         self._answers: deque[Any] = deque()
         self._interrupted = self._closed = False
+        self._thread: threading.Thread | None = None
 
     def start(self, task: Task, argument: object, description: str) -> None:
         """Begin a task."""
@@ -46,6 +47,7 @@ class InlineWorker:
         self._answers.clear()
         thread = threading.Thread(target=self._run, args=(task, argument), name="modelfleet-inline", daemon=True)
         _threads.add(thread)
+        self._thread = thread
         thread.start()
 
     def receive(self) -> tuple[bool, Any]:
@@ -79,6 +81,11 @@ class InlineWorker:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    def join(self, seconds: float) -> None:
+        """Wait up to `seconds` until a task that was abandoned, or has ended, has released what it holds."""
+        if self._thread is not None:
+            self._thread.join(seconds)
 
     @classmethod
     def wait(cls, workers: Sequence[Self], seconds: float) -> list[Self]:

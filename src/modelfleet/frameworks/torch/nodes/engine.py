@@ -7,13 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelfleet.frameworks.node_engine import Draws, LossParts, NodeTrial, Step
+from modelfleet.frameworks.node_engine import Draws, LossParts, NodeTrial, Step, TrialInputs
 from modelfleet.frameworks.stacked import Given
 from modelfleet.frameworks.torch import arrays
 from modelfleet.frameworks.torch.base import explained
 from modelfleet.frameworks.torch.global_modes import KeepingModes
 from modelfleet.frameworks.torch.nodes.draws import NodeDraws
-from modelfleet.frameworks.torch.nodes.trial import try_node
+from modelfleet.frameworks.torch.nodes.trial import detached, try_node
 from modelfleet.frameworks.torch.nodes.weight_halves import WeightHalf, input_gradients
 from modelfleet.frameworks.torch.plain import optimizer as plain_optimizer
 from modelfleet.frameworks.torch.plain.contexts import PlainContexts
@@ -101,9 +101,9 @@ class TorchNode:
         else:
             kept = self._keep(micro, inputs, wanted)
             kept.outputs = outputs = self._run(micro, kept.inputs)
-        detached = map_tree(torch.Tensor.detach, outputs)
-        self._outputs[micro] = detached
-        return detached
+        found = detached(outputs, self.name)
+        self._outputs = {micro: found}  # the loss of a micro-batch follows its forward at once
+        return found
 
     def _keep(self, micro: int, inputs: Tree, wanted: Collection[int]) -> _Kept:
         flat = leaves(inputs)
@@ -152,7 +152,8 @@ class TorchNode:
             torch.set_grad_enabled(train),
             self._contexts.autocast(),
         ):
-            output = logits(rebuild(outputs, roots))
+            # Copied: a loss may write into the output, which the backward pass and other nodes need.
+            output = logits(rebuild(outputs, [root.clone() for root in roots]))
             total, count, sums = self.task.partial_loss_of(output, y, weights, None, fraction)
             if train:
                 (total / divisor).backward()
@@ -193,13 +194,16 @@ class TorchNode:
 
     def _recompute_outputs(self, micro: int, kept: _Kept) -> None:
         """Run the model again on a micro-batch. Its buffers have seen the micro-batch already."""
+        # Copies stand in for its buffers: autograd does not go back through a buffer that was written to.
         before = self._member.save_buffers()
-        with torch.enable_grad():
-            kept.outputs = self._run(micro, kept.inputs)
-        with torch.no_grad():
-            for module, name, buffer, value in before:
+        for module, name, _, value in before:
+            module._buffers[name] = value
+        try:
+            with torch.enable_grad():
+                kept.outputs = self._run(micro, kept.inputs)
+        finally:
+            for module, name, buffer, _ in before:
                 module._buffers[name] = buffer
-                buffer.copy_(value)
 
     # --- the update ----------------------------------------------------------------------------------------------
 
@@ -262,6 +266,6 @@ class TorchNode:
         }
         self._member.write(self._member.stored(tensors))
 
-    def try_out(self, inputs: Tree, wanted: Collection[int], *, train: bool) -> NodeTrial:
-        """Return what the node does with a few rows, without changing it."""
+    def try_out(self, inputs: TrialInputs, wanted: Collection[int], *, train: bool) -> NodeTrial:
+        """Return what the node does with a few rows, without changing it. `wanted` is as for `forward`."""
         return try_node(self._member, self._contexts, inputs, wanted, train=train)

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from modelfleet.errors import InputError
-from modelfleet.frameworks.node_engine import NodeTrial
+from modelfleet.frameworks.node_engine import NodeTrial, TrialInputs
 from modelfleet.frameworks.torch.base import explained
 from modelfleet.frameworks.torch.global_modes import KeepingModes
 from modelfleet.frameworks.torch.modes import in_mode, training_modes
@@ -20,15 +21,14 @@ from modelfleet.frameworks.torch.random.operations import DrawFromStreams
 from modelfleet.frameworks.torch.random.streams import DrawShapes
 from modelfleet.frameworks.torch.random.trial_streams import ConstantStreams
 from modelfleet.frameworks.torch.task import call
-from modelfleet.trees import leaves, map_tree, rebuild
+from modelfleet.trees import leaves, map_tree, map_trees, paths, rebuild
 from modelfleet.types import Tree
 
-MAX_ROWS = 16  # whose draws are looked at
 TIMES = 2  # that a node is timed
 
 
 def try_node(
-    member: PlainMember, contexts: PlainContexts, inputs: Tree, wanted: Collection[int], *, train: bool
+    member: PlainMember, contexts: PlainContexts, inputs: TrialInputs, wanted: Collection[int], *, train: bool
 ) -> NodeTrial:
     """Return what a node does with some rows. The node and torch's generators stay as they are.
 
@@ -36,11 +36,11 @@ def try_node(
         member: The node's member.
         contexts: Its contexts.
         inputs: What the model is called with.
-        wanted: Numbers of the leaves of `inputs` that take a gradient.
+        wanted: Numbers of the leaves of the inputs that take a gradient.
         train: True to try it in training mode, with a backward pass.
 
     Raises:
-        InputError: The model can't take the inputs, or can't be copied.
+        InputError: The model can't take the inputs, can't be copied, or returns something other than tensors.
     """
     model = scratch_copy(member.model)
     if model is None:
@@ -49,50 +49,75 @@ def try_node(
             f"copy.deepcopy can't copy from its attributes."
         )
     with (
-        explained(member.name, member.model, inputs),
+        explained(member.name, member.model, inputs.whole),
         KeepingModes(member.device.type),
         undoing_side_effects(("self", model)),
         torch.random.fork_rng(devices=[]),
         in_mode(model, train=train, given=training_modes(member.model)),
         contexts.autocast(),
     ):
-        draws: DrawShapes | str = ()
-        mixes = False
-        if train:
-            draws, mixes = _look_at_rows(member, model, inputs)
-        forward, backward, kept, outputs = _time(model, inputs, wanted, train=train)
-    return NodeTrial(map_tree(Tensor.detach, outputs), forward, backward, kept, draws, mixes)
+        outputs, fewer, draws, mixes = _look_at_rows(member, model, inputs)
+        forward, backward, kept = _time(model, inputs.whole, wanted, train=train)
+    return NodeTrial(outputs, fewer, forward, backward, kept, draws, mixes)
 
 
-def _look_at_rows(member: PlainMember, model: nn.Module, inputs: Tree) -> tuple[DrawShapes | str, bool]:
-    """Return what the rows draw, or why they can't be divided, and whether a row's output depends on others."""
-    rows = len(leaves(inputs)[0])
-    many = map_tree(lambda leaf: (leaf if rows > 1 else torch.cat([leaf, leaf]))[:MAX_ROWS], inputs)
-    rows = len(leaves(many)[0])
-    half = (rows + 1) // 2
+def _look_at_rows(
+    member: PlainMember, model: nn.Module, inputs: TrialInputs
+) -> tuple[Tree, Tree, DrawShapes | str, bool]:
+    """Return the outputs for all rows and for fewer, what the rows draw, and whether they depend on each other.
+
+    What they draw is a text if it can't be divided by rows.
+    """
+    few = map_trees(lambda pair: _first_rows(*pair), [inputs.whole, inputs.fewer])
     seed, step = torch.tensor(member.seed), torch.tensor(member.step)
-    whole, few = ConstantStreams(seed, step), ConstantStreams(seed, step)
+    streams = [ConstantStreams(seed, step) for _ in range(2)]
     try:
-        with torch.no_grad():
-            with DrawFromStreams(whole):
-                outputs = call(model, map_tree(torch.clone, many))
-            with DrawFromStreams(few):
-                outputs_of_half = call(model, map_tree(lambda leaf: leaf[:half].clone(), many))
-    except NotImplementedError as error:
-        return str(error), False
-    draws = row_axes(whole.shapes, rows, few.shapes, half)
-    pairs = zip(leaves(outputs), leaves(outputs_of_half), strict=False)
-    own = [(one[:half], other) for one, other in pairs if one.dim() and len(one) == rows]
+        outputs, fewer = (
+            _tried(member, model, tree, DrawFromStreams(stream))
+            for tree, stream in zip((inputs.whole, few), streams, strict=True)
+        )
+        draws = row_axes(streams[0].shapes, inputs.rows, streams[1].shapes, inputs.fewer_rows)
+    except NotImplementedError as error:  # a draw that has no rule
+        outputs, fewer = (_tried(member, model, tree, nullcontext()) for tree in (inputs.whole, few))
+        return outputs, fewer, str(error), False
     mixes = any(
         isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in model.modules()
     )
-    return draws, mixes or not close([one for one, _ in own], [other for _, other in own], 1e-3)
+    own = [_first_rows(whole, part) for whole, part in zip(leaves(outputs), leaves(fewer), strict=True)]
+    return outputs, fewer, draws, mixes or not close(own, leaves(fewer), 1e-3)
 
 
-def _time(
-    model: nn.Module, inputs: Tree, wanted: Collection[int], *, train: bool
-) -> tuple[float, float, int, Tree]:
-    """Return the seconds of a forward and a backward pass, the bytes between them, and the outputs."""
+def _tried(member: PlainMember, model: nn.Module, inputs: Tree, draws: AbstractContextManager[object]) -> Tree:
+    """Return the outputs of a model."""
+    with torch.no_grad(), draws:
+        return detached(call(model, map_tree(torch.clone, inputs)), member.name)
+
+
+def detached(outputs: Tree, name: str) -> Tree:
+    """Return a node's outputs without their graph.
+
+    Raises:
+        InputError: They are not all tensors.
+    """
+    for path, leaf in paths(outputs):
+        if not isinstance(leaf, Tensor):
+            raise InputError(
+                f"node {name!r} returns {type(leaf).__name__} {leaf!r}{path and f' at {path}'}, but only tensors "
+                f"go over edges. Let it return tensors, alone or in tuples, lists and dicts."
+            )
+    return map_tree(Tensor.detach, outputs)
+
+
+def _first_rows(whole: Tensor, few: Tensor) -> Tensor:
+    """Return the first rows of a tensor, as many as another one has, along the axis in which the two differ."""
+    axes = [axis for axis, pair in enumerate(zip(whole.shape, few.shape, strict=False)) if pair[0] != pair[1]]
+    if whole.dim() != few.dim() or len(axes) != 1 or few.shape[axes[0]] > whole.shape[axes[0]]:
+        return whole if whole.shape == few.shape else few
+    return whole.narrow(axes[0], 0, few.shape[axes[0]])
+
+
+def _time(model: nn.Module, inputs: Tree, wanted: Collection[int], *, train: bool) -> tuple[float, float, int]:
+    """Return the seconds of a forward and a backward pass, and the bytes between them."""
     flat, kept = leaves(inputs), 0
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     seen: set[int] = set()
@@ -105,7 +130,7 @@ def _time(
             kept += tensor.untyped_storage().nbytes()
         return tensor
 
-    forwards, backwards, outputs = [], [], None
+    forwards, backwards = [], []
     for _ in range(TIMES):
         seen.clear()
         kept = 0
@@ -121,4 +146,4 @@ def _time(
         if ends and leads:
             torch.autograd.grad(ends, leads, [torch.ones_like(end) for end in ends], allow_unused=True)
         backwards.append(time.perf_counter() - begun)
-    return min(forwards), min(backwards), kept, outputs
+    return min(forwards), min(backwards), kept

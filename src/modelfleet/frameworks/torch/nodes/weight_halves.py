@@ -1,7 +1,8 @@
 """A backward pass in two halves: the gradients of the inputs at once, those of the weights later.
 
 The first half stops where a path leads to parameters only, and remembers the gradient that arrived there. The
-second half starts at these places. So nothing is computed twice.
+second half starts at these places. So nothing is computed twice. If a layer is used twice, its parameters are
+reached both from such a place and from others on the way to the inputs: then all is computed in the first half.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,12 +17,17 @@ from torch.autograd.graph import GradientEdge, Node
 class WeightHalf:
     """The second half of a backward pass: its starts, their gradients, and the parameters that they reach."""
 
-    starts: Sequence[tuple[Sequence[GradientEdge | Tensor], Sequence[Tensor], Sequence[Tensor]]]
+    starts: Sequence[tuple[Sequence[GradientEdge | Tensor], Sequence[Tensor], Sequence[Tensor]]] = ()
+    computed: Sequence[tuple[Tensor, Tensor]] = ()
+    """Parameters with gradients that are there already."""
 
     def run(self) -> None:
         """Add to the gradients of the parameters."""
+        for parameter, gradient in self.computed:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         for edges, gradients, parameters in self.starts:
-            torch.autograd.backward(edges, gradients, inputs=parameters)  # pyrefly: ignore
+            # Starts may share what lies below them.
+            torch.autograd.backward(edges, gradients, retain_graph=True, inputs=parameters)  # pyrefly: ignore
 
 
 def input_gradients(
@@ -34,6 +40,8 @@ def input_gradients(
         inputs: The leaves of autograd that the outputs were computed from, apart from parameters.
     """
     graph = _Graph([output for output, _ in outputs], inputs)
+    if graph.entangled:
+        return _all_at_once(outputs, inputs, graph)
     starts: list[tuple[Sequence[GradientEdge | Tensor], Sequence[Tensor], Sequence[Tensor]]] = []
     for output, gradient in outputs:
         node = _node_of(output)
@@ -69,6 +77,22 @@ def input_gradients(
     return WeightHalf(starts), [torch.zeros_like(leaf) if g is None else g for g, leaf in pairs]
 
 
+def _all_at_once(
+    outputs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor], graph: "_Graph"
+) -> tuple[WeightHalf, list[Tensor]]:
+    below = {id(p): p for output, _ in outputs for p in graph.parameters_below(_node_of(output))}
+    leads = [*inputs, *below.values()]
+    tensors, gradients = zip(*outputs, strict=True)
+    found = torch.autograd.grad(tensors, leads, gradients, allow_unused=True)
+    count = len(inputs)
+    pairs = zip(leads[count:], found[count:], strict=True)
+    own = zip(found[:count], inputs, strict=True)
+    return (
+        WeightHalf(computed=[(parameter, g) for parameter, g in pairs if g is not None]),
+        [torch.zeros_like(leaf) if g is None else g for g, leaf in own],
+    )
+
+
 class _Graph:
     """The graph of autograd below some outputs: which nodes lead to inputs, and which parameters lie below."""
 
@@ -90,14 +114,20 @@ class _Graph:
                     self.to_inputs.add(node)
             self._below[node] = own
         self.borders: dict[Node, list[Tensor]] = {}
-        """Nodes on a way to an input, with the parameters that only other ways from there lead to."""
+        """Nodes on a way to an input, with the parameters that other ways from there lead to."""
+        self.entangled = False
+        """True if ways to an input lead to some of these parameters, too."""
         for node in self.to_inputs:
             aside: dict[int, Tensor] = {}
+            ahead: set[int] = set()
             for child in _children(node):
-                if child not in self.to_inputs:
+                if child in self.to_inputs:
+                    ahead.update(self._below[child])
+                else:
                     aside.update(self._below[child])
             if aside:
                 self.borders[node] = list(aside.values())
+                self.entangled |= not ahead.isdisjoint(aside)
 
     def parameters_below(self, node: Node) -> list[Tensor]:
         """Return the parameters that a node leads to."""
