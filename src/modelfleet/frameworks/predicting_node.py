@@ -6,7 +6,7 @@ import numpy as np
 
 from modelfleet.errors import StrategyError
 from modelfleet.frameworks.functional import Replica
-from modelfleet.frameworks.node_engine import Draws, LossParts, NodeTrial, Step
+from modelfleet.frameworks.node_engine import Draws, LossParts, NodeTrial, Step, TrialInputs
 from modelfleet.frameworks.stacked import Given
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import State, Tensor, Tree
@@ -58,7 +58,7 @@ class PredictingNode:
 
     # --- what only nodes that train do ---------------------------------------------------------------------------
 
-    def try_out(self, inputs: Tree, wanted: Collection[int], *, train: bool) -> NodeTrial:
+    def try_out(self, inputs: TrialInputs, wanted: Collection[int], *, train: bool) -> NodeTrial:
         """Raise StrategyError: only a fit tries nodes."""
         raise StrategyError(self._untrained)
 

@@ -17,7 +17,7 @@ from modelfleet.frameworks.keras.nodes.jax.programs import Values, is_float, pro
 from modelfleet.frameworks.keras.nodes.jax.trial import try_node
 from modelfleet.frameworks.keras.nodes.task import NodeTask
 from modelfleet.frameworks.keras.steps import by_key, optimizer_keys
-from modelfleet.frameworks.node_engine import Draws, LossParts, NodeTrial, Step
+from modelfleet.frameworks.node_engine import Draws, LossParts, NodeTrial, Step, TrialInputs
 from modelfleet.frameworks.stacked import WEIGHTS, Given
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree
@@ -243,6 +243,6 @@ class JaxNode:
         # Copied: a fit of the model itself donates the arrays of its variables.
         return [jax.device_put(np.array(value), self.device) for value in values]
 
-    def try_out(self, inputs: Tree, wanted: Collection[int], *, train: bool) -> NodeTrial:
+    def try_out(self, inputs: TrialInputs, wanted: Collection[int], *, train: bool) -> NodeTrial:
         """Return what the node does with a few rows, without changing it."""
         return try_node(self._programs, self._params, self._kept, inputs, sorted(wanted), train=train)

@@ -14,7 +14,7 @@ from modelfleet.errors import InputError
 from modelfleet.formatting import without_period
 from modelfleet.frameworks.keras.nodes.jax.draws import DrawsError
 from modelfleet.frameworks.keras.nodes.jax.programs import NodePrograms, Values, is_float
-from modelfleet.frameworks.node_engine import NodeTrial
+from modelfleet.frameworks.node_engine import NodeTrial, TrialInputs
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import Tree
 
@@ -22,19 +22,22 @@ TIMES = 2  # that a node is timed, after it has been compiled
 
 
 def try_node(
-    programs: NodePrograms, params: Values, kept: Values, inputs: Tree, wanted: Sequence[int], *, train: bool
+    programs: NodePrograms, params: Values, kept: Values, given: TrialInputs, wanted: Sequence[int], *, train: bool
 ) -> NodeTrial:
     """Return what a node does with some rows. Nothing of it changes.
 
     Raises:
         InputError: The model can't take the inputs.
     """
-    rows = len(leaves(inputs)[0])
+    inputs, rows = given.whole, len(leaves(given.whole)[0])
+    fewer_rows = len(leaves(given.fewer)[0])
+    fewer = map_tree(lambda leaf: leaf[:fewer_rows], inputs)
     try:
         if not train:
             outputs = programs.predict(params, kept, inputs)
-            return NodeTrial(outputs, 0.0, 0.0, 0, (), mixes_rows=False)
+            return NodeTrial(outputs, programs.predict(params, kept, fewer), 0.0, 0.0, 0, (), mixes_rows=False)
         outputs, _, vjp = programs.train(params, kept, inputs, wanted, 0, rows)
+        few, _, _ = programs.train(params, kept, fewer, (), 0, rows)
     except InputError:
         raise
     except (TypeError, ValueError, jax.errors.JAXTypeError) as error:  # what Keras and JAX raise for shapes
@@ -47,8 +50,9 @@ def try_node(
     ends = [jnp.ones(leaf.shape, leaf.dtype) for leaf in leaves(outputs) if is_float(leaf)]
     forward = _time(lambda: programs.train(params, kept, inputs, wanted, 0, rows)[:2])
     backward = _time(lambda: programs.backward(vjp, ends))
-    mixes = not problem and _mixes_rows(programs, params, kept, inputs, outputs)
-    return NodeTrial(outputs, forward, backward, _kept_bytes(vjp, params), problem or (), mixes)
+    return NodeTrial(
+        outputs, few, forward, backward, _kept_bytes(vjp, params), problem or (), _mixes_rows(outputs, few)
+    )
 
 
 def _in_words(error: Exception) -> str:
@@ -57,13 +61,8 @@ def _in_words(error: Exception) -> str:
     return without_period(" ".join((coloured[1] if coloured else str(error)).split())[:300])
 
 
-def _mixes_rows(programs: NodePrograms, params: Values, kept: Values, inputs: Tree, outputs: Tree) -> bool:
+def _mixes_rows(outputs: Tree, few: Tree) -> bool:
     """Return True if the output for a row depends on the other rows, as BatchNorm's does."""
-    rows = len(leaves(inputs)[0])
-    half = rows // 2
-    if not half:
-        return False
-    few, _, _ = programs.train(params, kept, map_tree(lambda leaf: leaf[:half], inputs), (), 0, rows)
     pairs = zip(leaves(outputs), leaves(few), strict=True)
     return not all(
         np.allclose(one[: len(other)], other, rtol=1e-3, atol=1e-4, equal_nan=True) for one, other in pairs
