@@ -48,7 +48,7 @@ LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.spli
 # Where a package may be imported: in the files below these paths, and nowhere else.
 PLACES: dict[str, tuple[str, ...]] = {
     "torch": ("frameworks/torch", "frameworks/keras/torch", "testing/torch.py", "testing/keras.py"),
-    "jax": ("frameworks/jax", "frameworks/keras/jax.py", "testing/jax.py"),
+    "jax": ("frameworks/jax", "frameworks/keras/jax.py", "frameworks/keras/nodes/jax", "testing/jax.py"),
     "flax": ("frameworks/jax", "testing/jax.py"),
     "optax": ("frameworks/jax", "testing/jax.py"),
     "keras": ("frameworks/keras", "testing/keras.py"),

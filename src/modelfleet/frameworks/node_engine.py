@@ -13,7 +13,8 @@ import numpy as np
 
 from modelfleet.frameworks.stacked import Given
 from modelfleet.members import Member
-from modelfleet.types import Model, NativeDevice, State, Tensor, Tree
+from modelfleet.recipe import Recipe
+from modelfleet.types import Kind, Model, NativeDevice, State, Tensor, Tree
 
 DrawShapes = tuple[tuple[tuple[int, ...], int | None], ...]
 """For each random draw of a step, in order: its shape, and the axis that has the rows."""
@@ -188,11 +189,26 @@ class NodeEngine(Protocol):
 
 
 class Nodes(Protocol):
-    """What an adapter's optional module `nodes` exports, if the framework's models can be nodes of graphs."""
+    """What an adapter's optional module `nodes` exports, if the framework's models can be nodes of graphs.
+
+    Some names are optional:
+
+    * `check_output(model, name)`, if an edge does not carry everything that a model may return. It raises
+      InputError.
+    * `GroupTransport`. Without it, nodes run in threads only.
+    """
 
     @property
     def GroupTransport(self) -> Any:  # noqa: N802  a class
         """Return the class of transports between processes, with a class method `join`."""
+        ...
+
+    def compile(self, recipe: Recipe, members: Sequence[Member]) -> None:
+        """Raise InputError if a recipe does not fit a node. The models stay as they are."""
+        ...
+
+    def prepare(self, recipe: Recipe | None, members: Sequence[Member], kind: Kind) -> Any:
+        """Return the tasks of nodes, as `adapter_protocol.Prepared`. Those with a loss have `values`."""
         ...
 
     def make_node(

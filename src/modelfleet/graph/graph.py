@@ -12,13 +12,13 @@ from modelfleet.errors import InputError, StoreError
 from modelfleet.fleet import Fleet
 from modelfleet.frameworks.fleet_models import prepare_members
 from modelfleet.frameworks.node_engine import nodes_of
-from modelfleet.frameworks.recipe import compile_all
 from modelfleet.frameworks.stacked import WEIGHTS
 from modelfleet.gate import Gate
 from modelfleet.graph import reading, saving
 from modelfleet.graph.checkpoints import Paths
 from modelfleet.graph.fitting import GraphFit
 from modelfleet.graph.losses import loss_nodes
+from modelfleet.graph.node_frameworks import check_edges, compile_nodes
 from modelfleet.graph.node_models import fill, fleet_member, models_of
 from modelfleet.graph.opening import Opener, Settings
 from modelfleet.graph.placement import DevicesLike
@@ -93,6 +93,7 @@ class Graph:
             self._enlist(name, model)
         self._topology: Topology = make_topology(list(self._members), edges, outputs)
         self._refuse_shared_weights()
+        check_edges(self._topology, list(self._members.values()))
         self._losses: dict[str, LossLike] = {}
         self._recipe: Recipe | None = None
         self._states: dict[str, State] = {}  # of the optimizers, and the numbers of steps
@@ -414,7 +415,9 @@ class Graph:
 
     def _opener(self, settings: Settings, verb: str = "") -> Opener:
         if verb and self._recipe is None:
-            raise InputError(f"call compile before {verb}: the {self.kind} needs a loss and an optimizer.")
+            compiled = any(getattr(member.model, "compiled", False) is True for member in self._members.values())
+            own = " How its models themselves are compiled does not count." if compiled else ""
+            raise InputError(f"call compile before {verb}: the {self.kind} needs a loss and an optimizer.{own}")
         self._refresh()
         members = [self._members[name] for name in self._topology.nodes]
         return Opener(
@@ -456,7 +459,9 @@ class Graph:
 
     def _check_recipe(self, recipe: Recipe, names: Sequence[str]) -> None:
         """Raise InputError if a recipe does not fit one of these nodes."""
-        compile_all(recipe, [self._members[name] for name in names if name not in self._fleets])
+        own = [self._members[name] for name in names if name not in self._fleets]
+        if own:
+            compile_nodes(recipe, own)
         for name in names:
             if name in self._fleets:
                 prepare_members(self._members[name].model, name, recipe, self._members[name].framework, "evaluate")
@@ -472,8 +477,8 @@ class Graph:
         framework.check_model(model, text)
         if nodes_of(framework) is None:
             raise InputError(
-                f"node {text!r} is a {framework.NAME} model, which a {self.kind} can't run yet. Give torch or "
-                f"Keras models."
+                f"node {text!r} is a {framework.NAME} model, which a {self.kind} can't run yet. Give torch, Keras "
+                f"or TensorFlow models."
             )
         for other in self._members.values():
             if other.model is model:

@@ -15,6 +15,7 @@ from modelfleet.frameworks.fleet_models import FleetModels
 from modelfleet.frameworks.node_engine import Draws, NodeEngine, NodeHyper, Step
 from modelfleet.graph.board import Board
 from modelfleet.graph.losses import split_batch
+from modelfleet.graph.node_frameworks import refuse_processes
 from modelfleet.graph.node_models import copied, is_trained
 from modelfleet.graph.orders import NodeOrder, RankOrder, StepOrder
 from modelfleet.graph.placement import DevicesLike, by_node
@@ -93,6 +94,7 @@ class Opener:
         self.adapter: Any = self.members[0].framework
         self._recompute = self._recomputed()
         self.places = self._find_places()
+        refuse_processes(self.members, self.strategy)
         self.trained = {member.name: is_trained(member) for member in self.members}
         self.fleets = {
             member.name: member.model for member in self.members if isinstance(member.model, FleetModels)
@@ -146,6 +148,8 @@ class Opener:
     ) -> Feed:
         """Return the feed of some data, in this process's memory."""
         (host,) = parse_devices("cpu") or ()
+        if hasattr(self.adapter, "as_loader"):
+            data = self.adapter.as_loader(data, again=what != "data")
         return make_feed(
             data,
             names=["0"],

@@ -30,7 +30,7 @@ class Rank:
         losses: The nodes that have a loss.
         transport: Moves tensors to and from the other ranks.
         numbers: Makes the tensors of small sums.
-        host: Copies a tensor to the host, for outputs.
+        host: For each node, copies a tensor to the host, for outputs.
         divides: True if each loss is divided by a count of its own.
         clip_norm: The largest norm of the gradients of the whole graph.
         board: Where the rank marks its operations.
@@ -46,7 +46,7 @@ class Rank:
         losses: Sequence[str],
         transport: Transport,
         numbers: Numbers,
-        host: Callable[[Tensor], object],
+        host: Mapping[str, Callable[[Tensor], object]],
         *,
         divides: bool = False,
         clip_norm: float | None = None,
@@ -157,7 +157,7 @@ class Rank:
             places_out[link] = place_of(outputs, link.output, f"the output of {node!r}")
         self._shapes[node, micro] = len(leaves(outputs)), places_out
         if node in self._wanted_outputs:
-            self._wanted_outputs[node][micro] = map_tree(self._host, outputs)
+            self._wanted_outputs[node][micro] = map_tree(self._host[node], outputs)
         if node in self._targets:
             self._loss(node, micro)
 
@@ -216,7 +216,8 @@ class Rank:
         found = self._transport.take(message)
         self._waited += time.perf_counter() - begun
         if len(self._order.step.rows) == self._schedules[self._order.schedule].micro_batches:
-            moved = sum(leaf.nbytes for leaf in leaves(found) if leaf is not None)
+            # TensorFlow's tensors on a GPU do not say how large they are.
+            moved = sum(getattr(leaf, "nbytes", 0) for leaf in leaves(found) if leaf is not None)
             self.recorder.received(self._order.schedule, self._receives.pop(message), moved)
         return found
 

@@ -1,5 +1,6 @@
 """Transports: how ranks send each other tensors. This one is for ranks that are threads of one process."""
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -107,12 +108,12 @@ class ThreadTransport:
         """Sum tensors over some ranks. All add them up in the order of the ranks, so all get the same numbers."""
         hub, key = self._hub, (self._step, name)
         with hub.changed:
-            hub.sums.setdefault(key, {})[self._rank] = [tensor.clone() for tensor in tensors]
+            hub.sums.setdefault(key, {})[self._rank] = [copy.deepcopy(tensor) for tensor in tensors]
             hub.changed.notify_all()
         self._wait(lambda: len(hub.sums[key]) == len(ranks), f"the sum of {name}")
         given = hub.sums[key]
         for number, total in enumerate(tensors):
-            total.zero_()
+            total[...] = 0  # torch and NumPy both take this
             for rank in ranks:
                 self._add(total, given[rank][number])
         with hub.changed:

@@ -9,6 +9,7 @@ import numpy as np
 
 from modelfleet.frameworks.adapter_protocol import Prepared
 from modelfleet.frameworks.fleet_models import FleetModels, prepare_members
+from modelfleet.frameworks.node_engine import require_nodes
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
 from modelfleet.types import Kind, ScheduleLike
@@ -108,7 +109,7 @@ def prepare_node(member: Member, recipe: Recipe | None, kind: Kind) -> Prepared:
     if isinstance(member.model, FleetModels):
         return prepare_members(member.model, member.name, recipe, member.framework, kind)
     own = None if recipe is None else recipe.only([member.name])
-    return member.framework.prepare(own, [member], kind)
+    return require_nodes(member.framework).prepare(own, [member], kind)
 
 
 def _labels(members: Sequence[Member], graph: str) -> dict[tuple[str, str], str]:

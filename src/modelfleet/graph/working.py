@@ -65,7 +65,7 @@ def _open(order: RankOrder) -> tuple[Rank, Transport]:
     members = [Member(one.name, one.model, one.seed, frameworks.adapter(one.framework)) for one in order.nodes]
     adapter = members[0].framework
     device = native_device(adapter, order.device, order.threads)
-    engines = make_engines(order.nodes, members, order, device)
+    engines = make_engines(order.nodes, members, order)
     transport = _transport(order, adapter, device)
     rank = Rank(
         order.rank,
@@ -76,7 +76,7 @@ def _open(order: RankOrder) -> tuple[Rank, Transport]:
         order.losses,
         transport,
         lambda values: require_nodes(adapter).numbers(values, device),
-        require_nodes(adapter).to_host,
+        {member.name: require_nodes(member.framework).to_host for member in members},
         divides=order.divides,
         clip_norm=order.clip_norm,
         board=order.board,
@@ -92,12 +92,11 @@ def native_device(adapter: Any, name: str, threads: int) -> NativeDevice:
     return adapter.native(device)
 
 
-def make_engines(
-    nodes: tuple[NodeOrder, ...], members: list[Member], order: RankOrder, device: NativeDevice
-) -> dict[str, NodeEngine]:
+def make_engines(nodes: tuple[NodeOrder, ...], members: list[Member], order: RankOrder) -> dict[str, NodeEngine]:
     """Return the engines of a rank's nodes, with the state that they had."""
     engines: dict[str, NodeEngine] = {}
     for node, member in zip(nodes, members, strict=True):
+        device = native_device(member.framework, order.device, order.threads)
         recompute = node.name in order.recompute
         isolates = _stands_alone(node.name, order)
         engine = make_engine(member, order.recipe, order.kind, device, recompute=recompute, isolates=isolates)

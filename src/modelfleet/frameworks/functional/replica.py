@@ -41,7 +41,19 @@ class Replica:
         return self._outputs.of(rows, self._predict)
 
     def _predict(self, rows: Tree) -> Tree:
-        return self._program(self._state, map_tree(self._place, rows))
+        return self.compute(self.place(rows))
+
+    def place(self, rows: Tree) -> Tree:
+        """Return arrays as tensors for `compute`."""
+        return map_tree(self._place, rows)
+
+    def compute(self, tensors: Tree) -> Tree:
+        """Return the model's outputs as tensors, as the program returns them."""
+        return self._program(self._state, tensors)
+
+    def on_host(self, tensors: Tree) -> Tree:
+        """Return tensors as NumPy arrays."""
+        return map_tree(self._host, tensors)
 
     def _host(self, value: Any) -> np.ndarray | None:
         if hasattr(value, "todense"):

@@ -39,12 +39,16 @@ def label_check(
     Without the check, a device would silently compute nonsense from such labels.
     """
     loss = model.loss if model.compiled else None
+    return label_check_of(loss, output_shape[-1], whose)
+
+
+def label_check_of(loss: LossLike, classes: int, whose: str = "") -> Callable[[Tree], None] | None:
+    """Return the function of `label_check` for a loss and a number of classes."""
     sparse = loss == "sparse_categorical_crossentropy" or isinstance(
         loss, keras.losses.SparseCategoricalCrossentropy
     )
     if not sparse or getattr(loss, "ignore_class", None) is not None:
         return None
-    classes = output_shape[-1]
 
     def check(targets: Tree) -> None:
         for target in leaves(targets)[:1]:

@@ -11,7 +11,7 @@ from keras import ops
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from modelfleet.errors import InputError
-from modelfleet.types import OptimizerLike, Tensor
+from modelfleet.types import OptimizerLike, ScheduleLike, Tensor
 from modelfleet.unknown_names import unknown
 
 OPTIMIZERS: Mapping[str, type[keras.Optimizer]] = {
@@ -65,6 +65,33 @@ def resolve(optimizer: OptimizerLike, given: dict[str, Argument], name: str) -> 
     except (TypeError, ValueError) as error:
         settings = ", ".join(f"{key}={value!r}" for key, value in given.items())
         raise InputError(f"member {name!r}: {kind.__name__}({settings}) gave {error}") from error
+
+
+def scheduled(
+    optimizer: OptimizerLike, schedule: ScheduleLike, given: dict[str, Argument], name: str
+) -> keras.Optimizer:
+    """Return a new optimizer for one member, as `resolve` does, whose learning rate may follow a schedule.
+
+    Args:
+        optimizer: See `resolve`.
+        schedule: A schedule of Keras, or None.
+        given: Hyperparameters, by Keras's names or modelfleet's.
+        name: Name of the member, for errors.
+
+    Raises:
+        InputError: See `resolve`; or the schedule is not one of Keras.
+    """
+    given = {ALIASES.get(key, key): value for key, value in given.items()}
+    if schedule is not None:
+        if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+            raise InputError(
+                f"member {name!r}: schedule is {schedule!r}. Give a LearningRateSchedule of "
+                f"keras.optimizers.schedules, or keras.callbacks.LearningRateScheduler among the callbacks of fit."
+            )
+        if "learning_rate" in given:
+            raise InputError(f"member {name!r} got both a schedule and lr. Give the rate to the schedule.")
+        given["learning_rate"] = schedule
+    return resolve(optimizer, given, name)
 
 
 def averages_weights(optimizer: OptimizerLike) -> bool:

@@ -21,6 +21,26 @@ COMPILE_OPTIONS = ("loss_weights", "weighted_metrics")  # for model.compile, not
 def compile(recipe: Recipe, members: Sequence[Member]) -> None:
     """Compile every member's model with an optimizer of its own. If one can't be compiled, change nothing."""
     names = [member.name for member in members]
+    check_recipe(recipe)
+    given = {
+        "optimizer": recipe.optimizer,
+        "loss": recipe.loss,
+        "metrics": recipe.metrics,
+        "clip_norm": recipe.clip_norm,
+        "schedule": recipe.schedule,
+        **(recipe.hyperparameters or {}),
+    }
+    columns = {key: per_member(value, names, key) for key, value in given.items()}
+    arguments = [
+        _compile_arguments({key: values[position] for key, values in columns.items()}, name)
+        for position, name in enumerate(names)
+    ]
+    for member, own in zip(members, arguments, strict=True):
+        member.model.compile(**own)
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Raise InputError for what no Keras model takes."""
     if recipe.objective is not None:
         raise InputError(
             "compile got an objective, which Keras models do not take. "
@@ -31,21 +51,6 @@ def compile(recipe: Recipe, members: Sequence[Member]) -> None:
             f"compile got precision={recipe.precision!r}. A Keras model gets its precision when it is made: call "
             f'keras.config.set_dtype_policy("mixed_bfloat16") before you make the models, and leave precision out.'
         )
-    given = {
-        "optimizer": recipe.optimizer,
-        "loss": recipe.loss,
-        "metrics": recipe.metrics,
-        "clip_norm": recipe.clip_norm,
-        "schedule": recipe.schedule,
-        **{optimizers.ALIASES.get(key, key): value for key, value in (recipe.hyperparameters or {}).items()},
-    }
-    columns = {key: per_member(value, names, key) for key, value in given.items()}
-    arguments = [
-        _compile_arguments({key: values[position] for key, values in columns.items()}, name)
-        for position, name in enumerate(names)
-    ]
-    for member, own in zip(members, arguments, strict=True):
-        member.model.compile(**own)
 
 
 def prepare(recipe: Recipe | None, members: Sequence[Member], kind: Kind) -> Prepared[Task]:
@@ -82,16 +87,7 @@ def _compile_arguments(given: dict[str, Argument], name: str) -> dict[str, Argum
     clip_norm, schedule = given.pop("clip_norm"), given.pop("schedule")
     if clip_norm is not None:
         given["global_clipnorm"] = clip_norm
-    if schedule is not None:
-        if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
-            raise InputError(
-                f"member {name!r}: schedule is {schedule!r}. Give a LearningRateSchedule of "
-                f"keras.optimizers.schedules, or keras.callbacks.LearningRateScheduler among the callbacks of fit."
-            )
-        if "learning_rate" in given:
-            raise InputError(f"member {name!r} got both a schedule and lr. Give the rate to the schedule.")
-        given["learning_rate"] = schedule
-    found["optimizer"] = optimizers.resolve(optimizer, given, name)
+    found["optimizer"] = optimizers.scheduled(optimizer, schedule, given, name)
     found["loss"] = losses.resolve(loss)
     found["metrics"] = metrics.resolve(metric, loss) or None
     if found.get("weighted_metrics"):

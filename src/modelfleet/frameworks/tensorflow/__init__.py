@@ -6,7 +6,7 @@ Keras models on TensorFlow belong to `modelfleet.frameworks.keras`, which trains
 from modelfleet.frameworks import files
 from modelfleet.frameworks.batch_parts import inputs
 from modelfleet.frameworks.no_schedules import NoSchedules as Schedules
-from modelfleet.frameworks.tensorflow import arrays
+from modelfleet.frameworks.tensorflow import arrays, nodes
 from modelfleet.frameworks.tensorflow.building import (
     check_model,
     copy_model,

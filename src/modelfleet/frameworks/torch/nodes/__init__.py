@@ -12,10 +12,22 @@ from modelfleet.frameworks.torch.base import on_host
 from modelfleet.frameworks.torch.nodes.engine import TorchNode
 from modelfleet.frameworks.torch.nodes.fleet_engine import TorchFleetNode
 from modelfleet.frameworks.torch.nodes.groups import GroupTransport
+from modelfleet.frameworks.torch.recipe import compile, prepare
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.members import Member
 
-__all__ = ["GroupTransport", "add", "fill", "make_fleet_node", "make_node", "numbers", "to_host", "trained"]
+__all__ = [
+    "GroupTransport",
+    "add",
+    "compile",
+    "fill",
+    "make_fleet_node",
+    "make_node",
+    "numbers",
+    "prepare",
+    "to_host",
+    "trained",
+]
 
 to_host = on_host
 

@@ -1,0 +1,1 @@
+"""Keras nodes on JAX, where they train, too."""
