@@ -295,7 +295,7 @@ def test_fit_and_evaluate_need_compile() -> None:
 def test_strategies_are_known_or_refused() -> None:
     fleet = fleet_of(2)
     refused(lambda: fit(fleet, (X, Y), strategy="fuse"), "unknown strategy 'fuse'", "Did you mean 'fused'?")
-    refused(lambda: fit(fleet, (X, Y), exchange=object()), "exchange is not built yet")
+    refused(lambda: fit(fleet, (X, Y), exchange=object()), "exchange is <object", "mf.Average")
 
 
 # --- data

@@ -23,7 +23,9 @@ EXPECTED = {
         r"a replica was killed, and all answers are right: True"
     ),
     "two_devices": r"cpu:1(?s:.*)two devices: .* differ by \de[-+]0[05-9](?s:.*)both devices: .* \de-0[5-9]",
+    "two_stages": r"2 stages(?s:.*)accuracy 0\.[89]\d on two devices\nthe undivided model differs by \de-0[4-9]",
     "ensemble": r"vote of eight: accuracy 0\.\d+(?s:.*)differs by \de[-+]0\d(?s:.*)missing: .*finite.*True",
+    "federated": r"alone: accuracy 0\.[34]\d, .*\ntogether: accuracy 0\.[67]\d, ",
     "resume": r"went on to epoch 6\nthe same weights as the unbroken run: True",
 }
 

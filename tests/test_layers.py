@@ -30,6 +30,7 @@ ORDER = (
     "lanes",
     "replicas",
     "workers",
+    "exchange",
     "callbacks feeds progress store",
     "free_memory gate history",
     "schedules",

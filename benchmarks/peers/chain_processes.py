@@ -106,7 +106,10 @@ def _torch(rank: int, verb: str, quick: bool, folder: str) -> Callable[[], tuple
             losses: list[torch.Tensor] = []
             if verb == "fit":
                 optimizer.zero_grad()
-                schedule.step(*inputs, **({"target": labels, "losses": losses} if rank else {}))
+                if rank:
+                    schedule.step(target=labels, losses=losses)
+                else:
+                    schedule.step(*inputs)
                 optimizer.step()
                 total += float(torch.stack(losses).mean()) if losses else 0.0
             else:

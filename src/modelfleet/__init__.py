@@ -33,6 +33,12 @@ if TYPE_CHECKING:
         StoreError,
         StrategyError,
     )
+    from modelfleet.exchange.average import Average, Outer
+    from modelfleet.exchange.base import Exchange
+    from modelfleet.exchange.distill import Distill
+    from modelfleet.exchange.exploit import Exploit
+    from modelfleet.exchange.gossip import Gossip
+    from modelfleet.exchange.run import ExchangeRun
     from modelfleet.failures import Failure
     from modelfleet.feeds.tables import by
     from modelfleet.fleet import Fleet
@@ -53,6 +59,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "AllFailedError": "errors",
     "Answers": "replicas.mapping",
+    "Average": "exchange.average",
     "BusyError": "errors",
     "FleetWarning": "errors",
     "Callback": "callbacks",
@@ -60,6 +67,7 @@ _MODULES = {
     "Checkpoint": "callbacks",
     "ClosedError": "errors",
     "DeadlineError": "errors",
+    "Distill": "exchange.distill",
     "EarlyStopping": "callbacks",
     "Edge": "graph.topology",
     "Ensemble": "ensembles.ensemble",
@@ -68,9 +76,14 @@ _MODULES = {
     "Fleet": "fleet",
     "FleetError": "errors",
     "Graph": "graph.graph",
+    "Exchange": "exchange.base",
+    "ExchangeRun": "exchange.run",
+    "Exploit": "exchange.exploit",
+    "Gossip": "exchange.gossip",
     "History": "history",
     "InputError": "errors",
     "MissingExtraError": "errors",
+    "Outer": "exchange.average",
     "Plan": "planning.plan",
     "QueueFullError": "errors",
     "Replicas": "replicas.pool",
@@ -91,25 +104,32 @@ _MODULES = {
 __all__ = [
     "AllFailedError",
     "Answers",
+    "Average",
     "BusyError",
     "Callback",
     "Chain",
     "Checkpoint",
     "ClosedError",
     "DeadlineError",
+    "Distill",
     "Each",
     "EarlyStopping",
     "Edge",
     "Ensemble",
     "EnsembleAnswer",
+    "Exchange",
+    "ExchangeRun",
+    "Exploit",
     "Failure",
     "Fleet",
     "FleetError",
     "FleetWarning",
+    "Gossip",
     "Graph",
     "History",
     "InputError",
     "MissingExtraError",
+    "Outer",
     "Plan",
     "QueueFullError",
     "Replicas",

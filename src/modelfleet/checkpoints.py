@@ -42,6 +42,7 @@ _HISTORY = {
     "kept": {str: int},
     "initial_epoch?": int,
     "steps?": {str: {str: [(float, str)]}},
+    "copied?": {str: [{"epoch": int, "source": str, "hyperparameters": {str: float}}]},
 }
 _LANE = {
     "members": [str],
@@ -52,6 +53,7 @@ _LANE = {
     "failed": [bool],
     "fused": bool,
     "place?": int,
+    "factors?": {str: [float]},
 }
 _CHECKPOINT = {
     "run": _RUN,
@@ -130,7 +132,13 @@ def check_manifest(folder: Path, manifest: Manifest) -> None:
             if f"lane-{number}" not in manifest["files"]:
                 raise ValueError(f"it has no data file of lane {number}")
         history = manifest["history"]
-        for name in (*history["failed"], *history["stopped"], *history["kept"], *history.get("steps", ())):
+        for name in (
+            *history["failed"],
+            *history["stopped"],
+            *history["kept"],
+            *history.get("steps", ()),
+            *history.get("copied", ()),
+        ):
             if name not in history["metrics"]:
                 raise ValueError(f"its history has no member {name!r}")
     except ValueError as error:
@@ -148,6 +156,8 @@ def _check_lane(lane: Manifest, devices: int) -> None:
     members, slots = len(lane["members"]), lane["slots"]
     for key in ("steps", "epochs"):
         _check_length(lane[key], members, f"{key} of a lane")
+    for name, factors in lane.get("factors", {}).items():
+        _check_length(factors, members, f"factors of {name} of a lane")
     for key in ("on", "failed"):
         _check_length(lane[key], len(slots), f"slots of a lane that are {key}")
     if not slots or sorted(set(slots)) != sorted(slots) or not set(slots) <= set(range(members)):
@@ -183,7 +193,12 @@ def save(folder: Path, fit: CheckpointedFit) -> None:
         "positions": [run.step_in_epoch for run in fit.runs],
         "history": fit.history.to_dict(),
         "lanes": [
-            {**run.lane.progress(), "fused": run.lane.engine.fused, "place": _device_number(fit, run)}
+            {
+                **run.lane.progress(),
+                "fused": run.lane.engine.fused,
+                "place": _device_number(fit, run),
+                "factors": run.factors.state(),
+            }
             for run in fit.runs
         ],
         "devices": len(fit.devices),
@@ -233,6 +248,7 @@ def resume(
     for number, (run, lane) in enumerate(zip(fit.runs, manifest["lanes"], strict=True)):
         run.lane.write(run.names, by_part(files[f"lane-{number}"]))
         run.resume(lane, manifest["epochs"][number], manifest["positions"][number])
+        run.factors.restore(lane.get("factors", {}))
     randomness = files.get("random")
     if randomness is None:  # of an earlier version, which kept the frameworks' own only
         kept = {name: files[f"random-{name}"]["generator"] for name in known if f"random-{name}" in files}

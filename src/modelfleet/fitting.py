@@ -10,6 +10,7 @@ from typing import Protocol
 from modelfleet import checkpoints
 from modelfleet.callbacks import Callback
 from modelfleet.errors import BusyError, InputError
+from modelfleet.exchange import Distill
 from modelfleet.failures import Failure, all_failed
 from modelfleet.frameworks import global_generators
 from modelfleet.frameworks.adapter_protocol import Adapter
@@ -22,6 +23,8 @@ from modelfleet.progress import Reporter
 from modelfleet.runs.events import Event, Reports, RunOptions, Sharing, StepsTaken
 from modelfleet.runs.lane_run import LaneRun
 from modelfleet.runs.loaders import Loaders
+from modelfleet.runs.member_access import MemberAccess
+from modelfleet.runs.teaching import Teaching
 from modelfleet.types import Model, State
 
 
@@ -79,6 +82,7 @@ class Fit:
         self.step = 0
         self.epochs = self._past + max(int(run.epochs.max()) for run in runs)
         self.active: tuple[str, ...] = ()
+        self.members = MemberAccess(fleet.names, lambda name: self._idle_run(name, "an exchange"))
         self.callbacks = list(callbacks)
         self._loaders = Loaders(self.runs)
         self.generators = {**generators, **self._loaders.state()}
@@ -97,12 +101,14 @@ class Fit:
         self._shown = 0
         self._first_shown: tuple[int, float] | None = None
         self._epoch_start = time.monotonic()
+        distilling = [callback for callback in self.callbacks if isinstance(callback, Distill)]
         self._options = RunOptions(
             together=in_step or any(callback.together for callback in self.callbacks),
             watched=any(callback.wants_steps for callback in self.callbacks),
             stopped=lambda: self._ctrl_c.pressed or self._over,
-            in_step=in_step,
+            in_step=in_step or bool(distilling),
             halve=self._halve,
+            teach=Teaching(distilling[0], self.runs) if distilling else None,
         )
 
     # --- for callbacks -------------------------------------------------------------------------------------------

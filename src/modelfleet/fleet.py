@@ -11,6 +11,8 @@ from modelfleet.callbacks import refuse_missing_validation, wrap_callbacks
 from modelfleet.devices import parse_devices
 from modelfleet.each import Each, per_member
 from modelfleet.errors import InputError, StrategyError
+from modelfleet.exchange import Distill, Exchange
+from modelfleet.exchange.checking import list_exchanges, refuse_exchange
 from modelfleet.fitting import Fit
 from modelfleet.frameworks import global_generators
 from modelfleet.frameworks.contexts import computing
@@ -367,7 +369,7 @@ class Fleet:
         callbacks: Sequence[Any] = (),
         strategy: Strategy = "auto",
         progress: Literal["auto"] | bool = "auto",
-        exchange: None = None,
+        exchange: Exchange | Distill | Sequence[Exchange | Distill] | None = None,
         share: int | Each | None = None,
         steps_per_epoch: int | Each | None = None,
         sample_weight: Data = None,
@@ -392,7 +394,8 @@ class Fleet:
                 and "processes" run them side by side. On several devices, "threads" and "processes" have one for
                 each device, and "data_parallel" spreads every member over all devices.
             progress: "auto" shows a live table on a terminal and lines elsewhere; False shows nothing.
-            exchange: Not built yet.
+            exchange: What members exchange while they train: `Average`, `Gossip`, `Distill`, `Exploit`, or an
+                `Exchange` of yours; or a list of them. They come before the callbacks.
             share: How many turns a member takes while another takes one, as `each(...)`.
             steps_per_epoch: Steps after which an epoch ends, for data that never end; one value, or `each(...)`.
             sample_weight: For arrays, a weight for every row, which multiplies the row's loss; one array for all,
@@ -408,10 +411,9 @@ class Fleet:
             StrategyError: The strategy is not possible.
             AllFailedError: Every member has failed.
         """
-        if exchange is not None:
-            raise InputError("exchange is not built yet: members train independently. Leave it out.")
         check_strategy(strategy)
-        wrapped = wrap_callbacks(callbacks)
+        wrapped = [*list_exchanges(exchange), *wrap_callbacks(callbacks)]
+        refuse_exchange(wrapped, strategy, clustered=self._pool.clustered)
         if sample_weight is not None:
             data = add_sample_weight(data, sample_weight, self._members, self._recipes)
         if validation_split is not None:
@@ -446,6 +448,8 @@ class Fleet:
                 plan, opened, feeding = self._live_lanes.open(
                     job, "train", strategy, self._exposed, self._sharings, checkpoints.stored_plan_of(wrapped)
                 )
+                if any(isinstance(one, Distill) for one in wrapped):
+                    plan = plan.in_this_process()
                 fit = Fit(
                     self,
                     plan,

@@ -48,7 +48,7 @@ def make_frame(
 
     Args:
         columns: Each member's columns by name, all of one length.
-        hyperparameters: Each member's hyperparameters.
+        hyperparameters: Each member's hyperparameters. A list has one value for each row.
         first: The columns before the hyperparameters, "member" and "epoch" among them.
         last: The columns after them. A member that does not have one of them has NaN there.
     """
@@ -61,7 +61,8 @@ def make_frame(
         rows = len(own["epoch"])
         found["member"] += [name] * rows
         for key, column in renamed.items():
-            found[column] += [hyperparameters.get(name, {}).get(key)] * rows
+            value = hyperparameters.get(name, {}).get(key)
+            found[column] += value if isinstance(value, list) else [value] * rows
         for column in (*first[1:], *last):
             found[column] += own.get(column, [math.nan] * rows)
     return pandas.DataFrame(found)

@@ -1,8 +1,8 @@
 """History of a fit: every member's metrics, epoch by epoch, and which members failed or were stopped."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -17,6 +17,18 @@ from modelfleet.unknown_names import unknown
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
+
+
+@dataclass(frozen=True)
+class Copied:
+    """Says that a member was replaced by a copy of another one, with other hyperparameters."""
+
+    epoch: int
+    """Epoch at whose end it was replaced."""
+    source: str
+    """Member that it became a copy of."""
+    hyperparameters: dict[str, float]
+    """Hyperparameters from then on, as far as they changed."""
 
 
 class History:
@@ -37,7 +49,8 @@ class History:
         failed: The `Failure` of every member that was set aside.
         stopped: The epoch at which a member was stopped early.
         kept: The epoch whose weights were restored, for members that did not keep those of their last epoch.
-        hyperparameters: Each member's hyperparameters, such as `{"m07": {"lr": 0.001}}`.
+        copied: When a member was replaced by a copy of another one (`mf.Exploit`): `{"m07": [Copied(…), …]}`.
+        hyperparameters: Each member's hyperparameters at the start, such as `{"m07": {"lr": 0.001}}`.
     """
 
     def __init__(
@@ -51,6 +64,7 @@ class History:
         self.failed: dict[str, Failure] = {}
         self.stopped: dict[str, int] = {}
         self.kept: dict[str, int] = {}
+        self.copied: dict[str, list[Copied]] = {}
         self._steps: dict[str, dict[int, list[float]]] = {}  # losses of single steps, by member and epoch
         self.hyperparameters: dict[str, dict[str, object]] = {
             name: dict(own) for name, own in (hyperparameters or {}).items()
@@ -158,6 +172,9 @@ class History:
                 self.stopped[name] = other.stopped[name] + before
             if name in other.kept:
                 self.kept[name] = other.kept[name] + before
+            if name in other.copied:
+                later_copies = [replace(copy, epoch=copy.epoch + before) for copy in other.copied[name]]
+                self.copied[name] = self.copied.get(name, []) + later_copies
         self.hyperparameters.update(other.hyperparameters)
 
     def latest(self, metric: str) -> dict[str, float]:
@@ -234,7 +251,25 @@ class History:
             raise unknown("by", by, ("epoch", "step"))
         columns = {name: self._columns(name) if by == "epoch" else self._step_columns(name) for name in self}
         first = ("member", "epoch", "step") if by == "step" else ("member", "epoch")
-        return make_frame(columns, self.hyperparameters, first, ("loss",) if by == "step" else self.metrics)
+        hyperparameters = {
+            name: self._over_time(name, own["epoch"])
+            if name in self.copied
+            else self.hyperparameters.get(name, {})
+            for name, own in columns.items()
+        }
+        return make_frame(columns, hyperparameters, first, ("loss",) if by == "step" else self.metrics)
+
+    def _over_time(self, name: str, epochs: Sequence[int]) -> dict[str, list[object]]:
+        """Return a member's hyperparameters in some epochs."""
+        start, copies = self.hyperparameters.get(name, {}), self.copied[name]
+        found: dict[str, list[object]] = {}
+        for key in dict.fromkeys([*start, *(key for copy in copies for key in copy.hyperparameters)]):
+            changes = [(copy.epoch, copy.hyperparameters[key]) for copy in copies if key in copy.hyperparameters]
+            found[key] = [
+                next((value for done, value in reversed(changes) if done < epoch), start.get(key))
+                for epoch in epochs
+            ]
+        return found
 
     def _columns(self, name: str) -> dict[str, list[Any]]:
         """Return a member's epochs and its metrics."""
@@ -292,6 +327,7 @@ class History:
             name: {str(epoch): [plain(loss) for loss in losses] for epoch, losses in epochs.items()}
             for name, epochs in self._steps.items()
         }
+        copied = {name: [asdict(copy) for copy in own] for name, own in self.copied.items()}
         return {
             **({"steps": steps} if steps else {}),
             "metrics": {
@@ -302,6 +338,7 @@ class History:
             "stopped": dict(self.stopped),
             "kept": dict(self.kept),
             "initial_epoch": self.initial_epoch,
+            **({"copied": copied} if copied else {}),
         }
 
     @classmethod
@@ -321,6 +358,8 @@ class History:
             history.failed = {name: Failure(**failure) for name, failure in stored["failed"].items()}
             history.stopped = {name: int(epoch) for name, epoch in stored["stopped"].items()}
             history.kept = {name: int(epoch) for name, epoch in stored["kept"].items()}
+            copied = stored.get("copied", {})
+            history.copied = {name: [Copied(**copy) for copy in own] for name, own in copied.items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StoreError(f"the stored history can't be read ({type(error).__name__}: {error}).") from error
         return history

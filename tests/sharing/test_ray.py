@@ -85,3 +85,23 @@ def test_a_member_over_two_nodes_has_the_numbers_of_one_device(cluster: Any) -> 
     assert not history.failed
     for name in one.names:
         assert history[name]["loss"] == pytest.approx(told[name]["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("way", ["weights", "hyperparameters"])
+def test_members_on_two_nodes_exchange_as_on_one_device(cluster: Any, way: str) -> None:
+    exchange: Any = mf.Average(every_steps=3, groups=[["a", "b"]])
+    if way == "hyperparameters":
+        exchange = [mf.Gossip(groups=[["a", "b"]]), Halves()]
+    one, two = fleet_on("cpu"), fleet_on("ray")
+    for fleet in (one, two):
+        fit(fleet, (X, Y), epochs=3, batch_size=8, exchange=exchange)
+    same(one, two)
+
+
+class Halves(mf.Exchange):
+    """Halves the learning rate of a member, and forgets its optimizer's state."""
+
+    def exchange(self, run: mf.ExchangeRun) -> None:
+        run.set_hyperparameters("b", {"lr": run.hyperparameters("b")["lr"] / 2})
+        state = run.optimizer_state(["b"])
+        run.write_optimizer_state(["b"], {name: 0 * own for name, own in state.items()})

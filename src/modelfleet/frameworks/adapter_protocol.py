@@ -123,6 +123,8 @@ class Adapter(Protocol):
     * `nodes`, a module like `frameworks.node_engine.Nodes`, if models can be nodes of chains and graphs.
     * `as_loader`, like `frameworks.keras.datasets.as_loader`, if there are loaders of the framework's own.
     * `weighted`, like `frameworks.keras.class_weights.weighted`, if `fit` takes `class_weight`.
+    * `CLASS_AXIS`, the axis of the classes in an output `(row, …)`, if tasks add the loss of a lesson
+      (`frameworks.lessons`) to a member's own.
     * `GOES_ON = True`, if with `steps_per_epoch` an epoch of arrays starts where the last one stopped.
     * `arrays.STRINGS = True`, if models take arrays of strings.
     * `score(model, output, target, loss, metrics) -> dict[str, float]`, if the outputs of an ensemble can be

@@ -47,6 +47,8 @@ class Engine(ABC):
     """Best number of steps for one call of `train`; 1 if more steps gain nothing."""
     parts_in_models: Collection[str] = WEIGHTS
     """Parts of the state that the members' models contain themselves: `gather` and `scatter` move these."""
+    transposed: Collection[str] = ()
+    """Weights that the state holds with their last two axes exchanged."""
     record: Record | None = None
     """Called after every call of `train` and `train_some` with the losses. None if nobody wants them."""
     changed: bool = False
@@ -294,6 +296,14 @@ class Engine(ABC):
         None for all. Members of one lane may have different optimizers; the state has the tensors of all of them.
         """
         return None
+
+    def hyperparameters_in(self, tensors: Collection[str]) -> dict[str, str]:
+        """Return the hyperparameters that are tensors of the part `optimizer`: each with the tensor's name.
+
+        Args:
+            tensors: The names of a member's tensors. Other hyperparameters are columns of the lane.
+        """
+        return {}
 
     @abstractmethod
     def adopt(self, positions: Positions, other: "Engine", sources: Positions) -> None:

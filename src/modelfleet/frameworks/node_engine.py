@@ -122,7 +122,7 @@ class NodeEngine(Protocol):
         Args:
             micro: The number of the micro-batch.
             target: (y,) or (y, sample_weight) of its rows.
-            divisor: 1 if the gradients of all nodes are divided later.
+            divisor: What the gradients are divided by at once.
         """
         ...
 

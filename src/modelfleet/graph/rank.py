@@ -87,6 +87,7 @@ class Rank:
         self._wanted_outputs: dict[str, dict[int, Tree]] = {name: {} for name in order.outputs}
         self._shapes: dict[tuple[str, int], tuple[int, dict[Link, list[int]]]] = {}
         self._asked: dict[tuple[str, int], list[tuple[Link, int]]] = {}
+        self._float_leaves: dict[tuple[Link, int], list[bool]] = {}  # of an output, until its gradient is there
         self._counts: dict[str, float] = {}
         self._receives: dict[Message, int] = {}  # by the number of the operation
         self._scale, self._skipped = 1.0, False
@@ -147,7 +148,9 @@ class Rank:
         outputs = engine.forward(micro, self._topology.arguments(node, values), sorted(wanted))
         places_out = {}
         for link in self._topology.out_of[node]:
-            self._tensors[link, micro] = select(outputs, link.output, f"the output of {node!r}")
+            part = select(outputs, link.output, f"the output of {node!r}")
+            self._tensors[link, micro] = part
+            self._float_leaves[link, micro] = [_floats(leaf) for leaf in leaves(part)]
             places_out[link] = place_of(outputs, link.output, f"the output of {node!r}")
         self._shapes[node, micro] = len(leaves(outputs)), places_out
         if node in self._wanted_outputs:
@@ -158,7 +161,7 @@ class Rank:
     def _loss(self, node: str, micro: int) -> None:
         engine, target = self.engines[node], self._targets[node]
         start, stop = self._order.step.rows[micro]
-        divisor = 1.0
+        divisor = float(self._order.step.count)  # for most losses the count: then nothing is left to divide
         if self._order.step.train and len(self._losses) > 1:
             # The gradients of several losses meet, so each is divided by its own count before.
             if node not in self._counts:
@@ -203,7 +206,7 @@ class Rank:
         if (link, micro) not in self._gradients:
             self._gradients[link, micro] = self._take(self._message(link, micro, gradient=True))
         found = iter(self._gradients[link, micro])
-        return [next(found) if _floats(leaf) else None for leaf in leaves(self._tensors[link, micro])]
+        return [next(found) if floats else None for floats in self._float_leaves.pop((link, micro))]
 
     def _take(self, message: Message) -> Tree:
         begun = time.perf_counter()
@@ -235,11 +238,8 @@ class Rank:
         self._transport.expect(message)
 
     def _free(self, operation: Operation) -> None:
-        key = self._links[operation.edge], operation.micro
-        if operation.gradient:
-            self._gradients.pop(key, None)
-        elif not (self._order.step.train and self._carries_gradient(key[0])):
-            self._tensors.pop(key, None)  # the shapes of others are needed until their gradients are there
+        kept = self._gradients if operation.gradient else self._tensors
+        kept.pop((self._links[operation.edge], operation.micro), None)
 
     # --- the update ----------------------------------------------------------------------------------------------
 
@@ -269,12 +269,12 @@ class Rank:
     def _decide(self, numbers: Sequence[float]) -> None:
         """Set the factor of the gradients, or skip the step, from the numbers of all ranks."""
         _, count, squares, trouble = numbers
-        divisor = 1.0 if len(self._losses) > 1 else count
-        self._skipped = trouble > 0 or not divisor or not math.isfinite(squares)
+        left = 1.0 if len(self._losses) > 1 else count / self._order.step.count
+        self._skipped = trouble > 0 or not left or not math.isfinite(squares)
         if self._skipped:
             return
-        self._scale = 1.0 / divisor
-        norm = math.sqrt(squares) / divisor
+        self._scale = 1.0 / left
+        norm = math.sqrt(squares) / left
         if self._clip_norm is not None:
             self._scale *= min(1.0, self._clip_norm / (norm + 1e-6))  # as torch's clip_grad_norm_
 

@@ -1,6 +1,6 @@
 """Plans: which lanes there are, where they run, and how they share their devices. A plan is plain data."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from modelfleet.lanes import LaneSpec
@@ -35,6 +35,13 @@ class Plan:
     def to_dict(self) -> dict[str, Json]:
         """Return the plan as values that JSON can hold."""
         return asdict(self)
+
+    def in_this_process(self) -> "Plan":
+        """Return the same lanes with a sharing that runs them in this process."""
+        if self.sharing != "processes":
+            return self
+        several = len({lane.device for lane in self.lanes}) > 1
+        return replace(self, sharing="threads" if several else "interleaved")
 
     def __str__(self) -> str:
         from modelfleet.planning.printing import as_text

@@ -104,16 +104,17 @@ class RemoteLanes:
             run.read_up = True
 
     def take_held(self) -> Reports:
-        """Take in the update that was held, and return its reports. Weights that a callback has changed stay."""
+        """Take in the update that was held, and return its reports. State that a callback has changed stays."""
         held, self._held = self._held, None
         if held is None:
             return []
-        changed = [(run, run.lane.read(run.names, WEIGHTS)) for run in self.runs if _remote(run).changed]
+        parts = (*WEIGHTS, "optimizer")
+        changed = [(run, run.lane.read(run.names, parts)) for run in self.runs if _remote(run).changed]
         reports, _ = self.receive(held, watched=True)
         for run in self.runs:
             run.read_up = False
-        for run, weights in changed:
-            run.bring_here(to_change=True).write(run.names, weights)
+        for run, state in changed:
+            run.bring_here(to_change=True).write(run.names, state)
         return reports
 
     def reply(self) -> OwnerReply:
@@ -124,6 +125,7 @@ class RemoteLanes:
             reply.stopped[number], remote.stopped = remote.stopped, []
             if remote.changed:
                 reply.changed[number] = run.host_state()
+                reply.factors[number] = run.factors.state()
                 remote.changed = False
         self._mark_busy()
         return reply

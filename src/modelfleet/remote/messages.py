@@ -85,6 +85,8 @@ class OwnerReply:
     """Members to stop."""
     changed: dict[int, State] = field(default_factory=dict)
     """State of lanes that the owner has changed."""
+    factors: dict[int, dict[str, list[float]]] = field(default_factory=dict)
+    """Factors of the hyperparameters of these lanes."""
     end: bool = False
     """True if the worker should give up its lanes, because another will continue them."""
 

@@ -12,7 +12,7 @@ from modelfleet.frameworks.contexts import computing, using_settings
 from modelfleet.lanes import DevicePool, Groups, LaneBuilder
 from modelfleet.members import Member
 from modelfleet.remote.messages import LaneOrder, LaneUpdate, OwnerReply, WorkerUpdate
-from modelfleet.runs.events import EpochsEnded, Reports, RunOptions
+from modelfleet.runs.events import EpochsEnded, Reports, RunOptions, due
 from modelfleet.runs.interleaved import interleaved
 from modelfleet.runs.lane_run import EpochReport, LaneRun, Progress
 from modelfleet.runs.opening import LaneOpener
@@ -56,8 +56,8 @@ def _run_lanes(order: LaneOrder) -> Generator[WorkerUpdate, OwnerReply, None]:
                 lanes.refuse_python_state(run)
             if isinstance(event, EpochsEnded):
                 updates = [lanes.update(run, report) for run, report in reports]
-            elif order.watched:
-                updates = [lanes.update(event.run)]
+            elif order.watched and lanes.have_stepped(event.run, options):
+                updates = [lanes.update(run) for run in due(lanes.runs, options)]
             else:
                 continue
             reply = yield WorkerUpdate(updates, global_generators.state())
@@ -125,6 +125,7 @@ class _WorkerLanes:
         run.resume(progress.lane, progress.epoch, progress.step)
         run.before = {name: np.array(column) for name, column in progress.before.items()}
         run.schedules.restore(progress.schedules)
+        run.factors.restore(progress.factors)
 
     def refuse_python_state(self, run: LaneRun) -> None:
         """Raise StrategyError if a lane's first turn has changed more of its model than the reported tensors."""
@@ -136,6 +137,15 @@ class _WorkerLanes:
                 f"member {member.name!r} keeps state in Python: after a step, {change}. In a worker process that "
                 f'change would be lost. Use strategy="interleaved" or "threads", or keep the state in a buffer.'
             )
+
+    def have_stepped(self, stepped: LaneRun, options: RunOptions) -> bool:
+        """Return True if all lanes have taken the step that one of them has just taken.
+
+        Only then the step is reported: the owner's callbacks must not see a lane that is ahead of the others.
+        """
+        now = stepped.epoch, stepped.step_in_epoch
+        stepping = [run for run in due(self.runs, options) if not (run.at_end and run.epoch == now[0])]
+        return all((run.epoch, run.step_in_epoch) >= now for run in stepping)
 
     def update(self, run: LaneRun, report: EpochReport | None = None) -> LaneUpdate:
         """Return a lane's state. The owner keeps it, so that nothing is lost if this worker dies."""
@@ -149,6 +159,7 @@ class _WorkerLanes:
         for number, state in reply.changed.items():
             # Copied: a framework may keep an array without copying it, and these are gone with the next reply.
             self.runs[number].lane.write(self.runs[number].names, map_tree(np.array, state))
+            self.runs[number].factors.restore(reply.factors[number])
         for run, _ in reports:
             run.leave(reply.stopped.get(self._numbers[id(run)], []))
 

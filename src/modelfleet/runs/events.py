@@ -3,10 +3,13 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from modelfleet.feeds import Batch
 from modelfleet.lanes.work import finish_in_step
 from modelfleet.runs.lane_run import EpochReport, LaneRun
 
 Reports = list[tuple[LaneRun, EpochReport]]
+Teach = Callable[[Sequence[tuple[LaneRun, Batch]]], list[Batch]]
+"""Function of the lanes that take their next step and their batches. It returns batches in their place."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class RunOptions:
     """True if several lanes read one loader, so that all take a batch before any takes the next."""
     halve: Callable[[LaneRun], None]
     """Replace a lane that has run out of memory by two."""
+    teach: Teach | None = None
+    """Replace the batches of the lanes' next step, which are read before any takes it. `in_step` is True then."""
 
 
 Sharing = Callable[[Sequence[LaneRun], RunOptions], Iterator[Event]]

@@ -45,6 +45,7 @@ def halve(builder: LaneBuilder, groups: Groups, run: LaneRun) -> list[LaneRun]:
             epochs=run.epochs[positions],
             steps_per_epoch=None if run.steps_per_epoch is None else run.steps_per_epoch[positions],
         )
+        made.factors.restore(run.factors.select(positions))
         made.before = {name: column[positions] for name, column in run.before.items()}
         halves.append(made)
     return halves

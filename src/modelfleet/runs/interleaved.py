@@ -5,12 +5,15 @@ This sharing is not in `sharing/`, because workers run their lanes with it, too 
 
 from collections.abc import Iterator, Sequence
 
-from modelfleet.runs.events import EpochsEnded, Event, RunOptions, StepsTaken, due, end_epochs
+from modelfleet.runs.events import EpochsEnded, Event, RunOptions, StepsTaken, Teach, due, end_epochs
 from modelfleet.runs.lane_run import LaneRun, TooWideError
 
 
 def interleaved(runs: Sequence[LaneRun], options: RunOptions) -> Iterator[Event]:
     """Take turns until all lanes are done. A lane of share 3 takes three turns while another takes one."""
+    if options.teach is not None:
+        yield from _taught(runs, options, options.teach)
+        return
     ended: dict[int, LaneRun] = {}  # lanes that wait for the others at the end of their epoch
     while (working := due(runs, options)) and not options.stopped():
         for run in working:
@@ -35,3 +38,17 @@ def interleaved(runs: Sequence[LaneRun], options: RunOptions) -> Iterator[Event]
             groups = [runs_ended] if options.in_step else [[run] for run in runs_ended]
             yield EpochsEnded([report for group in groups for report in end_epochs(group)])
             ended.clear()
+
+
+def _taught(runs: Sequence[LaneRun], options: RunOptions, teach: Teach) -> Iterator[Event]:
+    """Take turns of one step until all lanes are done. All lanes read their batches before any takes the step."""
+    while (training := due(runs, options)) and not options.stopped():
+        working = list(training)
+        while training and not options.stopped():
+            turn = [(run, batch) for run in training if (batch := run.next_batch()) is not None]
+            training = [run for run, _ in turn]
+            batches = teach(turn) if turn else []
+            for run, batch in zip(training, batches, strict=True):
+                yield StepsTaken(run, run.step(batch))
+        if not options.stopped():
+            yield EpochsEnded(end_epochs(working))

@@ -14,6 +14,7 @@ from modelfleet.frameworks.errors import REASONS, CannotFuseError, StepError
 from modelfleet.frameworks.global_generators import State as GeneratorState
 from modelfleet.lanes.lane import Lane
 from modelfleet.lanes.work import Work
+from modelfleet.runs.factors import Factors
 from modelfleet.runs.remote_state import RemoteState
 from modelfleet.trees import map_tree
 from modelfleet.types import Json, State
@@ -54,6 +55,8 @@ class Progress:
     """Steps done in the current epoch."""
     before: dict[str, list[int]]
     """`LaneRun.before`."""
+    factors: dict[str, list[float]] = field(default_factory=dict)
+    """State of `LaneRun.factors`."""
 
 
 @dataclass
@@ -97,6 +100,7 @@ class LaneRun:
         updates = self.lane.engine.steps_taken().copy()
         self.before = {"epochs": self.lane.epochs.copy(), "steps": self.lane.steps.copy(), "updates": updates}
         """At the start of the fit: epochs finished, steps taken, and steps that changed the weights."""
+        self.factors = Factors(self.lane.names, self.lane.columns)
         self.rows = self.feed.rows
         self.batches = self.feed.settings
         self.known_steps = self._limit(self.feed.steps)
@@ -175,7 +179,7 @@ class LaneRun:
         """
         begun = time.perf_counter()
         batch = self._cut_short(batch)
-        columns = self.schedules.at(self.steps_done)
+        columns = self.factors.applied(self.schedules.at(self.steps_done))
         kind = batch.size, batch.steps
         backup = None if kind in self._tried or self.lane.engine.undoes_steps else self._backup()
         recorded = len(self.lane.losses or ())
@@ -343,7 +347,8 @@ class LaneRun:
     def progress(self) -> Progress:
         """Return how far the run has come."""
         before = {name: column.tolist() for name, column in self.before.items()}
-        return Progress(self.lane.progress(), self.schedules.state(), self.epoch, self.step_in_epoch, before)
+        schedules, factors = self.schedules.state(), self.factors.state()
+        return Progress(self.lane.progress(), schedules, self.epoch, self.step_in_epoch, before, factors)
 
     def resume(self, lane: dict[str, Json], epoch: int, step: int) -> None:
         """Continue from the progress of an earlier run of the same lane. Does not restore state and schedules."""

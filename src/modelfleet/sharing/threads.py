@@ -124,6 +124,9 @@ def _in_step(pool: ThreadPoolExecutor, runs: Sequence[LaneRun], options: RunOpti
         while training and not options.stopped():
             batches = {id(run): batch for run in training if (batch := run.next_batch()) is not None}
             training = [run for run in training if id(run) in batches]
+            if options.teach is not None and training:
+                taught = options.teach([(run, batches[id(run)]) for run in training])
+                batches = {id(run): batch for run, batch in zip(training, taught, strict=True)}
             steps: dict[int, int] = {}
             for wave in sorted({run.lane.spec.wave for run in training}):  # waves do not fit beside each other
                 turn = [run for run in training if run.lane.spec.wave == wave]

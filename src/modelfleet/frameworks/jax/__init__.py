@@ -22,6 +22,7 @@ from modelfleet.frameworks.jax.building import (
 )
 from modelfleet.frameworks.jax.devices import accelerators, choose, memory, native
 from modelfleet.frameworks.jax.engine import make_engine
+from modelfleet.frameworks.jax.lessons import CLASS_AXIS
 from modelfleet.frameworks.jax.recipe import compile, prepare
 from modelfleet.frameworks.jax.replica import replica as Replica
 from modelfleet.frameworks.jax.replica import weight_bytes

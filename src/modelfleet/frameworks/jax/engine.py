@@ -1,6 +1,6 @@
 """Engine of a lane of JAX members."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -54,6 +54,14 @@ class JaxEngine(FunctionalEngine):
         super().__init__(replace(context, programs=found), definition, found.backend)
         self._begun = False  # True if a step was taken since the members were last compared
         self._ready: set[Kind] = set()  # kinds of steps that are known to be traceable
+
+    def hyperparameters_in(self, tensors: Collection[str]) -> dict[str, str]:
+        """Return the hyperparameters that the optimizer's state has a tensor for (`optimizers._OwnState`)."""
+        own = {name.partition(".")[2]: name for name in tensors}  # without the leaf's number
+        optimizer = self._tasks[0].optimizer
+        keys = () if optimizer is None else optimizer.own
+        names = {"lr" if key == "learning_rate" else key: f"values.{key}" for key in keys}
+        return {name: own[path] for name, path in names.items() if path in own}
 
     def ready(self, kind: Kind, hyper: Hyper, active: Tensor, batch: Batch) -> None:
         """Prepare the program for batches like this one, or run Python if a call does more than compute."""

@@ -13,10 +13,12 @@ from modelfleet.errors import InputError
 from modelfleet.fingerprints import fingerprint
 from modelfleet.frameworks.batch_parts import loss_and_metrics, unpack
 from modelfleet.frameworks.jax import metrics
+from modelfleet.frameworks.jax.lessons import lesson_loss
 from modelfleet.frameworks.jax.losses import Loss, weighted
 from modelfleet.frameworks.jax.metrics import Metric
 from modelfleet.frameworks.jax.optimizers import Optimizer
 from modelfleet.frameworks.jax.structure import freeze
+from modelfleet.frameworks.lessons import split_lesson
 from modelfleet.frameworks.structure import without_numbers
 from modelfleet.types import Model, Precision, Tensor, Tree
 
@@ -89,9 +91,12 @@ class Task:
             found = {name: {"total": jnp.asarray(value) * rows, "count": rows} for name, value in extra.items()}
         else:
             assert self.loss is not None
-            x, target, own = unpack(batch, self.loss.name)
+            x, given, own = unpack(batch, self.loss.name)
+            target, lesson = split_lesson(given)
             output = widened(call(model, x))
             loss = weighted(self.loss, output, target, mask, own)
+            if lesson is not None:
+                loss = loss + lesson_loss(output, lesson, mask)
             seen = jax.lax.stop_gradient(output)
             found = {metric.name: metric.parts(seen, target, weights) for metric in self.metrics}
         loss = _scalar(loss)

@@ -1,6 +1,6 @@
 """Steps of a Keras member as pure functions, for the engines of lanes on JAX and on TensorFlow."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import keras
 import numpy as np
@@ -12,6 +12,7 @@ from modelfleet.frameworks.engine import Hyper
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.functional import Backend, Definition, FunctionalEngine, Programs, State
 from modelfleet.frameworks.keras.losses import label_check
+from modelfleet.frameworks.keras.optimizers import hyperparameters_in
 from modelfleet.frameworks.keras.plain import become_plain
 from modelfleet.frameworks.keras.steps import Steps
 from modelfleet.frameworks.keras.task import Task, first_models, task_of
@@ -162,6 +163,10 @@ class KerasEngine(FunctionalEngine):
         self._tasks = list(context.tasks)
         self._keras = list(definitions)
         self._steps = [definition.steps for definition in definitions]
+
+    def hyperparameters_in(self, tensors: Collection[str]) -> dict[str, str]:
+        """Return the hyperparameters that are variables of the optimizer."""
+        return hyperparameters_in(tensors)
 
     def check(self, batch: Batch, name: str) -> None:
         """Try one member on two rows. A single member whose steps are not pure functions then runs plainly."""

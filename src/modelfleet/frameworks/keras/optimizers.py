@@ -1,6 +1,6 @@
 """Optimizers of Keras: from what `compile` got to an optimizer, and its update as a pure function."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, TypeAlias
@@ -19,6 +19,7 @@ OPTIMIZERS: Mapping[str, type[keras.Optimizer]] = {
     for cls in vars(keras.optimizers).values()
     if isinstance(cls, type) and cls not in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer)
 }
+RATE = "learning_rate"  # the only hyperparameter that is a variable of the optimizer
 ALIASES = {"lr": "learning_rate", "eps": "epsilon"}  # hyperparameters that have another name in Keras
 _BACKENDS = "keras.src.backend."
 
@@ -198,3 +199,9 @@ def _without_overrides(kind: type) -> dict[str, FunctionType]:
             owner = next(base for base in owners if not base.__module__.startswith(_BACKENDS))
             found[name] = vars(owner)[name]
     return found
+
+
+def hyperparameters_in(tensors: Iterable[str]) -> dict[str, str]:
+    """Return the hyperparameters that are variables of an optimizer (`Engine.hyperparameters_in`)."""
+    rate = next((name for name in tensors if name.partition(".")[2] == RATE), None)
+    return {} if rate is None else {"lr": rate}

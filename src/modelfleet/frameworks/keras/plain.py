@@ -20,7 +20,7 @@ from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.batch_errors import batch_error
 from modelfleet.frameworks.engine import NOTHING_LEFT, Engine, Hyper, Pace
 from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS
-from modelfleet.frameworks.keras.optimizers import averages_weights, built, left_unbuilt
+from modelfleet.frameworks.keras.optimizers import averages_weights, built, hyperparameters_in, left_unbuilt
 from modelfleet.frameworks.keras.own_functions import FunctionName, as_tuple, call_own_function, evaluation_offset
 from modelfleet.frameworks.keras.own_variables import (
     assign_rows,
@@ -64,6 +64,10 @@ class PlainEngine(Engine):
         self._batch = 0  # the number of the next batch to evaluate or predict
         self._logs: Logs = {}
         self._train_metrics: list[tuple[keras.Variable, Tensor]] = []  # values to restore after an evaluation
+
+    def hyperparameters_in(self, tensors: Collection[str]) -> dict[str, str]:
+        """Return the hyperparameters that are variables of the optimizer."""
+        return hyperparameters_in(tensors)
 
     @property
     def task(self) -> Task:

@@ -22,6 +22,7 @@ from modelfleet.frameworks.torch.direct import DirectModels
 from modelfleet.frameworks.torch.doctor_facts import cache_folder
 from modelfleet.frameworks.torch.engine import make_engine
 from modelfleet.frameworks.torch.family import family
+from modelfleet.frameworks.torch.lessons import CLASS_AXIS
 from modelfleet.frameworks.torch.likeness import signatures
 from modelfleet.frameworks.torch.parallel.process_group import ProcessGroup
 from modelfleet.frameworks.torch.recipe import compile, prepare

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from modelfleet.errors import InputError
 from modelfleet.fingerprints import fingerprint
 from modelfleet.frameworks.batch_parts import loss_and_metrics, unpack
+from modelfleet.frameworks.lessons import split_lesson
 from modelfleet.frameworks.losses import no_loss_by_row
+from modelfleet.frameworks.torch.lessons import lesson_loss
 from modelfleet.frameworks.torch.losses import Loss, by_row, weighted
 from modelfleet.frameworks.torch.metrics import Metric
 from modelfleet.frameworks.torch.optimizers.stacked import Optimizer
@@ -75,12 +77,15 @@ class Task:
             loss, extra = loss_and_metrics(self.objective(model, batch), Tensor)
             sums = {name: torch.as_tensor(value).detach() * rows for name, value in extra.items()}
         elif self.loss is not None:
-            x, target, own = unpack(batch, self.loss.name)
+            x, given, own = unpack(batch, self.loss.name)
+            target, lesson = split_lesson(given)
             output = logits(call(model, x))
             if weights is None and own is None:
                 loss = self.loss.plain(output, target)
             else:
                 loss = weighted(self.loss, output, target, weights, own)
+            if lesson is not None:
+                loss = loss + lesson_loss(output, lesson, weights)
             sums = self._sums(output, target, weights)
         else:
             if isinstance(batch, tuple) and len(batch) == 3:

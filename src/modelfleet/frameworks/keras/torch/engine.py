@@ -13,6 +13,7 @@ from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.engine import Hyper
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.keras.losses import label_check
+from modelfleet.frameworks.keras.optimizers import hyperparameters_in
 from modelfleet.frameworks.keras.own_functions import evaluation_offset
 from modelfleet.frameworks.keras.plain import become_plain
 from modelfleet.frameworks.keras.task import Task, first_models, task_of
@@ -56,6 +57,10 @@ class KerasTorchEngine(ProgramEngine[TorchSteps]):
         trials = RowTrials(steps.ignores_padding, steps.rows_are_independent)
         super().__init__(programs, stepper, trials, context.device)
         self.stacked = StackedState(self._from_models(members), len(members), states.Rows(context.device))
+
+    def hyperparameters_in(self, tensors: Collection[str]) -> dict[str, str]:
+        """Return the hyperparameters that are variables of the optimizer."""
+        return hyperparameters_in(tensors)
 
     @property
     def task(self) -> Task:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from modelfleet.frameworks.torch import files
-from modelfleet.frameworks.torch.random.threefry import WORDS, words_by_operations
+from modelfleet.frameworks.torch.random.threefry import NOISE, WORDS, noise_by_operations, words_by_operations
 from modelfleet.frameworks.torch.tracing.trace import TensorSpec
 from modelfleet.types import Json
 
@@ -48,10 +48,12 @@ class GraphSource:
             "nan": float("nan"),
             "NoneType": type(None),
             words_by_operations.__name__: words_by_operations,
+            noise_by_operations.__name__: noise_by_operations,
         }
         # The text is safe to run: `of` made it from a traced graph, in this process or in the one that started it.
         # A compiler makes one loop of the operations of a draw.
         text = self.text.replace(f"torch.ops.{WORDS}(", f"{words_by_operations.__name__}(")
+        text = text.replace(f"torch.ops.{NOISE}(", f"{noise_by_operations.__name__}(")
         exec(compile(text, "<modelfleet program>", "exec"), scope)
         return lambda *inputs: scope["forward"](holder, *inputs)
 

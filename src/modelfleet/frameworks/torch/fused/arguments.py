@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from modelfleet.trees import leaves, map_tree, structure
+from modelfleet.trees import leaves, map_tree, paths, structure
 from modelfleet.types import State, Tree
 
 Key = tuple[Hashable, ...]
@@ -37,6 +37,12 @@ def numbers_key(kind: str, data: Tree, weights: Tensor | None, *, shared: bool) 
 def width_of(args: Args) -> int:
     """Return the number of members that the arguments are for."""
     return len(args[0]["member"]["seed"])
+
+
+def steady_inputs(args: Args) -> list[int]:
+    """Return the indices of the tensors that are the same ones at most steps: the members' numbers and seeds."""
+    steady = ("[0].numbers.", "[0].member.seed")
+    return [index for index, (path, _) in enumerate(paths(args)) if path.startswith(steady)]
 
 
 def rows_of(args: Args, stacked: Sequence[bool], width: int) -> Iterator[Tree]:

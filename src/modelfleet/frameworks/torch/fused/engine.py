@@ -61,7 +61,7 @@ class FusedEngine(ProgramEngine[Steps], ModuleEngine):
             programs = Programs(steps, fused=context.fused)
         programs.serve(models[template])
         self._first = members[0].name
-        self.layout = programs.steps.layout
+        self.layout = self.transposed = programs.steps.layout
         common = shared_parameters(models) if len(models) > 1 else set()
         first = {**dict(models[0].named_parameters()), **dict(models[0].named_buffers())}
         shared = {

@@ -23,6 +23,7 @@ from modelfleet.frameworks.torch.fused.arguments import (
     Key,
     family_of,
     rows_of,
+    steady_inputs,
     width_of,
 )
 from modelfleet.frameworks.torch.fused.runner import ByWidth, Runner, ShapeTimes, for_any_width
@@ -457,7 +458,7 @@ class Programs(Generic[OwnSteps]):
     def _traced(self, run: Callable[..., Tree], args: Args, stacked: Sequence[bool]) -> Program:
         """Trace a step, and again with other settings if the model turns out to need them."""
         try:
-            return trace(run, args, stacked)
+            return trace(run, args, stacked, steady_inputs(args))
         except NeedsGradientError:
             self.steps.differentiates = True
         except CannotFuseError as error:

@@ -101,7 +101,8 @@ class TorchNode:
         else:
             kept = self._keep(micro, inputs, wanted)
             kept.outputs = outputs = self._run(micro, kept.inputs)
-        self._outputs[micro] = found = detached(outputs, self.name)
+        found = detached(outputs, self.name)
+        self._outputs = {micro: found}  # the loss of a micro-batch follows its forward at once
         return found
 
     def _keep(self, micro: int, inputs: Tree, wanted: Collection[int]) -> _Kept:
@@ -220,7 +221,8 @@ class TorchNode:
         if not found:
             return 0.0, True
         squares = torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(found)]).square().sum()
-        return float(squares), plain_optimizer.finite(found)
+        # A sum of squares may overflow where no gradient does. Then every number is checked.
+        return float(squares), bool(torch.isfinite(squares)) or plain_optimizer.finite(found)
 
     def apply(self, scale: float) -> None:
         """Take the optimizer's step."""

@@ -58,6 +58,7 @@ class PlainEngine(ModuleEngine):
         (member,) = context.members
         self.device = context.device
         self._member = PlainMember(member, context.task, context.columns, context.device)
+        self.transposed = self._member.layout
         self._contexts = PlainContexts(self._member)
         self._trials = PlainTrials(self._member, self._contexts)
         self._group: ProcessGroup | None = None

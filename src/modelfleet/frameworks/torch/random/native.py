@@ -1,9 +1,9 @@
-"""Threefry as a loop in C, for draws on the CPU.
+"""Threefry as loops in C, for draws on the CPU.
 
 As tensor operations, Threefry takes a hundred passes over memory: a third of a step that drops out. A loop of C
-takes one. It is compiled by the machine's own C compiler, in the background, once a process has drawn enough to
-win that back, and kept in the user's cache. Until then, and without a compiler, draws are tensor operations. The
-words are the same.
+takes one. The loops are compiled by the machine's own C compiler, in the background, once a process has drawn
+enough to win that back, and kept in the user's cache. Until then, and without a compiler, draws are tensor
+operations. The words are the same.
 """
 
 import ctypes
@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -32,7 +33,7 @@ WORTH = 2_000_000  # pairs of words that a process draws before it looks for a c
 GRAIN = 65_536  # pairs of words for which a second thread is worth its while
 BUILD_SECONDS = 60.0
 
-Kernel = Callable[..., None]
+Loop = Callable[..., None]
 logger = logging.getLogger("modelfleet")
 
 
@@ -45,8 +46,13 @@ def _group(number: int) -> str:
     return f"{rounds} x += k{(number + 1) % 3}; y += k{(number + 2) % 3} + {number + 1}u;"
 
 
-SOURCE = """
+_SOURCE = """
+#include <math.h>
 #include <stdint.h>
+
+#define WORDS(counter_, right_) \\
+    uint32_t x = (uint32_t)(counter_) + k0, y = (right_) + k1; \\
+    GROUPS
 
 void words(const uint32_t *restrict first, const uint32_t *restrict second, const uint32_t *restrict right,
            const uint32_t *restrict left, int64_t stride, int64_t rows, int64_t blocks, uint32_t *restrict out) {
@@ -55,46 +61,89 @@ void words(const uint32_t *restrict first, const uint32_t *restrict second, cons
         const uint32_t *restrict counters = left + row * stride;
         uint32_t *restrict to = out + row * 2 * blocks;
         for (int64_t i = 0; i < blocks; i++) {
-            uint32_t x = counters[i] + k0, y = counter + k1;
-            GROUPS
+            WORDS(counters[i], counter)
             to[2 * i] = x;
             to[2 * i + 1] = y;
         }
     }
 }
-""".replace("PARITY", str(PARITY)).replace("GROUPS", "\n            ".join(_group(number) for number in range(5)))
+
+// 1 / (1 - rate) where dropout keeps a number, and 0 elsewhere: numbers in their order, or at some positions.
+#define NOISE(name, type) \\
+void name(const uint32_t *restrict first, const uint32_t *restrict second, const uint32_t *restrict right, \\
+          const int32_t *restrict positions, const double *restrict rates, \\
+          int64_t rows, int64_t size, type *restrict out) { \\
+    for (int64_t row = 0; row < rows; row++) { \\
+        const uint32_t k0 = first[row], k1 = second[row], k2 = k0 ^ k1 ^ PARITYu, counter = right[row]; \\
+        const int64_t last = ((int64_t)ceil((1.0 - rates[row]) * 16777216.0) - 8388608) * 256 - 1; \\
+        const int32_t most = (int32_t)(last < INT32_MIN ? INT32_MIN : last); \\
+        const type factor = (type)(rates[row] == 1.0 ? 0.0 : 1.0 / (1.0 - rates[row])); \\
+        type *restrict to = out + row * size; \\
+        if (positions) { \\
+            const int32_t *restrict at = positions + row * size; \\
+            for (int64_t i = 0; i < size; i++) { \\
+                WORDS(at[i] >> 1, counter) \\
+                to[i] = (int32_t)(at[i] & 1 ? y : x) <= most ? factor : (type)0; \\
+            } \\
+            continue; \\
+        } \\
+        for (int64_t i = 0; i < size / 2; i++) { \\
+            WORDS(i, counter) \\
+            to[2 * i] = (int32_t)x <= most ? factor : (type)0; \\
+            to[2 * i + 1] = (int32_t)y <= most ? factor : (type)0; \\
+        } \\
+        if (size % 2) { \\
+            WORDS(size / 2, counter) \\
+            (void)y; \\
+            to[size - 1] = (int32_t)x <= most ? factor : (type)0; \\
+        } \\
+    } \\
+}
+
+NOISE(noise32, float)
+NOISE(noise64, double)
+"""
+SOURCE = _SOURCE.replace("PARITY", str(PARITY)).replace("GROUPS", " ".join(_group(number) for number in range(5)))
 
 
-class _Loop:
-    """The loop, once there is one."""
+@dataclass(frozen=True)
+class Kernels:
+    """The loops: one for words, and one for the noise of dropout in each dtype that has one."""
+
+    words: Loop
+    noise: dict[torch.dtype, Loop]
+
+
+class _Loops:
+    """The loops, once there are any."""
 
     def __init__(self) -> None:
-        self.kernel: Kernel | None = None
+        self.kernels: Kernels | None = None
         self._lock = threading.Lock()
         self._drawn = 0
 
-    def wanted(self, pairs: int) -> Kernel | None:
-        """Return the loop for a draw of so many pairs of words; None if there is none yet."""
-        if self.kernel is None and self._drawn < WORTH:
+    def wanted(self, pairs: int) -> Kernels | None:
+        """Return the loops for a draw of so many pairs of words; None if there are none yet."""
+        if self.kernels is None and self._drawn < WORTH:
             with self._lock:
                 before, self._drawn = self._drawn, self._drawn + pairs
                 begin = before < WORTH <= self._drawn and os.environ.get("MODELFLEET_COMPILE") != "never"
             if begin:
                 threading.Thread(target=self._prepare, name="modelfleet-draws", daemon=True).start()
-        return self.kernel
+        return self.kernels
 
     def _prepare(self) -> None:
         try:
-            self.kernel = prepare()
+            self.kernels = prepare()
         except Exception as error:  # no compiler, no space, another system: draws stay tensor operations
             logger.debug("draws are not compiled: %s: %s", type(error).__name__, error)
 
 
-LOOP = _Loop()
+LOOPS = _Loops()
 
 
-def prepare() -> Kernel:
-    """Return the loop: from the cache, or newly compiled.
+def prepare() -> Kernels:
+    """Return the loops: from the cache, or newly compiled.
 
     Raises:
         OSError: There is no compiler, or no place to write to.
@@ -112,8 +161,8 @@ def prepare() -> Kernel:
     return _load(path)
 
 
-def words(kernel: Kernel, first: Tensor, second: Tensor, left: Tensor, right: Tensor) -> Tensor | None:
-    """Return what `threefry.words` does, by the loop; None for shapes that it does not take."""
+def words(kernels: Kernels, first: Tensor, second: Tensor, left: Tensor, right: Tensor) -> Tensor | None:
+    """Return what `threefry.words` does, by a loop; None for shapes that it does not take."""
     shape = torch.broadcast_shapes(first.shape, second.shape, left.shape, right.shape)
     if not 1 <= len(shape) <= 2 or any(t.dim() and t.shape[-1] != 1 for t in (first, second, right)):
         return None
@@ -127,7 +176,7 @@ def words(kernel: Kernel, first: Tensor, second: Tensor, left: Tensor, right: Te
     out = torch.empty((*shape, 2), dtype=torch.int32)
 
     def run(begin: int, end: int) -> None:
-        kernel(
+        kernels.words(
             *(t.data_ptr() + 4 * begin for t in (first, second, right)),
             left.data_ptr() + 4 * stride * begin,
             stride,
@@ -136,19 +185,62 @@ def words(kernel: Kernel, first: Tensor, second: Tensor, left: Tensor, right: Te
             out.data_ptr() + 8 * blocks * begin,
         )
 
-    parts = min(torch.get_num_threads(), rows, rows * blocks // GRAIN)
+    _in_threads(run, rows, rows * blocks)
+    return out
+
+
+def noise(
+    kernels: Kernels,
+    first: Tensor,
+    second: Tensor,
+    right: Tensor,
+    positions: Tensor | None,
+    rates: Tensor,
+    size: int,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """Return what `threefry.noise` does, by a loop; None for dtypes that have none."""
+    loop, rows = kernels.noise.get(dtype), len(rates)
+    if loop is None or rates.dtype != torch.float64:
+        return None
+    first, second, right, rates = (_column(tensor, rows) for tensor in (first, second, right, rates))
+    positions = None if positions is None else positions.expand(rows, size).contiguous()
+    out = torch.empty((rows, size), dtype=dtype)
+    keys = first.data_ptr(), second.data_ptr(), right.data_ptr()
+    at, given, to = 0 if positions is None else positions.data_ptr(), rates.data_ptr(), out.data_ptr()
+    row_bytes = size * out.element_size()
+
+    def run(begin: int, end: int) -> None:
+        loop(
+            *(key + 4 * begin for key in keys),
+            at and at + 4 * size * begin,
+            given + 8 * begin,
+            end - begin,
+            size,
+            to + row_bytes * begin,
+        )
+
+    _in_threads(run, rows, rows * size // (2 if positions is None else 1))
+    return out
+
+
+def _in_threads(run: Callable[[int, int], None], rows: int, pairs: int) -> None:
+    """Run a loop over all rows, in as many threads as so many pairs of words are worth."""
+    parts = min(rows, pairs // GRAIN)
+    parts = min(parts, torch.get_num_threads()) if parts > 1 else 1
     if parts < 2:
         run(0, rows)
-        return out
+        return
     edges = [rows * part // parts for part in range(parts + 1)]
     others = [_pool(parts - 1).submit(run, *pair) for pair in pairwise(edges[1:])]
     run(0, edges[1])
     for other in others:
         other.result()
-    return out
 
 
 def _column(tensor: Tensor, rows: int) -> Tensor:
+    if tensor.numel() == rows and tensor.is_contiguous():
+        return tensor
     return tensor.reshape(-1).expand(rows).contiguous()
 
 
@@ -159,7 +251,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 @cache
 def _key() -> str:
-    """Return a name for the loop as this machine's compiler makes it for this machine's processor."""
+    """Return a name for the loops as this machine's compiler makes it for this machine's processor."""
     processor = f"{platform.system()} {platform.machine()} {platform.processor()}"
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -177,10 +269,10 @@ def _command() -> list[str]:
 
 
 def _built(folder: Path) -> Path:
-    """Compile the loop in a folder, and return the library's path. Its last bytes are the digest of the others."""
+    """Compile the loops in a folder, and return the path of the library, which ends with a digest of the rest."""
     source, library = folder / "draws.c", folder / "draws.so"
     source.write_text(SOURCE)
-    command = [*_command(), "-o", str(library), str(source)]
+    command = [*_command(), "-o", str(library), str(source), "-lm"]
     subprocess.run(command, check=True, capture_output=True, timeout=BUILD_SECONDS, stdin=subprocess.DEVNULL)
     content = library.read_bytes()
     library.write_bytes(content + hashlib.sha256(content).digest())
@@ -195,8 +287,16 @@ def _whole(path: Path) -> bool:
     return False
 
 
-def _load(path: Path) -> Kernel:
-    kernel = ctypes.CDLL(str(path)).words
-    kernel.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3 + [ctypes.c_void_p]
-    kernel.restype = None
-    return kernel
+def _load(path: Path) -> Kernels:
+    library, integer, pointer = ctypes.CDLL(str(path)), ctypes.c_int64, ctypes.c_void_p
+
+    def loop(name: str, *arguments: type) -> Loop:
+        found = library[name]
+        found.argtypes, found.restype = arguments, None
+        return found
+
+    noise = pointer, pointer, pointer, pointer, pointer, integer, integer, pointer
+    return Kernels(
+        loop("words", pointer, pointer, pointer, pointer, integer, integer, integer, pointer),
+        {torch.float32: loop("noise32", *noise), torch.float64: loop("noise64", *noise)},
+    )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from modelfleet.errors import StrategyError
-from modelfleet.frameworks.torch.random.threefry import join_words, words
+from modelfleet.frameworks.torch.random.threefry import join_words, kept_scale, last_kept, noise, words
 
 # Binary digits of a uniform number, as in torch: as many as keep it below 1.
 _DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
@@ -147,12 +147,25 @@ class Streams:
 
         As in torch, a member with a rate of 0 or 1 draws nothing: its next draw has the number of this one.
         """
-        least = torch.ceil((1.0 - p) * 2**24).to(torch.int64)  # as in `below`
-        last = (((least - 2**23) << 8) - 1).clamp(min=-(2**31)).to(torch.int32)  # of the words that are kept
-        mask = self.words32(shape) <= last.view(-1, *[1] * (len(shape) - 1))
+        mask = self.words32(shape) <= last_kept(p).view(-1, *[1] * (len(shape) - 1))
+        self._skip_whole_rates(p)
+        return mask
+
+    def noise(self, shape: Sequence[int], p: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return 1 / (1 - p) for the numbers that `kept` keeps, and 0 for the others."""
+        if type(self) is not Streams or self._rows is not None or math.prod(shape[1:]) >= 2**31:
+            return self.kept(shape, p) * kept_scale(p, dtype).view(-1, *[1] * (len(shape) - 1))
+        number, size, positions = self._next(shape)
+        first, second, step = self._key
+        at = None if positions is None else positions.to(torch.int32)
+        drawn = noise(first, self._numbered(second, number), step, at, p, size, dtype)
+        self._skip_whole_rates(p)
+        return drawn.view(list(shape))
+
+    def _skip_whole_rates(self, p: Tensor) -> None:
+        """Have members with a rate of 0 or 1 use the number of the last draw again."""
         skipped = ((p <= 0) | (p >= 1)).to(torch.int32).unsqueeze(1)
         self._skipped = skipped if self._skipped is None else self._skipped + skipped
-        return mask
 
     def integers(self, shape: Sequence[int], low: int, high: int) -> Tensor:
         """Return integers from `low` up to, but not including, `high`, as int64."""
@@ -235,8 +248,11 @@ class Streams:
 
     def _words_of(self, number: int, counters: Tensor) -> Tensor:
         first, second, step = self._key
-        second = second + number if self._skipped is None else second + (number - self._skipped)
-        return words(first, second, counters, step)
+        return words(first, self._numbered(second, number), counters, step)
+
+    def _numbered(self, second: Tensor, number: int) -> Tensor:
+        """Return the second word of the keys of a draw."""
+        return second + number if self._skipped is None else second + (number - self._skipped)
 
     def _first_words(self, number: int, blocks: int) -> Tensor:
         return self._words_of(number, torch.arange(blocks, dtype=torch.int32, device=self._seed.device))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from modelfleet.frameworks.torch.tracing.narrow import turn_narrow
-from modelfleet.frameworks.torch.tracing.writes import memory_owners
+from modelfleet.frameworks.torch.tracing.writes import UNDECLARED_WRITERS, memory_owners
 
 aten = torch.ops.aten
 
@@ -70,6 +70,7 @@ def in_place(module: fx.GraphModule) -> fx.GraphModule:
             _write_where(node)
     _use_baddbmm(graph)
     turn_narrow(graph)
+    graph.eliminate_dead_code(lambda node: node.is_impure() or node.target in UNDECLARED_WRITERS)
     _reuse_arguments(graph)
     for node in list(graph.nodes):
         if node.target is aten.copy_.default:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.torch.random.operations import active_streams
+from modelfleet.frameworks.torch.random.streams import Streams
 
 Rules = dict[Callable[..., Any], tuple[Callable[..., Any], tuple[str | int, ...]]]
 """For each function, its rule, and the parameters that may be numbers per member, by name or position."""
@@ -59,7 +60,7 @@ def _feature_alpha_dropout(input: Tensor, p: Any = 0.5, training: bool = False, 
 
 
 def _selu_dropout(input: Tensor, shape: Any, p: Tensor) -> Tensor:
-    kept = _kept(input, shape, p).to(input.dtype)
+    kept = _kept(shape, p).to(input.dtype)
     a = 1.0 / torch.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
     a = torch.where(p == 1, 0.0, a).to(input.dtype)
     shift = (kept - 1) * (_ALPHA * a) + _ALPHA * a * p.to(input.dtype)
@@ -74,12 +75,16 @@ def _feature_shape(input: Tensor) -> tuple[int, ...]:
 
 def _noise(input: Tensor, shape: Any, p: Tensor) -> Tensor:
     """Return 1 / (1 - p) for numbers that are kept, and 0 for those that are dropped."""
-    scale = torch.where(p == 1, 0.0, 1.0 / torch.where(p == 1, 1.0, 1.0 - p))
-    return _kept(input, shape, p) * scale.to(input.dtype)
+    return _drawn(p, lambda streams, rates: streams.noise([len(rates), *shape], rates, input.dtype))
 
 
-def _kept(input: Tensor, shape: Any, p: Tensor) -> Tensor:
+def _kept(shape: Any, p: Tensor) -> Tensor:
     """Draw which numbers are kept, each member from its own stream and by its own rate."""
+    return _drawn(p, lambda streams, rates: streams.kept([len(rates), *shape], rates))
+
+
+def _drawn(p: Tensor, draw: Callable[[Streams, Tensor], Tensor]) -> Tensor:
+    """Return what `draw` returns for the current streams and the rates `(member,)`, as a tensor below `vmap`."""
     functorch: Any = torch._C._functorch
     while functorch.is_gradtrackingtensor(p):
         p = functorch.get_unwrapped(p)
@@ -89,8 +94,8 @@ def _kept(input: Tensor, shape: Any, p: Tensor) -> Tensor:
     rates = functorch.get_unwrapped(p)
     # Here the members' axis is the first one, and nothing is hidden.
     with temporarily_clear_interpreter_stack(), active_streams() as streams:
-        mask = streams.kept([len(rates), *shape], rates)
-    return functorch._add_batch_dim(mask, 0, level)
+        found = draw(streams, rates)
+    return functorch._add_batch_dim(found, 0, level)
 
 
 def attention(

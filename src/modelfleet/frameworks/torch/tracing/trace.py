@@ -20,10 +20,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from modelfleet.errors import FleetError
 from modelfleet.frameworks.errors import CannotFuseError
-from modelfleet.frameworks.torch.tracing.in_place import in_place
 from modelfleet.frameworks.torch.tracing.outside_tensors import forbid_outside_writes, lift_outside_tensors
 from modelfleet.frameworks.torch.tracing.reasons import add_line, explain
 from modelfleet.frameworks.torch.tracing.simplify import simplify
+from modelfleet.frameworks.torch.tracing.steady import uncompiled
 from modelfleet.frameworks.torch.tracing.writes import schema_of
 from modelfleet.trees import leaves, map_tree, rebuild
 from modelfleet.types import Tree
@@ -65,12 +65,18 @@ class Program:
         unused: Parameters that take no part in a fused train step.
     """
 
-    def __init__(self, step: "_FlatStep", graph: fx.GraphModule | None, outside: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        step: "_FlatStep",
+        graph: fx.GraphModule | None,
+        outside: Sequence[Tensor] = (),
+        steady: Sequence[int] = (),
+    ) -> None:
         self.graph = graph
         self.outside = tuple(outside)
         self.inputs = [TensorSpec.of(*pair) for pair in zip(step.inputs, step.stacked, strict=True)]
         self.inputs += [TensorSpec.of(tensor, False) for tensor in outside]
-        self.run: Callable[..., Any] = step if graph is None else in_place(graph).forward
+        self.run: Callable[..., Any] = step if graph is None else uncompiled(graph, steady)
         self.compiled = False
         self.any_width = False
         self.unused: frozenset[str] = frozenset()
@@ -120,13 +126,14 @@ class _FlatStep:
         self.inputs = []
 
 
-def trace(step: Step, args: tuple[Tree, ...], stacked: Sequence[bool]) -> Program:
+def trace(step: Step, args: tuple[Tree, ...], stacked: Sequence[bool], steady: Sequence[int] = ()) -> Program:
     """Trace `step(*args)` into a program of the tensors in `args`.
 
     Args:
         step: The function to trace.
         args: Example arguments. The inputs of the program are their tensors, from left to right.
         stacked: For each argument, True if its tensors have a member axis.
+        steady: The indices of the inputs that are the same tensors at most steps.
 
     Raises:
         CannotFuseError: The step can't be traced. The message names the user's line if there is one.
@@ -137,7 +144,7 @@ def trace(step: Step, args: tuple[Tree, ...], stacked: Sequence[bool]) -> Progra
         outside = lift_outside_tensors(graph)
         forbid_outside_writes(graph, flat.arguments)
         simplify(graph)
-        program = Program(flat, graph, outside)
+        program = Program(flat, graph, outside, steady)
     flat.release()
     return program
 
