@@ -63,7 +63,7 @@ def test_shapes_that_do_not_fit() -> None:
     chain = mf.Chain({"body": nn.Linear(4, 7), "head": nn.Linear(6, 3)}, devices=TWO)
     chain.compile("sgd", "mse", lr=0.1)
     x = torch.zeros(8, 4)
-    refused(lambda: fit(chain, (x, x[:, :3])), "'head'", "'body'", "(2, 7)")
+    refused(lambda: fit(chain, (x, x[:, :3])), "'head'", "'body'", "(3, 7)")
     refused(lambda: chain.predict(x, strategy="threads"), "'head'", "7)")
 
 
