@@ -1,12 +1,12 @@
 """Nodes of a graph that only predict, by the program that answers for a replica, whatever the framework."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
 from modelfleet.errors import StrategyError
 from modelfleet.frameworks.functional import Replica
-from modelfleet.frameworks.node_engine import Draws, LossParts, NodeTrial, Step, TrialInputs
+from modelfleet.frameworks.node_engine import Draws, LossParts, NodeHyper, NodeTrial, Step, TrialInputs
 from modelfleet.frameworks.stacked import Given
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import State, Tensor, Tree
@@ -26,13 +26,14 @@ class PredictingNode:
 
     def __init__(self, name: str, replica: Replica, *, host: bool, untrained: str) -> None:
         self.name = name
+        self.failed: dict[str, int] = {}
         self._replica = replica
         self._host = host
         self._untrained = untrained
         self._sizes: set[int] = set()  # numbers of rows that the program was called with
         self._step = Step(((0, 0),), train=False)
 
-    def begin(self, step: Step, hyper: Mapping[str, float], draws: Draws) -> None:
+    def begin(self, step: Step, hyper: NodeHyper, draws: Draws) -> None:
         """Start a batch."""
         self._step = step
 

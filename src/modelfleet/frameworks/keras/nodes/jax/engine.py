@@ -4,7 +4,7 @@ The state is apart from the model: `graph.fitting` writes it back. A backward pa
 forward pass.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from modelfleet.frameworks.keras.nodes.jax.programs import Values, is_float, pro
 from modelfleet.frameworks.keras.nodes.jax.trial import try_node
 from modelfleet.frameworks.keras.nodes.task import NodeTask
 from modelfleet.frameworks.keras.steps import by_key, optimizer_keys
-from modelfleet.frameworks.node_engine import Draws, LossParts, NodeTrial, Step, TrialInputs
+from modelfleet.frameworks.node_engine import Draws, LossParts, NodeHyper, NodeTrial, Step, TrialInputs
 from modelfleet.frameworks.stacked import WEIGHTS, Given
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree
@@ -48,6 +48,7 @@ class JaxNode:
 
     def __init__(self, member: Member, task: NodeTask, device: jax.Device, *, recompute: bool = False) -> None:
         self.name = member.name
+        self.failed: dict[str, int] = {}
         self.device = device
         self._task = task
         self._programs = programs = programs_of(member.model, member.name, device)
@@ -72,7 +73,7 @@ class JaxNode:
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
-    def begin(self, step: Step, hyper: Mapping[str, float], draws: Draws) -> None:
+    def begin(self, step: Step, hyper: NodeHyper, draws: Draws) -> None:
         """Start a step, or the evaluation of a batch."""
         self._step, self._before = step, self._kept
         self._gradients = None
