@@ -115,9 +115,7 @@ def resume(fit: "GraphFit", own: Mapping[str, State]) -> Resumed | None:
             one.restore_arrays(snapshots[number])
     fit.epoch, fit.step, fit.position = manifest["epoch"], manifest["step"], manifest["position"]
     fit.history = History.from_dict(manifest["history"])
-    fit.sums = {
-        node: {name: float(value) for name, value in sums.items()} for node, sums in manifest["sums"].items()
-    }
+    fit.sums = _sums(manifest["sums"], fit.sums)
     global_generators.restore(random)
     return Resumed(states, manifest["schedules"], manifest["epochs_before"])
 
@@ -156,6 +154,13 @@ def _read(
     tensors = saved.tensors(STATE, files)
     states = by_node(tensors, own, fit.paths, fit.fleets, folder)
     return manifest, states, saved.tensors(RANDOM, files), snapshots
+
+
+def _sums(saved: Mapping[str, Json], own: Mapping[str, Json]) -> dict[str, dict[str, float]]:
+    """Return saved sums of an epoch. The last stage has another name if a split model was cut otherwise."""
+    if len(saved) == len(own) == 1:
+        saved = dict(zip(own, saved.values(), strict=True))
+    return {name: {key: float(value) for key, value in saved.get(name, {}).items()} for name in own}
 
 
 def by_global_path(states: Mapping[str, State], paths: Paths, fleets: Collection[str]) -> Arrays:

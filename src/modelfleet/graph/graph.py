@@ -45,7 +45,7 @@ from modelfleet.types import (
     State,
     Tree,
 )
-from modelfleet.unknown_names import unknown
+from modelfleet.unknown_names import explain_arguments, unknown
 
 GraphStrategy = Literal["auto", "threads", "processes"]
 
@@ -239,6 +239,7 @@ class Graph:
             self._check_recipe(recipe, names)
             self._recipe, self._losses, self._states = recipe, losses, {}
 
+    @explain_arguments
     def plan(
         self,
         data: Data = None,
@@ -267,6 +268,7 @@ class Graph:
         with self._gate.reading("plan"), self._keeping_threads():
             return self._opener(settings).plan(data, batch_size)
 
+    @explain_arguments
     def fit(
         self,
         data: Data,
@@ -327,6 +329,7 @@ class Graph:
                 shown.close()
         return history
 
+    @explain_arguments
     def evaluate(
         self,
         data: Data,
@@ -340,6 +343,7 @@ class Graph:
             opener = self._opener(Settings(strategy=strategy, timeout=timeout), "evaluate")
             return reading.evaluate(opener, data, batch_size)
 
+    @explain_arguments
     def predict(
         self,
         data: Data,

@@ -1,7 +1,7 @@
 """Plans of graphs: which node runs where, in which order, and what that will take. A frozen value."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class GraphPlan:
     """What a chain or a graph will do for one batch, and why.
 
-    Print it, compare it, or draw it with `plot`.
+    Print it, compare it, or draw it with `plot`. Measured times do not count in a comparison.
 
     Attributes:
         devices: The device of every rank.
@@ -28,17 +28,19 @@ class GraphPlan:
         strategy: How the ranks run: "threads", "processes" or "ray".
         batch_size: The number of rows that the times are for.
         notes: What you should know, such as what BatchNorm sees in micro-batches.
+        tried: False if no data were given: then the nodes count as equal, and no times are known.
         measured: What the last run measured; None before.
     """
 
     devices: tuple[str, ...]
     rows: Mapping[str, tuple[str, ...]]
-    spec: GraphSpec
-    schedule: Schedule
+    spec: GraphSpec = field(compare=False)
+    schedule: Schedule = field(compare=False)
     strategy: str
     batch_size: int
     notes: tuple[str, ...] = ()
-    measured: Timeline | None = None
+    tried: bool = True
+    measured: Timeline | None = field(default=None, compare=False)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -55,9 +57,21 @@ class GraphPlan:
         micro = self.schedule.micro_batches
         lines = [
             f"{count(len(self.spec.nodes), 'node')} on {count(len(self.devices), 'device')}, {self.strategy}: "
-            f"{self.schedule.name}, {count(micro, 'micro-batch') if micro == 1 else f'{micro} micro-batches'} of "
-            f"{self.batch_size} rows, about {_time(timeline.seconds)} a step, {timeline.bubble:.0%} idle"
+            f"{self.schedule.name}, {'1 micro-batch' if micro == 1 else f'{micro} micro-batches'} a batch"
         ]
+        if self.tried:
+            lines[0] += f" of {self.batch_size} rows, about {_time(timeline.seconds)} a step"
+        lines[0] += f", {timeline.bubble:.0%} idle"
+        if self.tried:
+            lines += self._costs()
+        lines += [f"  {note}" for note in self.notes]
+        if self.measured is not None:
+            lines.append(str(self.measured))
+        return "\n".join(lines)
+
+    def _costs(self) -> list[str]:
+        """Return a line for every node, edge and device."""
+        lines = []
         width = max(len(node.name) for node in self.spec.nodes)
         for node in self.spec.nodes:
             times = f"forward {_time(node.forward)}"
@@ -73,10 +87,7 @@ class GraphPlan:
             lines.append(f"  {edge.name}: {size(edge.bytes)} a micro-batch{kind}")
         for device, peak in zip(self.devices, self.peak_bytes, strict=True):
             lines.append(f"  {device} holds at most {size(peak)} of activations")
-        lines += [f"  {note}" for note in self.notes]
-        if self.measured is not None:
-            lines.append(str(self.measured))
-        return "\n".join(lines)
+        return lines
 
     def to_dict(self) -> dict[str, Json]:
         """Return the plan as values that JSON can hold."""

@@ -173,7 +173,7 @@ def make_plan(
     spec = make_spec(topology, rows, used, trial, trained)
     schedule = build(spec, used, micro_batches=count, schedule=pipeline, train=train)
     notes = (*_notes(trial, rows, count, train), *_fleet_notes(fleets))
-    return GraphPlan(used, rows, spec, schedule, strategy, batch_size, notes)
+    return GraphPlan(used, rows, spec, schedule, strategy, batch_size, notes, tried=trial is not None)
 
 
 def _micro_batches(wanted: int | None, rows: int, ranks: int, longest: int) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from modelfleet.errors import InputError
 from modelfleet.feeds import is_loader
 from modelfleet.frameworks.batch_parts import weighted_inputs
 from modelfleet.frameworks.node_engine import LossParts
@@ -12,6 +13,7 @@ from modelfleet.graph.opening import ROWS_PER_MICRO_BATCH, Opener
 from modelfleet.graph.orders import StepOrder, StepReport
 from modelfleet.graph.plan import GraphPlan
 from modelfleet.graph.running import Ranks
+from modelfleet.graph.topology import select
 from modelfleet.trees import map_trees
 from modelfleet.types import Data, Tree
 
@@ -56,7 +58,7 @@ def predict(opener: Opener, data: Data, batch_size: int | None) -> Tree:
     found: dict[str, list[Tree]] = {name: [] for name in wanted}
     with opener.open({"predict": plan}, "predict") as ranks:
         orders = (
-            opener.step_orders(plan, "predict", weighted_inputs(batch.member(0)), {}, train=False, outputs=wanted)
+            opener.step_orders(plan, "predict", _inputs(opener, batch.member(0)), {}, train=False, outputs=wanted)
             for batch in feed.epoch(0)
         )
         for reports in in_turn(ranks, orders):
@@ -90,3 +92,18 @@ def default_rows(opener: Opener) -> int:
 def _size(data: Data, opener: Opener, batch_size: int | None) -> int | None:
     """Return the batch size for a feed. A loader has batches of its own."""
     return None if is_loader(data, opener.adapter.arrays, "data") else batch_size or default_rows(opener)
+
+
+def _inputs(opener: Opener, batch: Tree) -> Tree:
+    """Return the x of a batch. Raises InputError if it lacks a part that an edge names."""
+    x = weighted_inputs(batch)
+    try:
+        for link in opener.topology.inputs:
+            select(x, link.output, "x")
+    except InputError as error:
+        if x is batch:
+            raise
+        raise InputError(
+            f"{error} A tuple of two is taken as (x, y). For a model of two inputs, give ((u, v),)."
+        ) from error
+    return x

@@ -217,15 +217,16 @@ def check_interleaved(spec: GraphSpec, ranks: int) -> None:
     links = [(edge.source, edge.target) for edge in spec.edges]
     if sorted(set(links), key=lambda link: spec.position[link[0]]) != list(pairwise(names)):
         raise InputError(
-            "schedule='interleaved' was given for a graph whose nodes do not stand in a row. It is for chains. "
-            "Use schedule='1f1b', which takes any graph."
+            "pipeline='interleaved' was given for a graph whose nodes do not stand in a row. It is for chains "
+            "without skips. "
+            "Use pipeline='1f1b', which takes any graph."
         )
     for stage, node in enumerate(spec.nodes):
         if node.ranks != (stage % ranks,):
             raise InputError(
-                f"schedule='interleaved' was given, but stage '{node.name}' is on ranks {node.ranks}, where "
+                f"pipeline='interleaved' was given, but stage '{node.name}' is on ranks {node.ranks}, where "
                 f"({stage % ranks},) was expected. Place stage s on rank s % {ranks}, without replicas, or use "
-                "schedule='1f1b'."
+                "pipeline='1f1b'."
             )
 
 

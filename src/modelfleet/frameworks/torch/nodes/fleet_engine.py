@@ -5,7 +5,7 @@ so that gradients reach both the stacked parameters and the inputs, where those 
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from modelfleet.errors import InputError
 from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS
 from modelfleet.frameworks.lane_context import LaneContext
-from modelfleet.frameworks.node_engine import Draws, LossParts, NodeHyper, NodeTrial, Step
+from modelfleet.frameworks.node_engine import Draws, LossParts, NodeHyper, NodeTrial, Step, TrialInputs
 from modelfleet.frameworks.stacked import Given
 from modelfleet.frameworks.torch import arrays
 from modelfleet.frameworks.torch.base import explained
@@ -332,7 +332,7 @@ class TorchFleetNode:
             for part, own in state.items()
         }
 
-    def try_out(self, inputs: Tree, wanted: Collection[int], *, train: bool) -> NodeTrial:
+    def try_out(self, inputs: TrialInputs, wanted: Collection[int], *, train: bool) -> NodeTrial:
         """Return what the fleet does with a few rows, without changing it."""
         state = self._engine.state
         member, task, columns = self._first
@@ -341,9 +341,9 @@ class TorchFleetNode:
             return self._by_member(self._call(inputs, params, state["buffers"], train=train)[0])
 
         with torch.no_grad(), refusing_python_state(self.name, self._steps):
-            run(inputs, state["params"])
+            fewer = run(inputs.fewer, state["params"])
 
-        return try_fleet(
+        found = try_fleet(
             PlainMember(member, task, columns, self.device),
             run,
             state["params"],
@@ -352,6 +352,7 @@ class TorchFleetNode:
             members=len(self._names),
             train=train,
         )
+        return replace(found, fewer_outputs=fewer)
 
 
 def _stacked(gradients: Sequence[Tensor | None], output: Tensor) -> Tensor | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from modelfleet.errors import InputError
-from modelfleet.frameworks.node_engine import NodeTrial
+from modelfleet.frameworks.node_engine import NodeTrial, TrialInputs
 from modelfleet.frameworks.torch.fused.steps import Steps
 from modelfleet.frameworks.torch.nodes.trial import TIMES, try_node
 from modelfleet.frameworks.torch.plain.contexts import PlainContexts
@@ -48,7 +48,7 @@ def try_fleet(
     first: PlainMember,
     run: Run,
     params: dict[str, Tensor],
-    inputs: Tree,
+    inputs: TrialInputs,
     wanted: Collection[int],
     *,
     members: int,
@@ -68,13 +68,13 @@ def try_fleet(
     one = try_node(first, PlainContexts(first), inputs, wanted, train=train)
     forwards, backwards, outputs = [], [], None
     for _ in range(TIMES):
-        flat = leaves(inputs)
+        flat = leaves(inputs.whole)
         roots = [leaf.clone().requires_grad_(train and index in wanted) for index, leaf in enumerate(flat)]
         given = iter(roots)
         own = {name: tensor.detach().requires_grad_(train) for name, tensor in params.items()}
         begun = time.perf_counter()
         with torch.set_grad_enabled(train):
-            outputs = run(map_tree(lambda _, given=given: next(given), inputs), own)
+            outputs = run(map_tree(lambda _, given=given: next(given), inputs.whole), own)
         forwards.append(time.perf_counter() - begun)
         begun = time.perf_counter()
         ends = [leaf for leaf in leaves(outputs) if leaf.requires_grad]
