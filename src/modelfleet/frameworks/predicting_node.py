@@ -1,6 +1,6 @@
 """Nodes of a graph that only predict, by the program that answers for a replica, whatever the framework."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -26,7 +26,7 @@ class PredictingNode:
 
     def __init__(self, name: str, replica: Replica, *, host: bool, untrained: str) -> None:
         self.name = name
-        self.failed: dict[str, int] = {}
+        self.failed: Mapping[str, int] = {}
         self._replica = replica
         self._host = host
         self._untrained = untrained

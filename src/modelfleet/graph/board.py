@@ -7,7 +7,7 @@ from typing import NamedTuple
 from modelfleet.workers import pickling, shared_memory
 from modelfleet.workers.channel import above_standard
 
-_NUMBERS = 3  # per rank: the numbers of the schedule, the step and the operation, all counted from 1
+_NUMBERS = 4  # per rank: the schedule, the step and the operation, all counted from 1, and whether it waits
 
 
 class Position(NamedTuple):
@@ -19,6 +19,8 @@ class Position(NamedTuple):
     """How many steps it has finished that followed this schedule."""
     operation: int
     """Which of its operations in the schedule it is at."""
+    waiting: int = 0
+    """1 while it waits for another rank."""
 
 
 class Board:
@@ -31,13 +33,19 @@ class Board:
         self._cells: memoryview[int] = shared_memory.map_memory(self._descriptor, size).cast("Q")
 
     def mark(self, rank: int, position: Position) -> None:
-        """Note where a rank is."""
-        for index, number in enumerate(position):
+        """Note where a rank is. It does not wait."""
+        for index, number in enumerate(position[:3]):
             self._cells[_NUMBERS * rank + index] = number + 1
+        self._cells[_NUMBERS * rank + 3] = 0
+
+    def mark_waiting(self, rank: int, waiting: bool) -> None:
+        """Note that a rank waits for another one, or has got what it waited for."""
+        self._cells[_NUMBERS * rank + 3] = int(waiting)
 
     def read(self, rank: int) -> Position:
         """Return where a rank is."""
-        return Position(*(cell - 1 for cell in self._cells[_NUMBERS * rank : _NUMBERS * (rank + 1)]))
+        schedule, step, operation, waiting = self._cells[_NUMBERS * rank : _NUMBERS * (rank + 1)]
+        return Position(schedule - 1, step - 1, operation - 1, waiting)
 
     def close(self) -> None:
         """Close this process's descriptor. The memory stays as long as anybody maps it."""

@@ -3,6 +3,7 @@
 They say nothing of devices or cuts, so a run may continue on others.
 """
 
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,20 +13,25 @@ import numpy as np
 
 from modelfleet.callbacks import Callback, Checkpoint, Snapshot
 from modelfleet.errors import StoreError
+from modelfleet.feeds import Feed
+from modelfleet.fingerprints import fingerprint
 from modelfleet.frameworks import files, global_generators
 from modelfleet.frameworks.stacked import PARTS, WEIGHTS
+from modelfleet.graph.units import Units
 from modelfleet.history import History
 from modelfleet.store import Saved, is_unused, read_folder, tidy, write_folder
 from modelfleet.store.json_schema import check
-from modelfleet.types import Array, Arrays, Json, State
+from modelfleet.types import Array, Arrays, Json, ScheduleLike, State
 
 if TYPE_CHECKING:
     from modelfleet.graph.fitting import GraphFit
 
 KIND = "graph-checkpoint"
+MAX_TEXT = 200  # characters of a setting in an error
 STATE, RANDOM = "state", "random"  # data files
 _SCHEMA = {
     "graph": str,
+    "run": {str: object},
     "seed": int,
     "epoch": int,
     "step": int,
@@ -66,6 +72,7 @@ def save(folder: Path, fit: "GraphFit") -> None:
     tensors |= {name: own for name, own in snapshots.items() if own}
     manifest = {
         "graph": fit.name,
+        "run": fit.identity,
         "seed": fit.seed,
         "epoch": fit.epoch,
         "step": fit.step,
@@ -138,6 +145,7 @@ def _read(
                 f"{here}. Give "
                 f"another folder, or delete this one."
             )
+    _refuse_another_run(folder, manifest["run"], fit.identity)
     if len(manifest["callbacks"]) != len(fit.callbacks):
         raise StoreError(
             f"{folder} holds a checkpoint of another run: it has {len(manifest['callbacks'])} callbacks, this "
@@ -154,6 +162,67 @@ def _read(
     tensors = saved.tensors(STATE, files)
     states = by_node(tensors, own, fit.paths, fit.fleets, folder)
     return manifest, states, saved.tensors(RANDOM, files), snapshots
+
+
+def identity_of(
+    units: Units, feed: Feed, epochs: int, clip_norm: float | None, frozen: Collection[str], *, by_node: bool
+) -> dict[str, Json]:
+    """Return the settings by which two fits count as the same one.
+
+    Args:
+        units: What has an optimizer of its own.
+        feed: The feed of the training data.
+        epochs: The number of the last epoch.
+        clip_norm: The largest norm of the gradient.
+        frozen: Paths of the weights that take no gradient.
+        by_node: False for a split model, which may be cut otherwise: then only what its stages have in common
+            counts.
+    """
+    tasks = {unit.name: str(getattr(unit.task, "summary", "")) for unit in units.all}
+    numbers = {
+        unit.name: {key: repr(float(column[row])) for key, column in sorted(units.columns.items())}
+        for row, unit in enumerate(units.all)
+    }
+    schedules = {unit.name: _schedule(unit.schedule) for unit in units.all}
+    found: dict[str, Json] = {"optimizer and loss": tasks, "hyperparameters": numbers, "schedule": schedules}
+    if not by_node:
+        found = {key: _distinct(own) for key, own in found.items()}
+    return {
+        **found,
+        "clip_norm": None if clip_norm is None else float(clip_norm),
+        "epochs": epochs,
+        "data": {"rows": None if feed.rows is None else feed.rows.tolist(), **feed.settings},
+        "frozen weights": sorted(frozen),
+    }
+
+
+def _distinct(values: Mapping[str, Json]) -> Json:
+    """Return values without those that are there already, in an order that does not depend on names."""
+    return sorted({json.dumps(value, sort_keys=True) for value in values.values()})
+
+
+def _schedule(schedule: ScheduleLike) -> str:
+    return (
+        schedule if isinstance(schedule, str) else fingerprint(schedule) if callable(schedule) else repr(schedule)
+    )
+
+
+def _refuse_another_run(folder: Path, then: Mapping[str, Json], now: Mapping[str, Json]) -> None:
+    """Raise StoreError if a checkpoint is of a run with other settings."""
+    for key, here in now.items():
+        there = then.get(key)
+        if json.dumps(there, sort_keys=True) != json.dumps(here, sort_keys=True):
+            raise StoreError(
+                f"{folder} holds a checkpoint of another run: its {key} were {_shown(there)}, here they are "
+                f"{_shown(here)}. Give another folder, or delete this one. To continue that run, use the "
+                f"settings it "
+                f"started with."
+            )
+
+
+def _shown(value: Json) -> str:
+    text = str(value)
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}…"
 
 
 def _sums(saved: Mapping[str, Json], own: Mapping[str, Json]) -> dict[str, dict[str, float]]:

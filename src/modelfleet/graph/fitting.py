@@ -18,7 +18,7 @@ from modelfleet.frameworks.stacked import WEIGHTS
 from modelfleet.graph import checkpoints
 from modelfleet.graph.failing import failed_members, stopped_by
 from modelfleet.graph.losses import EpochSums, EpochValues, split_batch
-from modelfleet.graph.node_models import fill
+from modelfleet.graph.node_models import fill, frozen_names
 from modelfleet.graph.opening import Opener
 from modelfleet.graph.orders import StateOrder, StepOrder, StepReport
 from modelfleet.graph.plan import GraphPlan
@@ -136,6 +136,11 @@ class GraphFit:
             self._validation_feed = opener.feed(self._validation, self._batch_size, what="validation")
             self._plans["evaluate"] = opener.plan_untried(plan.batch_size, placed=plan)
         self._schedules = self._make_schedules(feed)
+        given = None if opener.recipe is None else opener.recipe.clip_norm
+        clip_norm = float(given) if isinstance(given, int | float) else None
+        self.identity = checkpoints.identity_of(
+            self._units, feed, self.epochs, clip_norm, self._frozen(), by_node=not self.paths
+        )
         self._epoch_sums = EpochSums(self._units, opener.losses)
         steps = None if feed.steps is None else int(feed.steps[0])
         self._reporter.start([self.name], self.epochs, steps, None if feed.rows is None else int(feed.rows[0]))
@@ -161,6 +166,15 @@ class GraphFit:
             self._graph._epochs = self.epochs_before + (self.epoch if over else 0)  # the same call may continue it
             self._reporter.end(self.history, time.monotonic() - begun, cut_short_by)
         return self.history
+
+    def _frozen(self) -> list[str]:
+        """Return the weights that take no gradient, by their names in the undivided model if there is one."""
+        found = []
+        for member in self._opener.members:
+            inside = self.paths.get(member.name, {})
+            for name in frozen_names(member):
+                found.append(inside.get(name, f"{member.name}.{name}"))
+        return found
 
     def _resume(self) -> None:
         """Continue from a checkpoint, if a callback's folder has one."""

@@ -303,7 +303,8 @@ class Graph:
             recompute: True keeps no activations for the backward pass and computes them again; names do so for
                 some nodes.
             progress: As for `Fleet.fit`.
-            timeout: Seconds after which a rank that does not move is lost.
+            timeout: Seconds after which a device that does not move is lost, at the latest. After the first step
+                it is lost after 30 s, or twenty times the longest step so far, if that is longer.
 
         Returns:
             The history of "graph" or "chain", and of every member of a fleet, by its name:

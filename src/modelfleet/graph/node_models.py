@@ -1,5 +1,7 @@
 """Models of a node: one, or those of a fleet. What the rest of a graph asks of them is here."""
 
+from collections.abc import Sequence
+
 from modelfleet.errors import InputError
 from modelfleet.fleet import Fleet
 from modelfleet.frameworks.fleet_models import FleetModels
@@ -53,6 +55,34 @@ def models_of(member: Member) -> dict[str, Model]:
 def is_trained(member: Member) -> bool:
     """Return True if any model of a node takes a gradient."""
     return any(require_nodes(member.framework).trained(model) for model in models_of(member).values())
+
+
+def frozen_names(member: Member) -> list[str]:
+    """Return the names of a node's weights that take no gradient, as far as its framework tells."""
+    nodes = require_nodes(member.framework)
+    names = getattr(nodes, "frozen_names", None)
+    if names is None:
+        return []
+    models = models_of(member)
+    alone = len(models) == 1 and member.name in models
+    return [name if alone else f"{label}.{name}" for label, model in models.items() for name in names(model)]
+
+
+def evaluating_nodes(members: Sequence[Member]) -> frozenset[str]:
+    """Return the nodes that stay in evaluation mode in training: torch modules, if other nodes are in training
+    mode.
+
+    So it is with the parts of an undivided model. If all are in evaluation mode, all are trained as after
+    `train()`.
+    """
+    modes = {
+        member.name: bool(getattr(member.model, "training", True))
+        for member in members
+        if not isinstance(member.model, FleetModels)
+    }
+    return (
+        frozenset(name for name, training in modes.items() if not training) if any(modes.values()) else frozenset()
+    )
 
 
 def copied(member: Member) -> Model:

@@ -8,7 +8,7 @@ import numpy as np
 
 from modelfleet.devices import cores, parse_devices, threads_of
 from modelfleet.errors import InputError
-from modelfleet.feeds import Feed, make_feed
+from modelfleet.feeds import Feed, is_loader, make_feed
 from modelfleet.frameworks.batch_parts import inputs as inputs_of
 from modelfleet.frameworks.contexts import current_settings
 from modelfleet.frameworks.fleet_models import FleetModels
@@ -16,7 +16,7 @@ from modelfleet.frameworks.node_engine import Draws, NodeEngine, NodeHyper, Step
 from modelfleet.graph.board import Board
 from modelfleet.graph.losses import split_batch
 from modelfleet.graph.node_frameworks import refuse_processes
-from modelfleet.graph.node_models import copied, is_trained
+from modelfleet.graph.node_models import copied, evaluating_nodes, is_trained
 from modelfleet.graph.orders import NodeOrder, RankOrder, StepOrder
 from modelfleet.graph.placement import DevicesLike, by_node
 from modelfleet.graph.plan import GraphPlan
@@ -93,6 +93,7 @@ class Opener:
         self._devices = devices
         self.adapter: Any = self.members[0].framework
         self._recompute = self._recomputed()
+        self._evaluating = evaluating_nodes(self.members)
         self.places = self._find_places()
         refuse_processes(self.members, self.strategy)
         self.trained = {member.name: is_trained(member) for member in self.members}
@@ -148,6 +149,8 @@ class Opener:
     ) -> Feed:
         """Return the feed of some data, in this process's memory."""
         (host,) = parse_devices("cpu") or ()
+        if what == "validation" and is_loader(data, self.adapter.arrays, what):
+            batch_size = None  # a loader has batches of its own size, whatever the size of the training batches
         if hasattr(self.adapter, "as_loader"):
             data = self.adapter.as_loader(data, again=what != "data")
         return make_feed(
@@ -221,7 +224,8 @@ class Opener:
             rows = by_node(self._devices, self.topology)
             name = rows[member.name][0] if rows is not None else next(iter(self.places))
             device = native_device(member.framework, name, self.threads)
-        return make_engine(member, self.recipe if kind == "train" else None, kind, device)
+        recipe = self.recipe if kind == "train" else None
+        return make_engine(member, recipe, kind, device, evaluating=member.name in self._evaluating)
 
     # --- ranks ---------------------------------------------------------------------------------------------------
 
@@ -249,6 +253,7 @@ class Opener:
                 threads=self.threads,
                 divides=len(self.losses) > 1 or any(name in self.fleets for name in self.losses),
                 recompute=self._recompute,
+                evaluating=self._evaluating,
                 clip_norm=clip,  # pyrefly: ignore
                 board=board,
                 settings=current_settings(self.adapter),

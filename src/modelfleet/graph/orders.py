@@ -53,6 +53,8 @@ class RankOrder:
     """True if each loss is divided by a count of its own: there are several, or those of a fleet's members."""
     recompute: frozenset[str] = frozenset()
     """Nodes whose activations are recomputed."""
+    evaluating: frozenset[str] = frozenset()
+    """Nodes that stay in evaluation mode."""
     clip_norm: float | None = None
     board: Board | None = None
     settings: Mapping[str, Json] = field(default_factory=dict)

@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from modelfleet.frameworks.node_engine import LossParts, NodeEngine
 from modelfleet.graph.board import Board, Position
@@ -212,9 +213,8 @@ class Rank:
         return [next(found) if floats else None for floats in self._float_leaves.pop((link, micro))]
 
     def _take(self, message: Message) -> Tree:
-        begun = time.perf_counter()
-        found = self._transport.take(message)
-        self._waited += time.perf_counter() - begun
+        with self._waiting():
+            found = self._transport.take(message)
         if len(self._order.step.rows) == self._schedules[self._order.schedule].micro_batches:
             # TensorFlow's tensors on a GPU do not say how large they are.
             moved = sum(getattr(leaf, "nbytes", 0) for leaf in leaves(found) if leaf is not None)
@@ -248,15 +248,28 @@ class Rank:
     # --- the update ----------------------------------------------------------------------------------------------
 
     def _sum(self, operation: Operation) -> None:
-        begun = time.perf_counter()
         if operation.node in self.engines:
             tensors = self.engines[operation.node].gradients()
-            self._transport.sum(operation.node, operation.ranks, tensors)
+            with self._waiting():
+                self._transport.sum(operation.node, operation.ranks, tensors)
         else:
             tensors = [self._step_numbers()]
-            self._transport.sum("the step", operation.ranks, tensors)
+            with self._waiting():
+                self._transport.sum("the step", operation.ranks, tensors)
             self._decide(tensors[0].tolist())
-        self._waited += time.perf_counter() - begun
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Context in which this rank waits for others."""
+        begun = time.perf_counter()
+        if self._board is not None:
+            self._board.mark_waiting(self.number, True)
+        try:
+            yield
+        finally:
+            self._waited += time.perf_counter() - begun
+        if self._board is not None:
+            self._board.mark_waiting(self.number, False)
 
     def _step_numbers(self) -> Tensor:
         """Return what this rank adds to the numbers of the step: loss, count, squared norm, and trouble."""

@@ -26,6 +26,7 @@ from modelfleet.workers.rendezvous import Rendezvous
 POLL_SECONDS = 0.2  # between two looks at all ranks
 STOPPED_SECONDS = 3.0  # after which a process that the system has stopped counts as lost
 OPENING_SECONDS = 300.0  # more than a step may take: frameworks are imported, on a machine that may be busy
+PATIENCE_SECONDS, PATIENCE_STEPS = 30.0, 20  # a rank is lost after so long, and so many times the longest step
 BLAME_SECONDS = 3.0  # after a failure, the others have this long to say what they know of it
 
 Orders = StepOrder | StateOrder
@@ -39,6 +40,7 @@ class Ranks:
         self._workers: list[Worker] = []
         self._sent = 0
         self._opened = self._failed = False
+        self._longest: float | None = None  # seconds of a step
         self._hub: Hub | None = None
         self._rendezvous: Rendezvous | None = None
         self._board = orders[0].board
@@ -109,6 +111,7 @@ class Ranks:
             RankLostError: A rank died, hangs or is too late. All others have been stopped.
             Exception: What a rank's model raised. All others have been stopped.
         """
+        begun = time.monotonic()
         found: dict[int, StepReport] = {}
         errors: dict[int, Exception] = {}
         waited, still = Stopwatch(), [Stopwatch() for _ in self._workers]
@@ -122,14 +125,27 @@ class Ranks:
             if now != before:
                 before = now
                 waited.restart()
-            # A rank that waits for another one says so itself after the timeout, and for whom.
-            limit = self._orders[0].timeout + (BLAME_SECONDS if self._opened else OPENING_SECONDS)
+            limit = self._limit()
             if len(found) < len(self._workers) and not errors and waited.read() > limit and not self._starting:
-                late = next(rank for rank in missing if rank not in found)
-                errors[late] = WorkerDiedError(f"nothing has moved for {limit:g} s")
+                late = [rank for rank in missing if rank not in found]
+                computing = [rank for rank in late if now and not now[rank].waiting]
+                errors[(computing or late)[0]] = WorkerDiedError(
+                    f"it hangs or is too slow: nothing has moved for {limit:.0f} s"
+                )
         if errors:
             self._fail(errors, set(found))
+        if self._opened:
+            self._longest = max(self._longest or 0.0, time.monotonic() - begun)
         return [found[rank] for rank in range(len(self._workers))]
+
+    def _limit(self) -> float:
+        """Return after how many seconds in which no rank has moved one of them is lost."""
+        timeout = self._orders[0].timeout
+        if not self._opened:
+            return timeout + OPENING_SECONDS
+        if self._longest is None or self._board is None:
+            return timeout + BLAME_SECONDS  # the ranks say earlier for whom they wait
+        return min(timeout + BLAME_SECONDS, max(PATIENCE_SECONDS, PATIENCE_STEPS * self._longest))
 
     @property
     def _starting(self) -> bool:

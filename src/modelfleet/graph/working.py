@@ -6,6 +6,7 @@ from typing import Any
 
 from modelfleet import frameworks
 from modelfleet.devices import parse_devices
+from modelfleet.errors import StrategyError
 from modelfleet.frameworks.contexts import computing, using_settings
 from modelfleet.frameworks.fleet_models import FleetModels
 from modelfleet.frameworks.node_engine import NodeEngine, require_nodes
@@ -29,8 +30,12 @@ def run_rank(order: RankOrder) -> Generator[StepReport, Orders, None]:
         rank, transport = _open(order)
         try:
             report = StepReport()
+            state = None if isinstance(order.meeting, Hub) else _PythonState(order, rank)
             while (following := (yield report)) is not None:
                 report = _answer(rank, following)
+                if state is not None and isinstance(following, StepOrder) and following.step.train:
+                    state.check()
+                    state = None
                 del following  # with its rows
         except Exception:
             for engine in rank.engines.values():
@@ -50,6 +55,29 @@ def _keeping_threads(order: RankOrder) -> Iterator[None]:
     finally:
         if before is not None:
             adapter.use_threads(before)
+
+
+class _PythonState:
+    """Structure of a rank's models before the first step, to see whether a step changes more than tensors."""
+
+    def __init__(self, order: RankOrder, rank: Rank) -> None:
+        engines: dict[str, Any] = dict(rank.engines)
+        self._members = [
+            Member(one.name, engines[one.name].model, one.seed, frameworks.adapter(one.framework))
+            for one in order.nodes
+            if hasattr(engines[one.name], "model")
+        ]
+        self._before = [member.framework.signature(member.model) for member in self._members]
+
+    def check(self) -> None:
+        """Raise StrategyError if a step has changed the Python of a model, which its owner would not see."""
+        for member, before in zip(self._members, self._before, strict=True):
+            change = member.framework.difference(member.framework.signature(member.model), before)
+            if change:
+                raise StrategyError(
+                    f"node {member.name!r} keeps state in Python: after a step, {change}. In a process of its own "
+                    f'that change would be lost. Use strategy="threads", or keep the state in a buffer.'
+                )
 
 
 def _answer(rank: Rank, order: StepOrder | StateOrder) -> StepReport:
@@ -99,7 +127,15 @@ def make_engines(nodes: tuple[NodeOrder, ...], members: list[Member], order: Ran
         device = native_device(member.framework, order.device, order.threads)
         recompute = node.name in order.recompute
         isolates = _stands_alone(node.name, order)
-        engine = make_engine(member, order.recipe, order.kind, device, recompute=recompute, isolates=isolates)
+        engine = make_engine(
+            member,
+            order.recipe,
+            order.kind,
+            device,
+            recompute=recompute,
+            isolates=isolates,
+            evaluating=node.name in order.evaluating,
+        )
         if node.state:
             engine.write(node.state)
         engines[node.name] = engine
@@ -122,6 +158,7 @@ def make_engine(
     *,
     recompute: bool = False,
     isolates: bool = False,
+    evaluating: bool = False,
 ) -> NodeEngine:
     """Return the engine of one node.
 
@@ -132,6 +169,7 @@ def make_engine(
         device: The device.
         recompute: True if activations are computed again for the backward pass.
         isolates: True if nothing depends on the members of a fleet, so that each may fail by itself.
+        evaluating: True if the node stays in evaluation mode.
     """
     nodes = require_nodes(member.framework)
     prepared = prepare_node(member, recipe, kind)
@@ -141,7 +179,8 @@ def make_engine(
         return nodes.make_fleet_node(
             member.name, members, prepared.tasks, columns, device, recompute=recompute, isolates=isolates
         )
-    return nodes.make_node(member, prepared.tasks[0], columns, device, recompute=recompute)
+    more = {"evaluating": True} if evaluating else {}  # for modules of torch only
+    return nodes.make_node(member, prepared.tasks[0], columns, device, recompute=recompute, **more)
 
 
 def _transport(order: RankOrder, adapter: Any, device: NativeDevice) -> Transport:

@@ -21,6 +21,7 @@ __all__ = [
     "add",
     "compile",
     "fill",
+    "frozen_names",
     "make_fleet_node",
     "make_node",
     "numbers",
@@ -33,10 +34,16 @@ to_host = on_host
 
 
 def make_node(
-    member: Member, task: Task, columns: Mapping[str, np.ndarray], device: torch.device, *, recompute: bool = False
+    member: Member,
+    task: Task,
+    columns: Mapping[str, np.ndarray],
+    device: torch.device,
+    *,
+    recompute: bool = False,
+    evaluating: bool = False,
 ) -> TorchNode:
     """Return the engine of a node."""
-    return TorchNode(member, task, columns, device, recompute=recompute)
+    return TorchNode(member, task, columns, device, recompute=recompute, evaluating=evaluating)
 
 
 def make_fleet_node(
@@ -67,6 +74,11 @@ def add(total: Tensor, other: Tensor) -> None:
 def trained(model: nn.Module) -> bool:
     """Return True if any parameter takes a gradient."""
     return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def frozen_names(model: nn.Module) -> list[str]:
+    """Return the names of the parameters that take no gradient."""
+    return [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
 
 
 def fill(model: nn.Module, state: Given) -> None:

@@ -1,6 +1,7 @@
 """Engine of one torch node of a graph (see `frameworks.node_engine`): eager autograd on micro-batches."""
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,6 +49,7 @@ class TorchNode:
         device: torch.device,
         *,
         recompute: bool = False,
+        evaluating: bool = False,
     ) -> None:
         self.name = member.name
         self.task = task
@@ -56,6 +58,7 @@ class TorchNode:
         self._contexts = PlainContexts(self._member)
         self._draws = NodeDraws(self._member)
         self._recompute = recompute
+        self._evaluating = evaluating  # True if the module stays in evaluation mode, as a frozen part does
         self._kept: dict[int, _Kept] = {}
         self._outputs: dict[int, Tree] = {}  # detached, for the loss
         self._saved: list[SavedBuffer] = []
@@ -119,7 +122,7 @@ class TorchNode:
         with (
             explained(self.name, self.model, inputs),
             KeepingModes(self.device.type),
-            self._contexts.mode(train=True),
+            nullcontext() if self._evaluating else self._contexts.mode(train=True),
             self._draws.of(micro),
             self._contexts.autocast(),
         ):
@@ -268,4 +271,4 @@ class TorchNode:
 
     def try_out(self, inputs: TrialInputs, wanted: Collection[int], *, train: bool) -> NodeTrial:
         """Return what the node does with a few rows, without changing it. `wanted` is as for `forward`."""
-        return try_node(self._member, self._contexts, inputs, wanted, train=train)
+        return try_node(self._member, self._contexts, inputs, wanted, train=train, evaluating=self._evaluating)

@@ -28,7 +28,13 @@ TIMES = 2  # that a node is timed
 
 
 def try_node(
-    member: PlainMember, contexts: PlainContexts, inputs: TrialInputs, wanted: Collection[int], *, train: bool
+    member: PlainMember,
+    contexts: PlainContexts,
+    inputs: TrialInputs,
+    wanted: Collection[int],
+    *,
+    train: bool,
+    evaluating: bool = False,
 ) -> NodeTrial:
     """Return what a node does with some rows. The node and torch's generators stay as they are.
 
@@ -38,6 +44,7 @@ def try_node(
         inputs: What the model is called with.
         wanted: Numbers of the leaves of the inputs that take a gradient.
         train: True to try it in training mode, with a backward pass.
+        evaluating: True if it stays in evaluation mode.
 
     Raises:
         InputError: The model can't take the inputs, can't be copied, or returns something other than tensors.
@@ -53,7 +60,7 @@ def try_node(
         KeepingModes(member.device.type),
         undoing_side_effects(("self", model)),
         torch.random.fork_rng(devices=[]),
-        in_mode(model, train=train, given=training_modes(member.model)),
+        in_mode(model, train=train and not evaluating, given=training_modes(member.model)),
         contexts.autocast(),
     ):
         outputs, fewer, draws, mixes = _look_at_rows(member, model, inputs)

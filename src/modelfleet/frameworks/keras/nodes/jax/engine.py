@@ -4,7 +4,7 @@ The state is apart from the model: `graph.fitting` writes it back. A backward pa
 forward pass.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +48,7 @@ class JaxNode:
 
     def __init__(self, member: Member, task: NodeTask, device: jax.Device, *, recompute: bool = False) -> None:
         self.name = member.name
-        self.failed: dict[str, int] = {}
+        self.failed: Mapping[str, int] = {}
         self.device = device
         self._task = task
         self._programs = programs = programs_of(member.model, member.name, device)
