@@ -37,31 +37,33 @@ def check(model: nn.Module, stages: Sequence[nn.Module], run: Run, examples: Seq
     """Raise CannotCutError if the stages do something else than the model does.
 
     Args:
-        model: The model, whose parameters are those of the stages. What its first pass changes stays changed.
+        model: The model, whose parameters are those of the stages.
         stages: The stages.
         run: Runs them.
         examples: Inputs of different numbers of rows.
     """
-    for training in (True, False):
-        for module in (model, *stages):
-            module.train(training)
-        mode = "training" if training else "evaluation"
-        for number, example in enumerate(examples):
-            try:
+    before = State(model)
+    try:
+        for training in (True, False):
+            for module in (model, *stages):
+                module.train(training)
+            mode = "training" if training else "evaluation"
+            for number, example in enumerate(examples):
                 _compare(model, run, example, mode, passes=1 if number else 2)
-            except CannotCutError:
-                raise
-            except Exception as error:  # a forward may raise anything, and so may autograd at a second pass
-                raise CannotCutError(f"in {mode} mode a pass fails: {without_period(error)}") from error
+    finally:
+        before.restore()
 
 
 def _compare(model: nn.Module, run: Run, example: Tree, mode: str, passes: int) -> None:
     """Raise CannotCutError if the stages differ from the model in one of some passes in a row."""
     own = partial(call, model)
-    _once(model, own, example, State(model))  # a first pass may fill caches, which is no difference
-    state = State(model)
-    expected = _passed(model, own, example, state, passes)
-    found = _passed(model, run, example, state, passes)
+    try:
+        _once(model, own, example, State(model))  # a first pass may fill caches, which is no difference
+        state = State(model)
+        expected = _passed(model, own, example, state, passes)
+        found = _passed(model, run, example, state, passes)
+    except Exception as error:  # a forward may raise anything, and so may autograd at a second pass
+        raise CannotCutError(f"in {mode} mode a pass fails: {without_period(error)}") from error
     for one, other in zip(found, expected, strict=True):
         problem = _difference(one, other)
         if problem is not None:
