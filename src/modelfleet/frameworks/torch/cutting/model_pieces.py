@@ -15,6 +15,7 @@ from modelfleet.frameworks.torch.arrays import place
 from modelfleet.frameworks.torch.building import copy_model, seeding, without_callers_contexts
 from modelfleet.frameworks.torch.cutting.atoms import lay_out
 from modelfleet.frameworks.torch.cutting.building import StageBuilder
+from modelfleet.frameworks.torch.cutting.changes import State
 from modelfleet.frameworks.torch.cutting.checking import check
 from modelfleet.frameworks.torch.cutting.exporting import trace_operations, without_cache
 from modelfleet.frameworks.torch.cutting.measuring import Part, gradients, kept_bytes, measure, trained_tensors
@@ -49,8 +50,7 @@ def pieces(model: nn.Module, stages: int, example: Tree, train: bool) -> "TorchP
             # Whatever a run changes is changed in the copy.
             copied = copy_model(model).train()
             try:
-                own = TorchPieces(model, way(copied, placed), stages, placed, train)
-                own.check([(0, len(own.pieces), ())])
+                own = TorchPieces(model, _traced(way, copied, placed), stages, placed, train)
             except CannotCutError as error:
                 problems.append(error)
                 continue
@@ -66,7 +66,7 @@ class TorchPieces:
     """The pieces of one traced model."""
 
     def __init__(self, model: nn.Module, traced: Traced, stages: int, example: Tree, train: bool) -> None:
-        """Run, time and group a traced model.
+        """Run, group, check and time a traced model.
 
         Args:
             model: The model whose parameters the stages get.
@@ -80,6 +80,7 @@ class TorchPieces:
         self._train = train
         self._rows = rows_of(example)
         self._examples = [example, with_rows(example, self._rows + 1)]
+        state = State(traced.model)
         record = run(traced, example)
         try:
             other = run(traced, self._examples[1])
@@ -91,6 +92,7 @@ class TorchPieces:
         self._values = record.values
         self._builder = StageBuilder(traced, layout, record.values, other.values, (self._rows, self._rows + 1))
         seconds = time_nodes(traced, example)
+        state.restore()
         crossing = crossing_bytes(len(layout.order), _lifetimes(layout.order, record.values))
         self._ranges = group(layout.boundaries, [seconds[node] for node in layout.order], crossing, stages)
         self._nodes = {node.name: node for node in traced.graph.nodes}
@@ -98,6 +100,7 @@ class TorchPieces:
         self.reasons = (f"cut {traced.how}", *layout.ties)
         placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
         self.inputs: Mapping[str, int] = {node.name: record.values[node].nbytes for node in placeholders}
+        self.check([(0, len(self._ranges), ())])
         self.pieces: Sequence[Piece] = self._measured()
 
     def is_even(self, stages: int) -> bool:
@@ -189,6 +192,15 @@ class TorchPieces:
             makes=makes,
             needs=tuple(node.name for node in needs),
         )
+
+
+def _traced(way: Trace, model: nn.Module, example: Tree) -> Traced:
+    """Trace a model, and undo what the trace has changed: a counter, or an attribute that is a proxy now."""
+    state = State(model)
+    try:
+        return way(model, example)
+    finally:
+        state.restore()
 
 
 def _try(model: nn.Module, example: Tree) -> None:
