@@ -67,11 +67,13 @@ class Dispatcher:
         assignments: list[RemoteLanes],
         options: RunOptions,
     ) -> None:
-        self._writer, self._seats, self._queue, self._options = writer, seats, list(assignments), options
+        self._writer, self._options = writer, options
+        self._seats, self._queue = list(seats), list(assignments)
         self._runs = [run for own in assignments for run in own.runs]
-        # Lanes that wait for the others at the end of an epoch. Some have given their worker to other lanes.
+        # Lanes that wait for the others: at the end of an epoch, or after a step of one of their runs if steps are
+        # watched. Some have given their worker to other lanes.
         self._held: list[tuple[RemoteLanes, Reports]] = []
-        self._paused: list[tuple[WorkerSeat, LaneRun]] = []  # reported a step, and wait until all have
+        self._paused: list[tuple[RemoteLanes, LaneRun]] = []
         self._ended: Reports = []  # of lanes that no worker will continue
         self._data: SharedValue | None = None
 
@@ -82,13 +84,15 @@ class Dispatcher:
                 self._data = self._seats[0].supervisor.place.publish(self._writer.data, "the data")
             while True:
                 self._assign()
-                if self._paused and not any(seat.started for seat in self._busy()):
-                    yield from self._all_stepped()
-                    continue
                 if not self._busy():
-                    if not (self._held or self._ended or self._queue):
+                    if self._queue:  # a worker has died at once: the others wait for its lanes too
+                        continue
+                    if self._paused:
+                        yield from self._all_stepped()
+                    elif self._held or self._ended:
+                        yield from self._all_ended()
+                    else:
                         break
-                    yield from self._all_ended()
                     continue
                 if self._ended and not self._options.together:
                     yield from self._all_ended()
@@ -126,7 +130,9 @@ class Dispatcher:
             if not stuck and not self._queue:
                 return
             free = [seat for seat in self._seats if seat.lanes is None and seat.supervisor.worker is not None]
-            if not free and not [seat for seat in self._busy() if seat not in stuck]:
+            # A process will start, or be late. A node of a cluster may never come back.
+            in_need = self._queue or any(seat.supervisor.place.on_cluster for seat in stuck)
+            if in_need and not free and not [seat for seat in self._busy() if seat not in stuck]:
                 free = self._free_worker()
             if not free:
                 return
@@ -139,8 +145,8 @@ class Dispatcher:
             self._give(free[0], lanes)
 
     def _free_worker(self) -> list[WorkerSeat]:
-        """Free a worker whose lanes are at the end of an epoch. Their state is here: they can continue later."""
-        for lanes, _ in self._held:
+        """Free a worker whose lanes wait for the others. Their state is here: they can continue later."""
+        for lanes in self._waiting():
             for seat in self._seats:
                 worker = seat.supervisor.worker
                 if seat.lanes is lanes and worker is not None:
@@ -180,8 +186,12 @@ class Dispatcher:
 
     def _busy(self) -> list[WorkerSeat]:
         """Return the seats whose worker is running and does not wait for the others."""
-        held = [id(lanes) for lanes, _ in self._held] + [id(seat.lanes) for seat, _ in self._paused]
-        return [seat for seat in self._seats if seat.lanes is not None and id(seat.lanes) not in held]
+        waiting = [id(lanes) for lanes in self._waiting()]
+        return [seat for seat in self._seats if seat.lanes is not None and id(seat.lanes) not in waiting]
+
+    def _waiting(self) -> list[RemoteLanes]:
+        """Return the lanes that wait for the others."""
+        return [lanes for lanes, _ in [*self._held, *self._paused]]
 
     def _ready(self) -> list[WorkerSeat]:
         """Return the seats whose worker has sent something, is lost, or is late.
@@ -227,7 +237,7 @@ class Dispatcher:
             return
         reports, stepped = lanes.receive(update, watched=self._options.watched)
         if stepped is not None and self._options.watched:
-            self._paused.append((seat, stepped))
+            self._paused.append((lanes, stepped))
             return
         if stepped is not None:
             yield StepsTaken(stepped, 1)
@@ -239,12 +249,15 @@ class Dispatcher:
         self._reply(seat)
 
     def _all_stepped(self) -> Iterator[Event]:
-        """Report a step of all workers. No worker continues while callbacks look at the members."""
+        """Report a step of all lanes. None continues while callbacks look at the members, or change them.
+
+        All have taken the same step, even those whose worker died meanwhile: an exchange of members that are at
+        different steps would give other numbers than in one process.
+        """
         paused, self._paused = self._paused, []
         for _, run in paused:
             yield StepsTaken(run, 1)
-        for seat, _ in paused:
-            self._reply(seat)
+        self._continue([lanes for lanes, _ in paused])
 
     def _all_ended(self) -> Iterator[Event]:
         """End the epoch of all lanes that wait for each other. Some may be lost."""
@@ -253,8 +266,12 @@ class Dispatcher:
         self._ended = []
         if reports:
             yield EpochsEnded(reports)
+        self._continue([lanes for lanes, _ in held])
+
+    def _continue(self, waited: list[RemoteLanes]) -> None:
+        """Let lanes continue that waited for the others. Those that gave their worker away are queued."""
         seats = {id(seat.lanes): seat for seat in self._seats}
-        for lanes, _ in held:
+        for lanes in waited:
             if id(lanes) in seats:
                 self._reply(seats[id(lanes)])
             elif lanes.working:
@@ -274,3 +291,7 @@ class Dispatcher:
         reports, left = lanes.after_worker_end(seat.supervisor.lose(error))
         self._ended += reports
         self._queue += left
+        place = seat.supervisor.place
+        if self._options.watched and not place.on_cluster:
+            # After each step they wait for each other, and would have to swap if they had one worker.
+            self._seats += [WorkerSeat(place, seat.device) for _ in left[1:]]
