@@ -179,6 +179,7 @@ class ProgramEngine(TorchEngine, StackedEngine, Generic[OwnSteps]):
         """Clear every member's trouble at the start of a fit."""
         self.state["member"]["trouble"].zero_()
         self.stepper.coefficients.forget()
+        self.stepper.checked = False  # a callback may change numbers before the first step
 
     def objects(self) -> Iterable[tuple[str, nn.Module]]:
         """Return the modules of the model that is traced for all members."""

@@ -335,7 +335,7 @@ class Variants:
                 key = without_modes(signature(model)), id(task.loss), id(task.objective)
             if key not in by_numbers:
                 is_first = model is self._steps.model
-                steps = self._steps if is_first else Steps(model, task, self._steps.layout)
+                steps = self._steps if is_first else Steps(model, task, self._steps.layout, self._steps.rules)
                 by_numbers[key] = Variant(steps, [])
             by_numbers[key].positions += positions
         return sorted(by_numbers.values(), key=lambda variant: min(variant.positions))
