@@ -91,7 +91,7 @@ class NodeTrial:
     draws: DrawShapes | str
     """What it draws for which rows; or why that can't be told, and what to do."""
     mixes_rows: bool
-    """True if its output for a row depends on the other rows, as BatchNorm's does."""
+    """True if it computes with, or updates its buffers by, the rows of a batch together, as BatchNorm does."""
     own_streams: bool = False
     """True if its draws are not among those of the graph: those of a fleet's members are their own."""
 

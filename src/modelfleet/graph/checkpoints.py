@@ -180,7 +180,9 @@ def identity_of(
     """
     tasks = {unit.name: str(getattr(unit.task, "summary", "")) for unit in units.all}
     numbers = {
-        unit.name: {key: repr(float(column[row])) for key, column in sorted(units.columns.items())}
+        unit.name: {
+            key: repr(float(column[row])) for key, column in sorted(units.columns.items()) if key != "clip_norm"
+        }
         for row, unit in enumerate(units.all)
     }
     schedules = {unit.name: _schedule(unit.schedule) for unit in units.all}
@@ -209,15 +211,25 @@ def _schedule(schedule: ScheduleLike) -> str:
 
 def _refuse_another_run(folder: Path, then: Mapping[str, Json], now: Mapping[str, Json]) -> None:
     """Raise StoreError if a checkpoint is of a run with other settings."""
-    for key, here in now.items():
-        there = then.get(key)
-        if json.dumps(there, sort_keys=True) != json.dumps(here, sort_keys=True):
-            raise StoreError(
-                f"{folder} holds a checkpoint of another run: its {key} were {_shown(there)}, here they are "
-                f"{_shown(here)}. Give another folder, or delete this one. To continue that run, use the "
-                f"settings it "
-                f"started with."
-            )
+    found = _first_difference(then, now)
+    if found is not None:
+        what, there, here = found
+        raise StoreError(
+            f"{folder} holds a checkpoint of another run: its {what} was {_shown(there)}, here it is "
+            f"{_shown(here)}. "
+            f"Give another folder, or delete this one. To continue that run, use the settings it started with."
+        )
+
+
+def _first_difference(then: Json, now: Json, path: str = "") -> tuple[str, Json, Json] | None:
+    """Return where two settings first differ, and both values; None if they are equal."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        for key in {**now, **then}:
+            inside = _first_difference(then.get(key), now.get(key), f"{path}, {key}" if path else key)
+            if inside is not None:
+                return inside
+        return None
+    return None if json.dumps(then, sort_keys=True) == json.dumps(now, sort_keys=True) else (path, then, now)
 
 
 def _shown(value: Json) -> str:

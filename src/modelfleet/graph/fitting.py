@@ -128,8 +128,8 @@ class GraphFit:
         begun = time.monotonic()
         opener = self._opener
         feed = opener.feed(self._data, self._batch_size, what="data", shuffle=shuffle, epochs=self.epochs_before)
-        x, _ = split_batch(feed.first().member(0), opener.losses)
-        plan, _, self._draws = opener.prepare(x, train=True)
+        x, targets = split_batch(feed.first().member(0), opener.losses)
+        plan, _, self._draws = opener.prepare(x, targets, train=True)
         self._plans = {"train": plan}
         self._feed, self._validation_feed = feed, None
         if self._validation is not None:

@@ -172,14 +172,16 @@ class Opener:
         if data is None:
             return self._plan(None, batch_size or 1_000_000, train=True)
         batch = self.feed(data, batch_size, what="data").first().member(0)
-        x = inputs_of(batch) if not self.losses else split_batch(batch, self.losses)[0]
-        return self.prepare(x, train=True)[0]
+        x, targets = split_batch(batch, self.losses) if self.losses else (inputs_of(batch), {})
+        return self.prepare(x, targets, train=True)[0]
 
-    def prepare(self, x: Tree, *, train: bool) -> tuple[GraphPlan, GraphTrial, dict[str, Draws]]:
+    def prepare(
+        self, x: Tree, targets: Mapping[str, tuple[Tree, ...]], *, train: bool
+    ) -> tuple[GraphPlan, GraphTrial, dict[str, Draws]]:
         """Try all nodes on the rows of a micro-batch; return the plan, the trial, and what the nodes draw.
 
         Raises:
-            InputError: A node can't take what it is given, or its draws can't be divided by rows.
+            InputError: A node can't take what it is given, or its draws or its loss can't be divided by rows.
         """
         rows = len(leaves(x)[0])
         count = self._plan(None, rows, train=train).schedule.micro_batches
@@ -192,7 +194,25 @@ class Opener:
         draws, problems = trial.draws(self.topology)
         if problems and count > 1:
             raise InputError(f"{problems[0]} Or set micro_batches=1.")
+        if train and count > 1:
+            for name, own in targets.items():
+                rows_of = map_tree(lambda leaf: leaf[wanted], own)
+                self._refuse_loss(name, engines[name], trial, engines[name].place(rows_of))
         return plan, trial, draws
+
+    @staticmethod
+    def _refuse_loss(name: str, engine: NodeEngine, trial: GraphTrial, target: Tree) -> None:
+        """Raise InputError for a loss that is not a mean over rows, as far as the framework can tell."""
+        adds_up = getattr(engine, "loss_adds_up", None)
+        if adds_up is not None and not adds_up(trial.nodes[name].outputs, target):
+            raise InputError(
+                f"the loss of node {name!r} is not the mean of its rows' losses: on some rows it differs from "
+                f"the mean "
+                f"of its values on parts of them, and a micro-batch is a part. Return the mean over rows, "
+                f"give one of "
+                f"torch's modules, which know how they add up (nn.CrossEntropyLoss(ignore_index=...) in place of "
+                f"functools.partial(F.cross_entropy, ...)), or set micro_batches=1."
+            )
 
     def plan_untried(self, rows: int, *, placed: GraphPlan | None = None) -> GraphPlan:
         """Return the plan of a verb that does not train, without trying anything.

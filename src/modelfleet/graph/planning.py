@@ -200,11 +200,9 @@ def _notes(trial: GraphTrial | None, rows: Rows, micro_batches: int, train: bool
     notes = []
     if trial is not None and train and micro_batches > 1:
         notes += [
-            f"{name!r}: its output for a row depends on the other rows, as with BatchNorm. In training it "
-            f"sees the rows "
-            f"of one micro-batch, not of the whole batch. Use GroupNorm or LayerNorm, freeze the norm "
-            f"(module.eval()), "
-            f"or set micro_batches=1 to train as the undivided model does"
+            f"{name!r}: it computes with, or updates its buffers by, all rows that it sees, as BatchNorm does. In "
+            f"training these are the rows of one micro-batch, not of the whole batch. Use GroupNorm or LayerNorm, "
+            f"freeze the norm (module.eval()), or set micro_batches=1 to train as the undivided model does"
             for name, own in trial.nodes.items()
             if own.mixes_rows
         ]

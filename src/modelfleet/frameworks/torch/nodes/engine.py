@@ -1,5 +1,6 @@
 """Engine of one torch node of a graph (see `frameworks.node_engine`): eager autograd on micro-batches."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -268,6 +269,27 @@ class TorchNode:
             for part, tensors in state.items()
         }
         self._member.write(self._member.stored(tensors))
+
+    def loss_adds_up(self, outputs: Tree, target: Tree) -> bool:
+        """Return False if the loss of some rows is not the mean of its values on parts of them, by their rows.
+
+        Only functions of the user's are tried. Named losses and torch's modules know how they add up.
+        """
+        loss, rows = self.task.loss, len(leaves(target)[0])
+        if loss is None or loss.rows is not None or loss.parts is not None or len(target) > 1:
+            return True
+        output, y = logits(outputs), target[0]
+        if any(not leaf.dim() or len(leaf) != rows for leaf in (*leaves(output), *leaves(y))):
+            return True
+        with KeepingModes(self.device.type), torch.no_grad(), self._contexts.autocast():
+
+            def total(start: int, stop: int) -> float:
+                own = [map_tree(lambda leaf: leaf[start:stop], tree) for tree in (output, y)]
+                return float(loss.plain(*own)) * (stop - start)
+
+            whole = total(0, rows)
+            cuts = {1, rows // 2} - {0, rows}
+            return all(math.isclose(total(0, cut) + total(cut, rows), whole, rel_tol=1e-3) for cut in cuts)
 
     def try_out(self, inputs: TrialInputs, wanted: Collection[int], *, train: bool) -> NodeTrial:
         """Return what the node does with a few rows, without changing it. `wanted` is as for `forward`."""

@@ -76,6 +76,7 @@ def _look_at_rows(
     What they draw is a text if it can't be divided by rows.
     """
     few = map_trees(lambda pair: _first_rows(*pair), [inputs.whole, inputs.fewer])
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     seed, step = torch.tensor(member.seed), torch.tensor(member.step)
     streams = [ConstantStreams(seed, step) for _ in range(2)]
     try:
@@ -89,7 +90,7 @@ def _look_at_rows(
         return outputs, fewer, str(error), False
     mixes = any(
         isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in model.modules()
-    )
+    ) or any(not torch.equal(buffer, before[name]) for name, buffer in model.named_buffers() if name in before)
     own = [_first_rows(whole, part) for whole, part in zip(leaves(outputs), leaves(fewer), strict=True)]
     return outputs, fewer, draws, mixes or not close(own, leaves(fewer), 1e-3)
 
