@@ -96,7 +96,9 @@ def test_a_checkpoint_of_another_graph_is_refused_and_kept(tmp_path: Path) -> No
     torch.manual_seed(0)
     others = [nn.Linear(4, 5).double(), nn.Linear(5, 6).double(), nn.Linear(6, 3).double()]
     with pytest.raises(StoreError, match="does not fit"):
-        fit(chain_of(others), rows(), callbacks=[mf.Checkpoint(tmp_path / "run")])
+        fit(chain_of(others), rows(), epochs=1, callbacks=[mf.Checkpoint(tmp_path / "run")])
     with pytest.raises(StoreError, match="seed"):
-        fit(chain_of(seed=6), rows(), callbacks=[mf.Checkpoint(tmp_path / "run")])
-    fit(chain_of(), rows(), epochs=2, callbacks=[mf.Checkpoint(tmp_path / "run")])
+        fit(chain_of(seed=6), rows(), epochs=1, callbacks=[mf.Checkpoint(tmp_path / "run")])
+    with pytest.raises(StoreError, match="its epochs was 1, here it is 2"):
+        fit(chain_of(), rows(), epochs=2, callbacks=[mf.Checkpoint(tmp_path / "run")])
+    fit(chain_of(), rows(), epochs=1, callbacks=[mf.Checkpoint(tmp_path / "run")])
