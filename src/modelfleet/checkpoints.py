@@ -208,7 +208,8 @@ def save(folder: Path, fit: CheckpointedFit) -> None:
         "sharing": fit.plan.sharing,
         "schedules": [run.schedules.state() for run in fit.runs],
         "callbacks": [callback.state() for callback in fit.callbacks],
-        "numbers": fit.changed_numbers.state(),
+        # Workers do not get numbers that are changed here, so a resumed run must not have them either.
+        "numbers": fit.changed_numbers.state([n for run in fit.runs if run.remote is None for n in run.names]),
     }
     write_folder(folder, files, manifest, kind=KIND, writer=writers)
 

@@ -25,11 +25,13 @@ class ChangedNumbers:
         self._members = {member.name: (member, task) for member, task in own}
         self._given = {name: self._numbers(name) for name in self._members}
 
-    def state(self) -> dict[str, dict[str, float | str]]:
-        """Return the numbers that have changed, by member and path, for JSON."""
+    def state(self, names: Iterable[str]) -> dict[str, dict[str, float | str]]:
+        """Return the numbers of some members that have changed, by member and path, for JSON."""
         found: dict[str, dict[str, float | str]] = {}
-        for name, given in self._given.items():
-            now = self._numbers(name)
+        for name in names:
+            if name not in self._members:
+                continue
+            given, now = self._given[name], self._numbers(name)
             changed = {path: plain(value) for path, value in now.items() if repr(value) != repr(given.get(path))}
             if changed:
                 found[name] = changed
