@@ -15,6 +15,7 @@ from modelfleet.frameworks.stacked import PARTS, WEIGHTS, by_part, by_path
 from modelfleet.history import History
 from modelfleet.planning.plan import Plan
 from modelfleet.planning.stored import StoredPlan
+from modelfleet.runs.changed_numbers import ChangedNumbers
 from modelfleet.runs.lane_run import LaneRun
 from modelfleet.store import Saved, is_unused, read_folder, read_manifest, tidy, write_folder
 from modelfleet.store.json_schema import check
@@ -67,6 +68,7 @@ _CHECKPOINT = {
     "sharing": str,
     "schedules": [object],
     "callbacks": [object],
+    "numbers?": {str: {str: (float, str)}},
 }
 SHARINGS: tuple[str, ...] = get_args(SharingName)
 
@@ -87,6 +89,7 @@ class CheckpointedFit(Protocol):
     epoch: int
     step: int
     generators: GeneratorState
+    changed_numbers: ChangedNumbers
     devices: list[str]
 
     def framework(self, name: str) -> Adapter:
@@ -205,6 +208,8 @@ def save(folder: Path, fit: CheckpointedFit) -> None:
         "sharing": fit.plan.sharing,
         "schedules": [run.schedules.state() for run in fit.runs],
         "callbacks": [callback.state() for callback in fit.callbacks],
+        # Workers do not get numbers that are changed here, so a resumed run must not have them either.
+        "numbers": fit.changed_numbers.state([n for run in fit.runs if run.remote is None for n in run.names]),
     }
     write_folder(folder, files, manifest, kind=KIND, writer=writers)
 
@@ -239,6 +244,7 @@ def resume(
                 arrays.update(_by_member(files.get(f"callback-{number}-{name}", {})))
             if arrays:
                 callback.restore_arrays(arrays)
+        fit.changed_numbers.restore(manifest.get("numbers", {}))
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise StoreError(
             f"{folder} holds a state of schedules or callbacks that can't be used "

@@ -20,6 +20,7 @@ from modelfleet.interrupts import StopRequest
 from modelfleet.lanes import Lane, LaneSpec
 from modelfleet.planning.plan import Plan
 from modelfleet.progress import Reporter
+from modelfleet.runs.changed_numbers import ChangedNumbers
 from modelfleet.runs.events import Event, Reports, RunOptions, Sharing, StepsTaken
 from modelfleet.runs.lane_run import LaneRun
 from modelfleet.runs.loaders import Loaders
@@ -84,6 +85,8 @@ class Fit:
         self.active: tuple[str, ...] = ()
         self.members = MemberAccess(fleet.names, lambda name: self._idle_run(name, "an exchange"))
         self.callbacks = list(callbacks)
+        own = ((run.lane.members, run.lane.tasks) for run in (self.runs if self.callbacks else ()))
+        self.changed_numbers = ChangedNumbers(pair for both in own for pair in zip(*both, strict=True))
         self._loaders = Loaders(self.runs)
         self.generators = {**generators, **self._loaders.state()}
         """State of the random generators at the start of the current epoch."""

@@ -115,6 +115,8 @@ class Adapter(Protocol):
       of a model's tensors. The planner then decides which of them share a lane.
     * `ModelStamp(model)` and `ModelStamps(stamps)`, like those of `frameworks.torch.stamps`, if it is quicker to
       see that models have not changed than to read them again.
+    * `numbers_of(model, task)` and `restore_numbers(model, task, numbers)`, like those of
+      `frameworks.torch.member_numbers`, if callbacks may change numbers of a model. Checkpoints keep them.
     * `leaves_models_alone(task, programs)`, if lanes of one member may keep their state apart from the model. A
       trial then needs no copy of the model.
     * `COMPILES_FIRST = True`, if the first step of a lane compiles for long, without Python's lock.

@@ -24,6 +24,7 @@ from modelfleet.frameworks.torch.engine import make_engine
 from modelfleet.frameworks.torch.family import family
 from modelfleet.frameworks.torch.lessons import CLASS_AXIS
 from modelfleet.frameworks.torch.likeness import signatures
+from modelfleet.frameworks.torch.member_numbers import numbers_of, restore_numbers
 from modelfleet.frameworks.torch.parallel.process_group import ProcessGroup
 from modelfleet.frameworks.torch.recipe import compile, prepare
 from modelfleet.frameworks.torch.replica import Replica, weight_bytes
