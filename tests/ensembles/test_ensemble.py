@@ -109,7 +109,7 @@ def test_an_ensemble_says_what_numpy_says(strategy: Strategy, batch_size: int | 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_members_on_two_devices_give_the_same_numbers(strategy: Strategy) -> None:
     check(two_devices(), strategy, 9)
-    assert {lane.device for lane in two_devices()._lanes} == {"cpu:0", "cpu:1"}
+    assert {lane.device for lane in two_devices().plan().lanes} == {"cpu:0", "cpu:1"}
 
 
 def test_several_processes_on_one_device_give_the_same_numbers() -> None:
