@@ -141,16 +141,14 @@ def _read(
     for key, here in (("seed", fit.seed), ("epochs_before", fit.epochs_before)):
         if manifest[key] != here:
             raise StoreError(
-                f"{folder} holds a checkpoint of another run: its {key} is {manifest[key]}, here it is "
-                f"{here}. Give "
-                f"another folder, or delete this one."
+                f"{folder} holds a checkpoint of another run: its {key} is {manifest[key]}, here it is {here}. "
+                "Give another folder, or delete this one."
             )
     _refuse_another_run(folder, manifest["run"], fit.identity)
     if len(manifest["callbacks"]) != len(fit.callbacks):
         raise StoreError(
             f"{folder} holds a checkpoint of another run: it has {len(manifest['callbacks'])} callbacks, this "
-            f"fit has "
-            f"{len(fit.callbacks)}. Give another folder, or delete this one."
+            f"fit has {len(fit.callbacks)}. Give another folder, or delete this one."
         )
     weights = {node: {part: own for part, own in state.items() if part in WEIGHTS} for node, state in own.items()}
     snapshots: dict[int, Mapping[str, Snapshot]] = {}
@@ -216,8 +214,8 @@ def _refuse_another_run(folder: Path, then: Mapping[str, Json], now: Mapping[str
         what, there, here = found
         raise StoreError(
             f"{folder} holds a checkpoint of another run: its {what} was {_shown(there)}, here it is "
-            f"{_shown(here)}. "
-            f"Give another folder, or delete this one. To continue that run, use the settings it started with."
+            f"{_shown(here)}. Give another folder, or delete this one. To continue that run, use the settings "
+            "it started with."
         )
 
 
@@ -279,8 +277,7 @@ def by_node(
                     what = f"is {tensors[path].shape}" if path in tensors else "is missing"
                     raise StoreError(
                         f"{folder} does not fit this graph: {path!r} {what}, and node {node!r} needs "
-                        f"{np.shape(array)}. "
-                        f"Give the models that were saved."
+                        f"{np.shape(array)}. Give the models that were saved."
                     )
                 found[node][part][name] = tensors[path]
     return found

@@ -489,8 +489,7 @@ class Graph:
             if other.model is model:
                 raise InputError(
                     f"nodes {other.name!r} and {text!r} are one model object. Give a copy (copy.deepcopy), or "
-                    f"lead both "
-                    f"edges to one node."
+                    "lead both edges to one node."
                 )
         self._members[text] = Member(text, model, member_seed(self.seed, "0"), framework)
 

@@ -207,11 +207,10 @@ class Opener:
         if adds_up is not None and not adds_up(trial.nodes[name].outputs, target):
             raise InputError(
                 f"the loss of node {name!r} is not the mean of its rows' losses: on some rows it differs from "
-                f"the mean "
-                f"of its values on parts of them, and a micro-batch is a part. Return the mean over rows, "
-                f"give one of "
-                f"torch's modules, which know how they add up (nn.CrossEntropyLoss(ignore_index=...) in place of "
-                f"functools.partial(F.cross_entropy, ...)), or set micro_batches=1."
+                "the mean of its values on parts of them, and a micro-batch is a part. Return the mean over "
+                "rows, give one of torch's modules, which know how they add up "
+                "(nn.CrossEntropyLoss(ignore_index=...) in place of functools.partial(F.cross_entropy, ...)), "
+                "or set micro_batches=1."
             )
 
     def plan_untried(self, rows: int, *, placed: GraphPlan | None = None) -> GraphPlan:

@@ -162,9 +162,9 @@ def make_plan(
     if rows is None:
         if len(available) > len(topology.nodes) and not isinstance(devices, str):
             raise InputError(
-                f"there are {len(available)} devices for {len(topology.nodes)} nodes. Name fewer devices, or "
-                f"a row "
-                f"for each node, whose devices share its micro-batches: devices=[['cpu:0', 'cpu:1'], ['cpu:2']]."
+                f"there are {len(available)} devices for {len(topology.nodes)} nodes. Name fewer devices, or a "
+                "row for each node, whose devices share its micro-batches: devices=[['cpu:0', 'cpu:1'], "
+                "['cpu:2']]."
             )
         rows = spread(topology, available, seconds, in_turn=pipeline == "interleaved")
     used = tuple(dict.fromkeys(device for name in topology.nodes for device in rows[name]))
@@ -184,14 +184,12 @@ def _micro_batches(wanted: int | None, rows: int, ranks: int, longest: int) -> i
     if wanted > rows:
         raise InputError(
             f"micro_batches is {wanted}, but a batch has {rows} rows, and each micro-batch needs one. Give at "
-            f"most "
-            f"{rows}, or a larger batch_size."
+            f"most {rows}, or a larger batch_size."
         )
     if wanted < longest:
         raise InputError(
             f"micro_batches is {wanted}, but a node has {longest} devices, which share the micro-batches of a "
-            f"batch: "
-            f"some would have none. Give at least {longest}."
+            f"batch: some would have none. Give at least {longest}."
         )
     return wanted
 

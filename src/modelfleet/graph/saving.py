@@ -160,8 +160,7 @@ def made_models(
     if factory is None:
         raise InputError(
             f"the saved graph has the nodes {', '.join(map(repr, nodes))}, and its folder has no code. Give "
-            f"load the "
-            f"models to fill: mf.Chain.load(folder, [encoder, head]), or a function that returns them."
+            "load the models to fill: mf.Chain.load(folder, [encoder, head]), or a function that returns them."
         )
     given: Any = factory() if callable(factory) and not is_made(factory) else factory
     if isinstance(given, Mapping):

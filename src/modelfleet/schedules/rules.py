@@ -218,8 +218,7 @@ def check_interleaved(spec: GraphSpec, ranks: int) -> None:
     if sorted(set(links), key=lambda link: spec.position[link[0]]) != list(pairwise(names)):
         raise InputError(
             "pipeline='interleaved' was given for a graph whose nodes do not stand in a row. It is for chains "
-            "without skips. "
-            "Use pipeline='1f1b', which takes any graph."
+            "without skips. Use pipeline='1f1b', which takes any graph."
         )
     for stage, node in enumerate(spec.nodes):
         if node.ranks != (stage % ranks,):
