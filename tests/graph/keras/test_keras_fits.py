@@ -156,9 +156,19 @@ def test_a_second_fit_and_a_checkpoint_go_on_where_the_first_ended(tmp_path: Pat
     fit(chain, epochs=2)
     fit(chain, epochs=2)
     assert_equal(models, others)
-    fit(compiled(resumed), epochs=2, callbacks=[mf.Checkpoint(tmp_path)])
-    fit(compiled(resumed_again := stages()), epochs=4, callbacks=[mf.Checkpoint(tmp_path)], micro_batches=2)
+    with pytest.raises(ZeroDivisionError):
+        fit(compiled(resumed), epochs=4, callbacks=[mf.Checkpoint(tmp_path), Break()])
+    kept = [mf.Checkpoint(tmp_path), mf.Callback()]
+    fit(compiled(resumed_again := stages()), epochs=4, callbacks=kept, micro_batches=2)
     assert_equal(resumed_again, others)
+
+
+class Break(mf.Callback):
+    """Raises after the second epoch."""
+
+    def on_epoch_end(self, run: Any) -> None:
+        if run.epoch == 2:
+            raise ZeroDivisionError
 
 
 @on_jax
