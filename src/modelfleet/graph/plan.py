@@ -62,12 +62,17 @@ class GraphPlan:
         if self.tried:
             lines[0] += f" of {self.batch_size} rows, about {_time(timeline.seconds)} a step"
         lines[0] += f", {timeline.bubble:.0%} idle"
-        if self.tried:
-            lines += self._costs()
+        lines += self._costs() if self.tried else self._places()
         lines += [f"  {note}" for note in self.notes]
         if self.measured is not None:
             lines.append(str(self.measured))
         return "\n".join(lines)
+
+    def _places(self) -> list[str]:
+        """Return a line for every node, and one for the edges."""
+        width = max(len(node.name) for node in self.spec.nodes)
+        lines = [f"  {node.name:<{width}}  {', '.join(self.rows[node.name])}" for node in self.spec.nodes]
+        return [*lines, *([f"  {', '.join(edge.name for edge in self.spec.edges)}"] if self.spec.edges else [])]
 
     def _costs(self) -> list[str]:
         """Return a line for every node, edge and device."""
