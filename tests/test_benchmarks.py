@@ -252,7 +252,7 @@ def test_the_theory_of_schedules() -> None:
     assert ours.keys() == theory.keys()
     for rank in (0, 1):
         name = f"MB of activations on cpu:{rank}"
-        assert ours[name] == pytest.approx(theory[name], rel=0.1)
+        assert 0.7 * theory[name] < ours[name] <= theory[name]
 
 
 def test_the_best_cut_is_no_slower_than_another() -> None:

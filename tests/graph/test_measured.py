@@ -39,11 +39,13 @@ def wide() -> list[nn.Module]:
 
 
 @pytest.mark.parametrize("options", WAYS, ids=lambda way: "-".join(map(str, way.values())))
-def test_ranks_hold_what_the_plan_says(options: dict[str, Any]) -> None:
+def test_ranks_hold_what_the_plan_says_at_most(options: dict[str, Any]) -> None:
     chain = chain_of(wide(), THREE)
     fit(chain, rows(128), batch_size=64, micro_batches=8, epochs=1, **options)
     timeline = measured(chain)
-    assert timeline.peak_bytes == pytest.approx(timeline.planned.peak_bytes, rel=0.1)
+    for own, planned in zip(timeline.peak_bytes, timeline.planned.peak_bytes, strict=True):
+        # At the end of a backward, the plan counts both what it has kept and the gradient that it gives.
+        assert 0.7 * planned < own <= planned
 
 
 def test_recomputing_holds_less_and_takes_longer() -> None:

@@ -152,10 +152,11 @@ class Rank:
                 count_into(held)
 
     def _moving(self) -> int:
-        """Return the size of the tensors and gradients of all edges that are here now."""
+        """Return the size of the tensors and gradients of all edges that are here, or on their way to here."""
         trees = [*self._tensors.values(), *self._gradients.values()]
         here = {id(leaf): leaf for tree in trees for leaf in leaves(tree) if leaf is not None}
-        return sum(getattr(leaf, "nbytes", 0) for leaf in here.values())
+        coming = sum(self._spec.edge[message.edge].bytes for message in self._receives)
+        return coming + sum(getattr(leaf, "nbytes", 0) for leaf in here.values())
 
     # --- computing -----------------------------------------------------------------------------------------------
 
