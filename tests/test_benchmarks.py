@@ -255,11 +255,12 @@ def test_the_theory_of_schedules() -> None:
         assert 0.7 * theory[name] < ours[name] <= theory[name]
 
 
-def test_the_best_cut_is_no_slower_than_another() -> None:
+def test_a_cut_is_timed_beside_the_best_one() -> None:
     ours, best = (split_cut.prepare(who, True)("mlp") for who in (FLEET, BEST_CUT))
-    assert ours.notes["cuts"] == 10
-    assert 1 <= ours.notes["cut"] <= 10
-    assert 1 <= best.notes["best cut"] <= 10
+    assert ours.notes["cuts"] == 2
+    assert ours.notes["cut"] in (1, 2)
+    assert best.notes["best cut"] in (1, 2)
+    assert min(ours.seconds or 0.0, best.seconds or 0.0) > 0
 
 
 def test_every_entrant_has_its_module() -> None:

@@ -51,6 +51,11 @@ def transformer() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(nn.Embedding(1000, 64), *layers, nn.Linear(64, 1000)), torch.randint(0, 1000, (8, 32))
 
 
+def tiny() -> tuple[nn.Module, Tensor]:
+    """What a smoke test cuts."""
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(4, 8)
+
+
 MODELS = {"mlp": mlp, "resnet": resnet, "transformer": transformer}
 
 
@@ -60,7 +65,7 @@ def prepare(who: str, quick: bool) -> Callable[[str], Round]:
 
     def measure(case: str) -> Round:
         torch.manual_seed(0)
-        model, example = MODELS[case]()
+        model, example = tiny() if quick else MODELS[case]()
         if case not in chosen:
             chosen[case] = cut_times(model, example).chosen
         slower = [max(pair) for pair in cut_times(model, example).seconds]

@@ -225,8 +225,8 @@ def test_members_that_learn_from_each_other_beat_lone_ones_on_wrong_labels() -> 
     for exchange in (None, mf.Distill(weight=2.0)):
         torch.manual_seed(0)
         models = [nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 3)).double() for _ in range(3)]
-        fleet = fleet_of(models, lr=0.01)
-        history = fit(fleet, data, exchange, epochs=30, validation=test)
+        fleet = fleet_of(models, lr=0.05)
+        history = fit(fleet, data, exchange, epochs=40, batch_size=20, validation=test)
         losses[exchange is not None] = sum(history.latest("val_loss").values()) / 3
     assert losses[True] < 0.8 * losses[False]
 
