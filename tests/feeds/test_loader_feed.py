@@ -311,14 +311,17 @@ def test_ctrl_c_in_the_training_leaves_a_source_that_hangs() -> None:
         yield 0
         end.wait()
 
-    def passed_on(items: Generator[int, None, None]) -> Iterator[int]:
+    def passed_on(items: Generator[int, None, None]) -> Generator[int, None, None]:
         with closing(items):
             yield from items
 
-    items = passed_on(read_ahead(source()))
-    with pytest.raises(KeyboardInterrupt), closing(items):
-        assert next(items) == 0
-        raise KeyboardInterrupt  # a step was running, not the wait for a batch
+    def train() -> None:
+        with closing(passed_on(read_ahead(source()))) as items:
+            assert next(items) == 0
+            raise KeyboardInterrupt  # a step was running, not the wait for a batch
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "modelfleet-feed")
     end.set()
     thread.join()

@@ -226,7 +226,7 @@ def read_ahead(source: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
 
 
 def _follows_interrupt(error: BaseException | None) -> bool:
-    """Return True for Ctrl-C, and for a generator's end while it is handled: it may come anywhere in the training."""
+    """Return True for Ctrl-C, and for the end of a generator because of it: it may come during a step."""
     while error is not None:
         if isinstance(error, KeyboardInterrupt):
             return True
