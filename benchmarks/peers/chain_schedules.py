@@ -7,6 +7,7 @@ the stages took and kept in a trial.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -49,7 +50,7 @@ def prepare(who: str, quick: bool) -> Callable[[str], Round]:
 
     def measure(pipeline: str) -> Round:
         chain = chains.setdefault(pipeline, chain_of(pipeline, quick))
-        options = {"batch_size": BATCH, "micro_batches": MICRO_BATCHES, "pipeline": pipeline}
+        options: dict[str, Any] = {"batch_size": BATCH, "micro_batches": MICRO_BATCHES, "pipeline": pipeline}
         if who == THEORY:
             plan = chain.plan((x, y), **options)
             notes = {"idle part": idle_by_theory(pipeline)} | _megabytes(plan.peak_bytes)

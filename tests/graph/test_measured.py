@@ -71,6 +71,7 @@ def test_a_run_is_shown_beside_its_plan(strategy: str) -> None:
     assert f"{timeline.seconds:.3g} s (planned {timeline.planned.seconds:.3g} s)" in text
     assert "peak memory" in text
     assert timeline.bottleneck() in text
+    assert chain.last_plan is not None
     assert len(chain.last_plan.plot().axes) == 2
 
 
