@@ -65,6 +65,10 @@ class Feed(Protocol):
         """Forget what was read ahead, and go back to a `state`, for a run that resumes from a checkpoint."""
         ...
 
+    def give_up(self) -> None:
+        """Have threads that wait for a loader stop, after Ctrl-C. Any thread may call it; the feed is not used again."""
+        ...
+
     def select(self, keep: Sequence[int]) -> "Feed":
         """Return a feed for the members at these positions, in this order. It replaces this feed."""
         ...

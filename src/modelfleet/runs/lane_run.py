@@ -255,6 +255,11 @@ class LaneRun:
         if kept is not None:
             self._feed_slots(kept)
 
+    def give_up_reading(self) -> None:
+        """Have threads that wait for this lane's loaders stop, after Ctrl-C. Any thread may call it."""
+        for feed in self.feeds:
+            feed.give_up()
+
     def close(self) -> None:
         """Stop reading ahead."""
         if self._batches is not None:

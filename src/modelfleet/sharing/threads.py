@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from queue import SimpleQueue
 
 from modelfleet.feeds import Batch
@@ -28,8 +29,20 @@ def threads(runs: Sequence[LaneRun], options: RunOptions) -> Iterator[Event]:
     with (
         divided_cores(run.lane for run in runs) as start_thread,
         ThreadPoolExecutor(max(1, len(runs)), "modelfleet-lane", start_thread) as pool,
+        _given_up_by_ctrl_c(runs),
     ):
         yield from (_in_step if options.in_step or options.watched else _freely)(pool, runs, options)
+
+
+@contextmanager
+def _given_up_by_ctrl_c(runs: Sequence[LaneRun]) -> Iterator[None]:
+    """Have no lane's thread wait for its loader any longer once Ctrl-C is a KeyboardInterrupt in this thread."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        for run in runs:
+            run.give_up_reading()
+        raise
 
 
 def _freely(pool: ThreadPoolExecutor, runs: Sequence[LaneRun], options: RunOptions) -> Iterator[Event]:

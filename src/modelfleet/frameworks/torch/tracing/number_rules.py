@@ -99,6 +99,7 @@ class Rule:
         compute: Takes the arguments of the function, of which some are tensors now, and returns its result.
         numbers: The parameters that may be tensors, by name or position; None for all.
         casts: True to give `compute` numbers in the dtype of the tensors beside them, False to give float64.
+        exact: True to give `compute` halves as they are, False to give them as float32.
         writes: The function writes its result to its first argument.
     """
 
@@ -238,7 +239,10 @@ RULES: dict[Function, Rule] = {
     Tensor.__floordiv__: Rule(lambda self, other: torch.floor_divide(self, other), casts=True),
     Tensor.__rfloordiv__: Rule(lambda self, other: torch.floor_divide(other, self), casts=True),
     Tensor.__rmod__: Rule(lambda self, other: torch.remainder(other, self), casts=True),
-    **{function: Rule(compute, numbers) for function, (compute, numbers) in number_dropout.RULES.items()},
+    **{
+        function: Rule(compute, numbers, exact=function in number_dropout.IN_OWN_DTYPE)
+        for function, (compute, numbers) in number_dropout.RULES.items()
+    },
     **{function: Rule(compute, numbers) for function, (compute, numbers) in number_functions.RULES.items()},
     **{function: Rule(compute, numbers) for function, (compute, numbers) in number_losses.RULES.items()},
     **{
