@@ -10,6 +10,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,11 @@ class Compiler:
                 self._judge(seconds_per_step)
         elif time.monotonic() >= self._next_look:
             with TRACE_LOCK:
-                self._consider(steps_left, seconds_per_step)
+                try:
+                    self._consider(steps_left, seconds_per_step)
+                except Exception as error:  # no C++ compiler, a full disk, …: no result depends on compiling
+                    self._done = True
+                    _report_failure(f"{type(error).__name__}: {error}")
 
     def _consider(self, steps_left: int, seconds_per_step: float | None) -> None:
         if self._done:  # another thread was faster
@@ -106,12 +111,8 @@ class Compiler:
             form = self._marker.read_text()
             self._load([source for source in self._forms() if source.form == form] or self._forms())
         elif won:
-            try:
-                self._process = QUEUE.request(self, won, seconds_per_step, self._forms)
-                self._begun = time.monotonic(), seconds_per_step
-            except Exception as error:  # for example, no space left for its folder
-                self._done = True
-                _report_failure(f"{type(error).__name__}: {error}")
+            self._process = QUEUE.request(self, won, seconds_per_step, self._forms)
+            self._begun = time.monotonic(), seconds_per_step
             self._next_look = time.monotonic() + CHECK_SECONDS
         else:
             QUEUE.withdraw(self)
@@ -152,7 +153,7 @@ class Compiler:
         if ready:
             self._learn_cost(seconds_per_step)
             self._load(ready)
-        else:  # the traced graph stays in use: no result depends on compiling
+        else:  # the traced graph stays in use
             self._done = True
             _report_failure(outcome.reason)
 
@@ -176,17 +177,12 @@ class Compiler:
 
     def _load(self, forms: Sequence[GraphSource]) -> None:
         self._done = True
-        try:
-            self._program.run, form = compile_first(forms)
-        except Exception as error:  # for example, no C++ compiler
-            if compile_mode() == "now":
-                raise
-            _report_failure(f"{type(error).__name__}: {error}")
-            return
+        self._program.run, form = compile_first(forms)
         self._program.compiled = True
         self._program.any_width = form == ANY_WIDTH
-        self._marker.parent.mkdir(parents=True, exist_ok=True)
-        self._marker.write_text(form)
+        with suppress(OSError):  # without it, the next run does not know
+            self._marker.parent.mkdir(parents=True, exist_ok=True)
+            self._marker.write_text(form)
 
 
 _failures: list[str] = []  # why steps could not be compiled
