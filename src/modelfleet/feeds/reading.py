@@ -32,7 +32,7 @@ class Readers:
         self._waiting: set[SimpleQueue[Any]] = set()
 
     def give_up(self) -> None:
-        """Have `read_ahead` raise KeyboardInterrupt in the threads that wait for a batch. Any thread may call it."""
+        """Have `read_ahead` raise KeyboardInterrupt in threads that wait for a batch. Any thread may call this."""
         self.given_up = True
         for ready in list(self._waiting):
             ready.put((None, KeyboardInterrupt(), True))

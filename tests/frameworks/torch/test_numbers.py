@@ -194,7 +194,8 @@ INTEGERS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "temperature": lambda x, a: torch.softmax(x / a, -1),
     "arithmetic": lambda x, a: x * a + a - (a / (x.abs() + 1)) + x.clamp(max=a) + x * (x > a) + x.sin() ** a,
     "functions": lambda x, a: F.softplus(x, a) + F.elu(x, a) + F.huber_loss(x, x.sin(), delta=a),
-    "new tensors": lambda x, a: x * x.new_full((8,), a) + torch.full((8,), a, dtype=x.dtype) + torch.full_like(x, a),
+    "new tensors": lambda x, a: x * x.new_full((8,), a) + torch.full((8,), a, dtype=x.dtype),
+    "tensors like others": lambda x, a: x * torch.full_like(x, a),
     "where": lambda x, a: torch.where(x > 0, x, a) + x.masked_fill(x > 0, a),
     "divided integers": lambda x, a: x + (x > 0).long() / a,
 }

@@ -187,7 +187,8 @@ def test_a_number_that_hides_a_mean_over_rows_does_not_hide_it_for_others() -> N
 
 
 def test_integers_that_differ_keep_members_apart() -> None:
-    fleet = numbers.compiled(numbers.build(lambda n: Forward(n, lambda x, n: x.roll(n, 1)), [2, 3]), loss="cross_entropy")
+    models = numbers.build(lambda number: Forward(number, lambda x, n: x.roll(n, 1)), [2, 3])
+    fleet = numbers.compiled(models, loss="cross_entropy")
     assert len(fleet.plan(numbers.rows(), batch_size=8).lanes) == 2
 
 

@@ -186,8 +186,8 @@ def _writing(compute: Callable[..., Tensor], plain: Callable[..., Tensor]) -> Ca
 
 # Functions that have a batching rule, and none in place.
 _NOT_IN_PLACE = (
-    "addcdiv addcmul clamp clip cumprod cumsum eq floor_divide fmod ge greater greater_equal gt hypot le lerp less "
-    "less_equal lt ne negative not_equal pow remainder square subtract tril triu xlogy"
+    "addcdiv addcmul clamp clip cumprod cumsum eq floor_divide fmod ge greater greater_equal gt hypot le lerp "
+    "less less_equal lt ne negative not_equal pow remainder square subtract tril triu xlogy"
 )
 # And whether autocast on a GPU gives float32.
 _NORMS = {"layer_norm": True, "group_norm": True, "batch_norm": False, "instance_norm": False}
