@@ -98,7 +98,7 @@ def test_ctrl_c_does_not_wait_for_workers_that_have_not_begun(tmp_path: Path) ->
     assert not history["a"]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def default_handler() -> Iterator[None]:
     """Have Python's own handler, whatever an earlier test of this process has left."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -106,7 +106,6 @@ def default_handler() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.usefixtures("default_handler")
 def test_a_ctrl_c_that_is_swallowed_while_a_fit_is_prepared_ends_it_all_the_same() -> None:
     looked: list[int] = []
 
@@ -127,6 +126,9 @@ def test_a_ctrl_c_that_is_swallowed_while_a_fit_is_prepared_ends_it_all_the_same
     assert looked == [1]
     assert signal.getsignal(signal.SIGINT) is before
     assert len(fit(fleet, batches)["a"]["loss"]) == 1
+
+
+over = threading.Event()
 
 
 class Waits(SimpleQueue[Any]):
@@ -159,7 +161,7 @@ class Hanging:
         for _ in range(2 if self.after else 0):
             press()
             time.sleep(0.2)  # two signals at once would be one
-        threading.Event().wait(30)
+        over.wait(30)
         self.hanging = False
 
 
@@ -172,10 +174,16 @@ class PressingTwice(mf.Callback):
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(reading, "PATIENCE", 0.05)
     monkeypatch.setattr(reading, "SimpleQueue", Waits)
     Waits.number = 0
+    over.clear()
+    yield
+    over.set()
+    for thread in threading.enumerate():
+        if thread.name == "modelfleet-feed":
+            thread.join()
 
 
 @pytest.mark.usefixtures("impatient")

@@ -66,7 +66,7 @@ class Feed(Protocol):
         ...
 
     def give_up(self) -> None:
-        """Have threads that wait for a loader stop, after Ctrl-C. Any thread may call it, once the feed is done."""
+        """Have threads that wait for a loader stop, after Ctrl-C. Any thread may call it, at the end."""
         ...
 
     def select(self, keep: Sequence[int]) -> "Feed":
