@@ -1,6 +1,6 @@
 """What a compile process is given: constants with their devices, and the settings of the training process."""
 
-import time
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch._inductor import config
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from modelfleet.frameworks.torch.compiling import compiler, settings
-from modelfleet.frameworks.torch.compiling.compile_queue import CompileProcess, Outcome
+from modelfleet.frameworks.torch.compiling.compile_queue import Outcome
 from modelfleet.frameworks.torch.compiling.compiler import Compiler, compile_first
 from modelfleet.frameworks.torch.compiling.graph_source import ANY_WIDTH, ONE_WIDTH, GraphSource
 from modelfleet.frameworks.torch.tracing.trace import TensorSpec, trace
@@ -79,31 +79,34 @@ def test_a_program_of_one_width_is_found_in_the_cache() -> None:
 
 
 @pytest.fixture
-def changed() -> Iterator[None]:
-    """Settings that are not torch's defaults, and differ from the environment's."""
+def restored() -> Iterator[None]:
+    """Settings as they are now, afterwards."""
     before, threads = settings.present(), torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    settings.apply(before)
+
+
+def test_a_process_that_is_given_the_settings_of_another_finds_what_that_has_compiled(restored: None) -> None:
+    torch.set_float32_matmul_precision("highest")
+    usual, threads = settings.present(), torch.get_num_threads()
     torch.set_float32_matmul_precision("high")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(3)
     with config.patch({"epilogue_fusion": False}):
-        yield
-    torch.set_num_threads(threads)
-    settings.apply(before)
-    assert settings.present() == before
-
-
-def test_a_compile_process_has_the_settings_of_this_one(changed: None, cache: Path) -> None:
-    assert settings.present()["compiler"]["epilogue_fusion"] is False
-    process = CompileProcess([product()])
-    limit = time.monotonic() + 300
-    while process.outcome is None:
-        assert time.monotonic() < limit
-        time.sleep(0.05)
-    assert process.outcome == Outcome(ONE_WIDTH)
+        given = json.loads(json.dumps(settings.present()))
+        compile_first([product()])
+    torch.set_num_threads(threads)  # a program serves any number of threads
+    settings.apply(usual)
+    assert settings.present() == usual != given
     before = hits()
-    compile_first([product()])  # what the other process has compiled, and not anew
+    compile_first([product()])
+    assert hits() == before
+    with config.patch({"epilogue_fusion": True}):
+        settings.apply(given)
+        compile_first([product()])
     assert hits() == before + 1
 
 
@@ -126,14 +129,13 @@ def test_what_was_compiled_under_other_settings_is_not_loaded(monkeypatch: pytes
         assert bool(loaded) == bool(under)
 
 
-def test_what_was_compiled_before_is_found_under_the_same_settings_only() -> None:
+def test_what_was_compiled_before_is_found_under_the_same_settings_only(restored: None) -> None:
     one = Compiler(trace(lambda x: [x + 1], (torch.zeros(3),), [False]))
+    torch.set_float32_matmul_precision("highest")
     first = one._marker
     torch.set_float32_matmul_precision("medium")
-    try:
-        assert one._marker != first
-    finally:
-        torch.set_float32_matmul_precision("highest")
+    assert one._marker != first
+    torch.set_float32_matmul_precision("highest")
     assert one._marker == first
 
 

@@ -8,10 +8,3 @@ def cache_folder() -> Path:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir())
-
-
-def header_folder() -> Path:
-    """Return the folder in which torch keeps its own headers, compiled."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    return Path(default_cache_dir()) / "precompiled_headers"

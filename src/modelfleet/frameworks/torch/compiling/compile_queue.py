@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from modelfleet.frameworks.torch.compiling import settings
 from modelfleet.frameworks.torch.compiling.graph_source import GraphSource
 from modelfleet.frameworks.torch.compiling.worker import DONE, FAILED, remove
-from modelfleet.frameworks.torch.doctor_facts import cache_folder, header_folder
+from modelfleet.frameworks.torch.doctor_facts import cache_folder
 
 MANY_CORES = 8  # from this number on, two programs are compiled at once
 SETTLING_SECONDS = 0.5  # a first request waits this long, because more valuable ones may follow
@@ -52,7 +52,6 @@ class CompileProcess:
                 source.write(self._folder / source.form)
             (self._folder / "forms.json").write_text(json.dumps([source.form for source in forms]))
             (self._folder / "settings.json").write_text(json.dumps(self.settings))
-            (self._folder / "headers").write_text(str(header_folder()))
             self._process = self._start()
         except BaseException:
             remove(self._folder)

@@ -269,7 +269,7 @@ def _compile(source: GraphSource, to_run: bool) -> Callable[..., Any]:
             "cpp.vec_isa_ok": knows_vectors() if chosen is None else chosen,
             "cpp.dynamic_threads": True,  # so that a program serves any number of threads
         }
-        with config.patch(options), one_library(headers=not to_run or compile_mode() == "now"):
+        with config.patch(options), one_library():
             compiled: Any = compile_fx(graph, inputs)
     if general and (shapes.replacements or shapes.guards):
         raise FixedWidthError("an operation depends on the width")

@@ -3,14 +3,14 @@
 torch starts the C++ compiler and the linker for each kernel, and binds each to Python by a hundred lines of its
 own. For the small kernels of a train step that takes longer than the kernels themselves.
 
-It also makes sure that torch's headers, which take seconds to compile, are compiled once on a machine, and never
-by a process that only loads a program.
+torch also compiles its headers first, which takes twice as long as a library of a small step with headers and all,
+and is done again by every compile process, since torch keeps them beside its folder for temporary files.
 """
 
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,25 +38,9 @@ class _Kernel:
         )
 
 
-def keep_headers_in(folder: str) -> None:
-    """Have this process keep torch's compiled headers in a folder.
-
-    torch keeps them beside its own folder for temporary files, and a compile process has one that is removed.
-    """
-    with suppress(ImportError):
-        from torch._inductor import codecache
-
-        codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR = folder, f"{folder}/locks"
-
-
 @contextmanager
-def one_library(*, headers: bool) -> Iterator[None]:
-    """Context in which a program that this thread compiles, or loads from torch's cache, is one library.
-
-    Args:
-        headers: Compile torch's headers first, if that was not done. A process that only loads a program does not
-            need them.
-    """
+def one_library() -> Iterator[None]:
+    """Context in which a program that this thread compiles, or loads from torch's cache, is one library."""
     try:
         from torch._inductor import codecache
         from torch._inductor.async_compile import AsyncCompile
@@ -80,7 +64,7 @@ def one_library(*, headers: bool) -> Iterator[None]:
         wait(self, scope)
 
     def header(device: str) -> str | None:
-        return find_header(device) if headers or threading.get_ident() != thread else None
+        return find_header(device) if threading.get_ident() != thread else None
 
     changes: list[tuple[Any, str, Any]] = [
         (AsyncCompile, "cpp_pybinding", collect),

@@ -55,8 +55,9 @@ def present() -> dict[str, Json]:
     from torch._inductor import config
 
     found = {name: get() for name, (get, _) in _SETTINGS.items()}
-    # Internals of torch 2.13. What is left out does not change the code.
-    changed = config._get_dict(ignored_prefixes=config._cache_config_ignore_prefix, skip_default=True)
+    # Internals of torch 2.13. What is left out does not change the code, or can't be sent.
+    options = config._get_dict(ignored_prefixes=config._cache_config_ignore_prefix, readonly_values=True)
+    changed = {name: value for name, value in options.items() if value != config._config[name].default}
     plain = {name: value for name, value in changed.items() if isinstance(value, bool | int | float | str)}
     return {**found, "compiler": plain}
 

@@ -57,9 +57,7 @@ def _compile(folder: Path) -> str:
     from modelfleet.frameworks.torch.compiling import settings
     from modelfleet.frameworks.torch.compiling.compiler import compile_first
     from modelfleet.frameworks.torch.compiling.graph_source import GraphSource
-    from modelfleet.frameworks.torch.compiling.one_library import keep_headers_in
 
-    keep_headers_in((folder / "headers").read_text())
     forms = json.loads((folder / "forms.json").read_text())
     settings.apply(json.loads((folder / "settings.json").read_text()))
     return compile_first([GraphSource.read(folder / name) for name in forms], to_run=False)[1]
