@@ -90,6 +90,11 @@ class Engine(ABC):
         """Return the reason why every step runs its Python code; None if steps are traced."""
 
     @property
+    def uncompiled(self) -> str | None:
+        """Return the reason why steps could not be compiled; None if they could, or if this was not tried."""
+        return None
+
+    @property
     @abstractmethod
     def compiling(self) -> bool:
         """Return True if something is being compiled during the training."""

@@ -220,7 +220,19 @@ class Measurements:
         shape = row_spec(batch.data), batch.size, batch.shared
         own = [(task.signature, task.task.summary) for task, _ in variants]
         counts = [count for _, count in variants] if len(variants) > 1 else []
-        return timings.key(groups.framework(spec).NAME, *own, *counts, shape, *what)
+        return timings.key(groups.framework(spec).NAME, *own, *counts, shape, *what, *_hardware(groups, spec))
+
+
+def _hardware(groups: Groups, spec: LaneSpec) -> tuple[str, ...]:
+    """Return the name of the accelerator that a lane is measured on; nothing for a CPU, which `timings` names."""
+    if groups.pool.places:  # of a cluster, whose devices this process can't ask
+        return ()
+    device = groups.devices(spec)[0]
+    if spec.device is not None:
+        device = next((own for own in groups.devices(spec) if str(own) == spec.device), device)
+    framework = groups.framework(spec)
+    name = framework.hardware(framework.native(device))
+    return () if name is None else (name,)
 
 
 def steps_per_epoch(opened: OpenLane, job: Job) -> int:

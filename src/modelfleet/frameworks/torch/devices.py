@@ -40,6 +40,14 @@ def memory(device: torch.device) -> Memory | None:
     return Memory(int(total), int(free))
 
 
+def hardware(device: torch.device) -> str | None:
+    """Return the name of an accelerator's model, such as "NVIDIA A100-SXM4-40GB"; None for the CPU."""
+    if device.type == "cpu":
+        return None
+    find = getattr(getattr(torch, device.type, None), "get_device_name", None)
+    return device.type if find is None else str(find(device))
+
+
 def native(device: Device) -> torch.device:
     """Return a device as torch names it. Every logical CPU is the one CPU."""
     return torch.device("cpu") if device.kind == "cpu" else torch.device(str(device))

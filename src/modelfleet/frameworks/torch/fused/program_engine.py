@@ -87,6 +87,11 @@ class ProgramEngine(TorchEngine, StackedEngine, Generic[OwnSteps]):
         return self.programs.untraced
 
     @property
+    def uncompiled(self) -> str | None:
+        """Return why the steps could not be compiled; None if they could, or if this has not been tried."""
+        return self.programs.uncompiled
+
+    @property
     def compiling(self) -> bool:
         """Return True if a program is being compiled beside the training."""
         return self.programs.compiling
