@@ -32,9 +32,9 @@ def shapes(own: Signature) -> Shapes:
         owner, _, name = path.rpartition(".")
         if isinstance(entry, _Tensor) and entry.shape:
             found.append((path, entry.shape))
-        elif name in ("num_heads", "head_dim") and isinstance(entry, Leaf) and isinstance(entry.content, int):
-            if _is_attention(kinds.get(owner)):
-                found.append((path, (entry.content,)))
+        elif name in ("num_heads", "head_dim") and isinstance(entry, Leaf) and _is_attention(kinds.get(owner)):
+            assert isinstance(entry.content, int)
+            found.append((path, (entry.content,)))
     return tuple(found)
 
 
