@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.frameworks.torch.widths.padded import WIDTHS, Wide, assert_as_alone, build, data
+from tests.frameworks.torch.widths.padded import Wide, assert_as_alone, build, data
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -15,6 +15,7 @@ import modelfleet as mf
 
 Make = Callable[[int], nn.Module]
 TOKENS = 6
+WIDTHS = [4, 8]
 SGD: dict[str, Any] = {"weight_decay": 0.1, "clip_norm": 0.5}
 ADAM: dict[str, Any] = {"optimizer": "adamw", "lr": 0.01, **SGD}
 
@@ -76,8 +77,6 @@ def _cells(kind: Any) -> Make:
 
 RECURRENT: dict[str, Make] = {
     "lstm": _recurrent(nn.LSTM, batch_first=True),
-    "gru": _recurrent(nn.GRU),
-    "rnn tanh": _recurrent(nn.RNN),
     "rnn relu": _recurrent(nn.RNN, nonlinearity="relu", bias=False),
     "two lstms with dropout": _recurrent(nn.LSTM, num_layers=2, dropout=0.3, batch_first=True),
     "padded input": _recurrent(nn.GRU, features=0, num_layers=2),
@@ -90,7 +89,6 @@ RECURRENT: dict[str, Make] = {
     "first states": _first_states,
     "lstm cells": _cells(nn.LSTMCell),
     "gru cells": _cells(nn.GRUCell),
-    "rnn cells": _cells(nn.RNNCell),
 }
 
 
@@ -210,13 +208,11 @@ ATTENTION: dict[str, Make] = {
     "sizes of heads": _attention(_two, _width, dropout=0.2),
     "numbers of heads": _attention(_width, _two, dropout=0.2),
     "both": _attention(lambda width: width // 4, _width),
-    "no bias": _attention(_two, _width, bias=False),
     "more keys": _attention(_two, _width, add_bias_kv=True, add_zero_attn=True),
     "weights": _attention(_two, _width, {"need_weights": True}, dropout=0.2),
     "weights of numbers of heads": _attention(_width, _two, {"need_weights": True}, dropout=0.2),
     "weights of each head": _attention(_width, _two, {"need_weights": True, "average_attn_weights": False}),
     "causal": _attention(_width, _two, {"attn_mask": CAUSAL, "is_causal": True}, dropout=0.2),
-    "masked keys": _attention(_two, _width, {"attn_mask": CAUSAL, "need_weights": True}),
     "other keys": _other_keys,
     "feed-forward width": _encoder(lambda _: 4, lambda width: 3 * width, _two),
     "encoder": _encoder(lambda width: 2 * width, lambda width: 3 * width, _two),
@@ -224,30 +220,27 @@ ATTENTION: dict[str, Make] = {
     "decoder": _decoder,
     "by hand": _by_hand,
     "torch's own": _scaled(),
-    "torch's own, causal": _scaled(is_causal=True),
-    "torch's own, scaled": _scaled(scale=0.3),
     "torch's own, grouped": _scaled(enable_gqa=True),
 }
 
 
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_recurrent_layers_are_padded_gate_by_gate(kind: str) -> None:
-    assert_as_alone(RECURRENT[kind], **ADAM)
+    assert_as_alone(RECURRENT[kind], WIDTHS, **ADAM)
 
 
 @pytest.mark.parametrize("kind", ATTENTION)
 def test_attention_is_padded_head_by_head(kind: str) -> None:
     # Not by Adam, which follows the rounding of a gradient of zero: the bias of keys has one.
-    assert_as_alone(ATTENTION[kind], **SGD)
+    assert_as_alone(ATTENTION[kind], WIDTHS, **SGD)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", mf.each(["adamw", "sgd", "adam", "rmsprop"])])
-def test_transformers_without_biases_by_other_optimizers(optimizer: Any) -> None:
+def test_transformers_without_biases_by_other_optimizers() -> None:
     make = _encoder(lambda width: 2 * width, lambda width: 3 * width, _two, bias=False)
-    assert_as_alone(make, **{**ADAM, "optimizer": optimizer})
+    assert_as_alone(make, [4, 8, 4], **{**ADAM, "optimizer": mf.each(["adamw", "adam", "rmsprop"])})
 
 
-RATES = {4: 0.1, 7: 0.3, 12: 0.5}
+RATES = {4: 0.1, 8: 0.3}
 OWN_RATES: dict[str, Make] = {
     "lstm": lambda width: _recurrent(nn.LSTM, num_layers=2, dropout=RATES[width], bidirectional=True)(width),
     "attention": lambda width: _attention(_width, _two, dropout=RATES[width])(width),
@@ -257,13 +250,13 @@ OWN_RATES: dict[str, Make] = {
 
 @pytest.mark.parametrize("kind", OWN_RATES)
 def test_rates_differ_beside_the_widths(kind: str) -> None:
-    assert_as_alone(OWN_RATES[kind])
+    assert_as_alone(OWN_RATES[kind], WIDTHS)
 
 
 @pytest.mark.parametrize("kind", ["both directions of lstms", "encoder"])
 def test_in_float32(kind: str) -> None:
     torch.set_default_dtype(torch.float32)
-    assert_as_alone({**RECURRENT, **ATTENTION}[kind])
+    assert_as_alone({**RECURRENT, **ATTENTION}[kind], WIDTHS)
 
 
 def _projected(width: int) -> nn.Module:
@@ -275,7 +268,7 @@ def _projected(width: int) -> nn.Module:
 
 def _longer_axes(width: int) -> nn.Module:
     """More heads for one width, and larger ones for another."""
-    return _attention(lambda w: {4: 8, 7: 4, 12: 2}[w], lambda w: {4: 1, 7: 3, 12: 12}[w])(width)
+    return _attention(lambda w: {4: 8, 8: 2}[w], lambda w: {4: 1, 8: 12}[w])(width)
 
 
 def _wider_parts(width: int) -> nn.Module:
@@ -299,10 +292,10 @@ def test_what_has_no_rule_says_why_and_has_lanes_of_its_own(kind: str) -> None:
     given = data()
     with pytest.raises(mf.StrategyError, match=reason):
         build(make, WIDTHS).fit(given, batch_size=8, strategy="fused", progress=False)
-    fleet = build(make, [4, 7, 12] * 4)
+    fleet = build(make, [4, 8] * 4)
     fleet.fit(given, epochs=1, batch_size=8, progress=False)
     lanes = fleet.plan(given, batch_size=8).lanes
-    assert [len(lane.members) for lane in lanes] == [4, 4, 4]
+    assert [len(lane.members) for lane in lanes] == [4, 4]
 
 
 def test_heads_of_one_sum_are_groups_by_their_number() -> None:
@@ -322,5 +315,5 @@ def test_heads_of_one_sum_are_groups_by_their_number() -> None:
 def test_projections_of_lstms_are_not_fused() -> None:
     fleet = build(_projected, WIDTHS)
     history = fleet.fit(data(), epochs=1, batch_size=8, progress=False)
-    assert not any(lane.fused and len(lane.members) > 2 for lane in fleet.plan(data(), batch_size=8).lanes)
+    assert not any(lane.fused and len(lane.members) > 1 for lane in fleet.plan(data(), batch_size=8).lanes)
     assert np.isfinite([history[name]["loss"][-1] for name in fleet.names]).all()
