@@ -1,6 +1,7 @@
 """Arguments of a lane's programs: which program they need, and the same arguments for other members."""
 
 from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,8 @@ def family_of(kind: str, args: Args, shared_data: bool) -> Key:
 
 def without_sizes(family: Key) -> tuple[Key, Shapes]:
     """Return a program's key without the sizes of its batch, and the shapes of the batch's tensors."""
-    *rest, data = family
+    *rest, last = family
+    data: Any = last  # from `_key`
     kinds = [(structure, *((len(shape), dtype) for shape, dtype, _ in tensors)) for structure, *tensors in data]
     return (*rest, tuple(kinds)), tuple(shape for _, *tensors in data for shape, *_ in tensors)
 

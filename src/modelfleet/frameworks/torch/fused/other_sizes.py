@@ -1,6 +1,6 @@
 """Programs of a lane for one more size of its batches, without tracing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -33,6 +33,7 @@ from modelfleet.frameworks.torch.tracing.other_sizes import (
 from modelfleet.frameworks.torch.tracing.recording import Recording
 from modelfleet.frameworks.torch.tracing.trace import Program, Step, as_if_compiling, forgetting_sources
 from modelfleet.trees import leaves, map_tree, rebuild
+from modelfleet.types import Tree
 
 _KINDS = ("packed_gradients", "gradients", "evaluate", "predict")
 
@@ -128,7 +129,7 @@ def _recorded(
                 shape = (1, *shape[1:]) if shared_data else (1, *shape)
             own.append(torch.zeros(shape, dtype=leaf.dtype, device=leaf.device))
         batch.append(rebuild(arg, own))
-    step = steps.gradients if train else getattr(steps, kind)
+    step: Callable[..., Tree] = steps.gradients if train else getattr(steps, kind)
     rest = batch[: 1 if kind == "predict" else 2]
     with (
         restoring_python(snapshot, strictly=False),

@@ -32,8 +32,8 @@ def recurrent(call: PaddedCall) -> Any:
         return call.run()
     per_direction = len(weights) // (layers * directions)
     weights = [_by_gate(call, weight) for weight in weights]
+    both, own_both = parts(2, hidden, own), whole(2 * hidden, tuple(2 * size for size in own))
     if directions == 2:  # the input of the second layer is both directions of the first
-        both, own_both = parts(2, hidden, own), whole(2 * hidden, tuple(2 * size for size in own))
         for number in range(2 * per_direction, len(weights), per_direction):
             weights[number] = regrouped(call, weights[number], 1, own_both, both)
     leading = x.shape[:-1][::-1] if batch_first else x.shape[:-1]
