@@ -26,6 +26,7 @@ from modelfleet.frameworks.torch.fused.arguments import (
     steady_inputs,
     width_of,
 )
+from modelfleet.frameworks.torch.fused.other_sizes import from_other_sizes
 from modelfleet.frameworks.torch.fused.runner import ByWidth, Runner, ShapeTimes, for_any_width
 from modelfleet.frameworks.torch.fused.steps_protocol import How, LaneSteps
 from modelfleet.frameworks.torch.model_locks import lock_of, locked_in_mode
@@ -416,7 +417,12 @@ class Programs(Generic[OwnSteps]):
             with restoring_python(snapshot):
                 return trace(run, tuple(rows_of(args, stacked, width)), stacked)
 
+        sliced = kind == "train" and len(args[2]) > 1  # the slices have the width built in
         if self.fused:
+            program = from_other_sizes(self._programs, self.steps, kind, args, stacked, shared_data, run, snapshot)
+            if program is not None:
+                self.steps.unused = program.unused
+                return program, Compiler(program, at_width)
             self._try(kind, args, stacked, shared_data, snapshot)
         self.traces += 1
         try:
@@ -430,7 +436,6 @@ class Programs(Generic[OwnSteps]):
         if kind == "packed_apply" and program.graph is not None:
             program.run = with_loop(program.graph, program.run)
         program.unused = self.steps.unused
-        sliced = kind == "train" and len(args[2]) > 1  # the slices have the width built in
         return program, Compiler(program, at_width if self.fused and not sliced else None)
 
     def _try(

@@ -22,6 +22,7 @@ from modelfleet.errors import FleetError
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.torch.tracing.outside_tensors import forbid_outside_writes, lift_outside_tensors
 from modelfleet.frameworks.torch.tracing.reasons import add_line, explain
+from modelfleet.frameworks.torch.tracing.recording import Recording
 from modelfleet.frameworks.torch.tracing.simplify import simplify
 from modelfleet.frameworks.torch.tracing.steady import uncompiled
 from modelfleet.frameworks.torch.tracing.writes import schema_of
@@ -63,6 +64,7 @@ class Program:
         graph: The traced graph; None if the step runs as Python.
         outside: Tensors that no argument brings. They are the last inputs, and the same in every step.
         unused: Parameters that take no part in a fused train step.
+        recording: What the step's Python calls, once it was recorded for another size.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Program:
         self.compiled = False
         self.any_width = False
         self.unused: frozenset[str] = frozenset()
+        self.recording: Recording | None = None
         self._step = step
 
     @property
@@ -145,6 +148,23 @@ def trace(step: Step, args: tuple[Tree, ...], stacked: Sequence[bool], steady: S
         forbid_outside_writes(graph, flat.arguments)
         simplify(graph)
         program = Program(flat, graph, outside, steady)
+    flat.release()
+    return program
+
+
+def program_of(
+    step: Step,
+    args: tuple[Tree, ...],
+    stacked: Sequence[bool],
+    graph: fx.GraphModule,
+    like: Program,
+    steady: Sequence[int],
+) -> Program:
+    """Return the program of a graph of `step(*args)`, which reads and returns what another program does."""
+    flat = _FlatStep(step, args, stacked)
+    flat.outputs = like._step.outputs
+    program = Program(flat, graph, like.outside, steady)
+    program.unused = like.unused
     flat.release()
     return program
 
