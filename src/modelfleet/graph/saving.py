@@ -1,11 +1,13 @@
 """Chains and graphs on disk: the tensors of all nodes, and a JSON manifest with the edges and the recipe."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from modelfleet.each import Each
 from modelfleet.errors import InputError, StoreError
+from modelfleet.fingerprints import fingerprint
 from modelfleet.fleet import Fleet
 from modelfleet.frameworks import files
 from modelfleet.frameworks.model_building import is_made, list_models
@@ -105,12 +107,7 @@ def read(
 
     def read_all(saved: Saved) -> SavedGraph:
         manifest = saved.manifest
-        try:
-            check(manifest, _SCHEMA, "the manifest")
-        except ValueError as error:
-            raise StoreError(
-                f"{folder} has a manifest that is not a graph's: {error}. Load another copy."
-            ) from error
+        check_manifest(folder, manifest)
         encoded = manifest["recipe"]
         recipe = None if encoded is None else recipe_json.decode(encoded, allow_import=allow_import)
         fleets = {
@@ -142,6 +139,40 @@ def read(
         )
 
     return read_folder(folder, read_all, kind=KIND, verify=verify)
+
+
+def check_manifest(folder: Path, manifest: Mapping[str, Json]) -> None:
+    """Raise StoreError for a manifest that is not one of a saved graph."""
+    try:
+        check(manifest, _SCHEMA, "the manifest")
+    except ValueError as error:
+        raise StoreError(f"{folder} has a manifest that is not a graph's: {error}. Load another copy.") from error
+
+
+def recut(recipe: Recipe, losses: Sequence[str], names: Sequence[str]) -> Recipe:
+    """Return the recipe of a split model for the stages of another cut. Its last stage has the loss.
+
+    Args:
+        recipe: The recipe of the saved stages.
+        losses: Those of them that have a loss.
+        names: The stages of the other cut.
+
+    Raises:
+        InputError: The saved stages differ in more than the loss.
+    """
+
+    def value(own: Each, argument: str) -> Any:
+        values = list(own.values.values() if isinstance(own.values, Mapping) else own.values)
+        if any(fingerprint(other) != fingerprint(values[0]) for other in values):
+            raise InputError(
+                f"the saved stages were compiled with different values of {argument}, and this cut has other "
+                f"stages. Load them in the cut in which they were saved."
+            )
+        return Each(dict.fromkeys(names, values[0]))
+
+    loss = recipe.loss
+    last = loss.values[losses[-1]] if isinstance(loss, Each) and isinstance(loss.values, Mapping) else loss
+    return replace(replace(recipe, loss=None).mapped(value), loss=Each({**dict.fromkeys(names), names[-1]: last}))
 
 
 def made_models(
