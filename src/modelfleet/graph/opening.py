@@ -207,15 +207,16 @@ class Opener:
         owners: dict[tuple[str, Hashable], list[tuple[str, str]]] = {}
         for member in self.members:
             addresses = getattr(require_nodes(member.framework), "buffer_addresses", None)
-            for model in models_of(member).values() if addresses is not None else ():
-                for name, address in addresses(model).items():
+            for model in models_of(member).values():
+                found = {} if addresses is None else addresses(model)
+                for name, address in found.items():
                     owners.setdefault((member.framework.NAME, address), []).append((member.name, name))
         for own in owners.values():
             if len({node for node, _ in own}) > 1 and any(name in trial.nodes[node].changed for node, name in own):
                 (one, buffer), (other, _) = own[0], next(pair for pair in own if pair[0] != own[0][0])
                 raise InputError(
                     f"nodes {one!r} and {other!r} share the buffer {buffer!r}, which the training changes, and "
-                    f"each device has a copy of its own. Keep the parts that share it in one node, or give each a copy."
+                    f"each device has a copy of its own. Keep what shares it in one node, or give each a copy."
                 )
 
     @staticmethod

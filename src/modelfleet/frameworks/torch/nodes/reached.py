@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class Reached:
@@ -13,10 +13,10 @@ class Reached:
     """
 
     def __init__(self) -> None:
-        self._params: list[nn.Parameter] = []
+        self._params: list[Tensor] = []
         self._counts: Tensor | None = None
 
-    def gradients(self, params: Iterable[nn.Parameter]) -> list[Tensor]:
+    def gradients(self, params: Iterable[Tensor]) -> list[Tensor]:
         """Return the gradients to be summed in place, zeros for parameters that were not reached here."""
         self._params = [parameter for parameter in params if parameter.requires_grad]
         if not self._params:
