@@ -25,7 +25,8 @@ def chain_in(model: nn.Module, stages: int, **recipe: Any) -> mf.Chain:
     """A compiled chain of a model cut into stages."""
     devices = {1: "cpu", 2: TWO, 3: THREE}[stages]
     chain = mf.Chain(mf.split(model, stages, torch.zeros(4, 4, dtype=torch.float64)), devices=devices)
-    chain.compile(**{"optimizer": "adam", "loss": "cross_entropy", "lr": 0.01, "schedule": "cosine", **recipe})
+    given: dict[str, Any] = {"optimizer": "adam", "loss": "cross_entropy", "lr": 0.01, "schedule": "cosine"}
+    chain.compile(**{**given, **recipe})
     return chain
 
 

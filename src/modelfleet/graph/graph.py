@@ -120,7 +120,8 @@ class Graph:
         Args:
             folder: The folder.
             models: The models to fill, by node or in their order; or a function that returns them. For a fleet,
-                its models, by name or in their order, or a `Fleet`.
+                its models, by name or in their order, or a `Fleet`. For a chain of a split model, what `split`
+                returns; it may be cut otherwise.
             devices: As for a new one.
             allow_import: Import the functions of the recipe by the names in the folder. This runs code that the
                 folder chooses: use it only with folders you trust.

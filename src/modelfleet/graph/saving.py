@@ -15,6 +15,7 @@ from modelfleet.frameworks.stacked import WEIGHTS
 from modelfleet.graph import saved_fleets
 from modelfleet.graph.checkpoints import Paths, by_global_path, by_node
 from modelfleet.graph.saved_fleets import FleetEntry, made_fleet
+from modelfleet.graph.split import Split
 from modelfleet.graph.topology import Edge, Key, Link, Topology
 from modelfleet.recipe import Recipe
 from modelfleet.store import Saved, read_folder, recipe_json, write_folder
@@ -44,9 +45,9 @@ _SCHEMA = {
 }
 
 ModelsLike: TypeAlias = (
-    Mapping[str, Model] | Sequence[Model] | Callable[[], "Mapping[str, Model] | Sequence[Model]"]
+    Mapping[str, Model] | Sequence[Model] | Split | Callable[[], "Mapping[str, Model] | Sequence[Model] | Split"]
 )
-"""Models to fill: by node, in the order of the nodes, or a function that returns them."""
+"""Models to fill: by node, in the order of the nodes, of a split model, or a function that returns them."""
 
 
 @dataclass(frozen=True)

@@ -81,17 +81,18 @@ def test_the_gradient_of_all_stages_is_clipped_as_one() -> None:
 
 
 @on_jax
-@pytest.mark.parametrize("how", [{}, {"devices": [["cpu:0", "cpu:1"], ["cpu:2"]]}], ids=["two", "row"])
-def test_numbers_of_64_bits_are_not_rounded(double: None, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize("devices", ["cpu:0,cpu:1", [["cpu:0", "cpu:1"], ["cpu:2"]]], ids=["two", "row"])
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+def test_numbers_of_64_bits_are_not_rounded(double: None, clip_norm: float | None, devices: Any) -> None:
     models, others = stages(dropout=0.0), stages(dropout=0.0)
     data = X[:42].astype(np.float64), Y[:42]  # the last batch has 10 rows, whose inverse is no short number
     weights = np.linspace(0.1, 2.0, 42)
-    chain = mf.Chain(models, **{"devices": "cpu:0,cpu:1", **how})
-    chain.compile("adam", "cross_entropy", lr=0.01, clip_norm=0.1)
+    chain = mf.Chain(models, devices=devices)
+    chain.compile("adam", "cross_entropy", lr=0.01, clip_norm=clip_norm)
     losses = fit(chain, (*data, weights), epochs=3)
     net = keras.Sequential([layers.Input((6,)), *others])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    net.compile(keras.optimizers.Adam(0.01, global_clipnorm=0.1), loss)
+    net.compile(keras.optimizers.Adam(0.01, global_clipnorm=clip_norm), loss)
     expected = net.fit(*data, sample_weight=weights, batch_size=ROWS, epochs=3, shuffle=False, verbose=0)
     np.testing.assert_allclose(losses, expected.history["loss"], rtol=1e-10)
     for one, other in zip(models, others, strict=True):
@@ -210,7 +211,8 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path, other: dict[s
     with pytest.raises(ZeroDivisionError):
         fit(compiled(stages()), epochs=4, callbacks=[mf.Checkpoint(tmp_path), Break()])
     chain = mf.Chain(stages(), devices="cpu:0,cpu:1")
-    chain.compile("adam", **{"loss": "cross_entropy", "lr": mf.each(LR), **other})
+    given: dict[str, Any] = {"loss": "cross_entropy", "lr": mf.each(LR), **other}
+    chain.compile("adam", **given)
     data = X, np.eye(3)[Y] if "loss" in other else Y
     with pytest.raises(StoreError, match="a checkpoint of another run: its optimizer and loss"):
         fit(chain, data, epochs=4, callbacks=[mf.Checkpoint(tmp_path), mf.Callback()])
