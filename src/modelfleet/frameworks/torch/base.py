@@ -109,13 +109,13 @@ def on_host(tensor: Tensor) -> np.ndarray:
 
 
 @contextmanager
-def explained(name: str, model: nn.Module, data: Tree) -> Iterator[None]:
-    """Add the batch's shapes to whatever a forward, a loss or a metric raises."""
+def explained(name: str, model: nn.Module, data: Tree, part: str = "") -> Iterator[None]:
+    """Add the batch's shapes to whatever a forward, a loss, a metric, or another part of a step raises."""
     try:
         yield
     except Exception as error:
         memory = out_of_memory(error)
-        raise batch_error(name, type(model).__name__, _shapes(data), error, memory=memory) from error
+        raise batch_error(name, f"{part}{type(model).__name__}", _shapes(data), error, memory=memory) from error
 
 
 def _shapes(data: Tree) -> str:
