@@ -99,7 +99,10 @@ class NodeTrial:
 
 
 class NodeEngine(Protocol):
-    """Engine of one node. Trees of tensors are the framework's own, on the node's device."""
+    """Engine of one node. Trees of tensors are the framework's own, on the node's device.
+
+    Engines that train may have `count_into(held: HeldBytes | None)`: then they say what they keep for backwards.
+    """
 
     trained: bool
     """True if the node has weights that take a gradient."""

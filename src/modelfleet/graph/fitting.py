@@ -23,6 +23,7 @@ from modelfleet.graph.opening import Opener
 from modelfleet.graph.orders import StateOrder, StepOrder, StepReport
 from modelfleet.graph.plan import GraphPlan
 from modelfleet.graph.reading import evaluate_orders, in_turn, joined_parts, sum_up
+from modelfleet.graph.recording import by_one_clock
 from modelfleet.graph.running import Ranks
 from modelfleet.history import History
 from modelfleet.interrupts import StopRequest
@@ -364,9 +365,18 @@ class GraphFit:
         return self._ranks.receive()
 
     def _measured(self, plan: GraphPlan) -> Timeline:
-        """Return the mean times of the steps of this run."""
+        """Return the mean times of the steps of this run, and what the ranks held, beside what was planned."""
         reports = self._ask(StateOrder(read=False, events="train"))
-        return Timeline(plan.devices, tuple(event for report in reports for event in report.events))
+        events = [report.events for report in reports]
+        if self._opener.strategy == "ray":
+            events = by_one_clock(events)  # machines of a cluster have clocks of their own
+        peaks = [report.peak_bytes for report in reports if report.peak_bytes is not None]
+        return Timeline(
+            plan.devices,
+            tuple(event for own in events for event in own),
+            tuple(peaks) if len(peaks) == len(reports) else None,
+            plan.timeline,
+        )
 
     def _write_back(self) -> None:
         """Write the state into the users' models, and keep that of the optimizers for the next fit."""

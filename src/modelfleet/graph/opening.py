@@ -254,6 +254,7 @@ class Opener:
             strategy=self.strategy,
             train=train,
             fleets={name: len(models) for name, models in self.fleets.items()},
+            recomputed=self._recompute,
         )
 
     def _engine(self, member: Member, kind: Kind) -> NodeEngine:

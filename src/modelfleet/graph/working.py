@@ -87,7 +87,8 @@ def _answer(rank: Rank, order: StepOrder | StateOrder) -> StepReport:
     for name, state in order.write.items():
         rank.engines[name].write(state)
     states = {name: engine.read() for name, engine in rank.engines.items()} if order.read else {}
-    return StepReport(states=states, events=rank.recorder.events(order.events))
+    peak = rank.peak_bytes.get(order.events)
+    return StepReport(states=states, events=rank.recorder.events(order.events), peak_bytes=peak)
 
 
 def _open(order: RankOrder) -> tuple[Rank, Transport]:

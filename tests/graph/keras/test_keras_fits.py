@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
-from tests.graph.keras.stages import ROWS, X, Y, assert_equal, stages, train
+from tests.graph.keras.stages import ROWS, X, Y, assert_equal, stages, train, whole
 
 import modelfleet as mf
 from modelfleet.errors import AllFailedError, InputError, StoreError, StrategyError
@@ -62,6 +62,19 @@ def test_a_chain_trains_like_the_undivided_model_with_its_dropout(how: dict[str,
     losses = fit(compiled(models), **how)
     np.testing.assert_allclose(losses, train(others, adams()), rtol=1e-4)
     assert_equal(models, others)
+
+
+@on_jax
+def test_a_model_that_was_split_trains_as_when_it_was_whole() -> None:
+    model, other = whole(), whole()
+    chain = mf.Chain(mf.split(model, 2, X[:8]), devices="cpu:0,cpu:1")
+    chain.compile("adam", "cross_entropy", lr=1e-2)
+    losses = fit(chain)
+    np.testing.assert_allclose(losses, train([other], [keras.optimizers.Adam(1e-2)]), rtol=1e-4)
+    assert_equal([model], [other])
+    assert chain.last_plan is not None
+    assert chain.last_plan.measured is not None
+    assert chain.last_plan.measured.peak_bytes is not None
 
 
 @on_jax

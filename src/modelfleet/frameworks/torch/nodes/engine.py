@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from modelfleet.frameworks.held_bytes import HeldBytes
 from modelfleet.frameworks.node_engine import Draws, LossParts, NodeHyper, NodeTrial, Step, TrialInputs
 from modelfleet.frameworks.stacked import Given
 from modelfleet.frameworks.torch import arrays
@@ -16,6 +17,7 @@ from modelfleet.frameworks.torch.base import explained
 from modelfleet.frameworks.torch.global_modes import KeepingModes
 from modelfleet.frameworks.torch.nodes.draws import NodeDraws
 from modelfleet.frameworks.torch.nodes.reached import Reached
+from modelfleet.frameworks.torch.nodes.saved import SavedTensors
 from modelfleet.frameworks.torch.nodes.trial import detached, try_node
 from modelfleet.frameworks.torch.nodes.weight_halves import WeightHalf, input_gradients
 from modelfleet.frameworks.torch.plain import optimizer as plain_optimizer
@@ -66,6 +68,7 @@ class TorchNode:
         self._evaluating = evaluating  # True if the module stays in evaluation mode, as a frozen part does
         self._kept: dict[int, _Kept] = {}
         self._outputs: dict[int, Tree] = {}  # detached, for the loss
+        self._counted = SavedTensors()
         self._saved: list[SavedBuffer] = []
         self._step = Step(((0, 0),), train=False)
         self.failed: dict[str, int] = {}
@@ -80,12 +83,17 @@ class TorchNode:
         """Return True if any parameter takes a gradient."""
         return any(parameter.requires_grad for parameter in self._member.params.values())
 
+    def count_into(self, held: HeldBytes | None) -> None:
+        """Count what is kept from now on for backward passes; None ends it."""
+        self._counted.held = held
+
     # --- steps ---------------------------------------------------------------------------------------------------
 
     def begin(self, step: Step, hyper: NodeHyper, draws: Draws) -> None:
         """Start a step, or the evaluation of a batch."""
         self._step = step
         self._kept, self._outputs = {}, {}
+        self._counted.begin()
         if step.train:
             if hyper != self._member.hyper:
                 self._member.use(
@@ -106,6 +114,7 @@ class TorchNode:
             with torch.no_grad():
                 outputs = self._run(micro, map_tree(torch.clone, inputs))
             self._keep(micro, inputs, wanted)
+            self._counted.add(micro, sum(leaf.nbytes for leaf in leaves(inputs)))
         else:
             kept = self._keep(micro, inputs, wanted)
             kept.outputs = outputs = self._run(micro, kept.inputs)
@@ -130,6 +139,7 @@ class TorchNode:
             nullcontext() if self._evaluating else self._contexts.mode(train=True),
             self._draws.of(micro),
             self._contexts.autocast(),
+            self._counted.counting(micro, self.model.parameters()),
         ):
             return call(self.model, inputs)
 
@@ -198,6 +208,7 @@ class TorchNode:
                 torch.autograd.backward([output for output, _ in found], [gradient for _, gradient in found])
             wanted = [torch.zeros_like(root) if root.grad is None else root.grad for root in roots]
             del self._kept[micro]
+            self._counted.release(micro)
         return wanted
 
     def backward_weights(self, micro: int) -> None:
@@ -206,6 +217,7 @@ class TorchNode:
         assert kept.weights is not None
         with explained(self.name, self.model, kept.inputs, BACKWARD):
             kept.weights.run()
+        self._counted.release(micro)
 
     def _recompute_outputs(self, micro: int, kept: _Kept) -> None:
         """Run the model again on a micro-batch. Its buffers have seen the micro-batch already."""

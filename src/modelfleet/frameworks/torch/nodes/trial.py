@@ -12,6 +12,7 @@ from modelfleet.frameworks.node_engine import NodeTrial, TrialInputs
 from modelfleet.frameworks.torch.base import explained
 from modelfleet.frameworks.torch.global_modes import KeepingModes
 from modelfleet.frameworks.torch.modes import in_mode, training_modes
+from modelfleet.frameworks.torch.nodes.saved import saved_bytes
 from modelfleet.frameworks.torch.parallel.row_independence import close, row_axes
 from modelfleet.frameworks.torch.plain.contexts import PlainContexts
 from modelfleet.frameworks.torch.plain.member import PlainMember
@@ -145,26 +146,16 @@ def _first_rows(whole: Tensor, few: Tensor) -> Tensor:
 def _time(model: nn.Module, inputs: Tree, wanted: Collection[int], *, train: bool) -> tuple[float, float, int]:
     """Return the seconds of a forward and a backward pass, and the bytes between them."""
     flat, kept = leaves(inputs), 0
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    seen: set[int] = set()
-
-    def count(tensor: Tensor) -> Tensor:
-        nonlocal kept
-        place = tensor.untyped_storage().data_ptr()
-        if place not in own | seen:
-            seen.add(place)
-            kept += tensor.untyped_storage().nbytes()
-        return tensor
-
     forwards, backwards = [], []
-    for _ in range(TIMES):
-        seen.clear()
-        kept = 0
+    for turn in range(TIMES):
         roots = [leaf.clone().requires_grad_(train and index in wanted) for index, leaf in enumerate(flat)]
         arguments = rebuild(inputs, [root.clone() for root in roots])
         begun = time.perf_counter()
-        with torch.set_grad_enabled(train), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            outputs = call(model, arguments)
+        with torch.set_grad_enabled(train):
+            if turn == 0:  # which warms up
+                outputs, kept = saved_bytes(model, lambda given=arguments: call(model, given))
+            else:
+                outputs = call(model, arguments)
         forwards.append(time.perf_counter() - begun)
         begun = time.perf_counter()
         ends = [leaf for leaf in leaves(outputs) if leaf.requires_grad] if train else []
