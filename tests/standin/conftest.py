@@ -1,4 +1,4 @@
-"""The stand-in accelerator is registered for a whole process, so these tests have one: see `../test_standin.py`."""
+"""The stand-in belongs to a whole process, so these tests have one of their own: see `../test_standin.py`."""
 
 import os
 

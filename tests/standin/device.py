@@ -1,7 +1,7 @@
 """The stand-in accelerator in torch: devices "standin:0" and "standin:1".
 
-`load` registers it. torch calls it in every process that has the folder `autoload` on its path, so that workers have
-the device, too.
+`load` registers it. torch calls it in every process that has the folder `autoload` on its path, so that workers
+have the device, too.
 """
 
 import ctypes
@@ -28,8 +28,8 @@ class Told:
     """One thing that the device was asked to do.
 
     Attributes:
-        kind: "op"; a copy: "h2d", "d2h", or "p2p" between devices; what the host waits for: "item", "sync"; an event:
-            "record", "wait"; "pinned" for an allocation of pinned memory; "free" for memory that is not reused.
+        kind: "op"; a copy: "h2d", "d2h", or "p2p" between devices; what the host waits for: "item", "sync"; an
+            event: "record", "wait"; "pinned" for an allocation of pinned memory; "free" for memory that is given up.
         text: The name of the operation, or the shape of a copy and whether the host waits for it.
         stream: The stream, by a number that no other device's stream has.
         read: The places in memory that are read, or the number of an event.
@@ -74,7 +74,7 @@ def listening(function: Callable[[Told], None]) -> Iterator[None]:
 
 @contextmanager
 def limited(device: int = 0, *, total: int = 0, largest: int = 0) -> Iterator[None]:
-    """Let a device have no more memory than this within this context, in total or in one tensor; 0 for no limit."""
+    """Let a device have no more memory than this within this context, in total or in one tensor; 0: no limit."""
     torch.accelerator.empty_cache()
     _library().standin_limit(device, total, largest)
     try:

@@ -1,9 +1,9 @@
 """Finds races: what a stream reads or writes while another may not be done with it.
 
 Nothing runs asynchronously on the stand-in. So races are found by what is known to have happened before what: a
-stream does its work in order; an event orders what was recorded before it and what waits for it; and the host, when
-it waits, knows that the work is done, and so does all that it launches afterwards. Two uses of the same memory of
-which one writes, without such an order, are a race on a GPU.
+stream does its work in order; an event orders what was recorded before it and what waits for it; and the host,
+when it waits, knows that the work is done, and so does all that it launches afterwards. Two uses of the same
+memory of which one writes, without such an order, are a race on a GPU.
 """
 
 import threading
