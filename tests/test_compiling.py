@@ -280,13 +280,15 @@ def test_an_error_in_the_fit_takes_its_compiler_with_it(eager: Processes) -> Non
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]]:
     """What is logged, from the first time that compiling fails on."""
     monkeypatch.setattr(compiler, "_failures", [])
-    monkeypatch.setattr(compiler.logger, "level", logging.DEBUG)
+    level = compiler.logger.level
+    compiler.logger.setLevel(logging.DEBUG)
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     monkeypatch.setattr(handler, "emit", records.append)
     compiler.logger.addHandler(handler)
     yield records
     compiler.logger.removeHandler(handler)
+    compiler.logger.setLevel(level)
 
 
 def test_a_compiler_that_fails_leaves_the_training_as_it_is(

@@ -96,7 +96,7 @@ def test_ctrl_c_does_not_wait_for_workers_that_have_not_begun(tmp_path: Path) ->
     assert not history["a"]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def default_handler() -> Iterator[None]:
     """Have Python's own handler, whatever an earlier test of this process has left."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -104,7 +104,6 @@ def default_handler() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.usefixtures("default_handler")
 def test_a_ctrl_c_that_is_swallowed_while_a_fit_is_prepared_ends_it_all_the_same() -> None:
     looked: list[int] = []
 

@@ -215,11 +215,20 @@ def read_ahead(source: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
                 return
             room.release()
             yield item
-    except KeyboardInterrupt:
-        interrupted = True
+    except BaseException as error:
+        interrupted = _follows_interrupt(error)
         raise
     finally:
         closed = True
         room.release()
         if not interrupted:
             thread.join()
+
+
+def _follows_interrupt(error: BaseException | None) -> bool:
+    """Return True for Ctrl-C, and for the end of a generator because of it: it may come during a step."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__context__
+    return False

@@ -284,7 +284,7 @@ class TorchNode:
         with KeepingModes(self.device.type), torch.no_grad(), self._contexts.autocast():
 
             def total(start: int, stop: int) -> float:
-                own = [map_tree(lambda leaf: leaf[start:stop], tree) for tree in (output, y)]
+                own = [map_tree(lambda leaf: leaf[start:stop].clone(), tree) for tree in (output, y)]
                 return float(loss.plain(*own)) * (stop - start)
 
             whole = total(0, rows)
