@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from modelfleet.errors import InputError
 from modelfleet.frameworks.node_engine import NodeTrial, TrialInputs
 from modelfleet.frameworks.torch.base import explained
+from modelfleet.frameworks.torch.devices import restoring_generators
 from modelfleet.frameworks.torch.global_modes import KeepingModes
 from modelfleet.frameworks.torch.modes import in_mode, training_modes
 from modelfleet.frameworks.torch.nodes.saved import saved_bytes
@@ -61,7 +62,7 @@ def try_node(
         explained(member.name, member.model, inputs.whole),
         KeepingModes(member.device.type),
         undoing_side_effects(("self", model)),
-        torch.random.fork_rng(devices=[]),
+        restoring_generators(member.device),
         in_mode(model, train=train and not evaluating, given=training_modes(member.model)),
         contexts.autocast(),
     ):

@@ -25,7 +25,7 @@ from modelfleet.frameworks.torch.tracing.reasons import add_line, explain
 from modelfleet.frameworks.torch.tracing.recording import Recording
 from modelfleet.frameworks.torch.tracing.simplify import simplify
 from modelfleet.frameworks.torch.tracing.steady import uncompiled
-from modelfleet.frameworks.torch.tracing.writes import schema_of
+from modelfleet.frameworks.torch.tracing.writes import UNDECLARED_WRITERS, schema_of
 from modelfleet.trees import leaves, map_tree, rebuild
 from modelfleet.types import Tree
 
@@ -94,6 +94,16 @@ class Program:
     def working_bytes(self) -> int | None:
         """Return the peak memory of the intermediate results, without the inputs; None for an untraced step."""
         return None if self.graph is None else _peak_bytes(self.graph.graph)
+
+    @cached_property
+    def _undeclared_writes(self) -> bool:
+        graph = None if self.graph is None else self.graph.graph
+        return graph is None or any(node.target in UNDECLARED_WRITERS for node in graph.nodes)
+
+    @property
+    def counts_writes(self) -> bool:
+        """Return True if the versions of tensors tell what a run has written to. Compiled code does not count."""
+        return not self.compiled and not self._undeclared_writes
 
     def __call__(self, inputs: Sequence[Tensor]) -> Tree:
         """Run one step on the tensors of its arguments, in their order, and return its result."""
