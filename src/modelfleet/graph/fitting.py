@@ -112,6 +112,10 @@ class GraphFit:
         self._fresh = False
         self._read()
 
+    def take(self, name: str) -> None:
+        """Take the weights and buffers of the models back into the training, after a callback has changed them."""
+        self.restore(name, self._graph._read_states("predict", None))
+
     def sync(self, name: str) -> Model:
         """Write the current weights into the models of all nodes, and return the graph."""
         self._read()
@@ -140,7 +144,13 @@ class GraphFit:
         given = None if opener.recipe is None else opener.recipe.clip_norm
         clip_norm = float(given) if isinstance(given, int | float) else None
         self.identity = checkpoints.identity_of(
-            self._units, feed, self.epochs, clip_norm, self._frozen(), by_node=not self.paths
+            self._units,
+            opener.losses,
+            feed,
+            self.epochs,
+            clip_norm,
+            self._frozen(),
+            by_node=not self.paths,
         )
         self._epoch_sums = EpochSums(self._units, opener.losses)
         steps = None if feed.steps is None else int(feed.steps[0])

@@ -80,7 +80,8 @@ def try_graph(topology: Topology, engines: Mapping[str, NodeEngine], x: Tree, *,
         try:
             found[name] = engine.try_out(TrialInputs(arguments, few, rows, fewer_rows), wanted, train=train)
         except InputError as error:
-            raise InputError(f"{error} {_given(links, own)}") from error
+            raised_by_model = error.__cause__ is not None and not isinstance(error.__cause__, InputError)
+            raise InputError(f"{error} {_given(links, own)}" if raised_by_model else str(error)) from error
         given[name] = sum(map(_bytes, own.values()))
         for link in topology.out_of[name]:
             values[link] = select(found[name].outputs, link.output, f"the output of {name!r}")

@@ -34,7 +34,7 @@ class Rank:
         numbers: Makes the tensors of small sums.
         host: For each node, copies a tensor to the host, for outputs.
         divides: True if each loss is divided by a count of its own.
-        clip_norm: The largest norm of the gradients of the whole graph.
+        clip: Returns what gradients are multiplied by, from the norm of the whole graph's.
         board: Where the rank marks its operations.
     """
 
@@ -51,7 +51,7 @@ class Rank:
         host: Mapping[str, Callable[[Tensor], object]],
         *,
         divides: bool = False,
-        clip_norm: float | None = None,
+        clip: Callable[[float], float] | None = None,
         board: Board | None = None,
     ) -> None:
         self.number = number
@@ -61,7 +61,7 @@ class Rank:
         self._links = {link.name: link for link in topology.links}
         self._losses, self._divides = tuple(losses), divides
         self._transport, self._numbers, self._host = transport, numbers, host
-        self._clip_norm, self._board = clip_norm, board
+        self._clip, self._board = clip, board
         self._steps = 0
         self._taken = dict.fromkeys(schedules, 0)  # steps that followed each schedule
         self.peak_bytes: dict[str, int] = {}
@@ -322,8 +322,8 @@ class Rank:
             return
         self._scale = 1.0 / left
         norm = math.sqrt(squares) / left
-        if self._clip_norm is not None:
-            self._scale *= min(1.0, self._clip_norm / (norm + 1e-6))  # as torch's clip_grad_norm_
+        if self._clip is not None:
+            self._scale *= self._clip(norm)
 
     def _apply(self, operation: Operation) -> None:
         if not self._skipped:

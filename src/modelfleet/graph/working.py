@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from modelfleet import frameworks
@@ -96,6 +97,9 @@ def _open(order: RankOrder) -> tuple[Rank, Transport]:
     device = native_device(adapter, order.device, order.threads)
     engines = make_engines(order.nodes, members, order)
     transport = _transport(order, adapter, device)
+    clip = None
+    if order.kind == "train" and order.clip_norm is not None:
+        clip = partial(require_nodes(adapter).clip_factor, most=order.clip_norm)
     rank = Rank(
         order.rank,
         engines,
@@ -107,7 +111,7 @@ def _open(order: RankOrder) -> tuple[Rank, Transport]:
         lambda values: require_nodes(adapter).numbers(values, device),
         {member.name: require_nodes(member.framework).to_host for member in members},
         divides=order.divides,
-        clip_norm=order.clip_norm,
+        clip=clip,
         board=order.board,
     )
     return rank, transport

@@ -74,7 +74,7 @@ def train(
                     variable.assign(new)
             if clip_norm is not None:
                 norm = np.sqrt(sum(float((g**2).sum()) for g in jax.tree.leaves(gradients)))
-                gradients = jax.tree.map(lambda g, n=norm: g * min(1.0, clip_norm / (n + 1e-6)), gradients)
+                gradients = jax.tree.map(lambda g, n=norm: g * min(1.0, clip_norm / n), gradients)
             for model, optimizer, own in zip(models, optimizers, gradients, strict=True):
                 if own:
                     optimizer.apply(own, model.trainable_variables)

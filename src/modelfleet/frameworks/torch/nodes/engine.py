@@ -16,6 +16,7 @@ from modelfleet.frameworks.torch import arrays
 from modelfleet.frameworks.torch.base import explained
 from modelfleet.frameworks.torch.global_modes import KeepingModes
 from modelfleet.frameworks.torch.nodes.draws import NodeDraws
+from modelfleet.frameworks.torch.nodes.reached import Reached
 from modelfleet.frameworks.torch.nodes.saved import SavedTensors
 from modelfleet.frameworks.torch.nodes.trial import detached, try_node
 from modelfleet.frameworks.torch.nodes.weight_halves import WeightHalf, input_gradients
@@ -26,6 +27,8 @@ from modelfleet.frameworks.torch.task import Task, call, logits
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree, rebuild
 from modelfleet.types import State, Tree
+
+BACKWARD = "the backward pass of "
 
 
 @dataclass
@@ -60,6 +63,7 @@ class TorchNode:
         self._member = PlainMember(member, task, columns, device)
         self._contexts = PlainContexts(self._member)
         self._draws = NodeDraws(self._member)
+        self._reached = Reached()
         self._recompute = recompute
         self._evaluating = evaluating  # True if the module stays in evaluation mode, as a frozen part does
         self._kept: dict[int, _Kept] = {}
@@ -179,6 +183,12 @@ class TorchNode:
     ) -> list[Tensor]:
         """Add a micro-batch's gradients to the parameters', and return those of the wanted inputs."""
         kept = self._kept[micro]
+        with explained(self.name, self.model, kept.inputs, BACKWARD):
+            return self._backward(micro, kept, gradients, inputs_only=inputs_only)
+
+    def _backward(
+        self, micro: int, kept: _Kept, gradients: Sequence[Tensor | None], *, inputs_only: bool
+    ) -> list[Tensor]:
         if self._recompute:
             self._recompute_outputs(micro, kept)
         outputs = leaves(kept.outputs)
@@ -203,9 +213,10 @@ class TorchNode:
 
     def backward_weights(self, micro: int) -> None:
         """Add the gradients of the parameters that `backward` has left out."""
-        half = self._kept.pop(micro).weights
-        assert half is not None
-        half.run()
+        kept = self._kept.pop(micro)
+        assert kept.weights is not None
+        with explained(self.name, self.model, kept.inputs, BACKWARD):
+            kept.weights.run()
         self._counted.release(micro)
 
     def _recompute_outputs(self, micro: int, kept: _Kept) -> None:
@@ -224,12 +235,8 @@ class TorchNode:
     # --- the update ----------------------------------------------------------------------------------------------
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients of the step, with zeros for a parameter that no micro-batch has reached."""
-        params = [parameter for parameter in self._member.params.values() if parameter.requires_grad]
-        for parameter in params:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        return [parameter.grad for parameter in params if parameter.grad is not None]
+        """Return the gradients of the step, with zeros for a parameter that no micro-batch has reached here."""
+        return self._reached.gradients(self._member.params.values())
 
     def norm(self) -> tuple[float, bool]:
         """Return the squared norm of the gradients, and whether all are finite."""
@@ -243,6 +250,7 @@ class TorchNode:
     def apply(self, scale: float) -> None:
         """Take the optimizer's step."""
         member = self._member
+        self._reached.drop_unreached()
         found = [p.grad for p in member.params.values() if p.grad is not None]
         if scale != 1.0 and found:
             torch._foreach_mul_(found, scale)
@@ -293,7 +301,12 @@ class TorchNode:
         output, y = logits(outputs), target[0]
         if any(not leaf.dim() or len(leaf) != rows for leaf in (*leaves(output), *leaves(y))):
             return True
-        with KeepingModes(self.device.type), torch.no_grad(), self._contexts.autocast():
+        with (
+            explained(self.name, self.model, (output, y)),
+            KeepingModes(self.device.type),
+            torch.no_grad(),
+            self._contexts.autocast(),
+        ):
 
             def total(start: int, stop: int) -> float:
                 own = [map_tree(lambda leaf: leaf[start:stop].clone(), tree) for tree in (output, y)]

@@ -27,6 +27,7 @@ from modelfleet.frameworks.torch.model_locks import locked_in_mode
 from modelfleet.frameworks.torch.nodes.fleet_losses import MemberLosses, MemberSums
 from modelfleet.frameworks.torch.nodes.fleet_trial import refusing_python_state, try_fleet
 from modelfleet.frameworks.torch.nodes.fleet_update import update_members
+from modelfleet.frameworks.torch.nodes.reached import Reached
 from modelfleet.frameworks.torch.nodes.saved import SavedTensors
 from modelfleet.frameworks.torch.nodes.weight_halves import WeightHalf, input_gradients
 from modelfleet.frameworks.torch.plain.member import PlainMember
@@ -109,6 +110,7 @@ class TorchFleetNode:
         self._bad_loss = ~self._everybody
         self._live = self._everybody
         self._applied = False
+        self._reached = Reached()
 
     @property
     def trained(self) -> bool:
@@ -269,10 +271,7 @@ class TorchFleetNode:
 
     def gradients(self) -> list[Tensor]:
         """Return the stacked gradients of the step: zeros where this replica's micro-batches did not reach."""
-        for parameter in self._params.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        return [parameter.grad for parameter in self._params.values() if parameter.grad is not None]
+        return self._reached.gradients(self._params.values())
 
     def norm(self) -> tuple[float, bool]:
         """Return the squared norm of the members' gradients, and whether all are finite.
@@ -291,6 +290,7 @@ class TorchFleetNode:
 
     def apply(self, scale: float) -> None:
         """Take the step of every member's optimizer."""
+        self._reached.drop_unreached()
         gradients = {
             name: p.grad if scale == 1.0 else p.grad * scale
             for name, p in self._params.items()

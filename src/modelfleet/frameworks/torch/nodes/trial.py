@@ -1,7 +1,7 @@
 """Trials of a node before the training: what it makes of a few rows, what it draws, and how long it takes."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from modelfleet.errors import InputError
 from modelfleet.frameworks.node_engine import NodeTrial, TrialInputs
 from modelfleet.frameworks.torch.base import explained
+from modelfleet.frameworks.torch.devices import restoring_generators
 from modelfleet.frameworks.torch.global_modes import KeepingModes
 from modelfleet.frameworks.torch.modes import in_mode, training_modes
 from modelfleet.frameworks.torch.nodes.saved import saved_bytes
@@ -26,6 +27,7 @@ from modelfleet.trees import leaves, map_tree, map_trees, paths, rebuild
 from modelfleet.types import Tree
 
 TIMES = 2  # that a node is timed
+MAX_TEXT = 40  # characters of a value in an error
 
 
 def try_node(
@@ -60,13 +62,15 @@ def try_node(
         explained(member.name, member.model, inputs.whole),
         KeepingModes(member.device.type),
         undoing_side_effects(("self", model)),
-        torch.random.fork_rng(devices=[]),
+        restoring_generators(member.device),
         in_mode(model, train=train and not evaluating, given=training_modes(member.model)),
         contexts.autocast(),
     ):
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         outputs, fewer, draws, mixes = _look_at_rows(member, model, inputs)
+        changed = _changed_buffers(model, before)
         forward, backward, kept = _time(model, inputs.whole, wanted, train=train)
-    return NodeTrial(outputs, fewer, forward, backward, kept, draws, mixes)
+    return NodeTrial(outputs, fewer, forward, backward, kept, draws, mixes or bool(changed), changed)
 
 
 def _look_at_rows(
@@ -77,7 +81,6 @@ def _look_at_rows(
     What they draw is a text if it can't be divided by rows.
     """
     few = map_trees(lambda pair: _first_rows(*pair), [inputs.whole, inputs.fewer])
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     seed, step = torch.tensor(member.seed), torch.tensor(member.step)
     streams = [ConstantStreams(seed, step) for _ in range(2)]
     try:
@@ -91,9 +94,15 @@ def _look_at_rows(
         return outputs, fewer, str(error), False
     mixes = any(
         isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in model.modules()
-    ) or any(not torch.equal(buffer, before[name]) for name, buffer in model.named_buffers() if name in before)
+    )
     own = [_first_rows(whole, part) for whole, part in zip(leaves(outputs), leaves(fewer), strict=True)]
     return outputs, fewer, draws, mixes or not close(own, leaves(fewer), 1e-3)
+
+
+def _changed_buffers(model: nn.Module, before: Mapping[str, Tensor]) -> frozenset[str]:
+    """Return the names of the buffers whose numbers are others than before."""
+    own = dict(model.named_buffers())
+    return frozenset(name for name in before if name in own and not torch.equal(own[name], before[name]))
 
 
 def _tried(member: PlainMember, model: nn.Module, inputs: Tree, draws: AbstractContextManager[object]) -> Tree:
@@ -108,13 +117,23 @@ def detached(outputs: Tree, name: str) -> Tree:
     Raises:
         InputError: They are not all tensors.
     """
+    if not leaves(outputs):
+        raise InputError(
+            f"node {name!r} returns {outputs!r}, but tensors go over edges. Let its forward return some."
+        )
     for path, leaf in paths(outputs):
         if not isinstance(leaf, Tensor):
             raise InputError(
-                f"node {name!r} returns {type(leaf).__name__} {leaf!r}{path and f' at {path}'}, but only tensors "
+                f"node {name!r} returns {_described(leaf)}{path and f' at {path}'}, but only tensors "
                 f"go over edges. Let it return tensors, alone or in tuples, lists and dicts."
             )
     return map_tree(Tensor.detach, outputs)
+
+
+def _described(value: object) -> str:
+    """Return what a node has returned, in a few words."""
+    text = repr(value)
+    return f"{type(value).__name__} {text}" if len(text) <= MAX_TEXT else f"a {type(value).__name__}"
 
 
 def _first_rows(whole: Tensor, few: Tensor) -> Tensor:

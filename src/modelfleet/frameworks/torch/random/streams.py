@@ -104,7 +104,7 @@ class Streams:
 
         Args:
             axes: For each axis of a draw, what `own` takes; None if the axis is not padded.
-            shape: The padded shape, without the member's axis.
+            shape: The padded shape, without the member's axis. A draw may have some of its axes merged.
             own: Returns the own sizes `(member,)` of an axis.
         """
         self._padded = axes, tuple(shape), own
@@ -239,6 +239,8 @@ class Streams:
         """Return `(member, number)`: the flat positions of a draw's numbers in the own shape of each member."""
         assert self._padded is not None
         axes, padded, own_sizes = self._padded
+        if math.prod(shape) == math.prod(padded):
+            shape = padded
         if len(shape) != len(padded) or any(n not in (1, m) for n, m in zip(shape, padded, strict=True)):
             raise NotImplementedError(f"a padded draw has the shape {tuple(shape)}, expected {padded}")
         found = torch.zeros((), dtype=torch.int64, device=self._seed.device)

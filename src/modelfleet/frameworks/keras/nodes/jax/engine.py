@@ -141,12 +141,12 @@ class JaxNode:
         assert self._task.loss is not None
         loss, (start, stop) = self._task.loss, self._step.rows[micro]
         y, weights = (*target, None)[:2]
-        fraction = np.float32((stop - start) / self._step.count)
+        fraction = np.float64((stop - start) / self._step.count)  # float32, unless JAX uses 64 bits
         output = self._outputs.pop(micro)
         loss.check(y, output)
         if micro in self._passes:
             gradient, (total, count, sums) = self._programs.loss(loss)(
-                output, y, weights, fraction, np.float32(divisor)
+                output, y, weights, fraction, np.float64(divisor)
             )
             self._passes[micro].loss_gradients = [gradient]
         else:
@@ -211,7 +211,7 @@ class JaxNode:
         """Take the optimizer's step."""
         if self._gradients and self._optimizer is not None:
             update = self._programs.update(self._optimizer)
-            self._params, self._slots = update(self._params, self._slots, self._gradients, np.float32(scale))
+            self._params, self._slots = update(self._params, self._slots, self._gradients, np.float64(scale))
 
     def end(self, *, skipped: bool) -> None:
         """End a step. If it was skipped, the buffers are as they were before it, and it does not count."""
