@@ -304,6 +304,7 @@ def test_a_compiler_that_fails_leaves_the_training_as_it_is(
     assert not programs(fleet).compiled
     assert [record.levelno for record in told] == [logging.WARNING]
     assert "a step could not be compiled: the compile process ended by itself, with" in told[0].getMessage()
+    assert "fused; not compiled: the compile process ended by itself, with" in fleet.plan().lanes[0].reason
     monkeypatch.setenv("MODELFLEET_COMPILE", "never")
     fit(other, (X, Y), epochs=len(history["0"]["loss"]) + 8, batch_size=20)
     assert equal(all_weights(fleet), all_weights(other))

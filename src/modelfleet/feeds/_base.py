@@ -97,6 +97,10 @@ class ArrayOperations(Protocol):
         """Return the rows of `tensor` at an index of one to three axes: `(*index axes, …)`."""
         ...
 
+    def received(self, tensor: Tensor, /) -> None:
+        """Tell the device that this thread uses a tensor which another thread has put there."""
+        ...
+
     def concatenate(self, tensors: Sequence[Tensor], /) -> Tensor:
         """Join tensors along the first axis."""
         ...

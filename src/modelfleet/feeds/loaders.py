@@ -104,6 +104,8 @@ class LoaderFeed:
             for batch, failures in steps:
                 self.failures.update(failures)
                 if batch is not None:
+                    for one in batch.by_shape:
+                        map_tree(self._arrays.received, one.data)
                     yield batch
 
     def first(self) -> Batch:

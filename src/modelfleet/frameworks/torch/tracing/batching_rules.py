@@ -117,7 +117,7 @@ def _normalization(plain: Callable[..., Tensor], float32_on_gpu: bool) -> Callab
         if not _below_vmap() or not torch.is_autocast_enabled(kind) or x.dtype not in HALF_DTYPES:
             return plain(x, *args, **kwargs)
         found = plain(x.float(), *args, **kwargs)
-        return found if float32_on_gpu and kind == "cuda" else found.to(x.dtype)
+        return found if float32_on_gpu and kind != "cpu" else found.to(x.dtype)
 
     return run
 
