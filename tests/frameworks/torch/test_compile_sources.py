@@ -123,7 +123,7 @@ def test_what_was_compiled_under_other_settings_is_not_loaded(monkeypatch: pytes
     monkeypatch.setattr(Compiler, "_load", lambda self, forms: loaded.append(forms))
     for under in ({}, settings.present()):
         one._process, one._begun = Ended(under), (0.0, 1.0)  # pyrefly: ignore
-        one._finish(one._process, 1.0)
+        one._finish(one._process, 1.0)  # pyrefly: ignore
         assert one._process is None
         assert not one._done
         assert bool(loaded) == bool(under)
