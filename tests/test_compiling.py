@@ -558,6 +558,37 @@ def test_a_compiler_that_cannot_be_started_leaves_the_training_as_it_is(
     assert "could not be compiled: OSError: [Errno 28] No space left on device" in told[0].getMessage()
 
 
+def test_compiling_at_once_that_fails_leaves_the_training_as_it_is(
+    told: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODELFLEET_COMPILE", "now")
+    fleet, other = fleet_of(2, **RECIPE), fleet_of(2, **RECIPE)
+
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("No working C++ compiler found")
+
+    monkeypatch.setattr(compiler, "compile_first", fails)
+    history = fit(fleet, (X, Y), epochs=3, batch_size=8)
+    assert not history.failed
+    assert not programs(fleet).compiled
+    assert "could not be compiled: RuntimeError: No working C++ compiler found" in told[0].getMessage()
+    monkeypatch.setenv("MODELFLEET_COMPILE", "never")
+    assert fit(other, (X, Y), epochs=3, batch_size=8).to_dict() == history.to_dict()
+
+
+def test_a_compiled_step_whose_mark_cannot_be_written_is_used(
+    told: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MODELFLEET_COMPILE", "now")
+    (tmp_path / "modelfleet").write_text("a file where the folder of marks would be")
+    monkeypatch.setattr(compiler, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(compiler, "compile_first", lambda forms: (forms[-1].function(), forms[-1].form))
+    fleet = fleet_of(2, **RECIPE)
+    assert not fit(fleet, (X, Y), epochs=1, batch_size=8).failed
+    assert programs(fleet).compiled
+    assert not told
+
+
 def test_never_is_never(eager: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODELFLEET_COMPILE", "never")
     fit(fleet_of(2), (X, Y), epochs=4, batch_size=8)

@@ -11,6 +11,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,10 @@ class Compiler:
                 self._judge(seconds_per_step)
         elif time.monotonic() >= self._next_look:
             with TRACE_LOCK:
-                self._consider(steps_left, seconds_per_step)
+                try:
+                    self._consider(steps_left, seconds_per_step)
+                except Exception as error:  # no C++ compiler, a full disk, …: no result depends on compiling
+                    self._fail(f"{type(error).__name__}: {error}")
 
     def _consider(self, steps_left: int, seconds_per_step: float | None) -> None:
         if self._done:  # another thread was faster
@@ -112,11 +116,8 @@ class Compiler:
             form = self._marker.read_text()
             self._load([source for source in self._forms() if source.form == form] or self._forms())
         elif won:
-            try:
-                self._process = QUEUE.request(self, won, seconds_per_step, self._forms)
-                self._begun = time.monotonic(), seconds_per_step
-            except Exception as error:  # for example, no space left for its folder
-                self._fail(f"{type(error).__name__}: {error}")
+            self._process = QUEUE.request(self, won, seconds_per_step, self._forms)
+            self._begun = time.monotonic(), seconds_per_step
         else:
             QUEUE.withdraw(self)
         self._next_look = time.monotonic() + CHECK_SECONDS
@@ -192,19 +193,14 @@ class Compiler:
         self._done = True
         try:
             self._program.run, form = compile_first(forms)
-        except Exception as error:  # for example, no C++ compiler
-            if compile_mode() == "now":
-                raise
-            self._fixed_width = isinstance(error, FixedWidthError)
-            if self._fixed_width:
-                self._done = False  # to be compiled for its own width
-            else:
-                self._fail(f"{type(error).__name__}: {error}")
+        except FixedWidthError:
+            self._fixed_width, self._done = True, False  # to be compiled for its own width
             return
         self._program.compiled = True
         self._program.any_width = form == ANY_WIDTH
-        self._marker.parent.mkdir(parents=True, exist_ok=True)
-        self._marker.write_text(form)
+        with suppress(OSError):  # without it, the next run does not know
+            self._marker.parent.mkdir(parents=True, exist_ok=True)
+            self._marker.write_text(form)
 
     def _fail(self, reason: str) -> None:
         """Leave the traced graph in use: no result depends on compiling."""

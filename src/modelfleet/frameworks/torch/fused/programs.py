@@ -26,6 +26,7 @@ from modelfleet.frameworks.torch.fused.arguments import (
     steady_inputs,
     width_of,
 )
+from modelfleet.frameworks.torch.fused.other_sizes import from_other_sizes
 from modelfleet.frameworks.torch.fused.runner import ByWidth, Runner, ShapeTimes, for_any_width
 from modelfleet.frameworks.torch.fused.steps_protocol import How, LaneSteps
 from modelfleet.frameworks.torch.model_locks import lock_of, locked_in_mode
@@ -37,7 +38,7 @@ from modelfleet.frameworks.torch.python_state.checks import StatefulError, refus
 from modelfleet.frameworks.torch.python_state.snapshot import PythonSnapshot
 from modelfleet.frameworks.torch.python_state.undo import restoring_python, restoring_tensors, undoing_side_effects
 from modelfleet.frameworks.torch.tracing.parameters import NeedsGradientError
-from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, Program, trace, untraced
+from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, Program, TensorSpec, trace, untraced
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import State, Tree
 
@@ -88,6 +89,11 @@ class Programs(Generic[OwnSteps]):
         """Return why a train step could not be compiled; None if it could, or if this has not been tried."""
         failures = (runner.compiler.failure for runner in self._all(*TRAINING))
         return next((failure for failure in failures if failure is not None), None)
+
+    @property
+    def counts_writes(self) -> bool:
+        """Return True if the versions of tensors tell what the train steps have written to."""
+        return all(runner.program.counts_writes for runner in self._all(*TRAINING))
 
     @property
     def description(self) -> str:
@@ -302,6 +308,11 @@ class Programs(Generic[OwnSteps]):
         for runner in self._all():
             runner.compiler.stop()
 
+    def forget_state(self) -> None:
+        """Drop what this thread has kept of the last state that was stepped."""
+        for kept in (self._flattened, self._buffers, self._sliced):
+            vars(kept).clear()
+
     def look_again(self) -> None:
         """Before the next step, compare everything that the traced Python can read, large arrays too."""
         self._thoroughly = True
@@ -410,13 +421,22 @@ class Programs(Generic[OwnSteps]):
         snapshot = self._snapshot
         assert snapshot is not None
 
+        # The program outlives the lane that it was traced for, whose tensors it must not keep on the device.
+        specs = map_tree(lambda tensor: TensorSpec.of(tensor, False), args)
+
         def at_width(width: int) -> Program:
             if not snapshot.same(thoroughly=True):
                 raise CannotFuseError("what it reads has changed")
+            examples = map_tree(TensorSpec.empty, specs)
             with restoring_python(snapshot):
-                return trace(run, tuple(rows_of(args, stacked, width)), stacked)
+                return trace(run, tuple(rows_of(examples, stacked, width)), stacked)
 
+        sliced = kind == "train" and len(args[2]) > 1  # the slices have the width built in
         if self.fused:
+            program = from_other_sizes(self._programs, self.steps, kind, args, stacked, shared_data, run, snapshot)
+            if program is not None:
+                self.steps.unused = program.unused
+                return program, Compiler(program, at_width)
             self._try(kind, args, stacked, shared_data, snapshot)
         self.traces += 1
         try:
@@ -430,7 +450,6 @@ class Programs(Generic[OwnSteps]):
         if kind == "packed_apply" and program.graph is not None:
             program.run = with_loop(program.graph, program.run)
         program.unused = self.steps.unused
-        sliced = kind == "train" and len(args[2]) > 1  # the slices have the width built in
         return program, Compiler(program, at_width if self.fused and not sliced else None)
 
     def _try(
