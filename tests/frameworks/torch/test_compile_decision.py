@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, fx
 
 from modelfleet.frameworks.torch.compiling import decision, experience, vectors
 
@@ -22,13 +20,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
     experience._known.cache_clear()
     vectors.knows_vectors.cache_clear()
-
-
-def graph() -> fx.GraphModule:
-    def step(x: Tensor) -> Tensor:
-        return x + 1
-
-    return fx.symbolic_trace(step)
 
 
 def won(seconds: float) -> float:
