@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from modelfleet.frameworks.torch.compiling import decision, experience, vectors
 
