@@ -1,6 +1,7 @@
-"""Keras members that differ only in numbers: on JAX they share a lane, and are what Keras's own `fit` makes."""
+"""Keras members that differ only in numbers share a lane, and are what Keras's own `fit` makes."""
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,26 @@ import pytest
 import modelfleet as mf
 
 layers, losses = keras.layers, keras.losses
-on_jax = pytest.mark.skipif(keras.backend.backend() != "jax", reason="for Keras on JAX")
+BACKEND = keras.backend.backend()
 
 X = np.random.default_rng(0).normal(size=(24, 4))
 Y = np.eye(3)[np.random.default_rng(1).integers(0, 3, size=24)]
 
 
-@pytest.fixture
-def double() -> Iterator[None]:
+def exact() -> AbstractContextManager[object]:
+    if BACKEND != "jax":
+        return nullcontext()
     import jax
 
+    return jax.enable_x64(True)
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
     kinds = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
-    with jax.enable_x64(True):
+    with exact():
         yield
     keras.config.set_floatx(kinds[0])
     keras.config.set_dtype_policy(kinds[1])
@@ -139,21 +146,18 @@ def as_keras(make: Callable[[int], keras.Model], tolerance: float) -> None:
         assert abs(alone.get_weights()[0] - make(i).get_weights()[0]).max() > 1e-3
 
 
-@on_jax
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", MODELS)
 def test_members_that_differ_in_a_number_share_a_lane_and_are_as_alone(name: str) -> None:
     as_keras(MODELS[name], 1e-10)
 
 
-@on_jax
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", ROUNDED)
 def test_norms_that_differ_in_a_number_share_a_lane_and_are_as_alone(name: str) -> None:
     as_keras(ROUNDED[name], 2e-6)
 
 
-@on_jax
 @pytest.mark.usefixtures("double")
 def test_members_that_branch_on_their_number_have_a_lane_of_their_own() -> None:
     rates = [0.5, 0.0, 0.25, 0]
@@ -181,7 +185,6 @@ MIXED: list[Callable[[], keras.Optimizer]] = [
 ]
 
 
-@on_jax
 @pytest.mark.usefixtures("double")
 def test_members_that_differ_in_numbers_and_optimizers_share_a_lane_and_are_as_alone(tmp_path: Path) -> None:
     def make(i: int) -> keras.Model:
@@ -222,7 +225,6 @@ def test_members_that_differ_in_numbers_and_optimizers_share_a_lane_and_are_as_a
         close(loaded[name].get_weights(), fleet[name].get_weights())
 
 
-@on_jax
 @pytest.mark.usefixtures("double")
 def test_a_second_fit_a_shorter_one_and_changed_numbers_are_as_alone() -> None:
     make = MODELS["Dropout"]
@@ -255,7 +257,6 @@ class Interrupt(mf.Callback):
             raise KeyboardInterrupt
 
 
-@on_jax
 @pytest.mark.usefixtures("double")
 def test_a_resumed_run_and_a_saved_fleet_go_on_as_they_were(tmp_path: Path) -> None:
     make = MODELS["Dropout"]
@@ -272,9 +273,3 @@ def test_a_resumed_run_and_a_saved_fleet_go_on_as_they_were(tmp_path: Path) -> N
     fit(loaded)
     for name in whole.names:
         close(loaded[name].get_weights(), whole[name].get_weights())
-
-
-@pytest.mark.skipif(keras.backend.backend() == "jax", reason="for Keras on TensorFlow and torch")
-def test_on_other_backends_each_number_has_a_lane() -> None:
-    fleet = fleet_of(MODELS["LeakyReLU"], 2)
-    assert lanes(fleet) == [("m0",), ("m1",)]
