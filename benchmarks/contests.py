@@ -17,6 +17,8 @@ UNWEIGHTED = "without class weights"
 ONE_THREAD = "the stages in turn, one thread"
 LIMIT = "two processes that never wait"
 TORCH_PIPELINE = "torch.distributed.pipelining, gloo"
+THEORY = "the schedule by theory"
+BEST_CUT = "the best of all cuts"
 
 
 def _three(backend: str, over_fit: float) -> Contest:
@@ -129,8 +131,30 @@ def _chains() -> list[Contest]:
             },
             {ONE_THREAD: bars[verb], LIMIT: 0.9, TORCH_PIPELINE: 1},
             "batches",
+            either=(ONE_THREAD, LIMIT),
         )
         for verb in bars
+    ]
+
+
+def _schedules() -> list[Contest]:
+    return [
+        Contest(
+            "chain-schedules",
+            "a step of equal stages on two CPU devices, by schedule",
+            {who: Entrant("chain_schedules", (who,), _THREAD) for who in (FLEET, THEORY)},
+            {THEORY: 0.8},
+            "steps",
+            cases=("gpipe", "1f1b", "interleaved", "zero-bubble"),
+        ),
+        Contest(
+            "split-cut",
+            "the slower stage of a model cut in two",
+            {who: Entrant("split_cut", (who,), _THREAD) for who in (FLEET, BEST_CUT)},
+            {BEST_CUT: 0.95},
+            "batches",
+            cases=("mlp", "resnet", "transformer"),
+        ),
     ]
 
 
@@ -165,6 +189,7 @@ CONTESTS: dict[str, Contest] = {
         *(_mix(name) for name in MIXES),
         *_devices(),
         *_chains(),
+        *_schedules(),
         *_first_answers(),
         *PROMISES,
     )

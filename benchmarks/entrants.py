@@ -36,6 +36,8 @@ class Contest:
     rounds: int = ROUNDS
     fresh: bool = False
     """Whether every round is a new process with empty caches: so the first run counts, not the steady state."""
+    either: tuple[str, ...] = ()
+    """Peers of which one bar is enough: the lower one counts."""
     most_seconds: float | None = None
     """How long a case may take, for work that has no peer."""
 

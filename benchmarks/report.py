@@ -29,11 +29,13 @@ class Ratio:
     low: float
     high: float
     bar: float | None
+    instead: bool = False
+    """Whether another bar was reached that may stand for this one."""
 
     @property
     def reached(self) -> bool | None:
         """Whether the bar is reached; `None` without one."""
-        return None if self.bar is None else self.value >= self.bar
+        return None if self.bar is None else self.value >= self.bar or self.instead
 
 
 @dataclass
@@ -61,10 +63,13 @@ def ratio(row: Row | Contest, results: list[Result], peer: Result) -> Ratio | No
     fleet = next(result for result in results if result.peer == FLEET)
     if fleet.problem or peer.problem or peer is fleet:
         return None
-    bar = row.bar(peer.peer)
+    bar, instead = row.bar(peer.peer), False
+    if isinstance(row, Contest) and peer.peer in row.either:
+        others = [other for other in results if other.peer in row.either and not other.problem]
+        instead = any(fleet.rate / other.rate >= row.bars[other.peer] for other in others)
     work = fleet.member_steps / peer.member_steps
     beside = [work * theirs / ours for ours, theirs in zip(fleet.seconds, peer.seconds, strict=True)]
-    return Ratio(fleet.rate / peer.rate, min(beside), max(beside), bar)
+    return Ratio(fleet.rate / peer.rate, min(beside), max(beside), bar, instead)
 
 
 def cold_ratio(results: list[ColdResult]) -> Ratio | None:

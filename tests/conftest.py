@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -17,6 +18,10 @@ os.environ["MODELFLEET_COMPILE"] = "never"
 
 # "auto" measures what is faster, and on a busy machine that is now the one and now the other.
 measurements.SHORT_RUN = sys.maxsize
+
+# A program in the background of a shell ignores Ctrl-C, and so would every program that the tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # `tests.helpers` can be imported however pytest is started.
 sys.path.insert(0, str(Path(__file__).parent.parent))

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from importlib.util import find_spec
 from io import StringIO
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from benchmarks import crowds, harness, jobs
-from benchmarks.contests import CONTESTS, FLEET, IDEAL
+from benchmarks import crowds, harness, jobs, timeline
+from benchmarks.contests import BEST_CUT, CONTESTS, FLEET, IDEAL, THEORY
 from benchmarks.entrants import PLAIN, Contest, Entrant
 from benchmarks.harness import Result
-from benchmarks.peers import balance, jax_vmap, map_split, predicting
+from benchmarks.peers import balance, chain_schedules, jax_vmap, map_split, predicting, split_cut
 from benchmarks.peers.torch_loop import Trainee, trainees
 from benchmarks.report import Report, growth_lines, ratio, show
 from benchmarks.rows import JAX, ROWS, TORCH, Row, datasets
@@ -221,6 +222,45 @@ def test_a_table_has_its_unit_and_its_notes() -> None:
     assert "rows/s" in text
     assert "250" in text
     assert "modelfleet: small users waited, mean s 0.125" in text
+
+
+def test_of_two_bars_that_stand_for_each_other_one_is_enough() -> None:
+    contest = CONTESTS["chain-fit"]
+
+    def reached(ours: float, alone: float, limit: float) -> list[bool | None]:
+        seconds = dict(zip((FLEET, *contest.either), (ours, alone, limit), strict=True))
+        results = [Result(peer, 0.0, (own,), 8) for peer, own in seconds.items()]
+        found = [ratio(contest, results, result) for result in results[1:]]
+        return [None if one is None else one.reached for one in found]
+
+    assert reached(1.0, 1.7, 0.5) == [True, True]  # 1.6 × as fast, however fast the limit is
+    assert reached(1.0, 1.2, 0.95) == [True, True]  # slower, but as fast as this machine can be
+    assert reached(1.0, 1.2, 0.5) == [False, False]
+
+
+def test_the_picture_of_a_timeline_is_that_of_a_real_run(tmp_path: Path) -> None:
+    timeline.draw(timeline.train(quick=True), tmp_path / "picture.svg")
+    text = (tmp_path / "picture.svg").read_text(encoding="utf-8")
+    assert all(word in text for word in ("measured", "planned", "encoder", "head", "cpu:1"))
+
+
+def test_the_theory_of_schedules() -> None:
+    assert chain_schedules.idle_by_theory("1f1b") == pytest.approx(1 / 9)
+    assert chain_schedules.idle_by_theory("interleaved") == pytest.approx(1 / 17)
+    measure = {who: chain_schedules.prepare(who, True) for who in (FLEET, THEORY)}
+    ours, theory = (measure[who]("gpipe").notes for who in (FLEET, THEORY))
+    assert ours.keys() == theory.keys()
+    for rank in (0, 1):
+        name = f"MB of activations on cpu:{rank}"
+        assert 0.7 * theory[name] < ours[name] <= theory[name]
+
+
+def test_a_cut_is_timed_beside_the_best_one() -> None:
+    ours, best = (split_cut.prepare(who, True)("mlp") for who in (FLEET, BEST_CUT))
+    assert ours.notes["cuts"] == 2
+    assert ours.notes["cut"] in (1, 2)
+    assert best.notes["best cut"] in (1, 2)
+    assert min(ours.seconds or 0.0, best.seconds or 0.0) > 0
 
 
 def test_every_entrant_has_its_module() -> None:

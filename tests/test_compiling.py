@@ -280,13 +280,15 @@ def test_an_error_in_the_fit_takes_its_compiler_with_it(eager: Processes) -> Non
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[logging.LogRecord]]:
     """What is logged, from the first time that compiling fails on."""
     monkeypatch.setattr(compiler, "_failures", [])
-    monkeypatch.setattr(compiler.logger, "level", logging.DEBUG)
+    level = compiler.logger.level
+    compiler.logger.setLevel(logging.DEBUG)
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     monkeypatch.setattr(handler, "emit", records.append)
     compiler.logger.addHandler(handler)
     yield records
     compiler.logger.removeHandler(handler)
+    compiler.logger.setLevel(level)
 
 
 def test_a_compiler_that_fails_leaves_the_training_as_it_is(
@@ -302,6 +304,7 @@ def test_a_compiler_that_fails_leaves_the_training_as_it_is(
     assert not programs(fleet).compiled
     assert [record.levelno for record in told] == [logging.WARNING]
     assert "a step could not be compiled: the compile process ended by itself, with" in told[0].getMessage()
+    assert "fused; not compiled: the compile process ended by itself, with" in fleet.plan().lanes[0].reason
     monkeypatch.setenv("MODELFLEET_COMPILE", "never")
     fit(other, (X, Y), epochs=len(history["0"]["loss"]) + 8, batch_size=20)
     assert equal(all_weights(fleet), all_weights(other))
@@ -553,6 +556,37 @@ def test_a_compiler_that_cannot_be_started_leaves_the_training_as_it_is(
         logging.WARNING
     ) == 1  # two programs: the last batch is shorter
     assert "could not be compiled: OSError: [Errno 28] No space left on device" in told[0].getMessage()
+
+
+def test_compiling_at_once_that_fails_leaves_the_training_as_it_is(
+    told: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODELFLEET_COMPILE", "now")
+    fleet, other = fleet_of(2, **RECIPE), fleet_of(2, **RECIPE)
+
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("No working C++ compiler found")
+
+    monkeypatch.setattr(compiler, "compile_first", fails)
+    history = fit(fleet, (X, Y), epochs=3, batch_size=8)
+    assert not history.failed
+    assert not programs(fleet).compiled
+    assert "could not be compiled: RuntimeError: No working C++ compiler found" in told[0].getMessage()
+    monkeypatch.setenv("MODELFLEET_COMPILE", "never")
+    assert fit(other, (X, Y), epochs=3, batch_size=8).to_dict() == history.to_dict()
+
+
+def test_a_compiled_step_whose_mark_cannot_be_written_is_used(
+    told: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MODELFLEET_COMPILE", "now")
+    (tmp_path / "modelfleet").write_text("a file where the folder of marks would be")
+    monkeypatch.setattr(compiler, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(compiler, "compile_first", lambda forms: (forms[-1].function(), forms[-1].form))
+    fleet = fleet_of(2, **RECIPE)
+    assert not fit(fleet, (X, Y), epochs=1, batch_size=8).failed
+    assert programs(fleet).compiled
+    assert not told
 
 
 def test_never_is_never(eager: Processes, monkeypatch: pytest.MonkeyPatch) -> None:

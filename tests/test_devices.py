@@ -7,7 +7,7 @@ import torch
 from modelfleet import devices as module
 from modelfleet.devices import Device, Memory, chosen, cores, host_memory, parse_devices, threads_of
 from modelfleet.errors import InputError
-from modelfleet.frameworks.torch.devices import accelerators, choose, memory, native
+from modelfleet.frameworks.torch.devices import accelerators, choose, memory, native, out_of_memory
 
 GPUS = [Device("cuda", 0), Device("cuda", 1)]
 
@@ -188,17 +188,56 @@ def test_torch_names_its_accelerators_and_takes_all_of_them(monkeypatch: pytest.
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     assert accelerators() == GPUS
     assert choose(None) == tuple(GPUS)
-    assert choose((Device("cuda"), Device("cpu"))) == (Device("cuda"), Device("cpu"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    assert choose((Device("cuda"), Device("cpu"))) == (Device("cuda", 1), Device("cpu"))
     with pytest.raises(InputError, match="device 'cuda:2' does not exist: torch sees cpu, cuda:0, cuda:1"):
         choose((Device("cuda", 2),))
 
 
 def test_torch_tells_an_accelerator_s_memory_and_not_the_cpu_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (30, 80), raising=False)
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device: 25)
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda device: 20)
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 100)
     monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 40)
     assert memory(torch.device("cpu")) is None
-    assert memory(torch.device("cuda", 1)) == Memory(80, 30)
+    assert memory(torch.device("cuda", 1)) == Memory(80, 35)  # with the 5 that torch keeps for its next tensors
     assert memory(torch.device("mps")) == Memory(100, 60)
     monkeypatch.delattr(torch.accelerator, "get_memory_info")
     assert memory(torch.device("xpu", 0)) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
+        MemoryError(),
+    ],
+)
+def test_torch_knows_when_memory_has_run_out(error: Exception) -> None:
+    assert out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        ValueError("out of memory"),
+    ],
+)
+def test_other_errors_are_no_lack_of_memory(error: Exception) -> None:
+    assert not out_of_memory(error)
+
+
+def test_a_framework_s_own_kinds_of_accelerators_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_kind_finders", [lambda: {"npu"}])
+    assert parse_devices("npu:1") == (Device("npu", 1),)
+    with pytest.raises(
+        InputError, match=r"unknown kind of device in 'tpu'\. Known: cpu, cuda, mps, xpu, ray, npu"
+    ):
+        parse_devices("tpu")

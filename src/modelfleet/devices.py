@@ -5,7 +5,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,9 @@ from pathlib import Path
 from modelfleet.errors import InputError
 
 KINDS = ("cpu", "cuda", "mps", "xpu", "ray")
+"""Kinds that can always be named. Others can be if a framework has such devices here (`find_kinds_by`)."""
+
+_kind_finders: list[Callable[[], Iterable[str]]] = []
 
 _DEVICE = re.compile(r"(?P<kind>[^:]+)(:(?P<index>0|[1-9][0-9]*))?")
 
@@ -34,6 +37,11 @@ class Memory:
 
     total: int
     free: int
+
+
+def find_kinds_by(finder: Callable[[], Iterable[str]]) -> None:
+    """Have a function return the kinds of accelerators that there are, when a name is none of `KINDS`."""
+    _kind_finders.append(finder)
 
 
 def parse_devices(devices: str | Sequence[str]) -> tuple[Device, ...] | None:
@@ -79,7 +87,10 @@ def _parse(text: str) -> Device:
     if match is None:
         raise InputError(f"device {text!r} is not a kind and an index. Write it as in 'cuda:0'.")
     if match["kind"] not in KINDS:
-        raise InputError(f"unknown kind of device in {text!r}. Known: {', '.join(KINDS)}.")
+        found = {kind: None for finder in _kind_finders for kind in finder()}
+        if match["kind"] not in found:
+            known = ", ".join(dict.fromkeys((*KINDS, *found)))
+            raise InputError(f"unknown kind of device in {text!r}. Known: {known}.")
     return Device(match["kind"], None if match["index"] is None else int(match["index"]))
 
 

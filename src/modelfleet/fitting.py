@@ -226,6 +226,9 @@ class Fit:
             yield events
         finally:
             self._over = True
+            if self._ctrl_c.pressed:
+                for run in self.runs:
+                    run.give_up_reading()
             if isinstance(events, Generator):
                 events.close()
 

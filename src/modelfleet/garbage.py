@@ -1,7 +1,8 @@
-"""Python's garbage collector, while very many objects are made that stay."""
+"""Python's garbage: its collector while very many objects are made that stay, and what an error keeps alive."""
 
 import gc
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -32,3 +33,12 @@ def without_full_collections() -> Iterator[None]:
             _depth -= 1
             if not _depth and gc.get_threshold() == (*_before[:2], _NEVER):  # nobody has set others meanwhile
                 gc.set_threshold(*_before)
+
+
+def forget_frames(error: BaseException) -> None:
+    """Drop the local variables of the calls that an error and its causes came from, such as a step's tensors."""
+    following: BaseException | None = error
+    while following is not None:
+        traceback.clear_frames(following.__traceback__)
+        following.__traceback__ = None
+        following = following.__cause__ or following.__context__

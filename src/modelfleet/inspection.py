@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from modelfleet import checkpoints, saving
 from modelfleet.errors import StoreError
 from modelfleet.formatting import count, size, some
+from modelfleet.graph import checkpoints as graph_checkpoints
+from modelfleet.graph import saving as graph_saving
 from modelfleet.history import History
 from modelfleet.store import read_manifest, recipe_json
 from modelfleet.types import Json
@@ -20,7 +22,7 @@ _MAX_LISTED = 10  # members listed by name
 
 
 def describe(folder: Path) -> "RenderableType":
-    """Return the tables for a folder that `fleet.save` or a `Checkpoint` wrote.
+    """Return the tables for a folder that `fleet.save`, a graph's `save` or a `Checkpoint` wrote.
 
     Raises:
         StoreError: If the folder is neither, or is damaged.
@@ -32,6 +34,12 @@ def describe(folder: Path) -> "RenderableType":
     if manifest["kind"] == checkpoints.KIND:
         checkpoints.check_manifest(folder, manifest)
         return _checkpoint(folder, manifest)
+    if manifest["kind"] == graph_saving.KIND:
+        graph_saving.check_manifest(folder, manifest)
+        return _graph(folder, manifest)
+    if manifest["kind"] == graph_checkpoints.KIND:
+        graph_checkpoints.check_manifest(folder, manifest)
+        return _graph_checkpoint(folder, manifest)
     raise StoreError(f"{folder} holds a {manifest['kind']}, which this version does not know. Upgrade modelfleet.")
 
 
@@ -95,14 +103,51 @@ def _checkpoint(folder: Path, manifest: Mapping[str, Json]) -> "RenderableType":
         taken = manifest["files"][f"lane-{number}"]["bytes"]
         failed = sum(name in history.failed for name in lane["members"])
         _add(lanes, str(number), some(lane["members"]), f"{sum(lane['on']):,}", f"{failed:,}", size(taken))
-    position = max(manifest["positions"])
+    title = _checkpoint_title(folder, manifest, "a checkpoint", epochs, max(manifest["positions"]))
+    return Group(_text(title), lanes, _text(repr(history)))
+
+
+def _checkpoint_title(folder: Path, manifest: Mapping[str, Json], what: str, epochs: int, position: int) -> str:
     within = f", {position:,} steps into the next" if position else ""
     total = sum(entry["bytes"] for entry in manifest["files"].values())
-    title = (
-        f"{folder}: a checkpoint after epoch {manifest['epoch']:,} of {epochs:,}{within} "
+    return (
+        f"{folder}: {what} after epoch {manifest['epoch']:,} of {epochs:,}{within} "
         f"(step {manifest['step']:,}), {size(total)}"
     )
-    return Group(_text(title), lanes, _text(repr(history)))
+
+
+def _graph(folder: Path, manifest: Mapping[str, Json]) -> "RenderableType":
+    from rich.console import Group
+
+    total = sum(entry["bytes"] for entry in manifest["files"].values())
+    nodes = manifest["nodes"]
+    title = (
+        f"{folder}: a {manifest['graph']} of {count(len(nodes), 'node')} ({', '.join(nodes)}), {size(total)}, "
+        f"seed {manifest['seed']}, {count(manifest['epochs'], 'epoch')} trained"
+    )
+    recipe = manifest["recipe"]
+    notes = [] if recipe is None else [f"compiled with {recipe_json.describe(recipe)}"]
+    return Group(_text(title), _tensors(manifest), *map(_text, notes))
+
+
+def _graph_checkpoint(folder: Path, manifest: Mapping[str, Json]) -> "RenderableType":
+    from rich.console import Group
+
+    what = f"a checkpoint of a {manifest['graph']}"
+    title = _checkpoint_title(folder, manifest, what, manifest["epochs"], manifest["position"])
+    history = History.from_dict(manifest["history"])
+    return Group(_text(title), _tensors(manifest), _text(repr(history)))
+
+
+def _tensors(manifest: Mapping[str, Json]) -> "Table":
+    """Return the table of a graph's tensors, by what they are."""
+    table = _table("part", "tensors", "numbers")
+    shapes: dict[str, list[int]] = {}
+    for path, tensor in manifest["files"][graph_saving.STATE]["tensors"].items():
+        shapes.setdefault(path.partition("/")[0], []).append(prod(tensor["shape"]))
+    for part, sizes in shapes.items():
+        _add(table, part, f"{len(sizes):,}", f"{sum(sizes):,}")
+    return table
 
 
 def _table(*columns: str) -> "Table":

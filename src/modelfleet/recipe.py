@@ -52,7 +52,7 @@ class Recipe:
         for key, value in {"clip_norm": self.clip_norm, **(self.hyperparameters or {})}.items():
             if key not in _SEVERAL_NUMBERS:
                 refuse_list(value, key, names)
-        return self._mapped(
+        return self.mapped(
             lambda value, argument: Each(dict(zip(names, per_member(value, names, argument), strict=True)))
         )
 
@@ -64,7 +64,7 @@ class Recipe:
             assert isinstance(value.values, dict)
             return Each({name: own for name, own in value.values.items() if name in kept})
 
-        return self._mapped(narrow)
+        return self.mapped(narrow)
 
     def of(self, name: str) -> "Recipe":
         """Return this recipe with a member's own values, for several models that stand for it."""
@@ -73,7 +73,7 @@ class Recipe:
             assert isinstance(value.values, dict)
             return value.values[name]
 
-        return self._mapped(own)
+        return self.mapped(own)
 
     def with_copy(self, name: str, copy: str) -> "Recipe":
         """Return this recipe with the values of a member for its copy, too."""
@@ -83,7 +83,7 @@ class Recipe:
             others = {other: own for other, own in value.values.items() if other != copy}
             return Each(others | ({copy: value.values[name]} if name in value.values else {}))
 
-        return self._mapped(widen)
+        return self.mapped(widen)
 
     def lacking(self, name: str) -> list[str]:
         """Return the arguments that have no value for a member: those of a member that joined after `compile`."""
@@ -111,7 +111,8 @@ class Recipe:
                 if isinstance(own, bool):
                     raise InputError(f"{key} is {own}; expected a number.")
 
-    def _mapped(self, change: Callable[[Each, str], Any]) -> "Recipe":
+    def mapped(self, change: Callable[[Each, str], Any]) -> "Recipe":
+        """Return this recipe with every `each` changed by a function of it and of its argument's name."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         given["hyperparameters"] = dict(self.hyperparameters or {})
         for values in (given, given["hyperparameters"]):

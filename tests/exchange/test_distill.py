@@ -214,6 +214,23 @@ def test_metrics_and_the_validation_loss_do_not_include_it() -> None:
             assert own[metric][0] == pytest.approx(other[metric][0], abs=1e-6)
 
 
+def test_members_that_learn_from_each_other_beat_lone_ones_on_wrong_labels() -> None:
+    """A quarter of the labels is wrong. Alone, a member learns them by heart; the others disagree."""
+    test, data = rows(400, seed=100), []
+    for number in range(3):
+        x, y = rows(60, seed=number)
+        wrong = torch.rand(60, generator=torch.Generator().manual_seed(number)) < 0.25
+        data.append((x, torch.where(wrong, (y + 1) % 3, y)))
+    losses = {}
+    for exchange in (None, mf.Distill(weight=2.0)):
+        torch.manual_seed(0)
+        models = [nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 3)).double() for _ in range(3)]
+        fleet = fleet_of(models, lr=0.05)
+        history = fit(fleet, data, exchange, epochs=40, batch_size=20, validation=test)
+        losses[exchange is not None] = sum(history.latest("val_loss").values()) / 3
+    assert losses[True] < 0.8 * losses[False]
+
+
 @pytest.mark.parametrize("strategy", ["processes", "data_parallel"])
 def test_workers_are_refused(strategy: Any) -> None:
     with pytest.raises(mf.StrategyError, match="Distill is not possible with strategy="):

@@ -3,6 +3,7 @@
 import copy
 
 import numpy as np
+import torch
 from tests.exchange.loops import (
     HERE,
     IN_WORKERS,
@@ -18,6 +19,7 @@ from tests.exchange.loops import (
     fleet_of,
     give,
     nets,
+    rows,
     train,
     ways,
 )
@@ -92,3 +94,19 @@ def test_two_members_of_a_group_gossip_and_one_alone_does_not() -> None:
 
     train(models, data, adams(models), 2, after_epoch=exchange)
     assert difference(fleet, models) < TOLERANCE
+
+
+def test_gossiping_members_beat_lone_ones_on_data_that_are_split_by_class() -> None:
+    """Each member sees two of three classes, and is asked for all."""
+    x, y = rows(240, seed=9)
+    data = [(x[y != number][:140], y[y != number][:140]) for number in range(3)]
+    test = rows(300, seed=10)
+    accuracy = {}
+    for exchange in (None, mf.Gossip(every_steps=2)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        fleet = fleet_of([model] * 3, lr=0.02)
+        fit(fleet, data, exchange, epochs=15)
+        right = [(np.argmax(out, 1) == test[1].numpy()).mean() for out in fleet.predict(test[0]).values()]
+        accuracy[exchange is not None] = float(np.mean(right))
+    assert accuracy[False] + 0.1 < accuracy[True]

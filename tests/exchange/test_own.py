@@ -121,6 +121,30 @@ def test_draws_depend_on_the_fleets_seed_and_the_number_of_the_exchange() -> Non
     assert len(set(numbers)) == 8
 
 
+@pytest.mark.parametrize("strategy", ["fused", "interleaved"])
+@pytest.mark.parametrize(
+    ("do", "words"),
+    [
+        (
+            lambda run: run.write(run.active, {"0.weight": np.zeros((3, 1, 4))}),
+            r"would become \(1, 4\); expected \(6, 4\)",
+        ),
+        (
+            lambda run: run.write(run.active, {"0.weight": np.zeros((2, 6, 4))}),
+            r"is \(2, 6, 4\) of float64 for 3 members",
+        ),
+        (lambda run: run.write(run.active, {"0.weight": "zeros"}), "expected an array of numbers"),
+        (lambda run: run.write(run.active, {"0.bias": np.zeros(3)}), r"would become \(\); expected \(6,\)"),
+        (lambda run: run.weights([]), r"the members are \[\]; expected a list"),
+        (lambda run: run.weights("a"), "the members are 'a'; expected a list"),
+        (lambda run: run.set_hyperparameters("a", {"lr": "0.1"}), "lr of member 'a' would become '0.1'"),
+    ],
+)
+def test_what_does_not_fit_the_members_is_refused(do: Any, words: str, strategy: str) -> None:
+    with pytest.raises(mf.InputError, match=words):
+        fit(fleet_of(nets()), rows(20), Calls(do), {"strategy": strategy})
+
+
 def test_unknown_weights_are_named() -> None:
     wrong = Calls(lambda run: run.write(["a"], {"0.wait": np.zeros((1, 6, 4))}))
     with pytest.raises(mf.InputError, match=r"unknown weight of member 'a' '0\.wait'\. Did you mean '0.weight'"):

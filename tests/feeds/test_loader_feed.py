@@ -1,5 +1,6 @@
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from itertools import chain
 from typing import Any
 
@@ -301,6 +302,29 @@ def test_reading_ahead_is_bounded() -> None:
     assert third.wait(timeout=600)  # while 0 is in use, 1 and 2 are made ready
     assert read == [0, 1, 2]
     assert list(items) == list(range(1, 10))
+
+
+def test_ctrl_c_in_the_training_leaves_a_source_that_hangs() -> None:
+    end = threading.Event()
+
+    def source() -> Iterator[int]:
+        yield 0
+        end.wait()
+
+    def passed_on(items: Generator[int, None, None]) -> Generator[int, None, None]:
+        with closing(items):
+            yield from items
+
+    def train() -> None:
+        with closing(passed_on(read_ahead(source()))) as items:
+            assert next(items) == 0
+            raise KeyboardInterrupt  # a step was running, not the wait for a batch
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "modelfleet-feed")
+    end.set()
+    thread.join()
 
 
 def test_what_is_not_begun_starts_no_thread() -> None:

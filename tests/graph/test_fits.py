@@ -188,7 +188,8 @@ def test_the_plan_says_what_batch_norm_sees() -> None:
     (note,) = plan.notes
     assert "'1'" in note
     assert "BatchNorm" in note
-    assert chain_of(models, TWO).plan(rows(), batch_size=8, micro_batches=1).notes == ()
+    (few,) = chain_of(models, TWO).plan(rows(), batch_size=8, micro_batches=1).notes
+    assert "BatchNorm" not in few
     models[1].eval()
     frozen = nn.Sequential(nn.Identity(), models[1])
     assert chain_of([first, frozen, second, third], TWO).plan(rows(), batch_size=8).notes == ()

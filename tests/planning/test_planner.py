@@ -12,6 +12,7 @@ from torch import nn
 
 import modelfleet as mf
 from modelfleet import testing
+from modelfleet.frameworks import torch as torch_adapter
 from modelfleet.planning import measurements, planner, timings, trials
 
 X, Y = toy(64)
@@ -154,6 +155,16 @@ def test_what_was_measured_is_known_to_the_next_fleet(monkeypatch: pytest.Monkey
     cache.write_text("{not json")
     fleet_of(8).plan((X, Y), **LONG)  # a file that can't be read is no trouble
     assert len(watch.asked) > count
+
+
+def test_what_was_measured_on_another_kind_of_device_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Stopwatch(monkeypatch, 0.1, 0.01)
+    counts = []
+    for name in (None, "A100", "A100", "H100", "A100"):
+        monkeypatch.setattr(torch_adapter, "hardware", lambda device, name=name: name)
+        fleet_of(8).plan((X, Y), **LONG)
+        counts.append(len(watch.asked))
+    assert counts[0] < counts[1] == counts[2] < counts[3] == counts[4]
 
 
 def test_lanes_share_the_device_as_it_measures_best(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,17 @@ from hypothesis import given, settings
 from tests.schedules.specs import Case, cases, chain, devices
 
 from modelfleet.errors import DeadlockError, InputError
-from modelfleet.schedules import EdgeSpec, GraphSpec, NodeSpec, Operation, Schedule, build, peak_bytes, simulate
+from modelfleet.schedules import (
+    EdgeSpec,
+    GraphSpec,
+    NodeSpec,
+    Operation,
+    Schedule,
+    ScheduleName,
+    build,
+    peak_bytes,
+    simulate,
+)
 
 PAIR = GraphSpec(
     (NodeSpec("a", (0,), kept_bytes=100, output_bytes=10), NodeSpec("b", (1,), kept_bytes=1000)),
@@ -109,6 +119,12 @@ def test_the_halves_of_a_backward_keep_activations_until_the_second() -> None:
     )
     schedule = build(spec, devices(2), micro_batches=4, schedule="zero-bubble")
     assert peak_bytes(schedule, spec)[1] == 2 * 1000 + 10
+
+
+@pytest.mark.parametrize(("schedule", "most"), [("gpipe", 3 * 2 + 10), ("1f1b", 2 + 10), ("zero-bubble", 2 + 10)])
+def test_what_is_recomputed_is_held_during_a_backward_only(schedule: ScheduleName, most: int) -> None:
+    spec = GraphSpec((NodeSpec("only", (0,), kept_bytes=2, recomputed_bytes=10),))
+    assert peak_bytes(build(spec, devices(1), micro_batches=3, schedule=schedule), spec) == (most,)
 
 
 @pytest.mark.parametrize(

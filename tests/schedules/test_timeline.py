@@ -122,6 +122,18 @@ def test_the_trace_has_a_row_per_device_and_transfers_that_may_overlap(tmp_path:
     assert len(begun) == 4 * 3
 
 
+def test_the_trace_has_what_was_planned_beside_what_was_measured(tmp_path: Path) -> None:
+    measured = replace(simulated(pair(head=2.0), 2, 3), planned=simulated(pair(), 2, 3))
+    measured.chrome_trace(tmp_path / "trace.json")
+    entries = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    names = {entry["pid"]: entry["args"]["name"] for entry in entries if entry["name"] == "process_name"}
+    assert names == {0: "measured", 1: "planned"}
+    took = {entry["pid"]: entry["dur"] for entry in entries if entry["name"] == "backward head[0]"}
+    assert took == {0: 4e6, 1: 2e6}
+    begun = [entry["id"] for entry in entries if entry["ph"] == "b"]
+    assert len(begun) == len(set(begun)) == 2 * 12
+
+
 def test_the_picture_has_a_bar_for_every_computation_and_a_panel_for_the_plan() -> None:
     timeline = simulated(chain(3), 3, 4)
     figure = timeline.plot()

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from tests.helpers import fit, mlp, toy
 
 import modelfleet as mf
+from modelfleet.feeds import reading
 from modelfleet.types import Strategy
 
 X, Y = toy(40)
@@ -96,7 +98,7 @@ def test_ctrl_c_does_not_wait_for_workers_that_have_not_begun(tmp_path: Path) ->
     assert not history["a"]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def default_handler() -> Iterator[None]:
     """Have Python's own handler, whatever an earlier test of this process has left."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -104,7 +106,6 @@ def default_handler() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.usefixtures("default_handler")
 def test_a_ctrl_c_that_is_swallowed_while_a_fit_is_prepared_ends_it_all_the_same() -> None:
     looked: list[int] = []
 
@@ -127,19 +128,110 @@ def test_a_ctrl_c_that_is_swallowed_while_a_fit_is_prepared_ends_it_all_the_same
     assert len(fit(fleet, batches)["a"]["loss"]) == 1
 
 
+over = threading.Event()
+
+
+class Waits(SimpleQueue[Any]):
+    """A queue of batches that counts how often one was waited for."""
+
+    number = 0
+
+    def get(self, *args: Any) -> Any:
+        Waits.number += 1
+        return super().get(*args)
+
+
 class Hanging:
-    """A loader whose second batch never comes. It has Ctrl-C pressed twice instead."""
+    """A loader whose second batch comes only if the test has failed.
+
+    Args:
+        after: Have Ctrl-C pressed twice once batches were waited for so often; 0: not at all.
+    """
+
+    def __init__(self, after: int = 0) -> None:
+        self.after = after
+        self.hanging = False
 
     def __iter__(self) -> Iterator[Any]:
         yield X[:8], Y[:8]
-        for _ in range(2):
+        self.hanging = True
+        end = time.monotonic() + 30
+        while self.after and Waits.number < self.after and time.monotonic() < end:
+            time.sleep(0.01)
+        for _ in range(2 if self.after else 0):
             press()
             time.sleep(0.2)  # two signals at once would be one
-        threading.Event().wait()
+        over.wait(30)
+        self.hanging = False
 
 
-def test_a_second_ctrl_c_ends_a_fit_whose_loader_hangs() -> None:
+class PressingTwice(mf.Callback):
+    """Has Ctrl-C pressed twice in the thread that called `fit`, while it is not waiting for a batch."""
+
+    def on_step_end(self, run: Any) -> None:
+        press()
+        press()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(reading, "PATIENCE", 0.05)
+    monkeypatch.setattr(reading, "SimpleQueue", Waits)
+    Waits.number = 0
+    over.clear()
+    yield
+    over.set()
+    for thread in threading.enumerate():
+        if thread.name == "modelfleet-feed":
+            thread.join()
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    ("strategy", "own", "after"),
+    [
+        ("interleaved", False, 0),
+        ("interleaved", False, 2),
+        ("interleaved", True, 2),
+        ("threads", False, 2),
+        ("threads", True, 0),
+        ("threads", True, 4),
+    ],
+)
+def test_a_second_ctrl_c_ends_a_fit_whose_loader_hangs(strategy: Strategy, own: bool, after: int) -> None:
     fleet = fleet_of("cpu")
+    loaders = [Hanging(after), Hanging()]
+    callbacks = [] if after else [PressingTwice()]
     with pytest.raises(KeyboardInterrupt):
-        fit(fleet, Hanging(), epochs=1)
+        fit(fleet, mf.each(loaders) if own else loaders[0], epochs=1, strategy=strategy, callbacks=callbacks)
+    assert loaders[0].hanging
+    fit(fleet, (X, Y), epochs=1, batch_size=8)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_the_first_ctrl_c_does_not_wait_for_a_loader_that_hangs() -> None:
+    fleet = fleet_of("cpu")
+    loader = Hanging()
+
+    class PressingOnce(mf.Callback):
+        def on_step_end(self, run: Any) -> None:
+            press()
+
+    history = fit(fleet, loader, epochs=1, callbacks=[PressingOnce()])
+    assert loader.hanging
+    assert not history.failed
+
+
+@pytest.mark.usefixtures("impatient")
+def test_ctrl_c_ends_an_evaluation_whose_loader_hangs() -> None:
+    fleet = fleet_of("cpu")
+    loader = Hanging()
+
+    def stop(output: Any, target: Any) -> Any:
+        raise KeyboardInterrupt
+
+    fleet.compile("adam", "cross_entropy", metrics={"stop": stop})
+    with pytest.raises(KeyboardInterrupt):
+        fleet.evaluate(loader)
+    fleet.compile("adam", "cross_entropy")
     fit(fleet, (X, Y), epochs=1, batch_size=8)

@@ -65,6 +65,10 @@ class Feed(Protocol):
         """Forget what was read ahead, and go back to a `state`, for a run that resumes from a checkpoint."""
         ...
 
+    def give_up(self) -> None:
+        """Have threads that wait for a loader stop, after Ctrl-C. Any thread may call it, at the end."""
+        ...
+
     def select(self, keep: Sequence[int]) -> "Feed":
         """Return a feed for the members at these positions, in this order. It replaces this feed."""
         ...
@@ -91,6 +95,10 @@ class ArrayOperations(Protocol):
 
     def take(self, tensor: Tensor, index: Tensor, /) -> Tensor:
         """Return the rows of `tensor` at an index of one to three axes: `(*index axes, …)`."""
+        ...
+
+    def received(self, tensor: Tensor, /) -> None:
+        """Tell the device that this thread uses a tensor which another thread has put there."""
         ...
 
     def concatenate(self, tensors: Sequence[Tensor], /) -> Tensor:

@@ -96,6 +96,9 @@ class ArrayFeed:
     def rewind(self, state: Mapping[str, np.ndarray]) -> None:
         """Do nothing: the number of an epoch alone decides its order."""
 
+    def give_up(self) -> None:
+        """Do nothing: nobody waits for arrays."""
+
     def _store(self, column: Sequence[Tensor]) -> None:
         """Put one leaf of all members on the device. A tensor that several members have is stored once."""
         starts: dict[int, int] = {}

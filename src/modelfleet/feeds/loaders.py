@@ -11,7 +11,7 @@ from modelfleet.errors import InputError
 from modelfleet.feeds._base import ArrayOperations, Batch
 from modelfleet.feeds.checking import RowSpec, as_arrays, row_spec
 from modelfleet.feeds.loader_state import with_prefix
-from modelfleet.feeds.reading import RawBatch, SharedLoader, Source, read_ahead
+from modelfleet.feeds.reading import RawBatch, Readers, SharedLoader, Source, read_ahead
 from modelfleet.feeds.several_steps import group_steps
 from modelfleet.trees import leaves, map_tree, rebuild
 from modelfleet.types import Data, Json, NativeDevice, Tensor, Tree
@@ -44,6 +44,7 @@ class LoaderFeed:
         self._members = len(labels)
         self.device = device
         self._arrays = arrays
+        self._readers = loaders.reading if isinstance(loaders, SharedLoader) else Readers()
         self._shared_loader: SharedLoader | None = None
         if isinstance(loaders, SharedLoader):
             self._shared_loader = loaders
@@ -99,10 +100,12 @@ class LoaderFeed:
                 except Exception as error:
                     self.failures[position] = error
         # Failures travel with the batch, so that they are known no earlier than the batch is.
-        with closing(read_ahead(self._read_own(readers, start))) as steps:
+        with closing(read_ahead(self._read_own(readers, start), self._readers)) as steps:
             for batch, failures in steps:
                 self.failures.update(failures)
                 if batch is not None:
+                    for one in batch.by_shape:
+                        map_tree(self._arrays.received, one.data)
                     yield batch
 
     def first(self) -> Batch:
@@ -138,6 +141,10 @@ class LoaderFeed:
         """Forget the batch that was peeked at: the next epoch opens its loaders again, as they were in `state`."""
         for number, source in enumerate(self._sources):
             source.rewind(with_prefix(state, f"{number}/"))
+
+    def give_up(self) -> None:
+        """Wait for no batch any longer."""
+        self._readers.give_up()
 
     def select(self, keep: Sequence[int]) -> "LoaderFeed":
         """Return a feed for the members at these positions, in this order, on the same loaders."""

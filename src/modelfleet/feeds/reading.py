@@ -1,6 +1,7 @@
 """Reading loaders: in the background while the device computes, and once for all lanes that step side by side."""
 
 import inspect
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from queue import SimpleQueue
 from threading import Semaphore, Thread
@@ -19,6 +20,32 @@ RawBatch: TypeAlias = Any
 """Batch as a user's loader yields it."""
 Converted: TypeAlias = dict[int, Any]
 """One batch in the form of every framework that reads it."""
+PATIENCE = 2.0
+"""Seconds for which a reader that is given up may still take for the batch that it is at."""
+
+
+class Readers:
+    """The readers of a feed. Ctrl-C gives them up: then nobody waits for a loader that may hang."""
+
+    def __init__(self) -> None:
+        self.given_up = False
+        self._waiting: set[SimpleQueue[Any]] = set()
+
+    def give_up(self) -> None:
+        """Have `read_ahead` raise KeyboardInterrupt in threads that wait for a batch. Any thread may call this."""
+        self.given_up = True
+        for ready in list(self._waiting):
+            ready.put((None, KeyboardInterrupt(), True))
+
+    def add(self, ready: SimpleQueue[Any]) -> None:
+        """Remember a queue that a thread waits at."""
+        self._waiting.add(ready)
+        if self.given_up:
+            ready.put((None, KeyboardInterrupt(), True))
+
+    def remove(self, ready: SimpleQueue[Any]) -> None:
+        """Forget a queue."""
+        self._waiting.discard(ready)
 
 
 class SharedLoader:
@@ -30,6 +57,7 @@ class SharedLoader:
 
     def __init__(self, loader: Data, label: str) -> None:
         self.source = Source(loader, label)
+        self.reading = Readers()
         self.readers = 0
         self._conversions: dict[int, Callable[[RawBatch], Any]] = {}
         self._batches: Generator[Converted, None, None] | None = None
@@ -70,11 +98,12 @@ class SharedLoader:
         # it draws the seed of its shuffle with its first batch, which must happen at a fixed moment.
         self.source.peek()
         conversions = dict(self._conversions)
-        return read_ahead(
+        converted = (
             {form: convert(raw) for form, convert in conversions.items()}
             for step, raw in enumerate(self.source.read())
             if step >= start
         )
+        return read_ahead(converted, self.reading)
 
     def _close(self) -> None:
         if self._batches is not None:
@@ -178,12 +207,15 @@ def batch_count(loader: Data) -> int | None:
         return None
 
 
-def read_ahead(source: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
+def read_ahead(source: Iterator[T], readers: Readers | None = None, depth: int = 2) -> Generator[T, None, None]:
     """Yield the items of `source`, which a background thread reads up to `depth` items ahead.
 
     An exception in `source` is raised here. Closing this generator ends the thread and closes `source`. After
-    Ctrl-C the thread is left behind, because a source that hangs would hold up the end for ever.
+    Ctrl-C the thread is left behind if it is still reading, because a source that hangs would hold up the end for
+    ever. Ctrl-C is a KeyboardInterrupt here or where this generator is closed, or `readers.give_up`.
     """
+    readers = readers or Readers()
+    around = sys.exc_info()[1]
     ready: SimpleQueue[tuple[Any, BaseException | None, bool]] = SimpleQueue()
     room = Semaphore(depth)
     closed = False
@@ -205,7 +237,7 @@ def read_ahead(source: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
 
     thread = Thread(target=work, name="modelfleet-feed", daemon=True)
     thread.start()
-    interrupted = False
+    readers.add(ready)
     try:
         while True:
             item, error, ended = ready.get()
@@ -215,11 +247,22 @@ def read_ahead(source: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
                 return
             room.release()
             yield item
-    except KeyboardInterrupt:
-        interrupted = True
-        raise
     finally:
+        readers.remove(ready)
         closed = True
         room.release()
-        if not interrupted:
-            thread.join()
+        thread.join(PATIENCE if readers.given_up or _is_interrupted(around) else None)
+
+
+def _is_interrupted(around: BaseException | None) -> bool:
+    """Return True if a KeyboardInterrupt is on its way, here or where a generator is being closed for it.
+
+    Args:
+        around: The exception that was being handled before, which has nothing to do with it.
+    """
+    error = sys.exc_info()[1]
+    while error is not None and error is not around:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__context__
+    return False

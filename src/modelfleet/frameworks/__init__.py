@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from modelfleet.devices import find_kinds_by
 from modelfleet.errors import InputError, MissingExtraError
 from modelfleet.frameworks.adapter_protocol import Adapter
 from modelfleet.types import Model
@@ -102,6 +103,13 @@ def adapter(framework: str) -> Any:
         if extra is None:
             raise
         raise MissingExtraError(package, extra, f"a fleet of {framework} models") from error
+
+
+def _kinds_of_accelerators() -> set[str]:
+    return {device.kind for found in imported_adapters() for device in found.accelerators()}
+
+
+find_kinds_by(_kinds_of_accelerators)
 
 
 def imported_adapters() -> list[Any]:

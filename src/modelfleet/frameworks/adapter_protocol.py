@@ -240,6 +240,10 @@ class Adapter(Protocol):
         """Return the memory of a device; None if the framework does not know it, as on the CPU."""
         ...
 
+    def hardware(self, device: NativeDevice) -> str | None:
+        """Return the name of an accelerator's model, to tell apart what was measured on it; None for the CPU."""
+        ...
+
     def randomness(self) -> Tensor | None:
         """Return the state of the global generator that this framework's loaders shuffle with, if any."""
         ...

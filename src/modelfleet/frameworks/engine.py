@@ -5,7 +5,7 @@ An engine holds the stacked state of a lane's members on a device and runs the l
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
@@ -88,6 +88,11 @@ class Engine(ABC):
     @abstractmethod
     def untraced(self) -> str | None:
         """Return the reason why every step runs its Python code; None if steps are traced."""
+
+    @property
+    def uncompiled(self) -> str | None:
+        """Return the reason why steps could not be compiled; None if they could, or if this was not tried."""
+        return None
 
     @property
     @abstractmethod
@@ -335,7 +340,18 @@ class Engine(ABC):
 
     @abstractmethod
     def stream(self) -> AbstractContextManager[object]:
-        """Return a context for steps in the lane's own thread: on accelerators, the lane's own stream."""
+        """Return a context for work in the lane's own thread: on accelerators, the engine's own stream.
+
+        What the caller's stream was given before is done first. What it is given later waits for the context's.
+        """
+
+    def park(self) -> None:
+        """Move the state off the device, if that has memory of its own. The lane takes no more steps."""
+        return
+
+    def stamp(self) -> Hashable:
+        """Return a value that is equal later if no step has written to the state in between; None if unknown."""
+        return None
 
     @abstractmethod
     def out_of_memory(self, error: BaseException) -> bool:

@@ -92,12 +92,17 @@ class NodeTrial:
     """What it draws for which rows; or why that can't be told, and what to do."""
     mixes_rows: bool
     """True if it computes with, or updates its buffers by, the rows of a batch together, as BatchNorm does."""
+    changed: frozenset[str] = frozenset()
+    """Buffers that its forward has written to."""
     own_streams: bool = False
     """True if its draws are not among those of the graph: those of a fleet's members are their own."""
 
 
 class NodeEngine(Protocol):
-    """Engine of one node. Trees of tensors are the framework's own, on the node's device."""
+    """Engine of one node. Trees of tensors are the framework's own, on the node's device.
+
+    Engines that train may have `count_into(held: HeldBytes | None)`: then they say what they keep for backwards.
+    """
 
     trained: bool
     """True if the node has weights that take a gradient."""
@@ -195,6 +200,7 @@ class Nodes(Protocol):
 
     * `check_output(model, name)`, if an edge does not carry everything that a model may return. It raises
       InputError.
+    * `buffer_addresses(model)`, if models may share buffers: where each buffer's numbers are, by its name.
     * `GroupTransport`. Without it, nodes run in threads only.
     """
 
@@ -242,6 +248,10 @@ class Nodes(Protocol):
 
     def numbers(self, values: Sequence[float], device: NativeDevice) -> Tensor:
         """Return a tensor of numbers, for a sum over ranks."""
+        ...
+
+    def clip_factor(self, norm: float, most: float) -> float:
+        """Return what gradients of a norm are multiplied by. Frameworks whose nodes do not train leave it out."""
         ...
 
     def add(self, total: Tensor, other: Tensor) -> None:

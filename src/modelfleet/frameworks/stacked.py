@@ -131,6 +131,14 @@ class StackedState:
             self._resting = self.parts
             self.parts = self._tensors.take(self.parts, self._tensors.rows(self.slots))
 
+    def moved(self, move: Callable[[Tensor], Tensor], tensors: Tensors) -> "StackedState":
+        """Return this state with every tensor moved, and the operations for where they are then."""
+        found = StackedState(_mapped(lambda one, _: move(one), self.parts, self.parts), self.members, tensors)
+        found.slots = self.slots
+        if self._resting is not None:
+            found._resting = _mapped(lambda one, _: move(one), self._resting, self._resting)
+        return found
+
     def _slots_of(self, positions: np.ndarray) -> np.ndarray:
         """Return the slot of each position, or -1 for a member that rests."""
         found = np.full(self.members, -1)

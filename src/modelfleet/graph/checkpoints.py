@@ -127,14 +127,19 @@ def resume(fit: "GraphFit", own: Mapping[str, State]) -> Resumed | None:
     return Resumed(states, manifest["schedules"], manifest["epochs_before"])
 
 
-def _read(
-    saved: Saved, fit: "GraphFit", own: Mapping[str, State]
-) -> tuple[Mapping[str, Json], dict[str, State], Arrays, dict[int, Mapping[str, Snapshot]]] | None:
-    folder, manifest = saved.folder, saved.manifest
+def check_manifest(folder: Path, manifest: Mapping[str, Json]) -> None:
+    """Raise StoreError for a manifest that is not one of a graph's checkpoint."""
     try:
         check(manifest, _SCHEMA, "the manifest")
     except ValueError as error:
         raise StoreError(f"{folder} has a manifest that is not a graph's checkpoint: {error}.") from error
+
+
+def _read(
+    saved: Saved, fit: "GraphFit", own: Mapping[str, State]
+) -> tuple[Mapping[str, Json], dict[str, State], Arrays, dict[int, Mapping[str, Snapshot]]] | None:
+    folder, manifest = saved.folder, saved.manifest
+    check_manifest(folder, manifest)
     before = manifest["epochs_before"]
     if before < fit.epochs_before and before + manifest["epoch"] <= fit.epochs_before:
         return None  # of an earlier fit, which is over
@@ -163,12 +168,20 @@ def _read(
 
 
 def identity_of(
-    units: Units, feed: Feed, epochs: int, clip_norm: float | None, frozen: Collection[str], *, by_node: bool
+    units: Units,
+    losses: Collection[str],
+    feed: Feed,
+    epochs: int,
+    clip_norm: float | None,
+    frozen: Collection[str],
+    *,
+    by_node: bool,
 ) -> dict[str, Json]:
     """Return the settings by which two fits count as the same one.
 
     Args:
         units: What has an optimizer of its own.
+        losses: The nodes that have a loss.
         feed: The feed of the training data.
         epochs: The number of the last epoch.
         clip_norm: The largest norm of the gradient.
@@ -186,6 +199,9 @@ def identity_of(
     schedules = {unit.name: _schedule(unit.schedule) for unit in units.all}
     found: dict[str, Json] = {"optimizer and loss": tasks, "hyperparameters": numbers, "schedule": schedules}
     if not by_node:
+        # Stages without a loss may come and go with the cuts.
+        found["optimizer and loss"] = {unit.name: tasks[unit.name] for unit in units.all if unit.node in losses}
+        found["optimizers"] = {unit.name: str(getattr(unit.task, "optimizer_name", "")) for unit in units.all}
         found = {key: _distinct(own) for key, own in found.items()}
     return {
         **found,

@@ -23,6 +23,7 @@ from modelfleet.graph.opening import Opener
 from modelfleet.graph.orders import StateOrder, StepOrder, StepReport
 from modelfleet.graph.plan import GraphPlan
 from modelfleet.graph.reading import evaluate_orders, in_turn, joined_parts, sum_up
+from modelfleet.graph.recording import by_one_clock
 from modelfleet.graph.running import Ranks
 from modelfleet.history import History
 from modelfleet.interrupts import StopRequest
@@ -111,6 +112,10 @@ class GraphFit:
         self._fresh = False
         self._read()
 
+    def take(self, name: str) -> None:
+        """Take the weights and buffers of the models back into the training, after a callback has changed them."""
+        self.restore(name, self._graph._read_states("predict", None))
+
     def sync(self, name: str) -> Model:
         """Write the current weights into the models of all nodes, and return the graph."""
         self._read()
@@ -139,7 +144,13 @@ class GraphFit:
         given = None if opener.recipe is None else opener.recipe.clip_norm
         clip_norm = float(given) if isinstance(given, int | float) else None
         self.identity = checkpoints.identity_of(
-            self._units, feed, self.epochs, clip_norm, self._frozen(), by_node=not self.paths
+            self._units,
+            opener.losses,
+            feed,
+            self.epochs,
+            clip_norm,
+            self._frozen(),
+            by_node=not self.paths,
         )
         self._epoch_sums = EpochSums(self._units, opener.losses)
         steps = None if feed.steps is None else int(feed.steps[0])
@@ -354,9 +365,18 @@ class GraphFit:
         return self._ranks.receive()
 
     def _measured(self, plan: GraphPlan) -> Timeline:
-        """Return the mean times of the steps of this run."""
+        """Return the mean times of the steps of this run, and what the ranks held, beside what was planned."""
         reports = self._ask(StateOrder(read=False, events="train"))
-        return Timeline(plan.devices, tuple(event for report in reports for event in report.events))
+        events = [report.events for report in reports]
+        if self._opener.strategy == "ray":
+            events = by_one_clock(events)  # machines of a cluster have clocks of their own
+        peaks = [report.peak_bytes for report in reports if report.peak_bytes is not None]
+        return Timeline(
+            plan.devices,
+            tuple(event for own in events for event in own),
+            tuple(peaks) if len(peaks) == len(reports) else None,
+            plan.timeline,
+        )
 
     def _write_back(self) -> None:
         """Write the state into the users' models, and keep that of the optimizers for the next fit."""

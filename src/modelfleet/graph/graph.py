@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -119,7 +120,8 @@ class Graph:
         Args:
             folder: The folder.
             models: The models to fill, by node or in their order; or a function that returns them. For a fleet,
-                its models, by name or in their order, or a `Fleet`.
+                its models, by name or in their order, or a `Fleet`. For a chain of a split model, what `split`
+                returns; it may be cut otherwise.
             devices: As for a new one.
             allow_import: Import the functions of the recipe by the names in the folder. This runs code that the
                 folder chooses: use it only with folders you trust.
@@ -128,7 +130,8 @@ class Graph:
         Raises:
             StoreError: The folder is damaged, holds something else, or its tensors do not fit the models.
         """
-        graphs: list[Self] = []
+        graphs: list[tuple[Self, Recipe | None]] = []
+        losses: list[str] = []
 
         def states_of(
             manifest: Mapping[str, Json], recipe: Recipe | None, fleets: Mapping[str, FleetEntry]
@@ -137,13 +140,18 @@ class Graph:
                 name = manifest["graph"].capitalize()
                 raise StoreError(f"{folder} holds a {manifest['graph']}. Load it with mf.{name}.load.")
             graph = cls._rebuilt(models, manifest, devices, fleets)
-            graphs.append(graph)
+            if recipe is not None and set(graph.names) != set(manifest["nodes"]):
+                recipe = saving.recut(recipe, manifest["losses"], graph.names)
+                losses[:] = graph.names[-1:]
+            else:
+                losses[:] = manifest["losses"]
+            graphs.append((graph, recipe))
             usable = recipe is not None and not recipe.missing
             return graph._read_states("train" if usable else "predict", recipe if usable else None), graph._paths
 
         found = saving.read(Path(folder), states_of, allow_import=allow_import, verify=verify)
-        (graph,) = graphs
-        graph._take_saved(found)
+        ((graph, recipe),) = graphs
+        graph._take_saved(replace(found, recipe=recipe, losses=tuple(losses)))
         return graph
 
     @classmethod

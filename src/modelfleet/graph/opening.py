@@ -1,6 +1,6 @@
 """Opening a graph for one verb: places, plan, and the orders of all ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,11 @@ from modelfleet.feeds import Feed, is_loader, make_feed
 from modelfleet.frameworks.batch_parts import inputs as inputs_of
 from modelfleet.frameworks.contexts import current_settings
 from modelfleet.frameworks.fleet_models import FleetModels
-from modelfleet.frameworks.node_engine import Draws, NodeEngine, NodeHyper, Step
+from modelfleet.frameworks.node_engine import Draws, NodeEngine, NodeHyper, Step, require_nodes
 from modelfleet.graph.board import Board
 from modelfleet.graph.losses import split_batch
 from modelfleet.graph.node_frameworks import refuse_processes
-from modelfleet.graph.node_models import copied, evaluating_nodes, is_trained
+from modelfleet.graph.node_models import copied, evaluating_nodes, is_trained, models_of
 from modelfleet.graph.orders import NodeOrder, RankOrder, StepOrder
 from modelfleet.graph.placement import DevicesLike, by_node
 from modelfleet.graph.plan import GraphPlan
@@ -194,11 +194,30 @@ class Opener:
         draws, problems = trial.draws(self.topology)
         if problems and count > 1:
             raise InputError(f"{problems[0]} Or set micro_batches=1.")
+        if train:
+            self._refuse_shared_buffers(trial)
         if train and count > 1:
             for name, own in targets.items():
                 rows_of = map_tree(lambda leaf: leaf[wanted], own)
                 self._refuse_loss(name, engines[name], trial, engines[name].place(rows_of))
         return plan, trial, draws
+
+    def _refuse_shared_buffers(self, trial: GraphTrial) -> None:
+        """Raise InputError for a buffer of two nodes that one of them changes: each rank would have its own."""
+        owners: dict[tuple[str, Hashable], list[tuple[str, str]]] = {}
+        for member in self.members:
+            addresses = getattr(require_nodes(member.framework), "buffer_addresses", None)
+            for model in models_of(member).values():
+                found = {} if addresses is None else addresses(model)
+                for name, address in found.items():
+                    owners.setdefault((member.framework.NAME, address), []).append((member.name, name))
+        for own in owners.values():
+            if len({node for node, _ in own}) > 1 and any(name in trial.nodes[node].changed for node, name in own):
+                (one, buffer), (other, _) = own[0], next(pair for pair in own if pair[0] != own[0][0])
+                raise InputError(
+                    f"nodes {one!r} and {other!r} share the buffer {buffer!r}, which the training changes, and "
+                    f"each device has a copy of its own. Keep what shares it in one node, or give each a copy."
+                )
 
     @staticmethod
     def _refuse_loss(name: str, engine: NodeEngine, trial: GraphTrial, target: Tree) -> None:
@@ -235,6 +254,7 @@ class Opener:
             strategy=self.strategy,
             train=train,
             fleets={name: len(models) for name, models in self.fleets.items()},
+            recomputed=self._recompute,
         )
 
     def _engine(self, member: Member, kind: Kind) -> NodeEngine:

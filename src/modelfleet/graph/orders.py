@@ -103,3 +103,5 @@ class StepReport:
     """By fleet: the members whose numbers were not finite, with their trouble (`frameworks.errors`)."""
     states: Mapping[str, State] = field(default_factory=dict)
     events: Sequence[Event] = ()
+    peak_bytes: int | None = None
+    """The most bytes of activations that the rank has held in a step; None if it has not counted them."""

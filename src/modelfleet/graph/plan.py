@@ -110,9 +110,7 @@ class GraphPlan:
 
     def plot(self) -> "Figure":
         """Draw the timeline: what was measured above what was planned, or the plan alone before a run."""
-        if self.measured is None:
-            return self.timeline.plot()
-        return self.measured.plot(self.timeline)
+        return (self.timeline if self.measured is None else self.measured).plot()
 
     def chrome_trace(self, path: str | Path) -> None:
         """Write the timeline as a trace for Chrome's `about:tracing` or Perfetto."""

@@ -1,6 +1,6 @@
 """Planning: tries every node on the rows of a micro-batch, places the nodes, and builds the schedule."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from modelfleet.errors import InputError
@@ -25,6 +25,8 @@ class GraphTrial:
     nodes: Mapping[str, NodeTrial]
     outputs: Mapping[Link, Tree]
     """What each edge carried."""
+    input_bytes: Mapping[str, int]
+    """Size of what each node was given."""
     rows: int
 
     def draws(self, topology: Topology) -> tuple[dict[str, Draws], list[str]]:
@@ -63,6 +65,7 @@ def try_graph(topology: Topology, engines: Mapping[str, NodeEngine], x: Tree, *,
     fewer = {link: map_tree(lambda leaf: leaf[:fewer_rows], value) for link, value in values.items()}
     has_gradient = {name for name in topology.nodes if train and engines[name].trained}
     found: dict[str, NodeTrial] = {}
+    given: dict[str, int] = {}
     for name in topology.nodes:
         engine, links = engines[name], topology.into[name]
         own = {link: engine.place(values[link]) for link in links}
@@ -77,11 +80,13 @@ def try_graph(topology: Topology, engines: Mapping[str, NodeEngine], x: Tree, *,
         try:
             found[name] = engine.try_out(TrialInputs(arguments, few, rows, fewer_rows), wanted, train=train)
         except InputError as error:
-            raise InputError(f"{error} {_given(links, own)}") from error
+            raised_by_model = error.__cause__ is not None and not isinstance(error.__cause__, InputError)
+            raise InputError(f"{error} {_given(links, own)}" if raised_by_model else str(error)) from error
+        given[name] = sum(map(_bytes, own.values()))
         for link in topology.out_of[name]:
             values[link] = select(found[name].outputs, link.output, f"the output of {name!r}")
             fewer[link] = select(found[name].fewer_outputs, link.output, f"the output of {name!r}")
-    return GraphTrial(found, {link: values[link] for link in topology.links}, rows)
+    return GraphTrial(found, {link: values[link] for link in topology.links}, given, rows)
 
 
 def _given(links: Sequence[Link], values: Mapping[Link, Tree]) -> str:
@@ -95,9 +100,17 @@ def _given(links: Sequence[Link], values: Mapping[Link, Tree]) -> str:
 
 
 def make_spec(
-    topology: Topology, rows: Rows, devices: Sequence[str], trial: GraphTrial | None, trained: Mapping[str, bool]
+    topology: Topology,
+    rows: Rows,
+    devices: Sequence[str],
+    trial: GraphTrial | None,
+    trained: Mapping[str, bool],
+    recomputed: Collection[str],
 ) -> GraphSpec:
-    """Return the nodes and edges with what they cost: as measured, or the same for all without a trial."""
+    """Return the nodes and edges with what they cost: as measured, or the same for all without a trial.
+
+    A node that is `recomputed` keeps its inputs only, and its backward runs the forward again.
+    """
     number = {device: rank for rank, device in enumerate(devices)}
     nodes = []
     for name in topology.nodes:
@@ -105,16 +118,19 @@ def make_spec(
         if trial is None:
             nodes.append(NodeSpec(name, ranks, trained[name]))
             continue
-        own = trial.nodes[name]
+        own, again = trial.nodes[name], name in recomputed
+        forward, backward = max(own.forward, 1e-6), max(own.backward, 1e-6)
         nodes.append(
             NodeSpec(
                 name,
                 ranks,
                 trained[name],
-                forward=max(own.forward, 1e-6),
-                backward=max(own.backward, 1e-6),
-                kept_bytes=own.kept_bytes,
+                forward=forward,
+                backward=forward + backward if again else backward,
+                backward_input=forward + backward / 2 if again else None,
+                kept_bytes=trial.input_bytes[name] if again else own.kept_bytes,
                 output_bytes=_bytes(own.outputs),
+                recomputed_bytes=own.kept_bytes if again else 0,
             )
         )
     edges = []
@@ -138,6 +154,7 @@ def make_plan(
     strategy: str,
     train: bool,
     fleets: Mapping[str, int],
+    recomputed: Collection[str] = (),
 ) -> GraphPlan:
     """Return the plan of a verb.
 
@@ -153,6 +170,7 @@ def make_plan(
         strategy: How the ranks run.
         train: True if there are backward passes.
         fleets: The nodes that are fleets, with their numbers of members.
+        recomputed: The nodes whose activations are computed again for the backward pass.
     """
     seconds = {
         name: 1.0 if trial is None else trial.nodes[name].forward + (trial.nodes[name].backward if train else 0.0)
@@ -170,9 +188,9 @@ def make_plan(
     used = tuple(dict.fromkeys(device for name in topology.nodes for device in rows[name]))
     longest = max(len(row) for row in rows.values())
     count = _micro_batches(micro_batches, batch_size, len(used), longest)
-    spec = make_spec(topology, rows, used, trial, trained)
+    spec = make_spec(topology, rows, used, trial, trained, recomputed if train else ())
     schedule = build(spec, used, micro_batches=count, schedule=pipeline, train=train)
-    notes = (*_notes(trial, rows, count, train), *_fleet_notes(fleets))
+    notes = (*_few_notes(count, len(used)), *_notes(trial, rows, count, train), *_fleet_notes(fleets))
     return GraphPlan(used, rows, spec, schedule, strategy, batch_size, notes, tried=trial is not None)
 
 
@@ -211,6 +229,17 @@ def _notes(trial: GraphTrial | None, rows: Rows, micro_batches: int, train: bool
             f"{names}: gradients are summed over the row of devices; buffers are those of the first device"
         )
     return tuple(notes)
+
+
+def _few_notes(micro_batches: int, ranks: int) -> list[str]:
+    """Return what it means that there are fewer micro-batches than devices."""
+    if micro_batches >= ranks:
+        return []
+    few = "1 micro-batch" if micro_batches == 1 else f"{micro_batches} micro-batches"
+    return [
+        f"{few} on {ranks} devices: of nodes that stand in a row, no more than {micro_batches} can work at once. "
+        f"Use {MICRO_BATCHES_PER_RANK * ranks} micro-batches, and a batch_size that has rows for them"
+    ]
 
 
 def _fleet_notes(fleets: Mapping[str, int]) -> list[str]:

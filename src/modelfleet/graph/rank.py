@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from modelfleet.frameworks.held_bytes import HeldBytes
 from modelfleet.frameworks.node_engine import LossParts, NodeEngine
 from modelfleet.graph.board import Board, Position
 from modelfleet.graph.orders import StepOrder, StepReport
@@ -33,7 +34,7 @@ class Rank:
         numbers: Makes the tensors of small sums.
         host: For each node, copies a tensor to the host, for outputs.
         divides: True if each loss is divided by a count of its own.
-        clip_norm: The largest norm of the gradients of the whole graph.
+        clip: Returns what gradients are multiplied by, from the norm of the whole graph's.
         board: Where the rank marks its operations.
     """
 
@@ -50,7 +51,7 @@ class Rank:
         host: Mapping[str, Callable[[Tensor], object]],
         *,
         divides: bool = False,
-        clip_norm: float | None = None,
+        clip: Callable[[float], float] | None = None,
         board: Board | None = None,
     ) -> None:
         self.number = number
@@ -60,9 +61,12 @@ class Rank:
         self._links = {link.name: link for link in topology.links}
         self._losses, self._divides = tuple(losses), divides
         self._transport, self._numbers, self._host = transport, numbers, host
-        self._clip_norm, self._board = clip_norm, board
+        self._clip, self._board = clip, board
         self._steps = 0
         self._taken = dict.fromkeys(schedules, 0)  # steps that followed each schedule
+        self.peak_bytes: dict[str, int] = {}
+        """The most that it has held in a step, by schedule, from the second whole step on."""
+        self._held: HeldBytes | None = None  # in the step that counts it
         self._failed = False  # after a step whose numbers were not finite, no other is taken
         self._does: dict[str, Callable[[Operation], None]] = {
             "forward": self._forward,
@@ -109,6 +113,10 @@ class Rank:
         whole = micro_batches == schedule.micro_batches
         if whole:
             self.recorder.begin(order.schedule)
+        # A model with an error in its backward pass has raised in the first step, where nothing is counted.
+        self._count_into(
+            HeldBytes() if whole and order.step.train and self.recorder.second(order.schedule) else None
+        )
         for index, operation in enumerate(schedule.operations[self.number]):
             if operation.micro >= micro_batches:
                 continue
@@ -118,6 +126,11 @@ class Rank:
             self._does[operation.kind](operation)
             if whole:
                 self.recorder.add(order.schedule, index, operation, begun, time.perf_counter(), self._waited)
+            if self._held is not None:
+                self._held.move(self._moving())
+        if self._held is not None:
+            self.peak_bytes[order.schedule] = self._held.most
+            self._count_into(None)
         self._steps += 1
         self._taken[order.schedule] += 1
         self._failed |= self._skipped
@@ -127,6 +140,23 @@ class Rank:
         report = StepReport(self._found, self._wanted_outputs, self._skipped, failed)
         self._inputs, self._targets, self._tensors, self._gradients = {}, {}, {}, {}
         return report
+
+    def _count_into(self, held: HeldBytes | None) -> None:
+        """Let this rank and its engines count what they hold; None ends it."""
+        self._held = held
+        for name, engine in self.engines.items():
+            count_into = getattr(engine, "count_into", None)
+            # A node that kept nothing in its trial has nothing to count, or is one whose tensors can't be counted.
+            node = self._spec.node(name)
+            if count_into is not None and (held is None or node.kept_bytes + node.recomputed_bytes):
+                count_into(held)
+
+    def _moving(self) -> int:
+        """Return the size of the tensors and gradients of all edges that are here, or on their way to here."""
+        trees = [*self._tensors.values(), *self._gradients.values()]
+        here = {id(leaf): leaf for tree in trees for leaf in leaves(tree) if leaf is not None}
+        coming = sum(self._spec.edge[message.edge].bytes for message in self._receives)
+        return coming + sum(getattr(leaf, "nbytes", 0) for leaf in here.values())
 
     # --- computing -----------------------------------------------------------------------------------------------
 
@@ -292,8 +322,8 @@ class Rank:
             return
         self._scale = 1.0 / left
         norm = math.sqrt(squares) / left
-        if self._clip_norm is not None:
-            self._scale *= min(1.0, self._clip_norm / (norm + 1e-6))  # as torch's clip_grad_norm_
+        if self._clip is not None:
+            self._scale *= self._clip(norm)
 
     def _apply(self, operation: Operation) -> None:
         if not self._skipped:

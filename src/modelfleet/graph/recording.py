@@ -1,6 +1,7 @@
 """What a rank measured of its operations: their mean over the steps of a run."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from modelfleet.schedules import Event, Operation
 
@@ -31,6 +32,10 @@ class Recorder:
         if steps <= 2:
             self._sums[schedule] = {}
 
+    def second(self, schedule: str) -> bool:
+        """Return True in the second step of a schedule."""
+        return self._steps[schedule] == 2
+
     def add(
         self, schedule: str, index: int, operation: Operation, start: float, end: float, waited: float
     ) -> None:
@@ -51,3 +56,18 @@ class Recorder:
             Event(self._rank, one.operation, one.start / steps, one.end / steps, one.waited / steps, one.moved)
             for one in self._sums.get(schedule, {}).values()
         ]
+
+
+def by_one_clock(ranks: Sequence[Sequence[Event]]) -> list[Sequence[Event]]:
+    """Return the events of ranks whose clocks differ, by the clock of the first rank.
+
+    The last sum of a step ends at one moment for all ranks.
+    """
+    ends = [[event.end for event in own if event.operation.node == "step"] for own in ranks]
+    if not all(ends):
+        return list(ranks)
+    shifts = [max(ends[0]) - max(own) for own in ends]
+    return [
+        [replace(event, start=event.start + shift, end=event.end + shift) for event in own]
+        for own, shift in zip(ranks, shifts, strict=True)
+    ]

@@ -181,12 +181,17 @@ class Ranks:
         deadline = time.monotonic() + BLAME_SECONDS
         if all(isinstance(error, RankLostError) for error in errors.values()):
             done = {*done, *self._hear_others(errors, deadline)}
+        elif not positions and all(isinstance(error, WorkerDiedError) for error in errors.values()):
+            self._hear_one(errors, done, deadline)  # only those that waited for it can say what it was at
         rank, error = self._culprit(errors, done)
         if self._hub is not None:
             self._hub.close()
         self._end()
         if isinstance(error, WorkerDiedError | RankLostError):
-            raise self._lost(rank, error, positions) from error
+            told = [
+                other for number, other in errors.items() if number != rank and isinstance(other, RankLostError)
+            ]
+            raise self._lost(rank, error, positions, told) from error
         raise error
 
     def _hear_others(self, errors: dict[int, Exception], deadline: float) -> set[int]:
@@ -212,6 +217,19 @@ class Ranks:
                     errors[rank] = error
         return done
 
+    def _hear_one(self, errors: dict[int, Exception], done: Collection[int], deadline: float) -> None:
+        """Wait until a rank says what it waited for when another one was lost."""
+        waiting = [rank for rank in range(len(self._workers)) if rank not in errors and rank not in done]
+        while waiting and time.monotonic() < deadline and not any(map(_is_consequence, errors.values())):
+            self._workers[0].wait([self._workers[rank] for rank in waiting], POLL_SECONDS)
+            for rank in list(waiting):
+                try:
+                    if self._workers[rank].poll():
+                        waiting.remove(rank)
+                        self._workers[rank].receive()
+                except Exception as error:
+                    errors[rank] = error
+
     def _culprit(self, errors: Mapping[int, Exception], done: Collection[int]) -> tuple[int, Exception]:
         """Return the rank that is to blame, and what is known of it."""
         rank, error = min(errors.items(), key=lambda pair: _is_consequence(pair[1]))
@@ -220,7 +238,9 @@ class Ranks:
             return silent[0], WorkerDiedError(f"it hangs or is too slow: {without_period(error)}")
         return rank, error
 
-    def _lost(self, rank: int, error: Exception, positions: Sequence[Position]) -> RankLostError:
+    def _lost(
+        self, rank: int, error: Exception, positions: Sequence[Position], told: Sequence[Exception]
+    ) -> RankLostError:
         own = f"{self._describe(rank)} was lost"
         at = self._doing(rank, positions)
         others = [
@@ -228,6 +248,8 @@ class Ranks:
             for other in range(len(self._orders))
             if other != rank and (waits := self._doing(other, positions))
         ]
+        if not positions:
+            others = [without_period(other) for other in told]
         waiting = f" Meanwhile {'; '.join(others)}." if others else ""
         return RankLostError(
             f"{own}{f', which {at}' if at else ''}: {without_period(error)}.{waiting} All ranks were stopped. "
@@ -253,7 +275,7 @@ class Ranks:
     def _describe(self, rank: int) -> str:
         order = self._orders[rank]
         nodes = ", ".join(repr(node.name) for node in order.nodes)
-        return f"{nodes} on {order.device}"
+        return f"{nodes} on {self._places[rank].name}"  # a worker on a cluster has its own name for its device
 
     def _end(self) -> None:
         """Give back the workers of a run that ended well, and kill those of one that did not."""

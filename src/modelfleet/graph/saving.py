@@ -1,11 +1,13 @@
 """Chains and graphs on disk: the tensors of all nodes, and a JSON manifest with the edges and the recipe."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from modelfleet.each import Each
 from modelfleet.errors import InputError, StoreError
+from modelfleet.fingerprints import fingerprint
 from modelfleet.fleet import Fleet
 from modelfleet.frameworks import files
 from modelfleet.frameworks.model_building import is_made, list_models
@@ -13,6 +15,7 @@ from modelfleet.frameworks.stacked import WEIGHTS
 from modelfleet.graph import saved_fleets
 from modelfleet.graph.checkpoints import Paths, by_global_path, by_node
 from modelfleet.graph.saved_fleets import FleetEntry, made_fleet
+from modelfleet.graph.split import Split
 from modelfleet.graph.topology import Edge, Key, Link, Topology
 from modelfleet.recipe import Recipe
 from modelfleet.store import Saved, read_folder, recipe_json, write_folder
@@ -42,9 +45,9 @@ _SCHEMA = {
 }
 
 ModelsLike: TypeAlias = (
-    Mapping[str, Model] | Sequence[Model] | Callable[[], "Mapping[str, Model] | Sequence[Model]"]
+    Mapping[str, Model] | Sequence[Model] | Split | Callable[[], "Mapping[str, Model] | Sequence[Model] | Split"]
 )
-"""Models to fill: by node, in the order of the nodes, or a function that returns them."""
+"""Models to fill: by node, in the order of the nodes, of a split model, or a function that returns them."""
 
 
 @dataclass(frozen=True)
@@ -105,12 +108,7 @@ def read(
 
     def read_all(saved: Saved) -> SavedGraph:
         manifest = saved.manifest
-        try:
-            check(manifest, _SCHEMA, "the manifest")
-        except ValueError as error:
-            raise StoreError(
-                f"{folder} has a manifest that is not a graph's: {error}. Load another copy."
-            ) from error
+        check_manifest(folder, manifest)
         encoded = manifest["recipe"]
         recipe = None if encoded is None else recipe_json.decode(encoded, allow_import=allow_import)
         fleets = {
@@ -142,6 +140,40 @@ def read(
         )
 
     return read_folder(folder, read_all, kind=KIND, verify=verify)
+
+
+def check_manifest(folder: Path, manifest: Mapping[str, Json]) -> None:
+    """Raise StoreError for a manifest that is not one of a saved graph."""
+    try:
+        check(manifest, _SCHEMA, "the manifest")
+    except ValueError as error:
+        raise StoreError(f"{folder} has a manifest that is not a graph's: {error}. Load another copy.") from error
+
+
+def recut(recipe: Recipe, losses: Sequence[str], names: Sequence[str]) -> Recipe:
+    """Return the recipe of a split model for the stages of another cut. Its last stage has the loss.
+
+    Args:
+        recipe: The recipe of the saved stages.
+        losses: Those of them that have a loss.
+        names: The stages of the other cut.
+
+    Raises:
+        InputError: The saved stages differ in more than the loss.
+    """
+
+    def value(own: Each, argument: str) -> Any:
+        values = list(own.values.values() if isinstance(own.values, Mapping) else own.values)
+        if any(fingerprint(other) != fingerprint(values[0]) for other in values):
+            raise InputError(
+                f"the saved stages were compiled with different values of {argument}, and this cut has other "
+                f"stages. Load them in the cut in which they were saved."
+            )
+        return Each(dict.fromkeys(names, values[0]))
+
+    loss = recipe.loss
+    last = loss.values[losses[-1]] if isinstance(loss, Each) and isinstance(loss.values, Mapping) else loss
+    return replace(replace(recipe, loss=None).mapped(value), loss=Each({**dict.fromkeys(names), names[-1]: last}))
 
 
 def made_models(

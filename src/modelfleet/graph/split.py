@@ -4,12 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from modelfleet.errors import InputError
 from modelfleet.formatting import count, without_period
 from modelfleet.frameworks import adapter, adapter_of
 from modelfleet.frameworks.pieces import CannotCutError, Piece, Pieces, Timing
 from modelfleet.graph.cutting import best_cuts
 from modelfleet.graph.split_printing import as_text
+from modelfleet.trees import leaves
 from modelfleet.types import Model, Tree
 
 Part = tuple[int, int, tuple[str, ...]]
@@ -120,6 +123,8 @@ def split(
         ['stage0', 'stage1']
     """
     limits = _limits(stages, memory)
+    if not leaves(example) or any(0 in np.shape(leaf) for leaf in leaves(example)):
+        raise InputError("the example has no rows. Give inputs like those of a micro-batch, with a few rows.")
     try:
         found = _pieces(model, stages, example, train)
         if stages > len(found.pieces):

@@ -192,6 +192,12 @@ def _check_arguments(name: str, links: Sequence[Link]) -> None:
     if len(set(keys)) < len(keys):
         twice = next(key for key in keys if keys.count(key) > 1)
         raise InputError(f"two edges give {name!r} its argument {twice!r}. Give each its own.")
+    missing = set(range(len(keys))).difference(keys) if kinds == {int} else set()
+    if missing:
+        raise InputError(
+            f"the edges into {name!r} give its arguments {', '.join(map(str, sorted(keys, key=int)))}, and none "
+            f"gives argument {min(missing)}. Count from 0, or use the names of arguments."
+        )
 
 
 def _order(nodes: Sequence[str], links: Sequence[Link]) -> tuple[str, ...]:

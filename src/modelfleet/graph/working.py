@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from modelfleet import frameworks
@@ -86,7 +87,8 @@ def _answer(rank: Rank, order: StepOrder | StateOrder) -> StepReport:
     for name, state in order.write.items():
         rank.engines[name].write(state)
     states = {name: engine.read() for name, engine in rank.engines.items()} if order.read else {}
-    return StepReport(states=states, events=rank.recorder.events(order.events))
+    peak = rank.peak_bytes.get(order.events)
+    return StepReport(states=states, events=rank.recorder.events(order.events), peak_bytes=peak)
 
 
 def _open(order: RankOrder) -> tuple[Rank, Transport]:
@@ -95,6 +97,9 @@ def _open(order: RankOrder) -> tuple[Rank, Transport]:
     device = native_device(adapter, order.device, order.threads)
     engines = make_engines(order.nodes, members, order)
     transport = _transport(order, adapter, device)
+    clip = None
+    if order.kind == "train" and order.clip_norm is not None:
+        clip = partial(require_nodes(adapter).clip_factor, most=order.clip_norm)
     rank = Rank(
         order.rank,
         engines,
@@ -106,7 +111,7 @@ def _open(order: RankOrder) -> tuple[Rank, Transport]:
         lambda values: require_nodes(adapter).numbers(values, device),
         {member.name: require_nodes(member.framework).to_host for member in members},
         divides=order.divides,
-        clip_norm=order.clip_norm,
+        clip=clip,
         board=order.board,
     )
     return rank, transport

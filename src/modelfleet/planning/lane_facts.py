@@ -62,4 +62,6 @@ def _reason(spec: LaneSpec, lane: Lane) -> str:
     several = ", ".join(f"{count} {name}" for name, count in optimizers.items()) if len(optimizers) > 1 else None
     untraced = lane.engine.untraced
     python = untraced and f"every step runs its Python: {untraced}"
-    return join_reasons(together, several, spec.apart_because, python) or "on its own"
+    uncompiled = lane.engine.uncompiled
+    slower = uncompiled and f"not compiled: {uncompiled}"
+    return join_reasons(together, several, spec.apart_because, python, slower) or "on its own"

@@ -1,8 +1,8 @@
 """Measurements: the times of lanes, known from earlier runs or measured now, within a budget."""
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from modelfleet.errors import FleetError
 from modelfleet.feeds import Feed
 from modelfleet.feeds.checking import row_spec
 from modelfleet.frameworks.errors import CannotFuseError
+from modelfleet.garbage import forget_frames
 from modelfleet.lanes import Groups, LaneSpec
 from modelfleet.planning import timings, trials
 from modelfleet.planning.plan import Plan
@@ -77,7 +78,7 @@ class Measurements:
         key = self._lane_key(opener.groups, opened.spec, opened.feed)
         if self._known(key) is None and budget.left():
             begun = time.perf_counter()
-            with suppress(CannotFuseError):
+            with suppress(CannotFuseError), _surviving(opener):
                 self._estimates[key] = trials.step_seconds(
                     opener.builder, opener.groups, opened.spec, opened.feed.first(), 0.0
                 )
@@ -109,9 +110,10 @@ class Measurements:
         if (again or seconds is None) and budget.allows(max(expected, budget.longest)):
             begun = time.perf_counter()
             try:
-                found = trials.step_seconds(opener.builder, opener.groups, spec, feed.first(), budget.left())
-                seconds = found if seconds is None else min(found, seconds)
-                self.timings.put(key, seconds)
+                with _surviving(opener):
+                    found = trials.step_seconds(opener.builder, opener.groups, spec, feed.first(), budget.left())
+                    seconds = found if seconds is None else min(found, seconds)
+                    self.timings.put(key, seconds)
             except CannotFuseError:
                 self._estimates.pop(key, None)
             budget.spend(time.perf_counter() - begun)
@@ -154,13 +156,12 @@ class Measurements:
             scale: How many times as long an epoch is as the trial.
             budget: The budget to charge for the trial.
         """
-        begun = time.perf_counter()
-        try:
+        begun, seconds = time.perf_counter(), None
+        # Some members can't be sent to a worker, for example.
+        with suppress(FleetError), _surviving(opener):
             took = trials.epoch_seconds(opener.builder, opener.groups, opened, opener.job, sharing_of, steps)
             seconds = took * scale
             self.timings.put(self._mix_key(opener.groups, opened, sharing), seconds)
-        except FleetError:  # for example members that can't be sent to a worker
-            seconds = None
         budget.spend(time.perf_counter() - begun)
         return seconds
 
@@ -220,7 +221,19 @@ class Measurements:
         shape = row_spec(batch.data), batch.size, batch.shared
         own = [(task.signature, task.task.summary) for task, _ in variants]
         counts = [count for _, count in variants] if len(variants) > 1 else []
-        return timings.key(groups.framework(spec).NAME, *own, *counts, shape, *what)
+        return timings.key(groups.framework(spec).NAME, *own, *counts, shape, *what, *_hardware(groups, spec))
+
+
+def _hardware(groups: Groups, spec: LaneSpec) -> tuple[str, ...]:
+    """Return the name of the accelerator that a lane is measured on; nothing for a CPU, which `timings` names."""
+    if groups.pool.places:  # of a cluster, whose devices this process can't ask
+        return ()
+    device = groups.devices(spec)[0]
+    if spec.device is not None:
+        device = next((own for own in groups.devices(spec) if str(own) == spec.device), device)
+    framework = groups.framework(spec)
+    name = framework.hardware(framework.native(device))
+    return () if name is None else (name,)
 
 
 def steps_per_epoch(opened: OpenLane, job: Job) -> int:
@@ -245,3 +258,17 @@ def work(opened: OpenLane, job: Job) -> float:
     steps = np.full(len(lane.names), UNKNOWN_STEPS) if feed.steps is None else feed.steps
     taken = sum(int(own) * int(epochs[name]) for own, name in zip(steps, lane.names, strict=True))
     return float(lane.engine.parameters) * feed.first().size * taken
+
+
+@contextmanager
+def _surviving(opener: LaneOpener) -> Iterator[None]:
+    """Go on after a trial that has run out of memory: what it was to measure stays unknown.
+
+    A trial has a copy of the state beside the lane's own. The run itself may fit, or will halve its lanes.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not opener.out_of_memory(error):
+            raise
+        forget_frames(error)

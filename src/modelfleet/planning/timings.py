@@ -72,4 +72,14 @@ def _machine() -> tuple[object, ...]:
             found = _VERSION.search(distribution(package).read_text("METADATA") or "")
             versions.append((package, found and found[0]))
     threads = os.environ.get("OMP_NUM_THREADS")
-    return platform.machine(), platform.processor(), os.cpu_count(), threads, tuple(versions)
+    return platform.machine(), _processor(), os.cpu_count(), threads, tuple(versions)
+
+
+def _processor() -> str:
+    """Return the name of the processor's model. Python itself knows it on some systems only."""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from modelfleet.each import Each
+from modelfleet.errors import FleetError
 from modelfleet.feeds import Batch
 from modelfleet.feeds.several_steps import group_steps
 from modelfleet.lanes import Groups, Lane, LaneBuilder, LaneSpec
@@ -78,6 +79,8 @@ def epoch_seconds(
     for run in runs:
         run.close()
         run.lane.engine.stop()
+    if any(run.ran_out_of_memory for run in runs):
+        raise FleetError("the lanes of a trial do not fit beside each other")
     return min(np.diff(ends[1:]).tolist() or [ends[-1] - ends[0]])  # of the epochs after the first, if any
 
 

@@ -80,8 +80,9 @@ def _join_ranks(order: LaneOrder):  # noqa: ANN202  a framework's own type
     meeting, rank, size = order.ranks
     address = meeting if isinstance(meeting, str) else meeting.address
     framework = frameworks.adapter(order.members[0][3])
-    kind = order.devices[0].kind if order.devices else "cpu"
-    return framework.ProcessGroup.join(address, rank, size, RENDEZVOUS_TIMEOUT, device=kind)
+    (device,) = framework.choose(order.devices)[:1]
+    native = framework.native(device)
+    return framework.ProcessGroup.join(address, rank, size, RENDEZVOUS_TIMEOUT, device=str(native))
 
 
 def _refuse_to_halve(run: LaneRun) -> None:

@@ -15,7 +15,10 @@ def halve(builder: LaneBuilder, groups: Groups, run: LaneRun) -> list[LaneRun]:
     training = run.training()
     middle = -(-len(training) // 2)
     halves = []
-    for wave, names in enumerate((training[:middle], training[middle:])):
+    both = training[:middle], training[middle:]
+    lane.engine.park()  # the device has no memory for another copy
+    states = [lane.read_apart(names, host=True) for names in both]
+    for wave, names in enumerate(both):
         spec = replace(
             lane.spec,
             members=tuple(names),
@@ -29,7 +32,7 @@ def halve(builder: LaneBuilder, groups: Groups, run: LaneRun) -> list[LaneRun]:
         # Not made ready here: that could run out of memory again. A step that does so halves the lane once more.
         half.engine.check(feed.first(), names[0])
         half.record_losses(on=lane.losses is not None)
-        for own, state in lane.read_apart(names, host=True):  # the device has no memory for another copy
+        for own, state in states[wave]:
             half.write(own, state)
         steps = None if run.known_steps is None else run.known_steps[positions]
         schedules = make_schedules(half, steps, run.epochs[positions], run.initial_epoch)

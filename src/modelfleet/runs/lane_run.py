@@ -12,6 +12,7 @@ from modelfleet.feeds import Batch, Feed
 from modelfleet.frameworks.adapter_protocol import Schedules
 from modelfleet.frameworks.errors import REASONS, CannotFuseError, StepError
 from modelfleet.frameworks.global_generators import State as GeneratorState
+from modelfleet.garbage import forget_frames
 from modelfleet.lanes.lane import Lane
 from modelfleet.lanes.work import Work
 from modelfleet.runs.factors import Factors
@@ -106,6 +107,7 @@ class LaneRun:
         self.known_steps = self._limit(self.feed.steps)
         self.raised: Exception | None = None
         """Error of the last step that raised."""
+        self.ran_out_of_memory = False
         self._tried: set[tuple[int, int | None]] = set()
         self._failed: dict[str, Failure] = {}
         self._losses: dict[str, list[float]] = {}  # of single steps, by member
@@ -181,7 +183,9 @@ class LaneRun:
         batch = self._cut_short(batch)
         columns = self.factors.applied(self.schedules.at(self.steps_done))
         kind = batch.size, batch.steps
-        backup = None if kind in self._tried or self.lane.engine.undoes_steps else self._backup()
+        engine = self.lane.engine
+        backup = None if kind in self._tried or engine.undoes_steps else self._backup()
+        stamp = engine.stamp() if self.may_halve and backup is None else None
         recorded = len(self.lane.losses or ())
         try:
             self.lane.train(batch, columns, self._steps_left())
@@ -190,11 +194,12 @@ class LaneRun:
             if not self.working:
                 return 0
         except Exception as error:
-            if not self.lane.engine.out_of_memory(error):
+            if not engine.out_of_memory(error):
                 raise
+            forget_frames(error)  # they hold the tensors of the step, and with them the memory
             if self.lane.losses is not None and backup is not None:
                 self.lane.losses.forget_after(recorded)
-            self._run_out_of_memory(error, backup)
+            self._run_out_of_memory(error, backup, unchanged=stamp is not None and engine.stamp() == stamp)
             return 0
         self._tried.add(kind)
         self.step_in_epoch += batch.steps or 1
@@ -255,6 +260,11 @@ class LaneRun:
         if kept is not None:
             self._feed_slots(kept)
 
+    def give_up_reading(self) -> None:
+        """Have threads that wait for this lane's loaders stop, after Ctrl-C. Any thread may call it."""
+        for feed in self.feeds:
+            feed.give_up()
+
     def close(self) -> None:
         """Stop reading ahead."""
         if self._batches is not None:
@@ -312,15 +322,18 @@ class LaneRun:
             return None
         return self.lane.read(self.names, host=True)
 
-    def _run_out_of_memory(self, error: Exception, backup: State | None) -> None:
+    def _run_out_of_memory(self, error: Exception, backup: State | None, *, unchanged: bool) -> None:
+        """Halve the lane if its state is that from before the step, or can be; otherwise set its members aside."""
         self.close()
+        self.ran_out_of_memory = True
         reason = "the device ran out of memory"
         if backup is not None:
             self.lane.write(self.names, backup)
-            if self.may_halve and len(self.training()) > 1:
-                raise TooWideError(self) from error
+        if (backup is not None or unchanged) and self.may_halve and len(self.training()) > 1:
+            raise TooWideError(self) from error
+        if backup is not None:
             reason += " at the first step"
-        elif not self.lane.engine.undoes_steps:
+        elif not unchanged and not self.lane.engine.undoes_steps:
             reason += " in the middle of the run; the weights may be between two steps"
         self._fail(dict.fromkeys(np.flatnonzero(self.lane.on()[self.lane.slots]).tolist(), reason))
 

@@ -40,6 +40,7 @@ class MemberAccess:
         Raises:
             InputError: The members do not have the same structure.
         """
+        _refuse_names(names)
         pieces = [
             (some, _as_arrays(lane, state, some[0]))
             for run, own in self._by_run(names)
@@ -56,6 +57,9 @@ class MemberAccess:
             InputError: No part that is given has a name in a member's state.
         """
         row = {name: number for number, name in enumerate(names)}
+        state = {
+            part: {name: _rows(name, array, names) for name, array in own.items()} for part, own in state.items()
+        }
         for run, own in self._by_run(names):
             lane = run.bring_here(to_change=True)
             for some in lane.by_width(own):
@@ -78,6 +82,9 @@ class MemberAccess:
         Raises:
             InputError: The member has no such hyperparameter, or was compiled with 0.
         """
+        for key, value in values.items():
+            if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+                raise InputError(f"{key} of member {name!r} would become {value!r}; expected a number.")
         run = self._run_of(name)
         tensors, state = self._tensors_of(name)
         run.bring_here(to_change=True)
@@ -116,6 +123,12 @@ class MemberAccess:
         yield from found.values()
 
 
+def _refuse_names(names: Sequence[str]) -> None:
+    """Raise InputError for names that are not a list of at least one."""
+    if isinstance(names, str) or not len(names):
+        raise InputError(f"the members are {names!r}; expected a list of at least one name, such as run.active.")
+
+
 def _by_optimizer(lane: Lane, names: Sequence[str]) -> list[list[str]]:
     """Return members of a lane by the tensors of their optimizers, which may differ."""
     found: dict[frozenset[str] | None, list[str]] = {}
@@ -145,14 +158,34 @@ def _as_stored(lane: Lane, given: Mapping[str, Arrays], member: str) -> State:
     for name in dict.fromkeys(name for own in given.values() for name in own):
         if not any(name in like.get(part, {}) for part in given):
             raise unknown(f"weight of member {member!r}", name, [n for own in like.values() for n in own])
-    return {
-        part: {
-            name: _storable(_turned(lane, name, array), like[part][name], arrays.host(like[part][name]).dtype)
-            for name, array in own.items()
-            if name in like.get(part, {})
-        }
-        for part, own in given.items()
-    }
+    found: State = {part: {} for part in given}
+    for part, own in given.items():
+        for name, array in own.items():
+            if name in like.get(part, {}):
+                tensor, turned = like[part][name], _turned(lane, name, array)
+                if turned.shape[1:] != tuple(tensor.shape[1:]):
+                    needed = _turned(lane, name, np.broadcast_to(np.empty(()), tuple(tensor.shape))).shape[1:]
+                    raise InputError(
+                        f"{name!r} of member {member!r} would become {array.shape[1:]}; expected {needed}, with "
+                        f"the member as one more axis in front."
+                    )
+                found[part][name] = _storable(turned, tensor, arrays.host(tensor).dtype)
+    return found
+
+
+def _rows(name: str, array: object, names: Sequence[str]) -> np.ndarray:
+    """Return an array that was given for some members.
+
+    Raises:
+        InputError: It is not an array of numbers with one row for each member.
+    """
+    found = np.asarray(array)
+    if found.dtype.kind not in "biufc" or not found.ndim or len(found) != len(names):
+        raise InputError(
+            f"{name!r} is {found.shape} of {found.dtype} for {len(names)} members; expected an array of numbers "
+            f"with the member as the first axis, as weights(names) returns it."
+        )
+    return found
 
 
 def _turned(lane: Lane, name: str, array: np.ndarray) -> np.ndarray:

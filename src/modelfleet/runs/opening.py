@@ -85,6 +85,10 @@ class LaneOpener:
         """Return the lanes of several specs."""
         return [self.open(spec) for spec in specs]
 
+    def out_of_memory(self, error: BaseException) -> bool:
+        """Return True if an error says that the device of an open lane is out of memory."""
+        return any(opened.lane.engine.out_of_memory(error) for opened in self._open.values())
+
     def part_of_feed(self, spec: LaneSpec, parent: OpenLane) -> Feed:
         """Return the feed of some members of a lane that is open."""
         positions = parent.lane.positions

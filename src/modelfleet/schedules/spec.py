@@ -20,6 +20,7 @@ class NodeSpec:
         backward: The time of a backward for the inputs and the weights.
         backward_input: The time of a backward for the inputs alone; None is half of `backward`.
         kept_bytes: What is kept from the forward of a micro-batch to its backward.
+        recomputed_bytes: What the backward makes again because it was not kept.
         output_bytes: The size of the outputs of one micro-batch.
     """
 
@@ -31,6 +32,7 @@ class NodeSpec:
     backward_input: float | None = None
     kept_bytes: int = 0
     output_bytes: int = 0
+    recomputed_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not self.ranks or len(set(self.ranks)) < len(self.ranks):

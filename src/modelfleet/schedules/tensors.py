@@ -122,6 +122,8 @@ class _Holding:
             self._refuse(operation, f"it has not computed forward {operation.node}[{operation.micro}]")
         elif operation.kind == "backward_weight" and key not in self.halved:
             self._refuse(operation, f"it has not computed backward_input {operation.node}[{operation.micro}]")
+        elif operation.kind in ("backward", "backward_input"):
+            self.bytes += spec.node(operation.node).recomputed_bytes
         for tensor in made(operation, spec):
             # The output of a node is one tensor, however many edges take it. It was counted with the node.
             self.here[tensor] = 0 if operation.kind == "forward" else self._edge(tensor.edge).bytes
@@ -140,7 +142,7 @@ class _Holding:
         ):
             self.kept.discard(key)
             self.halved.discard(key)
-            self.bytes -= spec.node(operation.node).kept_bytes
+            self.bytes -= spec.node(operation.node).kept_bytes + spec.node(operation.node).recomputed_bytes
         if operation.kind == "free":
             self._free(operation)
 

@@ -11,19 +11,34 @@ if TYPE_CHECKING:
 
 
 def write_trace(timeline: "Timeline", path: Path) -> None:
-    """Write a timeline into a JSON file."""
+    """Write a timeline into a JSON file, with what was planned as a process of its own."""
+    if timeline.planned is None:
+        entries = _process(timeline, 0, "")
+    else:
+        entries = [*_process(timeline, 0, "measured"), *_process(timeline.planned, 1, "planned")]
+    path.write_text(json.dumps({"traceEvents": entries, "displayTimeUnit": "ms"}), encoding="utf-8")
+
+
+def _process(timeline: "Timeline", process: int, title: str) -> list[dict[str, Any]]:
+    """Return the entries of a timeline, with a row for each device."""
     names = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": device}}
+        {"name": "thread_name", "ph": "M", "pid": process, "tid": rank, "args": {"name": device}}
         for rank, device in enumerate(timeline.devices)
     ]
-    events = [entry for number, event in enumerate(timeline.events) for entry in _entries(event, number, timeline)]
-    path.write_text(json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}), encoding="utf-8")
+    if title:
+        names.append({"name": "process_name", "ph": "M", "pid": process, "args": {"name": title}})
+    events = [
+        entry | {"pid": process}
+        for number, event in enumerate(timeline.events)
+        for entry in _entries(event, f"{process}.{number}", timeline)
+    ]
+    return [*names, *events]
 
 
-def _entries(event: "Event", number: int, timeline: "Timeline") -> list[dict[str, Any]]:
+def _entries(event: "Event", number: str, timeline: "Timeline") -> list[dict[str, Any]]:
     """Return the entries of one event: for a transfer its begin and its end, because transfers overlap."""
     operation = event.operation
-    where = {"name": operation.describe(timeline.devices), "cat": operation.kind, "pid": 0, "tid": event.rank}
+    where = {"name": operation.describe(timeline.devices), "cat": operation.kind, "tid": event.rank}
     details = {"waited": event.waited, "bytes": event.bytes}
     start, end = _microseconds(event.start - timeline.start), _microseconds(event.end - timeline.start)
     if operation.kind in TRANSFERS:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import SimpleQueue
 
 from modelfleet.feeds import Batch
@@ -28,8 +29,20 @@ def threads(runs: Sequence[LaneRun], options: RunOptions) -> Iterator[Event]:
     with (
         divided_cores(run.lane for run in runs) as start_thread,
         ThreadPoolExecutor(max(1, len(runs)), "modelfleet-lane", start_thread) as pool,
+        _given_up_by_ctrl_c(runs),
     ):
         yield from (_in_step if options.in_step or options.watched else _freely)(pool, runs, options)
+
+
+@contextmanager
+def _given_up_by_ctrl_c(runs: Sequence[LaneRun]) -> Iterator[None]:
+    """Have no lane's thread wait for its loader any longer once Ctrl-C is a KeyboardInterrupt in this thread."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        for run in runs:
+            run.give_up_reading()
+        raise
 
 
 def _freely(pool: ThreadPoolExecutor, runs: Sequence[LaneRun], options: RunOptions) -> Iterator[Event]:
@@ -42,18 +55,18 @@ def _freely(pool: ThreadPoolExecutor, runs: Sequence[LaneRun], options: RunOptio
         errors: list[BaseException] = []
         training = list(own)
         try:
-            while training and not options.stopped():
-                for run in list(training):
-                    try:
-                        with run.lane.engine.stream():
+            with _stream_of(own):
+                while training and not options.stopped():
+                    for run in list(training):
+                        try:
                             if all(run.turn() for _ in range(run.turns)):
                                 continue
                             training.remove(run)
                             if not options.stopped():
                                 reports += end_epochs([run])
-                    except TooWideError as error:
-                        training.remove(run)
-                        errors.append(error)
+                        except TooWideError as error:
+                            training.remove(run)
+                            errors.append(error)
         except BaseException as error:  # of any kind: without it, the loop below would wait forever
             errors.append(error)
         finished.put((own, reports, errors))
@@ -141,11 +154,13 @@ def _in_step(pool: ThreadPoolExecutor, runs: Sequence[LaneRun], options: RunOpti
 
 
 def _step(turns: Sequence[tuple[LaneRun, Batch]]) -> dict[int, int]:
-    steps = {}
-    for run, batch in turns:
-        with run.lane.engine.stream():
-            steps[id(run)] = run.step(batch)
-    return steps
+    with _stream_of([run for run, _ in turns]):
+        return {id(run): run.step(batch) for run, batch in turns}
+
+
+def _stream_of(runs: Sequence[LaneRun]) -> AbstractContextManager[object]:
+    """Return the context for steps of lanes in one thread. Lanes that take turns share the device's stream."""
+    return runs[0].lane.engine.stream() if len(runs) == 1 else nullcontext()
 
 
 def _by_device(runs: Sequence[LaneRun]) -> dict[str, list[LaneRun]]:

@@ -246,6 +246,23 @@ def test_members_have_the_draws_and_norms_of_a_fleet_of_one(
         assert values[name] == pytest.approx(own_values[name], rel=tolerance)
 
 
+@on_jax
+@pytest.mark.parametrize("weighted", [False, True])
+def test_padded_rows_of_64_bits_are_not_rounded(double: None, weighted: bool) -> None:
+    lengths = {"a": 23, "b": 13, "c": 9}  # short batches are padded, and their losses divided by their own rows
+    data = {name: (X[:length], Y[:length]) for name, length in lengths.items()}
+    weights = {name: np.linspace(0.1, 1.9, length) for name, length in lengths.items()}
+    models = {name: model(number) for number, name in enumerate(lengths)}
+    others = {name: model(number) for number, name in enumerate(lengths)}
+    given: dict[str, Any] = {"sample_weight": mf.each(weights)} if weighted else {}
+    options: dict[str, Any] = {"epochs": 2, "batch_size": 8, "shuffle": False}
+    mf.Fleet(models).fit(mf.each(data), progress=False, strategy="fused", **options, **given)
+    for name, other in others.items():
+        other.fit(*data[name], sample_weight=weights[name] if weighted else None, verbose=0, **options)
+        for own, wanted in zip(models[name].get_weights(), other.get_weights(), strict=True):
+            np.testing.assert_allclose(own, wanted, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.usefixtures("double")
 def test_members_that_branch_on_their_number_have_a_lane_of_their_own() -> None:
     rates = [0.5, 0.0, 0.25, 0]

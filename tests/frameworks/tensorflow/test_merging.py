@@ -116,7 +116,7 @@ def test_arguments_and_results_keep_their_structure() -> None:
 
 class Held:
     def __init__(self) -> None:
-        self.variable = tf.Variable(2.0, dtype=tf.float64)
+        self.variable = tf.Variable(tf.constant(2.0, tf.float64))
 
 
 @pytest.mark.parametrize(

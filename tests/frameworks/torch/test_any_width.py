@@ -34,3 +34,11 @@ def test_steps_that_do_other_things_at_another_width_are_refused() -> None:
 
     with pytest.raises(FixedWidthError):
         merge_widths(traced(5, step), 5, traced(3, step), 3)
+
+
+def test_a_constant_that_depends_on_the_width_is_refused() -> None:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return y * torch.tensor([float(x.shape[0])])
+
+    with pytest.raises(FixedWidthError, match="the constant _tensor_constant0 depends on the width"):
+        merge_widths(traced(5, step), 5, traced(3, step), 3)

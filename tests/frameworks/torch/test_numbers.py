@@ -190,6 +190,22 @@ def test_functions_with_a_number_per_member(name: str) -> None:
     numbers.check(lambda number: Forward(number, FUNCTIONS[name]), [0.5, 1.5, 0.7])
 
 
+INTEGERS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "temperature": lambda x, a: torch.softmax(x / a, -1),
+    "arithmetic": lambda x, a: x * a + a - (a / (x.abs() + 1)) + x.clamp(max=a) + x * (x > a) + x.sin() ** a,
+    "functions": lambda x, a: F.softplus(x, a) + F.elu(x, a) + F.huber_loss(x, x.sin(), delta=a),
+    "new tensors": lambda x, a: x * x.new_full((8,), a) + torch.full((8,), a, dtype=x.dtype),
+    "tensors like others": lambda x, a: x * torch.full_like(x, a),
+    "where": lambda x, a: torch.where(x > 0, x, a) + x.masked_fill(x > 0, a),
+    "divided integers": lambda x, a: x + (x > 0).long() / a,
+}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_functions_with_an_integer_per_member(name: str) -> None:
+    numbers.check(lambda number: Forward(number, INTEGERS[name]), [1, 2, 4])
+
+
 def scaled(scale: float) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda output, target: scale * F.cross_entropy(output, target)
 
@@ -218,6 +234,7 @@ def test_losses_with_numbers_per_member(name: str) -> None:
 
 VALUE_LOSSES: dict[str, list[Any]] = {
     "huber": [nn.HuberLoss(delta=d) for d in (0.3, 1.0, 2.0)],
+    "huber with integers": [nn.HuberLoss(delta=d) for d in (1, 2)],
     "smooth l1": [nn.SmoothL1Loss(beta=b) for b in (0.3, 1.0, 0.0)],
     "poisson": [nn.PoissonNLLLoss(log_input=False, eps=e) for e in (9.0, 8.0)],
     "bce": [nn.BCEWithLogitsLoss(pos_weight=torch.tensor([w, 1.0, 2.0]).double()) for w in (0.5, 2.0)],

@@ -33,6 +33,9 @@ BRANCHES: dict[str, tuple[Callable[[Tensor, Any], Tensor], str]] = {
         lambda x, a: F.pad(x[:, : int(a * 8)], (0, 8 - int(a * 8))),
         "an integer that is 4, and 6",
     ),
+    "an integer of an integer": (lambda x, a: x + ((x > 0).long() * int(a * 4)), "an integer that is 2, and 3"),
+    "a new integer": (lambda x, a: x + torch.full((8,), int(a * 4)), "an integer that is 2, and 3"),
+    "a large integer": (lambda x, a: x + (2**60 + int(a * 4)), "an integer that is"),
     "repeated": (lambda x, a: functools.reduce(lambda y, _: y.tanh(), range(int(a * 10)), x), "it calls"),
     "no gradient": (lambda x, a: _without_gradient(x, a > 0.6) + x, "_set_grad_enabled|gradients"),
     "no rule": (lambda x, a: x * torch.linspace(0.0, a, 8, dtype=x.dtype), "torch.linspace has no rule"),
@@ -184,7 +187,8 @@ def test_a_number_that_hides_a_mean_over_rows_does_not_hide_it_for_others() -> N
 
 
 def test_integers_that_differ_keep_members_apart() -> None:
-    fleet = numbers.compiled(numbers.build(lambda n: Forward(n, lambda x, n: x * n), [2, 3]), loss="cross_entropy")
+    models = numbers.build(lambda number: Forward(number, lambda x, n: x.roll(n, 1)), [2, 3])
+    fleet = numbers.compiled(models, loss="cross_entropy")
     assert len(fleet.plan(numbers.rows(), batch_size=8).lanes) == 2
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from modelfleet import shuffles
+from modelfleet.errors import StrategyError
 from modelfleet.frameworks.torch.random.operations import DrawFromStreams
 from modelfleet.frameworks.torch.random.streams import BatchRows, Streams
 from modelfleet.frameworks.torch.random.threefry import threefry
@@ -182,6 +183,20 @@ def test_rows_draw_what_they_draw_within_the_whole_batch(draw: str, dtype: torch
     own = [3 if place == axis else size for place, size in enumerate(whole)]
     found = getattr(stacked([1, 2], part), draw)([2, *own], dtype)
     torch.testing.assert_close(found, expected.narrow(axis + 1, rows[0], 3), rtol=0, atol=0)
+
+
+def test_rows_of_another_length_draw_what_they_draw_within_their_own_batch() -> None:
+    expected = one().uniform([7, 2, 9, 9], torch.float32)
+    part = BatchRows(torch.tensor(2), torch.tensor(7), 3, (((1, 2, 5, 5), 0),))  # it was shorter at first
+    found = Streams(torch.tensor(SEED), torch.tensor(float(STEP)), part).uniform([3, 2, 9, 9], torch.float32)
+    torch.testing.assert_close(found, expected[2:5], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("draws", "shape"), [((((1, 5), 0),), (4, 5)), ((((5,), None),), (6,)), ((), (3,))])
+def test_rows_that_can_not_be_told_are_refused(draws: Any, shape: tuple[int, ...]) -> None:
+    part = BatchRows(torch.tensor(0), torch.tensor(7), 3, draws)
+    with pytest.raises(StrategyError, match="unknown which row each number belongs to"):
+        Streams(torch.tensor(SEED), torch.tensor(float(STEP)), part).uniform(shape, torch.float32)
 
 
 def test_a_rows_numbers_do_not_depend_on_how_many_rows_follow_it() -> None:

@@ -1,5 +1,6 @@
 """Chains and graphs of Keras models train like the undivided model, on JAX; elsewhere they say that they don't."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +8,26 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
-from tests.graph.keras.stages import ROWS, X, Y, assert_equal, stages, train
+from tests.graph.keras.stages import ROWS, X, Y, assert_equal, stages, train, whole
 
 import modelfleet as mf
-from modelfleet.errors import AllFailedError, InputError, StrategyError
+from modelfleet.errors import AllFailedError, InputError, StoreError, StrategyError
 
 on_jax = pytest.mark.skipif(keras.backend.backend() != "jax", reason="Keras nodes train on JAX")
 LR = (1e-3, 1e-2)
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    import jax
+
+    kinds = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    with jax.enable_x64(True):
+        yield
+    keras.config.set_floatx(kinds[0])
+    keras.config.set_dtype_policy(kinds[1])
 
 
 def adams() -> list[keras.Optimizer]:
@@ -51,6 +65,19 @@ def test_a_chain_trains_like_the_undivided_model_with_its_dropout(how: dict[str,
 
 
 @on_jax
+def test_a_model_that_was_split_trains_as_when_it_was_whole() -> None:
+    model, other = whole(), whole()
+    chain = mf.Chain(mf.split(model, 2, X[:8]), devices="cpu:0,cpu:1")
+    chain.compile("adam", "cross_entropy", lr=1e-2)
+    losses = fit(chain)
+    np.testing.assert_allclose(losses, train([other], [keras.optimizers.Adam(1e-2)]), rtol=1e-4)
+    assert_equal([model], [other])
+    assert chain.last_plan is not None
+    assert chain.last_plan.measured is not None
+    assert chain.last_plan.measured.peak_bytes is not None
+
+
+@on_jax
 def test_replicas_share_the_micro_batches() -> None:
     models, others = stages(), stages()
     losses = fit(compiled(models, devices=[["cpu:0", "cpu:1"], ["cpu:2"]]))
@@ -64,6 +91,26 @@ def test_the_gradient_of_all_stages_is_clipped_as_one() -> None:
     losses = fit(compiled(models, clip_norm=0.1))
     np.testing.assert_allclose(losses, train(others, adams(), clip_norm=0.1), rtol=1e-4)
     assert_equal(models, others)
+
+
+@on_jax
+@pytest.mark.parametrize("devices", ["cpu:0,cpu:1", [["cpu:0", "cpu:1"], ["cpu:2"]]], ids=["two", "row"])
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+def test_numbers_of_64_bits_are_not_rounded(double: None, clip_norm: float | None, devices: Any) -> None:
+    models, others = stages(dropout=0.0), stages(dropout=0.0)
+    data = X[:42].astype(np.float64), Y[:42]  # the last batch has 10 rows, whose inverse is no short number
+    weights = np.linspace(0.1, 2.0, 42)
+    chain = mf.Chain(models, devices=devices)
+    chain.compile("adam", "cross_entropy", lr=0.01, clip_norm=clip_norm)
+    losses = fit(chain, (*data, weights), epochs=3)
+    net = keras.Sequential([layers.Input((6,)), *others])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    net.compile(keras.optimizers.Adam(0.01, global_clipnorm=clip_norm), loss)
+    expected = net.fit(*data, sample_weight=weights, batch_size=ROWS, epochs=3, shuffle=False, verbose=0)
+    np.testing.assert_allclose(losses, expected.history["loss"], rtol=1e-10)
+    for one, other in zip(models, others, strict=True):
+        for own, wanted in zip(one.weights, other.weights, strict=True):
+            np.testing.assert_allclose(np.asarray(own), np.asarray(wanted), rtol=1e-10, atol=1e-12)
 
 
 @on_jax
@@ -169,6 +216,19 @@ class Break(mf.Callback):
     def on_epoch_end(self, run: Any) -> None:
         if run.epoch == 2:
             raise ZeroDivisionError
+
+
+@on_jax
+@pytest.mark.parametrize("other", [{"loss": "mse"}, {"metrics": ["accuracy"]}, {"lr": 0.5}], ids=str)
+def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path, other: dict[str, Any]) -> None:
+    with pytest.raises(ZeroDivisionError):
+        fit(compiled(stages()), epochs=4, callbacks=[mf.Checkpoint(tmp_path), Break()])
+    chain = mf.Chain(stages(), devices="cpu:0,cpu:1")
+    given: dict[str, Any] = {"loss": "cross_entropy", "lr": mf.each(LR), **other}
+    chain.compile("adam", **given)
+    data = X, np.eye(3)[Y] if "loss" in other else Y
+    with pytest.raises(StoreError, match="a checkpoint of another run: its optimizer and loss"):
+        fit(chain, data, epochs=4, callbacks=[mf.Checkpoint(tmp_path), mf.Callback()])
 
 
 @on_jax

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
-from tests.graph.keras.stages import X, Y, outputs, stages
+from tests.graph.keras.stages import X, Y, outputs, stages, whole
 
 import modelfleet as mf
 from modelfleet.errors import InputError, StrategyError
@@ -20,6 +20,13 @@ def test_a_chain_predicts_as_its_models_one_after_the_other(devices: Any, batch_
     models = stages(norm=True)
     found = mf.Chain(models, devices=devices).predict(X, batch_size=batch_size)
     np.testing.assert_allclose(found, outputs(models, X), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_model_that_was_split_predicts_as_when_it_was_whole(count: int) -> None:
+    model = whole()
+    chain = mf.Chain(mf.split(model, count, X[:8]), devices="cpu:0,cpu:1")
+    np.testing.assert_allclose(chain.predict(X), outputs([model], X), rtol=1e-5, atol=1e-6)
 
 
 def test_predict_sees_weights_that_have_changed_since_the_last_call() -> None:

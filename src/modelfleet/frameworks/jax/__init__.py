@@ -20,7 +20,7 @@ from modelfleet.frameworks.jax.building import (
     stacked_weights,
     weights_key,
 )
-from modelfleet.frameworks.jax.devices import accelerators, choose, memory, native
+from modelfleet.frameworks.jax.devices import accelerators, choose, hardware, memory, native
 from modelfleet.frameworks.jax.engine import make_engine
 from modelfleet.frameworks.jax.lessons import CLASS_AXIS
 from modelfleet.frameworks.jax.recipe import compile, prepare

@@ -17,7 +17,7 @@ from modelfleet.frameworks.arrays import host, is_array, size
 Array = jax.Array | np.ndarray
 
 __all__ = ["as_numpy", "concatenate", "from_host", "host", "index", "is_array", "place", "size", "stack", "take"]
-__all__ += ["pickle_reduction", "restored"]
+__all__ += ["pickle_reduction", "received", "restored"]
 
 
 def place(leaf: Any, device: jax.Device | None, *, copy: bool = False) -> Array:
@@ -45,6 +45,10 @@ def index(positions: np.ndarray, device: jax.Device | None) -> Array:
 def take(tensor: Array, index: Array) -> Array:
     """Return the rows of an array at an index of one to three axes: `(*index axes, …)`."""
     return tensor.take(index, axis=0)
+
+
+def received(tensor: Array) -> None:
+    """Do nothing: JAX orders what threads do."""
 
 
 def concatenate(tensors: Sequence[Array]) -> Array:

@@ -45,7 +45,11 @@ class JaxDefinition(Definition):
         params, buffers = self.form.parts(member.model)
         own = self.task.own.get(member.name, {})
         key = {"key": key_data(member.seed)}
-        clip = {"clip_norm": np.float32(own.get("clip_norm", np.inf))} if self.task.clip else {}
+        clip = (
+            {"clip_norm": jax.dtypes.canonicalize_dtype(np.float64).type(own.get("clip_norm", np.inf))}
+            if self.task.clip
+            else {}
+        )
         state = {"params": as_numpy(params), "buffers": as_numpy(buffers), "optimizer": {}, "member": key | clip}
         state["numbers"] = {"variant": np.int32(0)}  # members may become unlike in a fit
         if self.task.optimizer is not None and params:
@@ -220,7 +224,10 @@ def _by_metric(metrics: Parts) -> dict[str, Parts]:
 def _clipped(gradients: Parts, most: Tensor) -> Parts:
     # As optax.clip_by_global_norm does it.
     norm = jnp.sqrt(sum((g**2).sum() for g in gradients.values()))
-    return {key: jnp.where(norm < most, g, g / norm * most) for key, g in gradients.items()}
+    return {
+        key: jnp.where(norm < most.astype(norm.dtype), g, g / norm * most.astype(g.dtype))
+        for key, g in gradients.items()
+    }
 
 
 def _changed(after: State, before: State) -> State:

@@ -26,6 +26,11 @@ def memory(device: jax.Device) -> Memory | None:
     return Memory(int(known["bytes_limit"]), int(known["bytes_limit"] - known["bytes_in_use"]))
 
 
+def hardware(device: jax.Device) -> str | None:
+    """Return the name of an accelerator's model; None for the CPU."""
+    return None if device.platform == "cpu" else str(device.device_kind)
+
+
 def native(device: Device) -> jax.Device:
     """Return a device as JAX names it. Logical CPUs that JAX does not have are its first CPU."""
     if device.kind == "cpu":

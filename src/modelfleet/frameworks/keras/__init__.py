@@ -47,6 +47,6 @@ arrays, _devices, files = (
     import_module(f"modelfleet.frameworks.{part}") for part in _PARTS[keras.backend.backend()]
 )
 accelerators, choose = _devices.accelerators, _devices.choose
-memory, native = _devices.memory, _devices.native
+hardware, memory, native = _devices.hardware, _devices.memory, _devices.native
 if keras.backend.backend() == "torch":
     threads, use_threads = _devices.threads, _devices.use_threads

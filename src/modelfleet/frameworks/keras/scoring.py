@@ -7,7 +7,7 @@ import numpy as np
 
 from modelfleet.errors import InputError
 from modelfleet.frameworks.keras.metrics import resolve
-from modelfleet.types import LossLike, MetricLike, Model, Tree
+from modelfleet.types import LossLike, MetricLike, Model, Tensor, Tree
 
 
 def score(
@@ -27,9 +27,14 @@ def score(
     same = keras.Sequential(
         [keras.layers.Input(output.shape[1:], dtype=output.dtype.name), keras.layers.Identity()]
     )
-    same.compile(loss=loss, metrics=resolve(chosen, loss))
+    # Only on JAX does Keras evaluate a model that has no loss.
+    same.compile(loss=_no_loss if loss is None else loss, metrics=resolve(chosen, loss))
     found = same.evaluate(output, target, batch_size=len(output), verbose=0, return_dict=True)
     return {name: float(value) for name, value in found.items() if name != "loss" or loss is not None}
+
+
+def _no_loss(target: Tensor, output: Tensor) -> Tensor:
+    return keras.ops.zeros(keras.ops.shape(output)[:1])
 
 
 def compiled(model: Model) -> tuple[LossLike, Sequence[MetricLike]]:

@@ -222,11 +222,14 @@ class Steps:
             if isinstance(logs, Mapping) and not logs.keys() <= model.get_metrics_result().keys():
                 self.apart = self.apart or "its compute_metrics returns more than the model's metrics"
             return loss
-        weights = ops.cast(weights, "float32")
+        wide = (
+            "float64" if keras.backend.standardize_dtype(tree.flatten(y_pred)[0].dtype) == "float64" else "float32"
+        )
+        weights = ops.cast(weights, wide)
         real = ops.sum(weights)
         # The loss is a mean over all rows, padding included.
         share = weights * (rows / ops.maximum(real, 1.0))
-        own = None if sample_weight is None else ops.cast(tree.flatten(sample_weight)[0], "float32")
+        own = None if sample_weight is None else ops.cast(tree.flatten(sample_weight)[0], wide)
         loss = model._compute_loss(x, y, y_pred, share if own is None else _times(share, own), training=training)
         model._loss_tracker.update_state(loss, sample_weight=real)
         target, output = tree.flatten(y)[0], tree.flatten(y_pred)[0]

@@ -18,7 +18,7 @@ from modelfleet.frameworks.tensorflow.building import (
     stacked_weights,
     weights_key,
 )
-from modelfleet.frameworks.tensorflow.devices import accelerators, choose, memory, native
+from modelfleet.frameworks.tensorflow.devices import accelerators, choose, hardware, memory, native
 from modelfleet.frameworks.tensorflow.engine import make_engine
 from modelfleet.frameworks.tensorflow.recipe import compile, prepare
 from modelfleet.frameworks.tensorflow.replica import replica as Replica

@@ -14,7 +14,8 @@ from modelfleet.types import Tensor
 
 Array = tf.Tensor | np.ndarray
 
-__all__ = ["STRINGS", "concatenate", "from_host", "host", "index", "is_array", "place", "size", "stack", "take"]
+__all__ = ["STRINGS", "concatenate", "from_host", "host", "index", "is_array", "place", "received", "size"]
+__all__ += ["stack", "take"]
 STRINGS = True  # TensorFlow computes with strings; in NumPy they are arrays of objects
 
 
@@ -47,6 +48,10 @@ def index(positions: np.ndarray, device: str | None) -> Array:
 def take(tensor: Array, index: Array) -> Array:
     """Return the rows of an array at an index of one to three axes: `(*index axes, …)`."""
     return tf.gather(tensor, index) if tf.is_tensor(tensor) else tensor.take(index, axis=0)
+
+
+def received(tensor: Array) -> None:
+    """Do nothing: TensorFlow orders what threads do."""
 
 
 def concatenate(tensors: Sequence[Array]) -> Array:

@@ -33,3 +33,12 @@ def native(device: Device) -> str:
 
 def memory(device: str) -> Memory | None:
     """Return None: TensorFlow reports how much memory it uses, but not how much an accelerator has."""
+
+
+def hardware(device: str) -> str | None:
+    """Return the name of an accelerator's model; None for the CPU."""
+    kind, _, index = device.partition(":")
+    if kind == "CPU":
+        return None
+    found = tf.config.list_physical_devices(kind)[int(index)]
+    return str(tf.config.experimental.get_device_details(found).get("device_name", kind))

@@ -181,7 +181,7 @@ def _attributes(operation: tf.Operation) -> dict[str, Any]:
     return {name: value for name, value in operation.node_def.attr.items() if name not in _BOOKKEEPING}
 
 
-def _functions_in(value: Any, graph: tf.Graph) -> list[tf.Graph]:
+def _functions_in(value: Any, graph: tf.Graph) -> list[Any]:
     """Return the functions that an attribute names, as graphs."""
     from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
 
@@ -207,7 +207,8 @@ def _numbers(operations: Sequence[tf.Operation], name: str, values: Sequence[Any
     Raises:
         DifferenceError: It is no number, or there is no rule for an operation with a number per member.
     """
-    first, kind = operations[0], operations[0].outputs[0].dtype if operations[0].outputs else None
+    first = operations[0]
+    kind: Any = first.outputs[0].dtype if first.outputs else None
     if first.type == "Const" and name == "value":
         arrays = [tf.make_ndarray(own.tensor) for own in values]
         if kind == tf.string and all(map(_only_shown, operations)):

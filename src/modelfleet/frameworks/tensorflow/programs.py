@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -17,6 +17,7 @@ import tensorflow as tf
 from modelfleet.types import Tree
 
 Function = Callable[..., Tree]
+Leaf: TypeAlias = tf.Tensor | tf.TensorSpec
 
 LONG = 6.0  # seconds left to run; with fewer, XLA's 1 to 5 seconds of compiling do not pay off
 TRIALS = 16  # calls that are timed to see which form is faster: half of them XLA's, half of them not
@@ -239,15 +240,15 @@ def traced(function: Function, tensors: Sequence[tf.Tensor | tf.TensorSpec]) -> 
     return tf.function(function, autograph=False).get_concrete_function(*specs)
 
 
-def flat(tree: Tree) -> tuple[list[tf.Tensor], Hashable]:
+def flat(tree: Tree) -> tuple[list[Any], Hashable]:
     """Return a tree's tensors or specs, and a key that trees of another structure or other shapes do not have."""
-    tensors: list[tf.Tensor] = []
+    tensors: list[Leaf] = []
     parts: list[Hashable] = []
     _flatten(tree, tensors, parts)
     return tensors, tuple(parts)
 
 
-def _flatten(tree: Tree, tensors: list[tf.Tensor], parts: list[Hashable]) -> None:
+def _flatten(tree: Tree, tensors: list[Leaf], parts: list[Hashable]) -> None:
     """Append a tree's tensors, and the parts of its key."""
     if isinstance(tree, dict):
         names = sorted(tree)  # as tf.nest does: the order in which a dict was filled does not matter
@@ -270,7 +271,7 @@ def _tensor(value: np.ndarray | int) -> tf.Tensor:
     return tf.constant(value, dtype=tf.int32) if isinstance(value, int) else tf.convert_to_tensor(value)
 
 
-def filled(tree: Tree, following: Iterator[tf.Tensor]) -> Tree:
+def filled(tree: Tree, following: Iterator[Leaf]) -> Tree:
     """Return the same tree with other tensors, in the order of `flat`."""
     if isinstance(tree, dict):
         return {name: filled(tree[name], following) for name in sorted(tree)}

@@ -17,7 +17,15 @@ from modelfleet.frameworks.torch.building import (
 from modelfleet.frameworks.torch.cpu.malloc import keeping_pages
 from modelfleet.frameworks.torch.cpu.openmp import sharing_cores
 from modelfleet.frameworks.torch.cutting import pieces
-from modelfleet.frameworks.torch.devices import accelerators, choose, memory, native, threads, use_threads
+from modelfleet.frameworks.torch.devices import (
+    accelerators,
+    choose,
+    hardware,
+    memory,
+    native,
+    threads,
+    use_threads,
+)
 from modelfleet.frameworks.torch.direct import DirectModels
 from modelfleet.frameworks.torch.doctor_facts import cache_folder
 from modelfleet.frameworks.torch.engine import make_engine

@@ -12,7 +12,7 @@ from modelfleet.frameworks.arrays import is_array, size
 from modelfleet.frameworks.torch import pickling
 
 __all__ = ["as_numpy", "concatenate", "from_host", "host", "index", "is_array", "padded_otherwise", "place"]
-__all__ += ["pickle_reduction", "restored", "size", "stack", "take"]
+__all__ += ["pickle_reduction", "received", "restored", "size", "stack", "take"]
 
 
 def place(leaf: Any, device: torch.device | str | None, *, copy: bool = False, exact: bool = False) -> Tensor:
@@ -41,6 +41,15 @@ def take(tensor: Tensor, index: Tensor) -> Tensor:
     """Return the rows of `tensor` at an index of one or two axes: `(*index axes, …)`."""
     rows = tensor.index_select(0, index.reshape(-1))
     return rows if index.ndim == 1 else rows.view(*index.shape, *tensor.shape[1:])
+
+
+def received(tensor: Tensor) -> None:
+    """Keep the memory of a tensor that another thread has put on the device until this thread's stream has passed.
+
+    Without it, torch would use the memory again as soon as the tensor is dropped: by another stream, at once.
+    """
+    if tensor.device.type not in ("cpu", "mps"):
+        tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 def concatenate(tensors: Sequence[Tensor]) -> Tensor:
@@ -87,20 +96,18 @@ def pickle_reduction(value: Any) -> Any:
     """Return how to pickle a plain CPU tensor without copying its numbers; NotImplemented for other values.
 
     Also handles modules that torch itself can't pickle (`sending`), and parameters with hooks, which torch would
-    silently drop.
+    silently drop. What is on an accelerator arrives on the host: another process may not have that device, and
+    engines and replicas put models on their own.
     """
     if type(value) is nn.Parameter and (value._backward_hooks or value._post_accumulate_grad_hooks):
         hooks = (value._backward_hooks, value._post_accumulate_grad_hooks)
         return _with_hooks, (value.detach(), value.requires_grad, *(tuple((own or {}).values()) for own in hooks))
     if not isinstance(value, Tensor):
         return pickling.reduce(value)
-    plain = (
-        type(value) is Tensor
-        and not value.is_quantized
-        and value.device.type == "cpu"
-        and value.layout == torch.strided
-    )
-    if not plain or value.requires_grad or value.is_conj() or value.is_neg():
+    plain = type(value) is Tensor and not value.is_quantized and value.layout == torch.strided
+    if plain and value.device.type not in ("cpu", "meta"):
+        return _arrived, (value.detach().cpu(), value.requires_grad)
+    if not plain or value.is_meta or value.requires_grad or value.is_conj() or value.is_neg():
         return NotImplemented
     return restored, (host(value), value.dtype == torch.bfloat16)
 
@@ -115,6 +122,10 @@ def _with_hooks(
         parameter.register_post_accumulate_grad_hook(hook)
     parameter.requires_grad_(requires_grad)
     return parameter
+
+
+def _arrived(tensor: Tensor, requires_grad: bool) -> Tensor:
+    return tensor.requires_grad_(requires_grad)
 
 
 def restored(array: np.ndarray, bits: bool = False) -> Tensor:

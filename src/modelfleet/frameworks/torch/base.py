@@ -13,7 +13,7 @@ from modelfleet.frameworks.batch import Batch
 from modelfleet.frameworks.batch_errors import batch_error
 from modelfleet.frameworks.engine import Engine
 from modelfleet.frameworks.stacked import Positions
-from modelfleet.frameworks.torch.devices import out_of_memory
+from modelfleet.frameworks.torch.devices import in_order, new_stream, out_of_memory
 from modelfleet.frameworks.torch.target_checks import check_range, check_targets
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.trees import leaves, map_tree
@@ -22,6 +22,8 @@ from modelfleet.types import State, Tree
 
 class TorchEngine(Engine, ABC):
     """Torch engine, as far as it does not depend on how its steps are run."""
+
+    _stream: torch.Stream | None = None  # made when the first thread steps the lane
 
     def row_weights(self, counts: np.ndarray, size: int) -> Tensor:
         """Return `(slot, row)`: 1 for a real row, 0 for padding."""
@@ -41,8 +43,11 @@ class TorchEngine(Engine, ABC):
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
     def stream(self) -> AbstractContextManager[object]:
-        """Return the context in which the lane's own thread steps it: a stream on an accelerator."""
-        return nullcontext() if self.device.type == "cpu" else torch.Stream(self.device)
+        """Return the context in which the lane's own thread steps it: the engine's stream on an accelerator."""
+        if self.device.type == "cpu":
+            return nullcontext()
+        self._stream = self._stream or new_stream(self.device)
+        return nullcontext() if self._stream is None else in_order(self._stream)
 
     def out_of_memory(self, error: BaseException) -> bool:
         """Return True if an error says that the device is out of memory."""
@@ -109,13 +114,13 @@ def on_host(tensor: Tensor) -> np.ndarray:
 
 
 @contextmanager
-def explained(name: str, model: nn.Module, data: Tree) -> Iterator[None]:
-    """Add the batch's shapes to whatever a forward, a loss or a metric raises."""
+def explained(name: str, model: nn.Module, data: Tree, part: str = "") -> Iterator[None]:
+    """Add the batch's shapes to whatever a forward, a loss, a metric, or another part of a step raises."""
     try:
         yield
     except Exception as error:
         memory = out_of_memory(error)
-        raise batch_error(name, type(model).__name__, _shapes(data), error, memory=memory) from error
+        raise batch_error(name, f"{part}{type(model).__name__}", _shapes(data), error, memory=memory) from error
 
 
 def _shapes(data: Tree) -> str:

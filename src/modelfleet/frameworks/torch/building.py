@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from modelfleet.devices import Device
 from modelfleet.errors import InputError
+from modelfleet.frameworks.torch.devices import accelerators, native, restoring_generators
 from modelfleet.frameworks.torch.extra_state import (
     difference,
     extra_states,
@@ -24,7 +26,7 @@ from modelfleet.trees import leaves
 @contextmanager
 def seeding(seed: int) -> Iterator[None]:
     """Seed torch's generators within this context, and restore them afterwards."""
-    with torch.random.fork_rng():
+    with restoring_generators(*(native(device) for device in accelerators() if _in_use(device))):
         # torch.manual_seed records the call stack for devices that may be added later: half the time of a small
         # model.
         if torch.accelerator.is_available():
@@ -32,6 +34,12 @@ def seeding(seed: int) -> Iterator[None]:
         else:
             torch.default_generator.manual_seed(seed)
         yield
+
+
+def _in_use(device: Device) -> bool:
+    """Return True unless nothing has used a kind of accelerator yet: to read a generator's state would."""
+    module = torch.get_device_module(device.kind)
+    return bool(getattr(module, "is_initialized", lambda: True)())
 
 
 @contextmanager

@@ -155,13 +155,13 @@ def shared_parameters(models: Sequence[nn.Module]) -> set[str]:
     """
     if len(models) < 2:
         return set()
-    shared = {name: _address(tensor) for name, tensor in _named_tensors(models[0])}
+    shared = {name: address_of(tensor) for name, tensor in _named_tensors(models[0])}
     for model in models[1:]:
         theirs = dict(_named_tensors(model))
         shared = {
             name: address
             for name, address in shared.items()
-            if name in theirs and address is not None and _address(theirs[name]) == address
+            if name in theirs and address is not None and address_of(theirs[name]) == address
         }
         if not shared:
             break
@@ -175,7 +175,7 @@ def trained_twice(models: Sequence[nn.Module]) -> tuple[int, int, str] | None:
     owners: dict[Hashable, int] = {}
     for position, model in enumerate(models):
         for name, parameter in model.named_parameters():
-            address = _address(parameter) if parameter.requires_grad else None
+            address = address_of(parameter) if parameter.requires_grad else None
             if address is not None and owners.setdefault(address, position) != position:
                 return owners[address], position, name
     return None
@@ -254,7 +254,7 @@ def overlapping(model: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     known: dict[int, list[tuple[int, int, str]]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if _address(tensor) is None:
+        if address_of(tensor) is None:
             continue
         start = tensor.data_ptr()
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -272,7 +272,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _address(tensor: Tensor) -> Hashable:
+def address_of(tensor: Tensor) -> Hashable:
     """Return where a tensor's numbers are; None if it has no memory that could be shared."""
     if is_lazy(tensor) or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return None

@@ -1,20 +1,28 @@
 """Members of unequal widths in one lane compute what each computes alone, in float64 to ten digits."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.frameworks.torch.widths.padded import (
+    ROWS,
+    WIDTHS,
+    Wide,
+    assert_as_alone,
+    assert_close,
+    build,
+    data,
+    found_in,
+    only,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import modelfleet as mf
 from modelfleet.frameworks.torch.widths.rules import RULES
 from modelfleet.lanes import LaneBuilder, LaneSpec
-
-WIDTHS = [4, 12, 7, 12]
-ROWS = 24
 
 
 @pytest.fixture(autouse=True)
@@ -23,22 +31,6 @@ def _float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
-
-
-class Wide(nn.Module):
-    """A network of a width that computes by a function."""
-
-    def __init__(
-        self, width: int, parts: Mapping[str, nn.Module], run: Callable[["Wide", Tensor], Tensor]
-    ) -> None:
-        super().__init__()
-        self.width = width
-        for name, part in parts.items():
-            self.add_module(name, part)
-        self.run = run
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self, x)
 
 
 def _sequence(*layers: nn.Module) -> nn.Module:
@@ -195,6 +187,16 @@ def _noise(width: int) -> nn.Module:
     return Wide(width, {"first": nn.Linear(6, width), "last": nn.Linear(width, 3)}, run)
 
 
+def _heads(width: int) -> nn.Module:
+    """Two heads of unequal sizes."""
+
+    def run(net: Any, x: Tensor) -> Tensor:
+        x = net.first(x)
+        return net.last(torch.softmax(x.view(len(x), 2, -1), -1).flatten(1))
+
+    return Wide(width, {"first": nn.Linear(6, 2 * width), "last": nn.Linear(2 * width, 3)}, run)
+
+
 def _zero_head(width: int) -> nn.Module:
     net = _mlp(width)
     for parameter in list(net.parameters())[-2:]:
@@ -225,56 +227,9 @@ FUSED = {
     "reductions": _reductions,
     "joined": _joined,
     "noise": _noise,
+    "heads": _heads,
     "zero head": _zero_head,
 }
-
-
-def _data() -> tuple[np.ndarray, np.ndarray]:
-    random = np.random.default_rng(0)
-    return random.normal(size=(ROWS, 6)), random.integers(0, 3, ROWS)
-
-
-def _fleet(make: Callable[[int], nn.Module], widths: list[int], **recipe: Any) -> mf.Fleet:
-    fleet = mf.Fleet.build(lambda width: make(int(width)), len(widths), seed=0, width=mf.each(widths))
-    momentum = {"momentum": 0.9} if recipe.get("optimizer", "sgd") == "sgd" else {}
-    recipe = {"optimizer": "sgd", "lr": 0.05, **momentum, "loss": "cross_entropy", **recipe}
-    fleet.compile(recipe.pop("optimizer"), recipe.pop("loss"), metrics=["accuracy"], **recipe)
-    return fleet
-
-
-def _only(fleet: mf.Fleet, name: str) -> mf.Fleet:
-    for other in list(fleet.names):
-        if other != name:
-            fleet.drop(other)
-    return fleet
-
-
-def _found(fleet: mf.Fleet, name: str, history: mf.History, x: np.ndarray) -> dict[str, np.ndarray]:
-    weights = {f"weight {key}": value.detach().numpy().copy() for key, value in fleet[name].state_dict().items()}
-    values = {f"history {key}": np.array(own) for key, own in history[name].items()}
-    return {**weights, **values, "prediction": fleet.predict(x)[name]}
-
-
-def _assert_close(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
-    close = 1e-10 if torch.get_default_dtype() == torch.float64 else 1e-4
-    for key, value in expected.items():
-        np.testing.assert_allclose(found[key], value, rtol=close, atol=close, err_msg=key)
-
-
-def assert_as_alone(make: Callable[[int], nn.Module], widths: list[int] = WIDTHS, **recipe: Any) -> None:
-    """Train members of some widths in one lane, and each alone, and compare everything."""
-    x, y = _data()
-    fit: dict[str, Any] = {"validation": (x, y), "epochs": 2, "batch_size": 8, "progress": False}
-    fleet = _fleet(make, widths, **recipe)
-    history = fleet.fit((x, y), strategy="fused", **fit)
-    plan = fleet.plan((x, y), batch_size=8)
-    assert len(plan.lanes) == 1
-    assert plan.lanes[0].fused
-    for name in fleet.names:
-        alone = _only(_fleet(make, widths, **recipe), name)
-        own = alone.fit((x, y), **fit)
-        _assert_close(_found(fleet, name, history, x), _found(alone, name, own, x))
 
 
 @pytest.mark.parametrize("kind", FUSED)
@@ -290,12 +245,12 @@ def test_every_optimizer_leaves_the_padding_at_zero(optimizer: str) -> None:
     recipe: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "clip_norm": 0.5}
     fleet = mf.Fleet.build(lambda width: _layer_norm(int(width)), len(WIDTHS), width=mf.each(WIDTHS))
     fleet.compile(optimizer, "cross_entropy", **recipe)
-    x, y = _data()
+    x, y = data()
     fleet.fit((x, y), epochs=2, batch_size=8, strategy="fused", progress=False)
     for name in fleet.names:
         alone = mf.Fleet.build(lambda width: _layer_norm(int(width)), len(WIDTHS), width=mf.each(WIDTHS))
         alone.compile(optimizer, "cross_entropy", **recipe)
-        _only(alone, name).fit((x, y), epochs=2, batch_size=8, progress=False)
+        only(alone, name).fit((x, y), epochs=2, batch_size=8, progress=False)
         for key, value in alone[name].state_dict().items():
             torch.testing.assert_close(fleet[name].state_dict()[key], value, rtol=1e-10, atol=1e-10)
 
@@ -341,33 +296,33 @@ def test_many_widths() -> None:
 
 
 def test_batches_of_unequal_sizes_and_sample_weights() -> None:
-    x, y = _data()
+    x, y = data()
     weights = np.linspace(0.1, 2, ROWS)
-    fleet = _fleet(_layer_norm, WIDTHS)
+    fleet = build(_layer_norm, WIDTHS)
     fleet.fit((x, y, weights), epochs=2, batch_size=7, strategy="fused", progress=False)
     for name in fleet.names:
-        alone = _only(_fleet(_layer_norm, WIDTHS), name)
+        alone = only(build(_layer_norm, WIDTHS), name)
         alone.fit((x, y, weights), epochs=2, batch_size=7, progress=False)
         for key, value in alone[name].state_dict().items():
             torch.testing.assert_close(fleet[name].state_dict()[key], value, rtol=1e-10, atol=1e-10)
 
 
 def test_a_member_that_fails_and_one_that_stops_early_leave_the_others_alone() -> None:
-    x, y = _data()
+    x, y = data()
     rates = [0.05, 1e200, 0.05, 0.05]
-    fleet = _fleet(_dropout, WIDTHS, lr=mf.each(rates))
+    fleet = build(_dropout, WIDTHS, lr=mf.each(rates))
     fit: dict[str, Any] = {"batch_size": 8, "progress": False}
     epochs = mf.each([3, 3, 1, 3])
     history = fleet.fit((x, y), epochs=epochs, strategy="fused", **fit)
     assert set(history.failed) == {"1"}
     for name, count in (("0", 3), ("2", 1), ("3", 3)):
-        alone = _only(_fleet(_dropout, WIDTHS), name)
+        alone = only(build(_dropout, WIDTHS), name)
         own = alone.fit((x, y), epochs=count, **fit)
-        _assert_close(_found(fleet, name, history, x), _found(alone, name, own, x))
+        assert_close(found_in(fleet, name, history, x), found_in(alone, name, own, x))
 
 
 def test_saved_members_go_on_alone_and_back(tmp_path: Any) -> None:
-    x, y = _data()
+    x, y = data()
     fit: dict[str, Any] = {"batch_size": 8, "progress": False}
 
     def build() -> mf.Fleet:
@@ -389,7 +344,7 @@ def test_saved_members_go_on_alone_and_back(tmp_path: Any) -> None:
 
 
 def test_a_run_resumes_from_a_checkpoint(tmp_path: Any) -> None:
-    x, y = _data()
+    x, y = data()
 
     class Break(mf.Callback):
         def __init__(self, step: int | None) -> None:
@@ -400,12 +355,12 @@ def test_a_run_resumes_from_a_checkpoint(tmp_path: Any) -> None:
                 raise RuntimeError("broken off")
 
     fit: dict[str, Any] = {"epochs": 4, "batch_size": 8, "progress": False, "strategy": "fused"}
-    unbroken = _fleet(_cnn, WIDTHS)
+    unbroken = build(_cnn, WIDTHS)
     unbroken.fit((x, y), **fit)
-    fleet = _fleet(_cnn, WIDTHS)
+    fleet = build(_cnn, WIDTHS)
     with pytest.raises(RuntimeError, match="broken off"):
         fleet.fit((x, y), **fit, callbacks=[mf.Checkpoint(tmp_path), Break(7)])
-    resumed = _fleet(_cnn, WIDTHS)
+    resumed = build(_cnn, WIDTHS)
     resumed.fit((x, y), **fit, callbacks=[mf.Checkpoint(tmp_path), Break(None)])
     for name in unbroken.names:
         for key, value in unbroken[name].state_dict().items():
@@ -430,23 +385,6 @@ def _hidden_branch(width: int) -> nn.Module:
     return Wide(width, {"first": nn.Linear(6, width), "last": nn.Linear(width, 3)}, run)
 
 
-def _lstm(width: int) -> nn.Module:
-    def run(net: Any, x: Tensor) -> Tensor:
-        return net.last(net.lstm(x.unsqueeze(-1))[0][:, -1])
-
-    return Wide(width, {"lstm": nn.LSTM(1, width, batch_first=True), "last": nn.Linear(width, 3)}, run)
-
-
-def _heads(width: int) -> nn.Module:
-    """Two heads of unequal sizes."""
-
-    def run(net: Any, x: Tensor) -> Tensor:
-        x = net.first(x)
-        return net.last(torch.softmax(x.view(len(x), 2, -1), -1).flatten(1))
-
-    return Wide(width, {"first": nn.Linear(6, 2 * width), "last": nn.Linear(2 * width, 3)}, run)
-
-
 def _median(width: int) -> nn.Module:
     def run(net: Any, x: Tensor) -> Tensor:
         return net.last(net.first(x).median(-1, keepdim=True).values)
@@ -456,7 +394,6 @@ def _median(width: int) -> nn.Module:
 
 APART = {
     "branch": (_branch, "torch.tanh where others call torch.relu|torch.relu where others call torch.tanh"),
-    "heads": (_heads, "divides a padded axis"),
     "median": (_median, "has no rule for a padded axis"),
 }
 
@@ -464,15 +401,15 @@ APART = {
 @pytest.mark.parametrize("kind", APART)
 def test_what_has_no_rule_is_not_fused_and_says_why(kind: str) -> None:
     make, reason = APART[kind]
-    x, y = _data()
+    x, y = data()
     with pytest.raises(mf.StrategyError, match=reason):
-        _fleet(make, WIDTHS).fit((x, y), batch_size=8, strategy="fused", progress=False)
-    fleet = _fleet(make, WIDTHS * 6)  # enough to make one lane seem worth it
+        build(make, WIDTHS).fit((x, y), batch_size=8, strategy="fused", progress=False)
+    fleet = build(make, WIDTHS * 6)  # enough to make one lane seem worth it
     history = fleet.fit((x, y), epochs=1, batch_size=8, progress=False)
     for name in ("0", "1"):
-        alone = _only(_fleet(make, WIDTHS * 6), name)
+        alone = only(build(make, WIDTHS * 6), name)
         own = alone.fit((x, y), epochs=1, batch_size=8, progress=False)
-        _assert_close(_found(fleet, name, history, x), _found(alone, name, own, x))
+        assert_close(found_in(fleet, name, history, x), found_in(alone, name, own, x))
 
 
 def _kernel(width: int) -> nn.Module:
@@ -480,11 +417,8 @@ def _kernel(width: int) -> nn.Module:
     return _sequence(*layers)
 
 
-@pytest.mark.parametrize(("make", "groups"), [(_lstm, 3), (_kernel, 2)])
-def test_recurrent_layers_and_kernels_are_in_groups_of_one_size(
-    make: Callable[[int], nn.Module], groups: int
-) -> None:
-    assert len(_fleet(make, WIDTHS).plan().lanes) == groups
+def test_kernels_are_in_groups_of_one_size() -> None:
+    assert len(build(_kernel, WIDTHS).plan().lanes) == 2
 
 
 def test_numbers_that_follow_from_the_width_are_each_members_own() -> None:
@@ -505,20 +439,20 @@ def test_an_evaluation_that_has_no_rule_runs_one_by_one() -> None:
 
 
 def test_members_that_finish_early_make_room() -> None:
-    x, y = _data()
+    x, y = data()
     counts = [1, 4, 1, 1]
-    fleet = _fleet(_dropout, WIDTHS)
+    fleet = build(_dropout, WIDTHS)
     fit: dict[str, Any] = {"batch_size": 8, "progress": False}
     history = fleet.fit((x, y), epochs=mf.each(counts), strategy="fused", **fit)
     for name, count in zip(fleet.names, counts, strict=True):
-        alone = _only(_fleet(_dropout, WIDTHS), name)
+        alone = only(build(_dropout, WIDTHS), name)
         own = alone.fit((x, y), epochs=count, **fit)
-        _assert_close(_found(fleet, name, history, x), _found(alone, name, own, x))
+        assert_close(found_in(fleet, name, history, x), found_in(alone, name, own, x))
 
 
 def test_members_of_one_width_are_fused_where_unequal_ones_can_not_be() -> None:
-    x, y = _data()
-    fleet = _fleet(_heads, [4, 5] * 8)
+    x, y = data()
+    fleet = build(_median, [4, 5] * 8)
     fleet.fit((x, y), epochs=1, batch_size=8, progress=False)
     lanes = fleet.plan((x, y), batch_size=8).lanes
     assert [len(lane.members) for lane in lanes] == [8, 8]
@@ -526,15 +460,15 @@ def test_members_of_one_width_are_fused_where_unequal_ones_can_not_be() -> None:
 
 
 def test_a_rule_that_is_wrong_is_noticed_by_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, y = _data()
+    x, y = data()
     wrong = {**RULES, torch.sigmoid: lambda call: call.run()}
     monkeypatch.setattr("modelfleet.frameworks.torch.fused.steps.RULES", wrong)
     with pytest.raises(mf.StrategyError, match="does not compute what it computes alone: its gradient of"):
-        _fleet(_activation(nn.Sigmoid), WIDTHS).fit((x, y), batch_size=8, strategy="fused", progress=False)
+        build(_activation(nn.Sigmoid), WIDTHS).fit((x, y), batch_size=8, strategy="fused", progress=False)
 
 
 def test_an_eps_of_zero_is_not_padded() -> None:
-    x, y = _data()
+    x, y = data()
     fleet = mf.Fleet.build(lambda width: _mlp(int(width)), len(WIDTHS), width=mf.each(WIDTHS))
     fleet.compile("adam", "cross_entropy", lr=0.01, eps=0.0)
     with pytest.raises(mf.StrategyError, match="eps of 0"):
@@ -542,10 +476,10 @@ def test_an_eps_of_zero_is_not_padded() -> None:
 
 
 def test_models_that_changed_between_fits_are_read_again() -> None:
-    x, y = _data()
+    x, y = data()
     fit: dict[str, Any] = {"batch_size": 8, "progress": False}
-    fleet = _fleet(_layer_norm, WIDTHS)
-    alone = _only(_fleet(_layer_norm, WIDTHS), "2")
+    fleet = build(_layer_norm, WIDTHS)
+    alone = only(build(_layer_norm, WIDTHS), "2")
     for own, strategy in ((fleet, "fused"), (alone, "auto")):
         own.fit((x, y), strategy=strategy, **fit)
         with torch.no_grad():
@@ -556,8 +490,8 @@ def test_models_that_changed_between_fits_are_read_again() -> None:
 
 
 def test_the_state_of_a_lane_goes_to_a_narrower_one() -> None:
-    x, y = _data()
-    fleet = _fleet(_batch_norm, [4, 12, 7])
+    x, y = data()
+    fleet = build(_batch_norm, [4, 12, 7])
     fleet.fit((x, y), batch_size=8, strategy="fused", progress=False)
     (lane,) = fleet._live_lanes.lanes
     groups = fleet._live_lanes.groups

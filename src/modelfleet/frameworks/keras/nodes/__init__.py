@@ -14,7 +14,18 @@ from modelfleet.frameworks.stacked import WEIGHTS, Given
 from modelfleet.members import Member
 from modelfleet.types import NativeDevice, Tensor
 
-__all__ = ["add", "check_output", "compile", "fill", "make_node", "numbers", "prepare", "to_host", "trained"]
+__all__ = [
+    "add",
+    "check_output",
+    "clip_factor",
+    "compile",
+    "fill",
+    "make_node",
+    "numbers",
+    "prepare",
+    "to_host",
+    "trained",
+]
 
 
 def make_node(
@@ -46,6 +57,11 @@ def numbers(values: Sequence[float], device: NativeDevice) -> np.ndarray:
 def add(total: np.ndarray, other: np.ndarray) -> None:
     """Add an array to another one in place. The gradients that replicas sum are on the host, too."""
     total += other
+
+
+def clip_factor(norm: float, most: float) -> float:
+    """Return what gradients of a norm are multiplied by, as Keras's `global_clipnorm` does it."""
+    return 1.0 if norm <= most else most / norm
 
 
 def trained(model: keras.Model) -> bool:

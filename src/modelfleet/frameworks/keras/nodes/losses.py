@@ -57,7 +57,7 @@ class NodeLoss:
             fraction: What part of the batch these rows are.
         """
         loss = self._loss_for(target, output)
-        value = ops.cast(loss(target, output, weights), "float32")
+        value = ops.cast(loss(target, output, weights), _wide(loss))
         count = self.count(output.shape[0], loss, weights, fraction)
         total = value if loss.reduction == "sum" else value * count
         return total, count, self._sums(output, target)
@@ -65,10 +65,10 @@ class NodeLoss:
     def count(self, rows: int, loss: keras.Loss, weights: Tensor | None, fraction: Tensor) -> Tensor:
         """Return the count of some rows: the loss of a batch is the sum of totals over that of counts."""
         if loss.reduction == "sum":
-            return ops.cast(fraction, "float32")
+            return ops.cast(fraction, _wide(loss))
         if loss.reduction == "mean_with_sample_weight" and weights is not None:
-            return ops.sum(ops.cast(weights, "float32"))
-        return ops.cast(rows, "float32")
+            return ops.sum(ops.cast(weights, _wide(loss)))
+        return ops.cast(rows, _wide(loss))
 
     def count_of(self, rows: int, target: Tree, output: Tensor, weights: Tensor | None) -> float:
         """Return the count of a whole batch, of which `output` is a part."""
@@ -147,6 +147,11 @@ class NodeLoss:
         result = np.shape(ops.convert_to_numpy(metric.result()))
         if result:
             raise InputError(f"{name} gives an array {result}; a history holds single numbers.")
+
+
+def _wide(loss: keras.Loss) -> str:
+    """Return the dtype in which a loss adds up: its own, but no half."""
+    return "float64" if loss.dtype == "float64" else "float32"
 
 
 def _metric(given: MetricLike, target: Tree, output: Tensor | None) -> keras.Metric:

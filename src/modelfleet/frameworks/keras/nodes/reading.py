@@ -56,7 +56,7 @@ class ReadingNode(PredictingNode):
         assert self._task.loss is not None
         start, stop = self._step.rows[micro]
         y, weights = (*target, None)[:2]
-        fraction = ops.convert_to_tensor(np.float32((stop - start) / self._step.count))
+        fraction = ops.convert_to_tensor(np.float64((stop - start) / self._step.count))
         output = ops.convert_to_tensor(self._outputs.pop(micro))
         self._task.loss.check(y, output)
         total, count, sums = self._task.loss.parts(output, y, weights, fraction)

@@ -12,6 +12,7 @@ import numpy as np
 
 from modelfleet.each import per_member
 from modelfleet.errors import StrategyError
+from modelfleet.fingerprints import fingerprint
 from modelfleet.frameworks.errors import NotCompiledError
 from modelfleet.frameworks.keras import optimizers
 from modelfleet.frameworks.keras.nodes.losses import NodeLoss
@@ -20,7 +21,7 @@ from modelfleet.frameworks.keras.recipe import check_recipe
 from modelfleet.frameworks.recipe import Prepared
 from modelfleet.members import Member
 from modelfleet.recipe import Recipe
-from modelfleet.types import Kind
+from modelfleet.types import Kind, LossLike
 
 BACKENDS = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "torch"}
 
@@ -34,6 +35,10 @@ class NodeTask:
     """Makes the node's optimizer; None unless it trains."""
     loss: NodeLoss | None = None
     """Its loss; None if it has none."""
+    summary: str = ""
+    """The task as one line for checkpoints. A run can continue only with an equal summary."""
+    optimizer_name: str = "no optimizer"
+    """Its optimizer with all settings."""
 
     def values(self, sums: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the loss and the metrics from their sums over an epoch."""
@@ -72,15 +77,25 @@ def prepare(recipe: Recipe | None, members: Sequence[Member], kind: Kind) -> Pre
             f"a Fleet."
         )
     losses = per_member(recipe.loss, [member.name for member in members], "loss")
-    tasks = [
-        NodeTask(
-            kind,
-            (lambda member=member: _optimizer(recipe, member)) if kind == "train" else None,
-            None if loss is None else NodeLoss(loss, recipe.metrics, member.name),
-        )
-        for member, loss in zip(members, losses, strict=True)
-    ]
+    tasks = [_task(recipe, member, loss, kind) for member, loss in zip(members, losses, strict=True)]
     return Prepared(tasks, none)
+
+
+def _task(recipe: Recipe, member: Member, loss: LossLike, kind: Kind) -> NodeTask:
+    own = None if loss is None else NodeLoss(loss, recipe.metrics, member.name)
+    if kind != "train":
+        return NodeTask(kind, None, own)
+    optimizer = _shown(_optimizer(recipe, member))
+    shown = ["its own loss" if loss is None else _shown(loss), *map(_shown, recipe.metrics)]
+    return NodeTask(kind, lambda: _optimizer(recipe, member), own, ", ".join([optimizer, *shown]), optimizer)
+
+
+def _shown(setting: object) -> str:
+    """Return an optimizer, a loss or a metric as text that is the same in every process."""
+    if not isinstance(setting, keras.Optimizer | keras.Loss | keras.Metric):
+        return fingerprint(setting)
+    config = {key: fingerprint(value) for key, value in setting.get_config().items() if key != "name"}
+    return f"{type(setting).__name__}({', '.join(f'{key}={value}' for key, value in sorted(config.items()))})"
 
 
 def _optimizer(recipe: Recipe, member: Member) -> keras.Optimizer:

@@ -8,7 +8,8 @@ a graph that computes the numbers from its first input. Compiled once, it serves
 import operator
 from typing import Any
 
-from torch import fx, ops
+import torch
+from torch import Tensor, fx, ops
 
 
 class FixedWidthError(Exception):
@@ -53,6 +54,8 @@ def merge_widths(graph: fx.GraphModule, width: int, other: fx.GraphModule, other
     for count, (node, twin) in enumerate(zip(nodes, others, strict=True), start=1):
         if node.op != twin.op or (node.op == "call_function" and node.target != twin.target):
             raise FixedWidthError(f"{node.target} and {twin.target}")
+        if node.op == "get_attr" and not _same(getattr(graph, node.target), getattr(other, twin.target)):
+            raise FixedWidthError(f"the constant {node.target} depends on the width")
         if node.op == "output":
             merged.output(general(node.args[0], twin.args[0]))
             continue
@@ -62,3 +65,7 @@ def merge_widths(graph: fx.GraphModule, width: int, other: fx.GraphModule, other
         if count == inputs:
             multiples[1] = merged.call_function(ops.aten.sym_size.int, (values[nodes[0]], 0))
     return fx.GraphModule(graph, merged)
+
+
+def _same(constant: Tensor, other: Tensor) -> bool:
+    return (constant.dtype, constant.device) == (other.dtype, other.device) and torch.equal(constant, other)

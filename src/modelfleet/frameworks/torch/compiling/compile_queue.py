@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from modelfleet.frameworks.torch.compiling import settings
 from modelfleet.frameworks.torch.compiling.graph_source import GraphSource
 from modelfleet.frameworks.torch.compiling.worker import DONE, FAILED, remove
 from modelfleet.frameworks.torch.doctor_facts import cache_folder
@@ -41,6 +42,8 @@ class CompileProcess:
 
     def __init__(self, forms: Sequence[GraphSource]) -> None:
         self.forms = list(forms)
+        self.settings = settings.present()
+        """Settings that the program is compiled under."""
         self._owner = os.getpid()
         self._outcome: Outcome | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="modelfleet-compile-"))
@@ -48,6 +51,7 @@ class CompileProcess:
             for source in forms:
                 source.write(self._folder / source.form)
             (self._folder / "forms.json").write_text(json.dumps([source.form for source in forms]))
+            (self._folder / "settings.json").write_text(json.dumps(self.settings))
             self._process = self._start()
         except BaseException:
             remove(self._folder)

@@ -6,10 +6,12 @@ run of the same structure finds it in the cache right away. `compile_queue.py` h
 """
 
 import hashlib
+import json
 import logging
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from modelfleet.errors import FleetError
+from modelfleet.frameworks.torch.compiling import settings
 from modelfleet.frameworks.torch.compiling.any_width import FixedWidthError, merge_widths
 from modelfleet.frameworks.torch.compiling.compile_queue import QUEUE, CompileProcess
 from modelfleet.frameworks.torch.compiling.decision import (
@@ -30,6 +33,7 @@ from modelfleet.frameworks.torch.compiling.decision import (
 )
 from modelfleet.frameworks.torch.compiling.experience import learn
 from modelfleet.frameworks.torch.compiling.graph_source import ANY_WIDTH, ONE_WIDTH, Form, GraphSource, describe
+from modelfleet.frameworks.torch.compiling.one_library import one_library
 from modelfleet.frameworks.torch.compiling.vectors import knows_vectors
 from modelfleet.frameworks.torch.doctor_facts import cache_folder
 from modelfleet.frameworks.torch.tracing.scans import DECOMPOSITIONS
@@ -58,6 +62,9 @@ class Compiler:
         self._begun: tuple[float, float] | None = (
             None  # when the process was started, and the seconds per step then
         )
+        self._fixed_width = False  # True if a width turned out to be built into what was compiled
+        self.failure: str | None = None
+        """Why the program could not be compiled; None if it was, or has not been tried."""
         self._judge_at: float | None = None  # when the compiled steps have run long enough to be timed
         self._done = program.graph is None or too_large(program.graph)
 
@@ -73,7 +80,10 @@ class Compiler:
                 self._judge(seconds_per_step)
         elif time.monotonic() >= self._next_look:
             with TRACE_LOCK:
-                self._consider(steps_left, seconds_per_step)
+                try:
+                    self._consider(steps_left, seconds_per_step)
+                except Exception as error:  # no C++ compiler, a full disk, …: no result depends on compiling
+                    self._fail(f"{type(error).__name__}: {error}")
 
     def _consider(self, steps_left: int, seconds_per_step: float | None) -> None:
         if self._done:  # another thread was faster
@@ -106,32 +116,36 @@ class Compiler:
             form = self._marker.read_text()
             self._load([source for source in self._forms() if source.form == form] or self._forms())
         elif won:
-            try:
-                self._process = QUEUE.request(self, won, seconds_per_step, self._forms)
-                self._begun = time.monotonic(), seconds_per_step
-            except Exception as error:  # for example, no space left for its folder
-                self._done = True
-                _report_failure(f"{type(error).__name__}: {error}")
-            self._next_look = time.monotonic() + CHECK_SECONDS
+            self._process = QUEUE.request(self, won, seconds_per_step, self._forms)
+            self._begun = time.monotonic(), seconds_per_step
         else:
             QUEUE.withdraw(self)
+        self._next_look = time.monotonic() + CHECK_SECONDS
 
-    @cached_property
+    @property
     def _marker(self) -> Path:
-        """Return the path of a file that exists if this program has been compiled before. It holds the form."""
-        graph, inputs = self._program.graph, self._program.inputs
-        assert graph is not None
-        source = GraphSource.of(graph, inputs, ONE_WIDTH)
-        text = f"{torch.__version__} {source.text} {[describe(spec) for spec in inputs]}"
+        """Return the path of a file that exists if this program has been compiled before under these settings.
+
+        It holds the form.
+        """
+        text = f"{self._digest} {json.dumps(settings.present(), sort_keys=True)}"
         name = hashlib.sha256(text.encode()).hexdigest()[:32]
         return cache_folder() / "modelfleet" / name  # next to torch's own files, so that both are deleted together
+
+    @cached_property
+    def _digest(self) -> str:
+        graph = self._program.graph
+        assert graph is not None
+        source = GraphSource.of(graph, self._program.inputs, ONE_WIDTH)
+        text = f"{torch.__version__} {source.text} {[describe(spec) for spec in source.inputs]}"
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def _forms(self) -> list[GraphSource]:
         """Return the graphs to compile, the best first: for any width if possible, and for this width alone."""
         graph = self._program.graph
         assert graph is not None
         forms = [GraphSource.of(graph, self._program.inputs, ONE_WIDTH)]
-        if self._at_width is not None:
+        if self._at_width is not None and not self._fixed_width:
             width = 3 if self._program.width != 3 else 2
             try:
                 twin = self._at_width(width).graph
@@ -149,12 +163,13 @@ class Compiler:
             return
         self._process = None
         ready = [source for source in process.forms if source.form == outcome.form]
-        if ready:
-            self._learn_cost(seconds_per_step)
+        if not ready:
+            self._fail(outcome.reason)
+            return
+        self._learn_cost(seconds_per_step)
+        if process.settings == settings.present():
             self._load(ready)
-        else:  # the traced graph stays in use: no result depends on compiling
-            self._done = True
-            _report_failure(outcome.reason)
+        # Under settings that were changed meanwhile, torch would compile it again, and the training would wait.
 
     def _learn_cost(self, seconds_per_step: float | None) -> None:
         """Record how long compiling took, and how much it slowed down the steps meanwhile."""
@@ -178,15 +193,20 @@ class Compiler:
         self._done = True
         try:
             self._program.run, form = compile_first(forms)
-        except Exception as error:  # for example, no C++ compiler
-            if compile_mode() == "now":
-                raise
-            _report_failure(f"{type(error).__name__}: {error}")
+        except FixedWidthError:
+            self._fixed_width, self._done = True, False  # to be compiled for its own width
             return
         self._program.compiled = True
         self._program.any_width = form == ANY_WIDTH
-        self._marker.parent.mkdir(parents=True, exist_ok=True)
-        self._marker.write_text(form)
+        with suppress(OSError):  # without it, the next run does not know
+            self._marker.parent.mkdir(parents=True, exist_ok=True)
+            self._marker.write_text(form)
+
+    def _fail(self, reason: str) -> None:
+        """Leave the traced graph in use: no result depends on compiling."""
+        self._done = True
+        self.failure = reason.strip().rstrip(".")
+        _report_failure(self.failure)
 
 
 _failures: list[str] = []  # why steps could not be compiled
@@ -198,28 +218,29 @@ def _report_failure(reason: str) -> None:
         logging.DEBUG if _failures else logging.WARNING,
         "a step could not be compiled: %s. Its members continue to train, uncompiled. Fix the cause, or set "
         "MODELFLEET_COMPILE=never, so that compiling is not tried.",
-        reason.strip().rstrip("."),
+        reason,
     )
     _failures.append(reason)
 
 
-def compile_first(forms: Sequence[GraphSource]) -> tuple[Callable[..., Any], Form]:
+def compile_first(forms: Sequence[GraphSource], *, to_run: bool = True) -> tuple[Callable[..., Any], Form]:
     """Compile the first form that can be compiled, or load it from torch's cache.
 
-    Both processes call this function, so that both look up the same graph in the cache.
+    Both processes call this function, so that both look up the same graph in the cache. With `to_run=False` the
+    function is not meant to be called, and no accelerator is used.
 
     Returns:
         The compiled function, and the form that it was compiled from.
     """
     for source in forms[:-1]:
         try:
-            return _compile(source), source.form
+            return _compile(source, to_run), source.form
         except FixedWidthError:
             pass
-    return _compile(forms[-1]), forms[-1].form
+    return _compile(forms[-1], to_run), forms[-1].form
 
 
-def _compile(source: GraphSource) -> Callable[..., Any]:
+def _compile(source: GraphSource, to_run: bool) -> Callable[..., Any]:
     # Imported here because these imports take half a second, and most processes do not need them.
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -232,19 +253,26 @@ def _compile(source: GraphSource) -> Callable[..., Any]:
     general = source.form == ANY_WIDTH
     shapes = ShapeEnv()
     with torch.no_grad(), forgetting_sources():
-        fakes = FakeTensorMode(shape_env=shapes if general else None, allow_non_fake_inputs=True)
+        # torch's cache does not take graphs without a `ShapeEnv`.
+        fakes = FakeTensorMode(shape_env=shapes, static_shapes=not general, allow_non_fake_inputs=True)
         width = _unknown_width(fakes, source.inputs[0].shape[0]) if general else None
         with fakes:
             inputs = [spec.empty(width) for spec in source.inputs]
         mode = "symbolic" if general else "real"
         graph = make_fx(forward, decomposition_table=DECOMPOSITIONS, tracing_mode=mode)(*inputs)
         chosen = config.cpp.vec_isa_ok  # the user's own, from `TORCHINDUCTOR_VEC_ISA_OK`
-        with config.patch({"cpp.vec_isa_ok": knows_vectors() if chosen is None else chosen}):
+        options = {
+            "cpp.vec_isa_ok": knows_vectors() if chosen is None else chosen,
+            "cpp.dynamic_threads": True,  # so that a program serves any number of threads
+        }
+        with config.patch(options), one_library():
             compiled: Any = compile_fx(graph, inputs)
     if general and (shapes.replacements or shapes.guards):
         raise FixedWidthError("an operation depends on the width")
-    if general:
+    if general and (to_run or source.on_cpu):
         _try_widths(compiled, source.inputs)
+    if source.lifted:
+        return lambda *inputs: compiled(*inputs, *source.lifted)
     return compiled
 
 

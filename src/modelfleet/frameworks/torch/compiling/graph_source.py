@@ -21,20 +21,33 @@ ANY_WIDTH: Form = "any-width"
 
 @dataclass(frozen=True)
 class GraphSource:
-    """Graph as Python text, the constant tensors it refers to, and the shapes of its inputs."""
+    """Graph as Python text, the constant tensors it refers to, and the shapes of its inputs.
+
+    Constants on an accelerator are its last inputs: a file does not keep their device, and the process that
+    compiles the graph need not use the accelerator for them.
+    """
 
     form: Form
     text: str
     constants: dict[str, Tensor]
     inputs: tuple[TensorSpec, ...]
+    lifted: tuple[Tensor, ...] = ()
+    """Constants that are inputs. Only the process that made the source has them."""
 
     @classmethod
     def of(cls, graph: fx.GraphModule, inputs: Sequence[TensorSpec], form: Form) -> "GraphSource":
         """Return the source of a traced graph."""
+        graph, lifted = _lift_constants(graph)
         constants = {
             node.target: getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"
         }
-        return cls(form, graph.graph.python_code("self").src, constants, tuple(inputs))
+        specs = (*inputs, *(TensorSpec.of(tensor, False) for tensor in lifted))
+        return cls(form, graph.graph.python_code("self").src, constants, specs, tuple(lifted))
+
+    @property
+    def on_cpu(self) -> bool:
+        """Return True if the program runs on the CPU alone."""
+        return all(spec.device.type == "cpu" for spec in self.inputs)
 
     def function(self) -> Callable[..., Any]:
         """Return the graph as a function of its inputs."""
@@ -75,6 +88,27 @@ class GraphSource:
             files.read(constants) if constants.exists() else {},
             tuple(_spec(entry) for entry in json.loads((folder / "inputs.json").read_text())),
         )
+
+
+def _lift_constants(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Tensor]]:
+    """Return a graph in which constants on an accelerator are inputs after the others, and these constants."""
+    found = {
+        node.target: constant
+        for node in module.graph.nodes
+        if node.op == "get_attr" and (constant := getattr(module, node.target)).device.type != "cpu"
+    }
+    if not found:
+        return module, []
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    for name in found:
+        with graph.inserting_after(last):
+            last = graph.placeholder(name)
+        for node in [node for node in graph.nodes if node.op == "get_attr" and node.target == name]:
+            node.replace_all_uses_with(last)
+            graph.erase_node(node)
+    return fx.GraphModule(module, graph), list(found.values())
 
 
 def describe(spec: TensorSpec) -> Json:

@@ -54,11 +54,13 @@ def lower_priority() -> None:
 
 def _compile(folder: Path) -> str:
     """Compile the first form that can be compiled, and return which one that was."""
+    from modelfleet.frameworks.torch.compiling import settings
     from modelfleet.frameworks.torch.compiling.compiler import compile_first
     from modelfleet.frameworks.torch.compiling.graph_source import GraphSource
 
     forms = json.loads((folder / "forms.json").read_text())
-    return compile_first([GraphSource.read(folder / name) for name in forms])[1]
+    settings.apply(json.loads((folder / "settings.json").read_text()))
+    return compile_first([GraphSource.read(folder / name) for name in forms], to_run=False)[1]
 
 
 def _write_outcome(folder: Path, name: str, text: str) -> None:

@@ -1,7 +1,7 @@
 """A stage of a cut model: a module whose forward is the code of a part of the model's graph."""
 
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -32,8 +32,13 @@ class Stage(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         """Return a tensor, or a tuple for several values; from the last stage the model's output."""
-        found = _function(self._code)(self, *inputs)
+        found = function_of(self)(self, *inputs)
         return found if self._structure is None else _assembled(self._structure, iter(found))
+
+
+def function_of(stage: Stage) -> types.FunctionType:
+    """Return the code of a stage as a function of the stage and its inputs."""
+    return _function(stage._code)
 
 
 Structure = tuple[Any, ...]
@@ -132,7 +137,7 @@ def _import(name: str, value: Any) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _function(code: str) -> Callable[..., Any]:
+def _function(code: str) -> types.FunctionType:
     scope: dict[str, Any] = {}
     exec(compile(code, "<stage>", "exec"), scope)
     return scope["forward"]

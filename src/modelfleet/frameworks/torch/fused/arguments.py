@@ -1,6 +1,7 @@
 """Arguments of a lane's programs: which program they need, and the same arguments for other members."""
 
 from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from modelfleet.trees import leaves, map_tree, paths, structure
 from modelfleet.types import State, Tree
 
 Key = tuple[Hashable, ...]
+Shapes = tuple[tuple[int, ...], ...]
 Args = tuple[Tree, ...]
 """Arguments of a step: the state, the shared tensors, and the rest."""
 # A whole step, its parts, the parts on packed tensors, and those of a step whose rows are on several devices:
@@ -25,6 +27,14 @@ def family_of(kind: str, args: Args, shared_data: bool) -> Key:
     # Members that differ in numbers have a column for each place that takes one.
     numbers = tuple(args[0]["numbers"]) if "numbers" in args[0] else None
     return kind, shared_data, tuple(args[1]), counted, numbers, _row_stride(args[0]), data
+
+
+def without_sizes(family: Key) -> tuple[Key, Shapes]:
+    """Return a program's key without the sizes of its batch, and the shapes of the batch's tensors."""
+    *rest, last = family
+    data: Any = last  # from `_key`
+    kinds = [(structure, *((len(shape), dtype) for shape, dtype, _ in tensors)) for structure, *tensors in data]
+    return (*rest, tuple(kinds)), tuple(shape for _, *tensors in data for shape, *_ in tensors)
 
 
 def numbers_key(kind: str, data: Tree, weights: Tensor | None, *, shared: bool) -> Key:

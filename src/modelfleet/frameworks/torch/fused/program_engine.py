@@ -16,6 +16,7 @@ from modelfleet.frameworks.stacked_engine import StackedEngine
 from modelfleet.frameworks.torch.base import TorchEngine, explained
 from modelfleet.frameworks.torch.cpu import malloc
 from modelfleet.frameworks.torch.cpu.thread_choice import ThreadChoice
+from modelfleet.frameworks.torch.devices import restoring_generators
 from modelfleet.frameworks.torch.fused import state as states
 from modelfleet.frameworks.torch.fused.programs import OwnSteps, Programs
 from modelfleet.frameworks.torch.fused.stepping import Stepper, batch_form
@@ -87,6 +88,11 @@ class ProgramEngine(TorchEngine, StackedEngine, Generic[OwnSteps]):
         return self.programs.untraced
 
     @property
+    def uncompiled(self) -> str | None:
+        """Return why the steps could not be compiled; None if they could, or if this has not been tried."""
+        return self.programs.uncompiled
+
+    @property
     def compiling(self) -> bool:
         """Return True if a program is being compiled beside the training."""
         return self.programs.compiling
@@ -123,6 +129,21 @@ class ProgramEngine(TorchEngine, StackedEngine, Generic[OwnSteps]):
     def apply(self, hyper: Hyper, active: Tensor, gradients: dict[str, Tree]) -> None:
         """Update the active members by what `gradients` returned."""
         self.stepper.apply(self.state, hyper, active, gradients)
+
+    def park(self) -> None:
+        """Move the state to the host. Everything but stepping works on it there."""
+        if self.device.type == "cpu":
+            return
+        self.device = torch.device("cpu")
+        self.stacked = self.stacked.moved(Tensor.cpu, states.Rows(self.device))
+        self.stepper.coefficients.forget()
+        self.programs.forget_state()
+
+    def stamp(self) -> Hashable:
+        """Return the versions of the state's tensors; None on the host, or if programs write without counting."""
+        if self.device.type == "cpu" or not self.programs.counts_writes:
+            return None
+        return tuple((id(tensor), tensor._version) for tensor in states.tensors(self.state))
 
     def look_again(self) -> None:
         """Compare everything that the models' Python can read, large arrays too, before the next call."""
@@ -207,7 +228,7 @@ class ProgramEngine(TorchEngine, StackedEngine, Generic[OwnSteps]):
         """Yield one member's state and a copy of its rows to try it on. Raise InputError for what does not fit."""
         rows, model = batch.member(0), self.programs.steps.model
         few = map_tree(torch.clone, rows)  # a forward may write to its input
-        with explained(name, model, rows), self.programs.trial(train=False), torch.random.fork_rng(devices=[]):
+        with explained(name, model, rows), self.programs.trial(train=False), restoring_generators(self.device):
             yield self._one(0), few
 
     def working_bytes(self, batch: Batch) -> int | None:

@@ -26,21 +26,24 @@ from modelfleet.frameworks.torch.fused.arguments import (
     steady_inputs,
     width_of,
 )
+from modelfleet.frameworks.torch.fused.other_sizes import from_other_sizes
 from modelfleet.frameworks.torch.fused.runner import ByWidth, Runner, ShapeTimes, for_any_width
 from modelfleet.frameworks.torch.fused.steps_protocol import How, LaneSteps
 from modelfleet.frameworks.torch.model_locks import lock_of, locked_in_mode
 from modelfleet.frameworks.torch.modes import in_mode
 from modelfleet.frameworks.torch.optimizers.counting import CoefficientsBySlice
 from modelfleet.frameworks.torch.optimizers.slices import Slice
+from modelfleet.frameworks.torch.optimizers.update_loop import with_loop
 from modelfleet.frameworks.torch.python_state.checks import StatefulError, refuse_unstackable
 from modelfleet.frameworks.torch.python_state.snapshot import PythonSnapshot
 from modelfleet.frameworks.torch.python_state.undo import restoring_python, restoring_tensors, undoing_side_effects
 from modelfleet.frameworks.torch.tracing.parameters import NeedsGradientError
-from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, Program, trace, untraced
+from modelfleet.frameworks.torch.tracing.trace import TRACE_LOCK, Program, TensorSpec, trace, untraced
 from modelfleet.trees import leaves, map_tree
 from modelfleet.types import State, Tree
 
 MAX_KEPT = 16  # Python states of the model whose programs are kept
+MAX_FORMS = 128  # kinds of steps and forms of batches whose programs are kept, for each of these states
 Result = TypeVar("Result")
 OwnSteps = TypeVar("OwnSteps", bound=LaneSteps)
 # torch's messages for `view(-1)` of a transposed weight:
@@ -64,6 +67,7 @@ class Programs(Generic[OwnSteps]):
         # By the snapshot's key: programs for what the Python read before are kept, too.
         self._kept: dict[Hashable, tuple[PythonSnapshot, dict[Key, ByWidth]]] = {}
         self._programs: dict[Key, ByWidth] = {}  # by kind and batch, then by width
+        self._uses = 0  # how often a program was looked up
         self._found: dict[Hashable, Any] = {}  # results of trials, for what the Python reads now
         self._flattened = threading.local()
         self._buffers = threading.local()
@@ -79,6 +83,17 @@ class Programs(Generic[OwnSteps]):
     def compiled(self) -> bool:
         """Return True if any program runs compiled."""
         return any(runner.program.compiled for runner in self._all())
+
+    @property
+    def uncompiled(self) -> str | None:
+        """Return why a train step could not be compiled; None if it could, or if this has not been tried."""
+        failures = (runner.compiler.failure for runner in self._all(*TRAINING))
+        return next((failure for failure in failures if failure is not None), None)
+
+    @property
+    def counts_writes(self) -> bool:
+        """Return True if the versions of tensors tell what the train steps have written to."""
+        return all(runner.program.counts_writes for runner in self._all(*TRAINING))
 
     @property
     def description(self) -> str:
@@ -181,6 +196,7 @@ class Programs(Generic[OwnSteps]):
                 del found["fine"]
                 args = (part, {}, {own.alone: numbers}, own.of(found))
                 follower = runner.followers[key] = self.program("packed_apply", args, False)
+            follower.used = self._uses
             state, results = packed[1] if part is packed[0] else leaves(part), values[:-1]
             program = follower.program
             program.run(*state, *leaves(numbers), *own.of(list(results)), *program.outside)
@@ -292,6 +308,11 @@ class Programs(Generic[OwnSteps]):
         for runner in self._all():
             runner.compiler.stop()
 
+    def forget_state(self) -> None:
+        """Drop what this thread has kept of the last state that was stepped."""
+        for kept in (self._flattened, self._buffers, self._sliced):
+            vars(kept).clear()
+
     def look_again(self) -> None:
         """Before the next step, compare everything that the traced Python can read, large arrays too."""
         self._thoroughly = True
@@ -346,6 +367,8 @@ class Programs(Generic[OwnSteps]):
         """Return the program for arguments of these shapes. It is traced if there is none yet."""
         self._look()
         family, width = family_of(kind, args, shared_data), width_of(args)
+        if family not in self._programs:
+            self._drop_unused()
         programs = self._programs.setdefault(family, {})
         if width not in programs:
             with TRACE_LOCK, lock_of(self.steps.model):
@@ -354,7 +377,21 @@ class Programs(Generic[OwnSteps]):
                         self.steps.refuse_other_parameters(args[0], args[1])
                     known = for_any_width(programs, width)
                     programs[width] = known or Runner(*self._make(kind, args, shared_data), programs)
-        return programs[width]
+        runner = programs[width]
+        self._uses += 1
+        runner.used = self._uses
+        return runner
+
+    def _drop_unused(self) -> None:
+        """Drop the programs that were used longest ago, so that there is room for those of another form."""
+
+        def last_used(family: Key) -> int:
+            return max((runner.used for runner in self._programs[family].values()), default=self._uses)
+
+        with TRACE_LOCK:
+            while len(self._programs) >= MAX_FORMS:
+                for runner in self._programs.pop(min(self._programs, key=last_used)).values():
+                    runner.compiler.stop()
 
     def _make(self, kind: str, args: Args, shared_data: bool) -> tuple[Program, Compiler]:
         step: Callable[..., Tree] = getattr(self.steps, kind)
@@ -384,13 +421,22 @@ class Programs(Generic[OwnSteps]):
         snapshot = self._snapshot
         assert snapshot is not None
 
+        # The program outlives the lane that it was traced for, whose tensors it must not keep on the device.
+        specs = map_tree(lambda tensor: TensorSpec.of(tensor, False), args)
+
         def at_width(width: int) -> Program:
             if not snapshot.same(thoroughly=True):
                 raise CannotFuseError("what it reads has changed")
+            examples = map_tree(TensorSpec.empty, specs)
             with restoring_python(snapshot):
-                return trace(run, tuple(rows_of(args, stacked, width)), stacked)
+                return trace(run, tuple(rows_of(examples, stacked, width)), stacked)
 
+        sliced = kind == "train" and len(args[2]) > 1  # the slices have the width built in
         if self.fused:
+            program = from_other_sizes(self._programs, self.steps, kind, args, stacked, shared_data, run, snapshot)
+            if program is not None:
+                self.steps.unused = program.unused
+                return program, Compiler(program, at_width)
             self._try(kind, args, stacked, shared_data, snapshot)
         self.traces += 1
         try:
@@ -401,8 +447,9 @@ class Programs(Generic[OwnSteps]):
                 raise
             self.untraced = str(error)
             program = untraced(run, args, stacked)
+        if kind == "packed_apply" and program.graph is not None:
+            program.run = with_loop(program.graph, program.run)
         program.unused = self.steps.unused
-        sliced = kind == "train" and len(args[2]) > 1  # the slices have the width built in
         return program, Compiler(program, at_width if self.fused and not sliced else None)
 
     def _try(

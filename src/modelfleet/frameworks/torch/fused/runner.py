@@ -20,6 +20,8 @@ class Runner:
     """Runners of the second part of a step, by the slice of members and the parameters that share numbers."""
     shape: Hashable = None
     """What tells train steps on such batches apart, for `ShapeTimes`."""
+    used: int = 0
+    """Number of the last lookup of this program, for `Programs`, which drops those that nobody uses."""
     calls: int = 0
     seconds: float = 0.0
 

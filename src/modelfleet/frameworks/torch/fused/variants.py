@@ -27,7 +27,13 @@ from modelfleet.frameworks.torch.python_state.snapshot import PythonSnapshot
 from modelfleet.frameworks.torch.python_state.undo import restoring_python, restoring_tensors
 from modelfleet.frameworks.torch.structure import difference, signature, without_modes, without_numbers
 from modelfleet.frameworks.torch.task import Task
-from modelfleet.frameworks.torch.tracing.number_rules import PROGRAM, program_name, refuse_unknown, site_name
+from modelfleet.frameworks.torch.tracing.number_rules import (
+    PROGRAM,
+    program_name,
+    refuse_unknown,
+    site_name,
+    with_integers_as_floats,
+)
 from modelfleet.frameworks.torch.tracing.parameters import NeedsGradientError
 from modelfleet.frameworks.torch.tracing.reasons import explain
 from modelfleet.frameworks.torch.tracing.recording import Recording, compare
@@ -179,6 +185,8 @@ class Variants:
         recordings = [variant.recordings[key] for variant in self._variants]
         found = compare(recordings)
         first = next(variant.recordings[key] for variant in self._variants if variant.steps is self._steps)
+        if self._widths is None:
+            found = with_integers_as_floats(first, found)
         refuse_unknown(first, found, sizes=self._widths is not None)
         self._steps.recordings[key] = first
         different = [*found.floats, *found.outside]

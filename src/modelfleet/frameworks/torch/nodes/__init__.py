@@ -1,6 +1,6 @@
 """Nodes of graphs whose models are torch modules: their steps in micro-batches, and what they send each other."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -13,12 +13,15 @@ from modelfleet.frameworks.torch.nodes.engine import TorchNode
 from modelfleet.frameworks.torch.nodes.fleet_engine import TorchFleetNode
 from modelfleet.frameworks.torch.nodes.groups import GroupTransport
 from modelfleet.frameworks.torch.recipe import compile, prepare
+from modelfleet.frameworks.torch.structure import address_of
 from modelfleet.frameworks.torch.task import Task
 from modelfleet.members import Member
 
 __all__ = [
     "GroupTransport",
     "add",
+    "buffer_addresses",
+    "clip_factor",
     "compile",
     "fill",
     "frozen_names",
@@ -69,6 +72,17 @@ def numbers(values: Sequence[float], device: torch.device) -> Tensor:
 def add(total: Tensor, other: Tensor) -> None:
     """Add a tensor to another one in place, whatever device it is on."""
     total.add_(other.to(total.device))
+
+
+def buffer_addresses(model: nn.Module) -> dict[str, Hashable]:
+    """Return where each buffer's numbers are, by its name. Those without memory of their own are left out."""
+    found = {name: address_of(buffer) for name, buffer in model.named_buffers(remove_duplicate=False)}
+    return {name: address for name, address in found.items() if address is not None}
+
+
+def clip_factor(norm: float, most: float) -> float:
+    """Return what gradients of a norm are multiplied by, as torch's `clip_grad_norm_` does it."""
+    return min(1.0, most / (norm + 1e-6))
 
 
 def trained(model: nn.Module) -> bool:

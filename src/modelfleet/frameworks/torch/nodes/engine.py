@@ -9,12 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from modelfleet.frameworks.held_bytes import HeldBytes
 from modelfleet.frameworks.node_engine import Draws, LossParts, NodeHyper, NodeTrial, Step, TrialInputs
 from modelfleet.frameworks.stacked import Given
 from modelfleet.frameworks.torch import arrays
 from modelfleet.frameworks.torch.base import explained
 from modelfleet.frameworks.torch.global_modes import KeepingModes
 from modelfleet.frameworks.torch.nodes.draws import NodeDraws
+from modelfleet.frameworks.torch.nodes.reached import Reached
+from modelfleet.frameworks.torch.nodes.saved import SavedTensors
 from modelfleet.frameworks.torch.nodes.trial import detached, try_node
 from modelfleet.frameworks.torch.nodes.weight_halves import WeightHalf, input_gradients
 from modelfleet.frameworks.torch.plain import optimizer as plain_optimizer
@@ -24,6 +27,8 @@ from modelfleet.frameworks.torch.task import Task, call, logits
 from modelfleet.members import Member
 from modelfleet.trees import leaves, map_tree, rebuild
 from modelfleet.types import State, Tree
+
+BACKWARD = "the backward pass of "
 
 
 @dataclass
@@ -58,10 +63,12 @@ class TorchNode:
         self._member = PlainMember(member, task, columns, device)
         self._contexts = PlainContexts(self._member)
         self._draws = NodeDraws(self._member)
+        self._reached = Reached()
         self._recompute = recompute
         self._evaluating = evaluating  # True if the module stays in evaluation mode, as a frozen part does
         self._kept: dict[int, _Kept] = {}
         self._outputs: dict[int, Tree] = {}  # detached, for the loss
+        self._counted = SavedTensors()
         self._saved: list[SavedBuffer] = []
         self._step = Step(((0, 0),), train=False)
         self.failed: dict[str, int] = {}
@@ -76,12 +83,17 @@ class TorchNode:
         """Return True if any parameter takes a gradient."""
         return any(parameter.requires_grad for parameter in self._member.params.values())
 
+    def count_into(self, held: HeldBytes | None) -> None:
+        """Count what is kept from now on for backward passes; None ends it."""
+        self._counted.held = held
+
     # --- steps ---------------------------------------------------------------------------------------------------
 
     def begin(self, step: Step, hyper: NodeHyper, draws: Draws) -> None:
         """Start a step, or the evaluation of a batch."""
         self._step = step
         self._kept, self._outputs = {}, {}
+        self._counted.begin()
         if step.train:
             if hyper != self._member.hyper:
                 self._member.use(
@@ -102,6 +114,7 @@ class TorchNode:
             with torch.no_grad():
                 outputs = self._run(micro, map_tree(torch.clone, inputs))
             self._keep(micro, inputs, wanted)
+            self._counted.add(micro, sum(leaf.nbytes for leaf in leaves(inputs)))
         else:
             kept = self._keep(micro, inputs, wanted)
             kept.outputs = outputs = self._run(micro, kept.inputs)
@@ -126,6 +139,7 @@ class TorchNode:
             nullcontext() if self._evaluating else self._contexts.mode(train=True),
             self._draws.of(micro),
             self._contexts.autocast(),
+            self._counted.counting(micro, self.model.parameters()),
         ):
             return call(self.model, inputs)
 
@@ -169,6 +183,12 @@ class TorchNode:
     ) -> list[Tensor]:
         """Add a micro-batch's gradients to the parameters', and return those of the wanted inputs."""
         kept = self._kept[micro]
+        with explained(self.name, self.model, kept.inputs, BACKWARD):
+            return self._backward(micro, kept, gradients, inputs_only=inputs_only)
+
+    def _backward(
+        self, micro: int, kept: _Kept, gradients: Sequence[Tensor | None], *, inputs_only: bool
+    ) -> list[Tensor]:
         if self._recompute:
             self._recompute_outputs(micro, kept)
         outputs = leaves(kept.outputs)
@@ -188,13 +208,16 @@ class TorchNode:
                 torch.autograd.backward([output for output, _ in found], [gradient for _, gradient in found])
             wanted = [torch.zeros_like(root) if root.grad is None else root.grad for root in roots]
             del self._kept[micro]
+            self._counted.release(micro)
         return wanted
 
     def backward_weights(self, micro: int) -> None:
         """Add the gradients of the parameters that `backward` has left out."""
-        half = self._kept.pop(micro).weights
-        assert half is not None
-        half.run()
+        kept = self._kept.pop(micro)
+        assert kept.weights is not None
+        with explained(self.name, self.model, kept.inputs, BACKWARD):
+            kept.weights.run()
+        self._counted.release(micro)
 
     def _recompute_outputs(self, micro: int, kept: _Kept) -> None:
         """Run the model again on a micro-batch. Its buffers have seen the micro-batch already."""
@@ -212,12 +235,8 @@ class TorchNode:
     # --- the update ----------------------------------------------------------------------------------------------
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients of the step, with zeros for a parameter that no micro-batch has reached."""
-        params = [parameter for parameter in self._member.params.values() if parameter.requires_grad]
-        for parameter in params:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        return [parameter.grad for parameter in params if parameter.grad is not None]
+        """Return the gradients of the step, with zeros for a parameter that no micro-batch has reached here."""
+        return self._reached.gradients(self._member.params.values())
 
     def norm(self) -> tuple[float, bool]:
         """Return the squared norm of the gradients, and whether all are finite."""
@@ -231,6 +250,7 @@ class TorchNode:
     def apply(self, scale: float) -> None:
         """Take the optimizer's step."""
         member = self._member
+        self._reached.drop_unreached()
         found = [p.grad for p in member.params.values() if p.grad is not None]
         if scale != 1.0 and found:
             torch._foreach_mul_(found, scale)
@@ -281,10 +301,15 @@ class TorchNode:
         output, y = logits(outputs), target[0]
         if any(not leaf.dim() or len(leaf) != rows for leaf in (*leaves(output), *leaves(y))):
             return True
-        with KeepingModes(self.device.type), torch.no_grad(), self._contexts.autocast():
+        with (
+            explained(self.name, self.model, (output, y)),
+            KeepingModes(self.device.type),
+            torch.no_grad(),
+            self._contexts.autocast(),
+        ):
 
             def total(start: int, stop: int) -> float:
-                own = [map_tree(lambda leaf: leaf[start:stop], tree) for tree in (output, y)]
+                own = [map_tree(lambda leaf: leaf[start:stop].clone(), tree) for tree in (output, y)]
                 return float(loss.plain(*own)) * (stop - start)
 
             whole = total(0, rows)

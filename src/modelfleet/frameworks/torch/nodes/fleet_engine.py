@@ -13,6 +13,7 @@ from torch import Tensor
 
 from modelfleet.errors import InputError
 from modelfleet.frameworks.errors import FINE, GRADIENT, LOSS
+from modelfleet.frameworks.held_bytes import HeldBytes
 from modelfleet.frameworks.lane_context import LaneContext
 from modelfleet.frameworks.node_engine import Draws, LossParts, NodeHyper, NodeTrial, Step, TrialInputs
 from modelfleet.frameworks.stacked import Given
@@ -26,6 +27,8 @@ from modelfleet.frameworks.torch.model_locks import locked_in_mode
 from modelfleet.frameworks.torch.nodes.fleet_losses import MemberLosses, MemberSums
 from modelfleet.frameworks.torch.nodes.fleet_trial import refusing_python_state, try_fleet
 from modelfleet.frameworks.torch.nodes.fleet_update import update_members
+from modelfleet.frameworks.torch.nodes.reached import Reached
+from modelfleet.frameworks.torch.nodes.saved import SavedTensors
 from modelfleet.frameworks.torch.nodes.weight_halves import WeightHalf, input_gradients
 from modelfleet.frameworks.torch.plain.member import PlainMember
 from modelfleet.frameworks.torch.random.streams import BatchRows
@@ -93,6 +96,7 @@ class TorchFleetNode:
         self._everybody = torch.ones(len(members), dtype=torch.bool, device=device)
         self._step, self._draws = Step(((0, 0),), train=False), Draws((), 0)
         self._columns: dict[str, np.ndarray] = {}
+        self._counted = SavedTensors()
         self._hyper: Tensors = {}
         self._drop()
 
@@ -106,17 +110,23 @@ class TorchFleetNode:
         self._bad_loss = ~self._everybody
         self._live = self._everybody
         self._applied = False
+        self._reached = Reached()
 
     @property
     def trained(self) -> bool:
         """Return True if any parameter takes a gradient."""
         return bool(self._engine.state["params"])
 
+    def count_into(self, held: HeldBytes | None) -> None:
+        """Count what is kept from now on for backward passes; None ends it."""
+        self._counted.held = held
+
     # --- steps ---------------------------------------------------------------------------------------------------
 
     def begin(self, step: Step, hyper: NodeHyper, draws: Draws) -> None:
         """Start a step, or the evaluation of a batch."""
         self._drop()
+        self._counted.begin()
         self._step, self._draws, self.failed = step, draws, {}
         state = self._engine.state
         self._params, self._buffers = dict(state["params"]), dict(state["buffers"])
@@ -147,6 +157,8 @@ class TorchFleetNode:
             ]
             given = [leaf if root is None else root for leaf, root in zip(points, roots, strict=True)]
             kept = self._kept[micro] = _Kept(rebuild(inputs, given), roots, self._buffers)
+            if self._recompute:
+                self._counted.add(micro, sum(leaf.nbytes for leaf in points))
             with torch.set_grad_enabled(not self._recompute):
                 outputs, buffers = self._run(micro, kept.inputs, self._buffers)
             self._buffers = map_tree(Tensor.detach, buffers)
@@ -161,7 +173,8 @@ class TorchFleetNode:
             start, stop = self._step.rows[micro]
             first, count = (torch.tensor(number, device=self.device) for number in (start, self._step.count))
             part = BatchRows(first, count, stop - start, self._draws.shapes)
-        return self._call(inputs, self._params, buffers, train=self._step.train, part=part)
+        with self._counted.counting(micro, self._params.values()):
+            return self._call(inputs, self._params, buffers, train=self._step.train, part=part)
 
     def _call(
         self, inputs: Tree, params: Tensors, buffers: Tensors, *, train: bool, part: BatchRows | None = None
@@ -244,6 +257,7 @@ class TorchFleetNode:
                 torch.autograd.backward([output for output, _ in found], [gradient for _, gradient in found])
             wanted = [torch.zeros_like(root) if root.grad is None else root.grad for root in roots]
             del self._kept[micro]
+            self._counted.release(micro)
         return wanted
 
     def backward_weights(self, micro: int) -> None:
@@ -251,15 +265,13 @@ class TorchFleetNode:
         half = self._kept.pop(micro).weights
         assert half is not None
         half.run()
+        self._counted.release(micro)
 
     # --- the update ----------------------------------------------------------------------------------------------
 
     def gradients(self) -> list[Tensor]:
         """Return the stacked gradients of the step: zeros where this replica's micro-batches did not reach."""
-        for parameter in self._params.values():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        return [parameter.grad for parameter in self._params.values() if parameter.grad is not None]
+        return self._reached.gradients(self._params.values())
 
     def norm(self) -> tuple[float, bool]:
         """Return the squared norm of the members' gradients, and whether all are finite.
@@ -278,6 +290,7 @@ class TorchFleetNode:
 
     def apply(self, scale: float) -> None:
         """Take the step of every member's optimizer."""
+        self._reached.drop_unreached()
         gradients = {
             name: p.grad if scale == 1.0 else p.grad * scale
             for name, p in self._params.items()

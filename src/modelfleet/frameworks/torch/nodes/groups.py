@@ -87,7 +87,7 @@ class GroupTransport:
 
         The arguments are the same on all ranks, but the rank.
         """
-        group = ProcessGroup.join(address, rank, size, timeout, device=device.type)
+        group = ProcessGroup.join(address, rank, size, timeout, device=str(device))
         wait = timedelta(seconds=timeout)
         made = {
             channel: dist.new_group(sorted({channel[2], channel[3]}), timeout=wait, group_desc=f"{channel}")
@@ -109,16 +109,16 @@ class GroupTransport:
         form, key = _Form.of(tree), (channel, self._rows[message.micro])
         known = self._known.get(key)
         if known == form:
-            self._post(channel, torch.zeros(1, dtype=torch.int64, device=self._device))
+            self._post(channel, torch.zeros(1, dtype=torch.int64, device=self._group.device))
         else:
-            described = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8).to(self._device)
-            self._post(channel, torch.tensor([len(described)], device=self._device))
-            for tensor in known.empty(self._device) if known is not None else ():
+            described = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8).to(self._group.device)
+            self._post(channel, torch.tensor([len(described)], device=self._group.device))
+            for tensor in known.empty(self._group.device) if known is not None else ():
                 self._post(channel, tensor)  # the receiver has posted receives for the old form
             self._post(channel, described)
             self._known[key] = form
         for leaf in leaves(tree):
-            self._post(channel, leaf.detach().contiguous())
+            self._post(channel, leaf.detach().to(self._group.device).contiguous())
 
     def expect(self, message: Any) -> None:
         """Post the receives of a message, if it is the next one of its channel."""
@@ -148,8 +148,8 @@ class GroupTransport:
             return
         micro = self._expected[channel].popleft()
         form = self._known.get((channel, self._rows[micro]))
-        header = torch.empty(1, dtype=torch.int64, device=self._device)
-        tensors = [] if form is None else form.empty(self._device)
+        header = torch.empty(1, dtype=torch.int64, device=self._group.device)
+        tensors = [] if form is None else form.empty(self._group.device)
         works = [self._receive(channel, tensor) for tensor in (header, *tensors)]
         self._receiving[channel] = _Receiving(micro, header, works, form, tensors)
 
@@ -160,15 +160,15 @@ class GroupTransport:
             work.wait(self._timeout)
         form, tensors = posted.form, posted.tensors
         if length := int(posted.header):
-            described = torch.empty(length, dtype=torch.uint8, device=self._device)
+            described = torch.empty(length, dtype=torch.uint8, device=self._group.device)
             self._receive(channel, described).wait(self._timeout)
             form = pickle.loads(described.cpu().numpy().tobytes())
             self._known[channel, self._rows[posted.micro]] = form
-            tensors = form.empty(self._device)
+            tensors = form.empty(self._group.device)
             for work in [self._receive(channel, tensor) for tensor in tensors]:
                 work.wait(self._timeout)
         assert form is not None
-        return posted.micro, rebuild(form.tree, tensors)
+        return posted.micro, rebuild(form.tree, [tensor.to(self._device) for tensor in tensors])
 
     def sum(self, name: str, ranks: Sequence[int], tensors: Sequence[Tensor]) -> None:
         """Sum tensors over some ranks, in place."""
@@ -177,7 +177,7 @@ class GroupTransport:
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
         try:
             for together in by_dtype.values():
-                flat = torch.cat([tensor.reshape(-1) for tensor in together])
+                flat = torch.cat([tensor.reshape(-1) for tensor in together]).to(self._group.device)
                 work = dist.all_reduce(flat, group=self._sums[tuple(ranks)], async_op=True)
                 assert work is not None
                 work.wait(self._timeout)

@@ -1,7 +1,7 @@
 """Trials of a node before the training: what it makes of a few rows, what it draws, and how long it takes."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from modelfleet.errors import InputError
 from modelfleet.frameworks.node_engine import NodeTrial, TrialInputs
 from modelfleet.frameworks.torch.base import explained
+from modelfleet.frameworks.torch.devices import restoring_generators
 from modelfleet.frameworks.torch.global_modes import KeepingModes
 from modelfleet.frameworks.torch.modes import in_mode, training_modes
+from modelfleet.frameworks.torch.nodes.saved import saved_bytes
 from modelfleet.frameworks.torch.parallel.row_independence import close, row_axes
 from modelfleet.frameworks.torch.plain.contexts import PlainContexts
 from modelfleet.frameworks.torch.plain.member import PlainMember
@@ -25,6 +27,7 @@ from modelfleet.trees import leaves, map_tree, map_trees, paths, rebuild
 from modelfleet.types import Tree
 
 TIMES = 2  # that a node is timed
+MAX_TEXT = 40  # characters of a value in an error
 
 
 def try_node(
@@ -59,13 +62,15 @@ def try_node(
         explained(member.name, member.model, inputs.whole),
         KeepingModes(member.device.type),
         undoing_side_effects(("self", model)),
-        torch.random.fork_rng(devices=[]),
+        restoring_generators(member.device),
         in_mode(model, train=train and not evaluating, given=training_modes(member.model)),
         contexts.autocast(),
     ):
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         outputs, fewer, draws, mixes = _look_at_rows(member, model, inputs)
+        changed = _changed_buffers(model, before)
         forward, backward, kept = _time(model, inputs.whole, wanted, train=train)
-    return NodeTrial(outputs, fewer, forward, backward, kept, draws, mixes)
+    return NodeTrial(outputs, fewer, forward, backward, kept, draws, mixes or bool(changed), changed)
 
 
 def _look_at_rows(
@@ -76,7 +81,6 @@ def _look_at_rows(
     What they draw is a text if it can't be divided by rows.
     """
     few = map_trees(lambda pair: _first_rows(*pair), [inputs.whole, inputs.fewer])
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     seed, step = torch.tensor(member.seed), torch.tensor(member.step)
     streams = [ConstantStreams(seed, step) for _ in range(2)]
     try:
@@ -90,9 +94,15 @@ def _look_at_rows(
         return outputs, fewer, str(error), False
     mixes = any(
         isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in model.modules()
-    ) or any(not torch.equal(buffer, before[name]) for name, buffer in model.named_buffers() if name in before)
+    )
     own = [_first_rows(whole, part) for whole, part in zip(leaves(outputs), leaves(fewer), strict=True)]
     return outputs, fewer, draws, mixes or not close(own, leaves(fewer), 1e-3)
+
+
+def _changed_buffers(model: nn.Module, before: Mapping[str, Tensor]) -> frozenset[str]:
+    """Return the names of the buffers whose numbers are others than before."""
+    own = dict(model.named_buffers())
+    return frozenset(name for name in before if name in own and not torch.equal(own[name], before[name]))
 
 
 def _tried(member: PlainMember, model: nn.Module, inputs: Tree, draws: AbstractContextManager[object]) -> Tree:
@@ -107,13 +117,23 @@ def detached(outputs: Tree, name: str) -> Tree:
     Raises:
         InputError: They are not all tensors.
     """
+    if not leaves(outputs):
+        raise InputError(
+            f"node {name!r} returns {outputs!r}, but tensors go over edges. Let its forward return some."
+        )
     for path, leaf in paths(outputs):
         if not isinstance(leaf, Tensor):
             raise InputError(
-                f"node {name!r} returns {type(leaf).__name__} {leaf!r}{path and f' at {path}'}, but only tensors "
+                f"node {name!r} returns {_described(leaf)}{path and f' at {path}'}, but only tensors "
                 f"go over edges. Let it return tensors, alone or in tuples, lists and dicts."
             )
     return map_tree(Tensor.detach, outputs)
+
+
+def _described(value: object) -> str:
+    """Return what a node has returned, in a few words."""
+    text = repr(value)
+    return f"{type(value).__name__} {text}" if len(text) <= MAX_TEXT else f"a {type(value).__name__}"
 
 
 def _first_rows(whole: Tensor, few: Tensor) -> Tensor:
@@ -127,26 +147,16 @@ def _first_rows(whole: Tensor, few: Tensor) -> Tensor:
 def _time(model: nn.Module, inputs: Tree, wanted: Collection[int], *, train: bool) -> tuple[float, float, int]:
     """Return the seconds of a forward and a backward pass, and the bytes between them."""
     flat, kept = leaves(inputs), 0
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    seen: set[int] = set()
-
-    def count(tensor: Tensor) -> Tensor:
-        nonlocal kept
-        place = tensor.untyped_storage().data_ptr()
-        if place not in own | seen:
-            seen.add(place)
-            kept += tensor.untyped_storage().nbytes()
-        return tensor
-
     forwards, backwards = [], []
-    for _ in range(TIMES):
-        seen.clear()
-        kept = 0
+    for turn in range(TIMES):
         roots = [leaf.clone().requires_grad_(train and index in wanted) for index, leaf in enumerate(flat)]
         arguments = rebuild(inputs, [root.clone() for root in roots])
         begun = time.perf_counter()
-        with torch.set_grad_enabled(train), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-            outputs = call(model, arguments)
+        with torch.set_grad_enabled(train):
+            if turn == 0:  # which warms up
+                outputs, kept = saved_bytes(model, lambda given=arguments: call(model, given))
+            else:
+                outputs = call(model, arguments)
         forwards.append(time.perf_counter() - begun)
         begun = time.perf_counter()
         ends = [leaf for leaf in leaves(outputs) if leaf.requires_grad] if train else []

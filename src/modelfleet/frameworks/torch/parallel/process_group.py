@@ -21,6 +21,7 @@ from torch import Tensor
 from modelfleet.errors import RankLostError
 from modelfleet.formatting import without_period
 
+HOST = torch.device("cpu")
 SECONDS_TO_REPORT = 2.0  # after a failure, the other ranks have this long to report that they are waiting, too
 
 
@@ -34,17 +35,23 @@ class ProcessGroup:
         size: The number of processes.
         timeout: How many seconds to wait for the others.
         steps: How many sums were taken so far.
+        device: Where tensors must be to be sent: the rank's device, or the host if torch has no backend for it.
     """
 
     def __init__(
-        self, rank: int, size: int, timeout: float, store: dist.Store | None, device: str = "cpu"
+        self,
+        rank: int,
+        size: int,
+        timeout: float,
+        store: dist.Store | None,
+        device: torch.device = HOST,
     ) -> None:
         self.rank = rank
         self.size = size
         self.timeout = timeout
         self.steps = 0
         self._store = store
-        self._device = device
+        self.device = device
 
     @classmethod
     def join(cls, address: str, rank: int, size: int, timeout: float, *, device: str = "cpu") -> Self:
@@ -56,7 +63,8 @@ class ProcessGroup:
             rank: The index of this process.
             size: The number of processes.
             timeout: How many seconds to wait for the others, here and in every step.
-            device: The type of the ranks' devices. "cuda" sums with NCCL, all others with gloo.
+            device: This rank's device, with its index. Its tensors are summed by the backend that torch has for
+                it, such as NCCL for "cuda:1". What the host holds goes through gloo, and so does all else.
 
         Raises:
             RankLostError: The ranks do not find each other in time.
@@ -70,10 +78,20 @@ class ProcessGroup:
                 f"rank {rank} of {size} can't connect to the others at {address!r}: {without_period(error)}. "
                 f"Give all ranks one address that each of them can reach, and start all of them."
             ) from error
-        group = cls(rank, size, timeout, store, device)
+        own = torch.device(device)
+        backend = _backend_of(own)
+        group = cls(rank, size, timeout, store, HOST if backend is None else own)
         try:
-            backend = "nccl" if device == "cuda" else "gloo"
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)
+            if own.type != "cpu":
+                torch.accelerator.set_device_index(own.index)
+            dist.init_process_group(
+                "gloo" if backend is None else f"cpu:gloo,{own.type}:{backend}",
+                store=store,
+                rank=rank,
+                world_size=size,
+                timeout=wait,
+                device_id=None if backend is None else own,
+            )
             group._report("joined")
             store.wait([f"joined/{other}" for other in range(size)], wait)
         except Exception as error:
@@ -92,10 +110,16 @@ class ProcessGroup:
         """
         self.steps += 1
         try:
-            works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-            for work in works:
+            summed = [tensor if tensor.device == HOST else tensor.to(self.device) for tensor in tensors]
+            works = [dist.all_reduce(tensor, async_op=True) for tensor in summed]
+            for work, tensor, total in zip(works, tensors, summed, strict=True):
                 assert work is not None
-                work.wait(timedelta(seconds=self.timeout))
+                if total.device == HOST:
+                    work.wait(timedelta(seconds=self.timeout))
+                else:
+                    work.wait()  # the device waits; with a time limit the host would
+                if total is not tensor:
+                    tensor.copy_(total)
         except Exception as error:  # each backend raises another type for a lost or late rank
             raise self._failure(f"step{self.steps}", f"in step {self.steps}", error) from error
 
@@ -129,8 +153,8 @@ class ProcessGroup:
         work.wait(timedelta(seconds=self.timeout))
 
     def any(self, flag: bool) -> bool:
-        """Return True on every rank if `flag` is True on any of them."""
-        count = torch.tensor([float(flag)], device=self._device)
+        """Return True on every rank if `flag` is True on any of them. No device waits, only the hosts do."""
+        count = torch.tensor([float(flag)])
         self.sum([count])
         return bool(count.item() > 0)
 
@@ -166,3 +190,12 @@ class ProcessGroup:
             f"{' '.join(str(error).split())[:200]}. That process has died, hangs, or is too slow. Look at its "
             f"last output, then start again from the last checkpoint, or set a longer timeout."
         )
+
+
+def _backend_of(device: torch.device) -> str | None:
+    """Return the backend that sums tensors on an accelerator; None if they have to go through the host."""
+    if device.type == "cpu":
+        return None
+    known: dict[str, str] = dist.Backend.default_device_backend_map
+    found = known.get(device.type)
+    return found if found not in (None, "gloo") and dist.is_backend_available(found) else None

@@ -56,7 +56,7 @@ class PlainContexts:
         if self._detector.may_draw():
             return EagerDraws(member.seed, member.step, self._words)
         record = self._records.setdefault(kind, DrawRecord())
-        return DrawsIfNeeded(record, member.seed, member.step, self._words)
+        return DrawsIfNeeded(record, member.seed, member.step, self._words, member.device)
 
     def evaluate(self, run: Callable[[], Result]) -> Result:
         """Call a function with the model in evaluation mode, with gradients only if the function needs them."""

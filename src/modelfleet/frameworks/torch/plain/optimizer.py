@@ -97,7 +97,8 @@ def step(made: torch.optim.Optimizer, params: Iterable[nn.Parameter]) -> None:
     if not all(t.layout is torch.strided and t.is_contiguous() for t in (*stepped, *gradients)):
         group["fused"] = False
     states = [made.state[parameter] for parameter in stepped] if group["fused"] and not group["amsgrad"] else [{}]
-    if not all(states):  # the first step of a parameter makes its state
+    # The first step of a parameter makes its state. Without any gradient, there is nothing to update.
+    if not states or not all(states):
         made.step()
         return
     # What `made.step` does, without the Python around it, which takes longer than the update of a small model.

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from modelfleet.frameworks.torch.base import explained
+from modelfleet.frameworks.torch.devices import restoring_generators
 from modelfleet.frameworks.torch.fused.steps import Steps
 from modelfleet.frameworks.torch.global_modes import KeepingModes
 from modelfleet.frameworks.torch.modes import in_mode
@@ -45,7 +46,7 @@ class PlainTrials:
                 explained(name, self._member.model, data),
                 KeepingModes(self._member.device.type),
                 undoing_side_effects(("self", model), ("the loss", task.loss and task.loss.plain)),
-                torch.random.fork_rng(devices=[]),
+                restoring_generators(self._member.device),
                 in_mode(model, train=False),
                 self._contexts.autocast(),
                 with_grad(),

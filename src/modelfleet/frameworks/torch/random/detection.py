@@ -12,13 +12,15 @@ from typing import Any
 from torch import nn
 
 from modelfleet.frameworks.structure import cell_contents, nested_code
+from modelfleet.frameworks.torch.cutting.stage import Stage, function_of
 from modelfleet.frameworks.torch.structure import HOOKS
 
 _RANDOM_NAMES = re.compile(
     r"drop|rand|bernoulli|normal(?!i)|uniform|multinomial|poisson|binomial|sample|exponential|cauchy|geometric|gumbel"
-    r"|noise|rrelu|perm(?!ute)|shuffle|gamma_|dirichlet|seed|generator|distribution|fractional",
+    r"|noise|rrelu|perm(?!ute)|shuffle|gamma_|dirichlet|seed|generator|distribution|fractional|scaled_dot_product",
     re.IGNORECASE,
 )
+_WITH_DROPOUT = re.compile(r"\b(lstm|gru|rnn_\w+)\b")  # operations of ATen that take a rate among their arguments
 _RANDOM_MODULES = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
@@ -57,6 +59,11 @@ def _may_draw(
         else:
             waiting += _methods(type(module))
             waiting += [value for value in vars(module).values() if callable(value)]
+        if isinstance(module, Stage):  # its forward is not a method
+            forward = function_of(module)
+            if any(_WITH_DROPOUT.search(name) for name in forward.__code__.co_names):
+                return True
+            waiting.append(forward)
         waiting += [hook for table in HOOKS for hook in getattr(module, table).values()]
     while waiting:
         function = waiting.pop()

@@ -249,8 +249,8 @@ class DrawsIfNeeded:
     since then, through the model or through other code, the next step uses `EagerDraws` again.
     """
 
-    def __init__(self, record: DrawRecord, seed: int, step: int, cache: WordCache) -> None:
-        self._record = record
+    def __init__(self, record: DrawRecord, seed: int, step: int, cache: WordCache, device: torch.device) -> None:
+        self._record, self._device = record, device
         self._draws = EagerDraws(seed, step, cache) if record.draws else None
 
     def __enter__(self) -> None:
@@ -261,10 +261,14 @@ class DrawsIfNeeded:
         record = self._record
         if self._draws is not None:
             self._draws.__exit__(*error)
-            record.draws, record.state = self._draws.count > 0, _torch_state()
+            record.draws, record.state = self._draws.count > 0, _torch_state(self._device)
         else:
-            record.draws = record.state != _torch_state()
+            record.draws = record.state != _torch_state(self._device)
 
 
-def _torch_state() -> bytes:
-    return torch.get_rng_state().numpy().tobytes()
+def _torch_state(device: torch.device) -> bytes:
+    """Return the states of the generators that a model on a device may draw from."""
+    state = torch.get_rng_state().numpy().tobytes()
+    if device.type != "cpu":
+        state += torch.get_device_module(device).get_rng_state(device).numpy().tobytes()
+    return state

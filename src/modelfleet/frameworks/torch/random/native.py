@@ -7,31 +7,20 @@ operations. The words are the same.
 """
 
 import ctypes
-import hashlib
 import logging
 import os
-import platform
-import shutil
-import subprocess
-import tempfile
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
-from itertools import pairwise
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from modelfleet.frameworks.torch.cpu import c_library
 from modelfleet.shuffles import PARITY, ROTATIONS
-from modelfleet.user_cache import user_cache
 
 WORTH = 2_000_000  # pairs of words that a process draws before it looks for a compiler
 GRAIN = 65_536  # pairs of words for which a second thread is worth its while
-BUILD_SECONDS = 60.0
 
 Loop = Callable[..., None]
 logger = logging.getLogger("modelfleet")
@@ -149,16 +138,7 @@ def prepare() -> Kernels:
         OSError: There is no compiler, or no place to write to.
         subprocess.SubprocessError: The compiler fails.
     """
-    folder = user_cache()
-    if folder is None:
-        with tempfile.TemporaryDirectory(prefix="modelfleet-draws-") as own:
-            return _load(_built(Path(own)))
-    path = folder / "draws" / f"{_key()}.so"
-    if not _whole(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, suffix=".partial") as own:
-            os.replace(_built(Path(own)), path)
-    return _load(path)
+    return _loops_of(c_library.library("draws", SOURCE))
 
 
 def words(kernels: Kernels, first: Tensor, second: Tensor, left: Tensor, right: Tensor) -> Tensor | None:
@@ -185,7 +165,7 @@ def words(kernels: Kernels, first: Tensor, second: Tensor, left: Tensor, right: 
             out.data_ptr() + 8 * blocks * begin,
         )
 
-    _in_threads(run, rows, rows * blocks)
+    c_library.in_threads(run, rows, rows * blocks // GRAIN)
     return out
 
 
@@ -220,22 +200,8 @@ def noise(
             to + row_bytes * begin,
         )
 
-    _in_threads(run, rows, rows * size // (2 if positions is None else 1))
+    c_library.in_threads(run, rows, rows * size // (2 if positions is None else 1) // GRAIN)
     return out
-
-
-def _in_threads(run: Callable[[int, int], None], rows: int, pairs: int) -> None:
-    """Run a loop over all rows, in as many threads as so many pairs of words are worth."""
-    parts = min(rows, pairs // GRAIN)
-    parts = min(parts, torch.get_num_threads()) if parts > 1 else 1
-    if parts < 2:
-        run(0, rows)
-        return
-    edges = [rows * part // parts for part in range(parts + 1)]
-    others = [_pool(parts - 1).submit(run, *pair) for pair in pairwise(edges[1:])]
-    run(0, edges[1])
-    for other in others:
-        other.result()
 
 
 def _column(tensor: Tensor, rows: int) -> Tensor:
@@ -244,51 +210,8 @@ def _column(tensor: Tensor, rows: int) -> Tensor:
     return tensor.reshape(-1).expand(rows).contiguous()
 
 
-@cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="modelfleet-draws")
-
-
-@cache
-def _key() -> str:
-    """Return a name for the loops as this machine's compiler makes it for this machine's processor."""
-    processor = f"{platform.system()} {platform.machine()} {platform.processor()}"
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor += next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return hashlib.sha256(f"{SOURCE} {_command()} {processor}".encode()).hexdigest()[:32]
-
-
-def _command() -> list[str]:
-    named = os.environ.get("CC", "").split()
-    found = next((path for name in (*named[:1], "cc", "gcc", "clang") if (path := shutil.which(name))), None)
-    if found is None:
-        raise FileNotFoundError("there is no C compiler")
-    native = ["-march=native"] if platform.machine() in ("x86_64", "AMD64") else []
-    return [found, "-O3", *native, "-std=c99", "-shared", "-fPIC"]
-
-
-def _built(folder: Path) -> Path:
-    """Compile the loops in a folder, and return the path of the library, which ends with a digest of the rest."""
-    source, library = folder / "draws.c", folder / "draws.so"
-    source.write_text(SOURCE)
-    command = [*_command(), "-o", str(library), str(source), "-lm"]
-    subprocess.run(command, check=True, capture_output=True, timeout=BUILD_SECONDS, stdin=subprocess.DEVNULL)
-    content = library.read_bytes()
-    library.write_bytes(content + hashlib.sha256(content).digest())
-    return library
-
-
-def _whole(path: Path) -> bool:
-    """Return True if a library is as it was written. To load a damaged one would end the process."""
-    with suppress(OSError):
-        content = path.read_bytes()
-        return hashlib.sha256(content[:-32]).digest() == content[-32:]
-    return False
-
-
-def _load(path: Path) -> Kernels:
-    library, integer, pointer = ctypes.CDLL(str(path)), ctypes.c_int64, ctypes.c_void_p
+def _loops_of(library: ctypes.CDLL) -> Kernels:
+    integer, pointer = ctypes.c_int64, ctypes.c_void_p
 
     def loop(name: str, *arguments: type) -> Loop:
         found = library[name]

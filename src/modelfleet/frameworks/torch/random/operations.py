@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
+from modelfleet.frameworks.torch.devices import seeded
 from modelfleet.frameworks.torch.random.streams import Streams
 
 aten = torch.ops.aten
@@ -274,15 +275,8 @@ def draw_by_torch(streams: Streams, func: OpOverload, args: Sequence[Any], kwarg
     device, seed = device_of(args, kwargs), int(streams.words64([1])) % 2**63
     if any(argument.name == "generator" for argument in func._schema.arguments):
         return func(*args, **{**kwargs, "generator": torch.Generator(device).manual_seed(seed)})
-    generator = (
-        torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
-    )
-    before = generator.get_state()
-    generator.manual_seed(seed)
-    try:
+    with seeded(device, seed):
         return func(*args, **kwargs)
-    finally:
-        generator.set_state(before)
 
 
 def is_on_meta(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -48,17 +48,25 @@ class BatchRows:
     def positions(self, number: int, shape: Sequence[int]) -> Tensor:
         """Return the flat positions of a draw's numbers within the draw of the whole batch.
 
+        Axes that do not have the rows may be longer or shorter than before, as in a batch of longer sentences: so
+        they are in the draw of the whole batch.
+
         Raises:
-            StrategyError: The draw has another shape than before.
+            StrategyError: It can't be told any more which axis has the rows.
         """
         own, axis = self.draws[number] if number < len(self.draws) else ((), None)
         each = 0 if axis is None else own[axis]
         expected = tuple(each * self.rows if index == axis else size for index, size in enumerate(own))
-        if tuple(shape) != expected or number >= len(self.draws):
+        checked = range(len(own)) if axis is None else [axis]
+        if (
+            number >= len(self.draws)
+            or len(shape) != len(own)
+            or any(shape[index] != expected[index] for index in checked)
+        ):
             raise StrategyError(
                 f"the model's random draw {number + 1} has the shape {tuple(shape)}. Its first step drew "
                 f"{expected} for {self.rows} rows, so it is unknown which row each number belongs to. "
-                f"Draw the same shapes in every step, or train on one device."
+                f"Draw the same number for each row in every step, or train on one device."
             )
         found = torch.arange(math.prod(shape), dtype=torch.int64, device=self.start.device).view(shape)
         if axis is None:
@@ -96,7 +104,7 @@ class Streams:
 
         Args:
             axes: For each axis of a draw, what `own` takes; None if the axis is not padded.
-            shape: The padded shape, without the member's axis.
+            shape: The padded shape, without the member's axis. A draw may have some of its axes merged.
             own: Returns the own sizes `(member,)` of an axis.
         """
         self._padded = axes, tuple(shape), own
@@ -231,6 +239,8 @@ class Streams:
         """Return `(member, number)`: the flat positions of a draw's numbers in the own shape of each member."""
         assert self._padded is not None
         axes, padded, own_sizes = self._padded
+        if math.prod(shape) == math.prod(padded):
+            shape = padded
         if len(shape) != len(padded) or any(n not in (1, m) for n, m in zip(shape, padded, strict=True)):
             raise NotImplementedError(f"a padded draw has the shape {tuple(shape)}, expected {padded}")
         found = torch.zeros((), dtype=torch.int64, device=self._seed.device)

@@ -117,7 +117,7 @@ def _normalization(plain: Callable[..., Tensor], float32_on_gpu: bool) -> Callab
         if not _below_vmap() or not torch.is_autocast_enabled(kind) or x.dtype not in HALF_DTYPES:
             return plain(x, *args, **kwargs)
         found = plain(x.float(), *args, **kwargs)
-        return found if float32_on_gpu and kind == "cuda" else found.to(x.dtype)
+        return found if float32_on_gpu and kind != "cpu" else found.to(x.dtype)
 
     return run
 
@@ -168,6 +168,27 @@ def _gumbel_softmax(
     return choice - soft.detach() + soft
 
 
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    if not _below_vmap():
+        return torch._weight_norm(v, g, dim)
+    others = [axis for axis in range(v.dim()) if axis != dim]  # a norm of everything has the axis -1
+    return v * (g / torch.linalg.vector_norm(v, 2, others, keepdim=True))
+
+
+def _writing(compute: Callable[..., Tensor], plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not _below_vmap():
+            return plain(x, *args, **kwargs)
+        return x.copy_(compute(x.clone(), *args, **kwargs))  # the gradient may need what was there
+
+    return run
+
+
+# Functions that have a batching rule, and none in place.
+_NOT_IN_PLACE = (
+    "addcdiv addcmul clamp clip cumprod cumsum eq floor_divide fmod ge greater greater_equal gt hypot le lerp "
+    "less less_equal lt ne negative not_equal pow remainder square subtract tril triu xlogy"
+)
 # And whether autocast on a GPU gives float32.
 _NORMS = {"layer_norm": True, "group_norm": True, "batch_norm": False, "instance_norm": False}
 _LOSSES = (
@@ -216,6 +237,13 @@ RULES: Mapping[Operation, Operation] = {
     F.adaptive_avg_pool3d: _contiguously(F.adaptive_avg_pool3d),
     torch._C._nn.adaptive_avg_pool2d: _contiguously(torch._C._nn.adaptive_avg_pool2d),
     F.linear: _linear,
+    torch._weight_norm: _weight_norm,
+    **{
+        getattr(library, f"{name}_"): _writing(getattr(Tensor, name), getattr(library, f"{name}_"))
+        for name in _NOT_IN_PLACE.split()
+        for library in (Tensor, torch)
+        if hasattr(library, f"{name}_")
+    },
     Tensor.contiguous: _contiguous,
     **RECURRENT_RULES,
 }

@@ -192,3 +192,6 @@ RULES: Rules = {
     F.feature_alpha_dropout: (_feature_alpha_dropout, ("p",)),
     F.scaled_dot_product_attention: (attention, ("dropout_p", "scale", 4, 6)),
 }
+
+IN_OWN_DTYPE = {F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
+"""Functions that round 1 / (1 - p) to the dtype of their input, as torch does on the CPU, also for halves."""

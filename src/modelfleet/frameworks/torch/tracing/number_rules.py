@@ -7,6 +7,7 @@ rule is not fused across members whose numbers differ.
 
 import ast
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,10 +16,18 @@ from torch import Tensor
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.torch.tracing import number_dropout, number_functions, number_losses
 from modelfleet.frameworks.torch.tracing.calls import Arguments, Function, Path
-from modelfleet.frameworks.torch.tracing.recording import Call, Comparison, Described, Recording
+from modelfleet.frameworks.torch.tracing.recording import (
+    RESULT,
+    Call,
+    Comparison,
+    Described,
+    Difference,
+    Recording,
+)
 from modelfleet.frameworks.torch.tracing.replaying import Change
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+LARGEST_EXACT = 2**53  # of the integers that a float64 has
 PROGRAM = "program "  # begins the names of numbers that only tell programs apart
 
 
@@ -79,13 +88,42 @@ def refuse_unknown(recording: Recording, found: Comparison, *, sizes: bool = Fal
         raise CannotFuseError(f"{name} is called with {what} that is {one}, and {other} for others")
     for difference in found.floats:
         call = recording.calls[difference.call]
-        rule = None if isinstance(call.function, str) else rule_of(call.function)
-        if rule is None or (rule.numbers is not None and _parameter(difference.path) not in rule.numbers):
+        if not _has_rule(call, difference.path):
             raise CannotFuseError(
                 f"{call.name} has no rule for a number per member ({_parameter(difference.path)} is "
                 f"{difference.values[0]}, and {next(v for v in difference.values if v != difference.values[0])} "
                 f"for others)"
             )
+
+
+def with_integers_as_floats(recording: Recording, found: Comparison) -> Comparison:
+    """Return a comparison in which integers count as floats where torch computes the same with both.
+
+    That is: a function with a rule for the number takes it, and what it returns has a floating dtype anyway.
+    """
+    floats, integers = list(found.floats), []
+    for difference in found.integers:
+        kept = floats if _is_like_a_float(recording, difference) else integers
+        kept.append(difference)
+    return replace(found, floats=floats, integers=integers)
+
+
+def _is_like_a_float(recording: Recording, difference: Difference) -> bool:
+    call = recording.calls[difference.call]
+    if difference.path[:1] == (RESULT,) or max(map(abs, difference.values)) > LARGEST_EXACT:
+        return False
+    given, results = (
+        {leaf.dtype for _, leaf in leaves if isinstance(leaf, Described)} - {torch.bool}
+        for leaves in (call.arguments, call.results)
+    )
+    floating = all(dtype.is_floating_point for dtype in results or given)
+    return bool(results or given) and floating and _has_rule(call, difference.path)
+
+
+def _has_rule(call: Call, path: Path) -> bool:
+    """Return True if a call may take one number per member at a path."""
+    rule = None if isinstance(call.function, str) else rule_of(call.function)
+    return rule is not None and (rule.numbers is None or _parameter(path) in rule.numbers)
 
 
 def _parameter(path: Path) -> str | int:
@@ -99,6 +137,7 @@ class Rule:
         compute: Takes the arguments of the function, of which some are tensors now, and returns its result.
         numbers: The parameters that may be tensors, by name or position; None for all.
         casts: True to give `compute` numbers in the dtype of the tensors beside them, False to give float64.
+        exact: True to give `compute` halves as they are, False to give them as float32.
         writes: The function writes its result to its first argument.
     """
 
@@ -238,7 +277,10 @@ RULES: dict[Function, Rule] = {
     Tensor.__floordiv__: Rule(lambda self, other: torch.floor_divide(self, other), casts=True),
     Tensor.__rfloordiv__: Rule(lambda self, other: torch.floor_divide(other, self), casts=True),
     Tensor.__rmod__: Rule(lambda self, other: torch.remainder(other, self), casts=True),
-    **{function: Rule(compute, numbers) for function, (compute, numbers) in number_dropout.RULES.items()},
+    **{
+        function: Rule(compute, numbers, exact=function in number_dropout.IN_OWN_DTYPE)
+        for function, (compute, numbers) in number_dropout.RULES.items()
+    },
     **{function: Rule(compute, numbers) for function, (compute, numbers) in number_functions.RULES.items()},
     **{function: Rule(compute, numbers) for function, (compute, numbers) in number_losses.RULES.items()},
     **{

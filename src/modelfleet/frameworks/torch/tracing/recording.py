@@ -15,6 +15,7 @@ import struct
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from modelfleet.frameworks.structure import shorten
+from modelfleet.frameworks.torch.devices import accelerators
 from modelfleet.frameworks.torch.tracing.calls import (
     Arguments,
     CallMode,
@@ -159,8 +161,14 @@ def context_of() -> tuple[Hashable, ...]:
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
+        *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _kinds()),
     )
+
+
+@cache
+def _kinds() -> tuple[str, ...]:
+    """Return the kinds of devices that there are."""
+    return ("cpu", *{device.kind for device in accelerators()})
 
 
 class Difference(NamedTuple):

@@ -22,9 +22,10 @@ from modelfleet.errors import FleetError
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.torch.tracing.outside_tensors import forbid_outside_writes, lift_outside_tensors
 from modelfleet.frameworks.torch.tracing.reasons import add_line, explain
+from modelfleet.frameworks.torch.tracing.recording import Recording
 from modelfleet.frameworks.torch.tracing.simplify import simplify
 from modelfleet.frameworks.torch.tracing.steady import uncompiled
-from modelfleet.frameworks.torch.tracing.writes import schema_of
+from modelfleet.frameworks.torch.tracing.writes import UNDECLARED_WRITERS, schema_of
 from modelfleet.trees import leaves, map_tree, rebuild
 from modelfleet.types import Tree
 
@@ -63,6 +64,7 @@ class Program:
         graph: The traced graph; None if the step runs as Python.
         outside: Tensors that no argument brings. They are the last inputs, and the same in every step.
         unused: Parameters that take no part in a fused train step.
+        recording: What the step's Python calls, once it was recorded for another size.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Program:
         self.compiled = False
         self.any_width = False
         self.unused: frozenset[str] = frozenset()
+        self.recording: Recording | None = None
         self._step = step
 
     @property
@@ -91,6 +94,16 @@ class Program:
     def working_bytes(self) -> int | None:
         """Return the peak memory of the intermediate results, without the inputs; None for an untraced step."""
         return None if self.graph is None else _peak_bytes(self.graph.graph)
+
+    @cached_property
+    def _undeclared_writes(self) -> bool:
+        graph = None if self.graph is None else self.graph.graph
+        return graph is None or any(node.target in UNDECLARED_WRITERS for node in graph.nodes)
+
+    @property
+    def counts_writes(self) -> bool:
+        """Return True if the versions of tensors tell what a run has written to. Compiled code does not count."""
+        return not self.compiled and not self._undeclared_writes
 
     def __call__(self, inputs: Sequence[Tensor]) -> Tree:
         """Run one step on the tensors of its arguments, in their order, and return its result."""
@@ -145,6 +158,23 @@ def trace(step: Step, args: tuple[Tree, ...], stacked: Sequence[bool], steady: S
         forbid_outside_writes(graph, flat.arguments)
         simplify(graph)
         program = Program(flat, graph, outside, steady)
+    flat.release()
+    return program
+
+
+def program_of(
+    step: Step,
+    args: tuple[Tree, ...],
+    stacked: Sequence[bool],
+    graph: fx.GraphModule,
+    like: Program,
+    steady: Sequence[int],
+) -> Program:
+    """Return the program of a graph of `step(*args)`, which reads and returns what another program does."""
+    flat = _FlatStep(step, args, stacked)
+    flat.outputs = like._step.outputs
+    program = Program(flat, graph, like.outside, steady)
+    program.unused = like.unused
     flat.release()
     return program
 

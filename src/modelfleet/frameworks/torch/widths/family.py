@@ -16,33 +16,43 @@ _SIZE = Leaf("size", None)
 _SIZES = frozenset(
     {"in_features", "out_features", "in1_features", "in2_features", "in_channels", "out_channels", "groups"}
     | {"num_features", "num_channels", "num_groups", "normalized_shape", "num_embeddings", "embedding_dim"}
-    | {"num_parameters", "unflattened_size"}
+    | {"num_parameters", "unflattened_size", "input_size", "hidden_size", "d_model", "nhead"}
+    | {"embed_dim", "kdim", "vdim", "num_heads", "head_dim"}
 )
-# Sizes of these do not decide what is a member's own: a lane of unequal ones is not even tried.
-_FIXED = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 
 
 def shapes(own: Signature) -> Shapes:
-    """Return the shapes of a structure's parameters and buffers, by name."""
-    return tuple((path, entry.shape) for path, entry in own.entries if isinstance(entry, _Tensor) and entry.shape)
+    """Return the shapes of a structure's parameters and buffers by name, and the number and the size of heads.
+
+    Attention of more heads, but smaller ones, is no wider: padding both would compute mostly zeros.
+    """
+    kinds = _kinds(own)
+    found: list[tuple[str, tuple[int, ...]]] = []
+    for path, entry in own.entries:
+        owner, _, name = path.rpartition(".")
+        if isinstance(entry, _Tensor) and entry.shape:
+            found.append((path, entry.shape))
+        elif name in ("num_heads", "head_dim") and isinstance(entry, Leaf) and _is_attention(kinds.get(owner)):
+            assert isinstance(entry.content, int)
+            found.append((path, (entry.content,)))
+    return tuple(found)
 
 
 @lru_cache(maxsize=4096)
 def without_sizes(own: Signature) -> Signature:
     """Return a structure without the sizes of its layers.
 
-    Kernels keep theirs. So do recurrent layers, whose gates are stacked in one parameter, and everything in
-    torch's own modules that is no size of a parameter. In other modules, any integer may be a size.
+    Kernels keep theirs, and so does everything in torch's own modules that is no size of a parameter. In other
+    modules, any integer may be a size.
     """
-    kinds = {path: entry.kind for path, entry in own.entries if isinstance(entry, _Module)}
+    kinds = _kinds(own)
     found: list[tuple[str, Hashable]] = []
     for path, entry in own.entries:
         owner, _, name = path.rpartition(".")
         kind = kinds.get(owner)
-        if isinstance(kind, type) and issubclass(kind, _FIXED):
-            found.append((path, entry))
-        elif isinstance(entry, _Tensor):
-            shape = None if entry.shape is None else (*[-1] * min(2, len(entry.shape)), *entry.shape[2:])
+        if isinstance(entry, _Tensor):
+            sizes = 3 if _is_attention(kind) else 2  # bias_k and bias_v are (1, 1, embed_dim)
+            shape = None if entry.shape is None else (*[-1] * len(entry.shape[:sizes]), *entry.shape[sizes:])
             found.append((path, entry._replace(shape=shape)))
         elif isinstance(entry, _Module):
             found.append((path, entry))
@@ -51,6 +61,14 @@ def without_sizes(own: Signature) -> Signature:
         else:
             found.append((path, _without_integers(entry)))
     return Signature(tuple(found))
+
+
+def _kinds(own: Signature) -> dict[str, Hashable]:
+    return {path: entry.kind for path, entry in own.entries if isinstance(entry, _Module)}
+
+
+def _is_attention(kind: Hashable) -> bool:
+    return isinstance(kind, type) and issubclass(kind, nn.MultiheadAttention)
 
 
 def _without_integers(frozen: Hashable) -> Hashable:

@@ -97,12 +97,3 @@ def group_norm(call: PaddedCall) -> Tensor:
     if len(numbers) != 1 or len({divmod(c, g) for c, g in zip(channels, numbers[0], strict=True)}) != 1:
         raise call.refuse("has groups of unequal sizes")
     return call.run()
-
-
-def scaled_attention(call: PaddedCall) -> Tensor:
-    """Compute attention of unequal numbers of heads: heads of zeros stay zero."""
-    refuse_other_numbers(call)
-    if any(axis for axes in call.axes[:3] for axis in axes[-2:]) or any(map(any, call.axes[3:])):
-        raise call.refuse("has a rule for unequal numbers of heads only")
-    with call.drawing((*call.axes[0][:-1], None), (*call.shapes[0][:-1], call.shapes[1][-2])):
-        return call.run()

@@ -128,6 +128,19 @@ class PaddedCall:
         """Return the error for a call that has no rule."""
         return CannotFuseError(f"members of unequal widths are not fused here: {name_of(self.func)} {why}")
 
+    def refuse_longer(self) -> None:
+        """Raise if a tensor of the widest member has no room for that of another one."""
+        for axes, shape in zip(self.out, self.out_shapes, strict=True):
+            for own, size in zip(axes, shape, strict=True):
+                if own is not None and max(own) > size:
+                    raise self.refuse(
+                        f"makes an axis of {size} for the widest member, and of {max(own)} for another"
+                    )
+
+    def axes_of(self, tensor: Tensor) -> Axes:
+        """Return the axes of a tensor that is among the arguments."""
+        return next(axes for own, axes in zip(self.tensors, self.axes, strict=True) if own is tensor)
+
     def filled(self, tensor: Tensor, axes: Axes, value: float = 0) -> Tensor:
         """Return a tensor with another number in its padding. Its gradients there are zero."""
         return tensor.masked_fill(~self.mask(axes, tensor.shape), value) if any(axes) else tensor
@@ -159,6 +172,7 @@ def _change(call: Call, step: _Step, numbers: Change | None, rules: Rules) -> Ch
         rule = rules.get(arguments.function)
         if rule is None or (padded.tensors and not padded.args):
             raise padded.refuse("has no rule for a padded axis")
+        padded.refuse_longer()
         return rule(padded)
 
     return change

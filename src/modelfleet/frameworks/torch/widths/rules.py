@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from modelfleet.frameworks.torch.widths import (
+    attention_rules,
     axis_rules,
     elementwise_rules,
     norm_rules,
     product_rules,
+    recurrent_rules,
     shape_rules,
 )
 from modelfleet.frameworks.torch.widths.padding import Rule
@@ -46,7 +48,7 @@ _BY_NAMES: Mapping[Rule, str] = {
         "expm1 log1p abs absolute neg negative square floor ceil round trunc fix sign sgn positive "
         "nan_to_num prelu clone detach contiguous to type float double half bfloat16 int long bool cpu "
         "cuda type_as zeros_like zero alias isnan isinf deg2rad rad2deg requires_grad_ retain_grad conj "
-        "resolve_conj resolve_neg real"
+        "resolve_conj resolve_neg real tril triu"
     ),
     elementwise_rules.elementwise: (
         "sigmoid softplus exp exp2 cos cosh logsigmoid hardsigmoid erfc gt lt ge le eq ne greater less "
@@ -73,7 +75,10 @@ _BY_NAMES: Mapping[Rule, str] = {
     norm_rules.layer_norm: "layer_norm",
     norm_rules.rms_norm: "rms_norm",
     norm_rules.group_norm: "group_norm",
-    norm_rules.scaled_attention: "scaled_dot_product_attention",
+    attention_rules.scaled_attention: "scaled_dot_product_attention",
+    attention_rules.multi_head_attention: "multi_head_attention_forward",
+    recurrent_rules.recurrent: "lstm gru rnn_tanh rnn_relu",
+    recurrent_rules.cell: "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell",
     axis_rules.softmax_over: "softmax log_softmax",
     axis_rules.logsumexp_over: "logsumexp",
     axis_rules.sum_over: "sum",
@@ -96,6 +101,9 @@ _BY_NAMES: Mapping[Rule, str] = {
     shape_rules.expanded: "expand expand_as broadcast_to",
     shape_rules.created: ("ones full empty ones_like full_like empty_like new_ones new_full new_empty arange eye"),
     shape_rules.stacked: "stack",
+    shape_rules.unbound: "unbind",
+    shape_rules.turned: "flip roll",
+    shape_rules.repeated: "repeat tile",
     shape_rules.joined: "cat concat concatenate",
     shape_rules.divided: "chunk split tensor_split",
     shape_rules.glu: "glu",

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelfleet.frameworks.torch.widths.padded_calls import Axes
+from modelfleet.frameworks.torch.widths.padded_calls import Axes, Size
 from modelfleet.frameworks.torch.widths.padding import PaddedCall
-from modelfleet.frameworks.torch.widths.rule_helpers import covers, own_sizes, refuse_other_numbers
+from modelfleet.frameworks.torch.widths.regrouping import Group, is_same_layout, regrouped
+from modelfleet.frameworks.torch.widths.rule_helpers import covers, is_in_place, own_sizes, refuse_other_numbers
 
 
 def moved(call: PaddedCall) -> Any:
@@ -18,21 +19,21 @@ def moved(call: PaddedCall) -> Any:
 
 
 def viewed(call: PaddedCall) -> Tensor:
-    """View a tensor in another shape: its own numbers must stay the first ones along each axis."""
+    """View a tensor in another shape. If a padded axis is divided or merged, own numbers move."""
     variants = len(next(axis for axis in (*call.axes[0], *call.out[0]) if axis is not None))
     given = stripped(call.shapes[0], call.axes[0], variants)
     wanted = stripped(call.out_shapes[0], call.out[0], variants)
+    groups = []
     while given or wanted:
-        ours, theirs = next_group(given, wanted)
-        padded = [any(len(set(own)) > 1 for _, own in group[1:]) for group in (ours, theirs)]
-        sizes = [[math.prod(own[v] for _, own in group) for v in range(variants)] for group in (ours, theirs)]
-        if any(padded) or sizes[0] != sizes[1]:
-            raise call.refuse("divides a padded axis in a way that has no rule")
-    return call.run()
-
-
-Group = list[tuple[int, tuple[int, ...]]]
-"""Axes of a shape: the size of each, and the own sizes of the variants."""
+        groups.append(next_group(given, wanted))
+    if all(is_same_layout(ours, theirs) for ours, theirs in groups):
+        return call.run()
+    if is_in_place(call) or any(numbers_in(ours) != numbers_in(theirs) for ours, theirs in groups):
+        raise call.refuse("divides a padded axis in a way that has no rule")
+    found = call.tensors[0].reshape([math.prod(size for size, _ in ours) for ours, _ in groups])
+    for dim, (ours, theirs) in enumerate(groups):
+        found = regrouped(call, found, dim, ours, theirs)
+    return found.reshape(call.out_shapes[0])
 
 
 def stripped(shape: Sequence[int], axes: Axes, variants: int) -> Group:
@@ -45,13 +46,19 @@ def stripped(shape: Sequence[int], axes: Axes, variants: int) -> Group:
 
 
 def next_group(given: Group, wanted: Group) -> tuple[Group, Group]:
-    """Take the first axes of both shapes that have as many numbers."""
+    """Take the first axes of both shapes that have as many numbers, in every variant."""
     ours, theirs = [given.pop(0)] if given else [], [wanted.pop(0)] if wanted else []
-    while True:
+    while numbers_in(ours) != numbers_in(theirs) and (given or wanted):
         left, right = math.prod(size for size, _ in ours), math.prod(size for size, _ in theirs)
-        if left == right or not (given if left < right else wanted):
-            return ours, theirs
-        (ours if left < right else theirs).append((given if left < right else wanted).pop(0))
+        from_given = bool(given) and (left <= right or not wanted)
+        (ours if from_given else theirs).append((given if from_given else wanted).pop(0))
+    return ours, theirs
+
+
+def numbers_in(group: Group) -> tuple[int, Size]:
+    """Return how many numbers some axes hold, padded and in each variant."""
+    owns = zip(*(own for _, own in group), strict=True)
+    return math.prod(size for size, _ in group), tuple(map(math.prod, owns))
 
 
 def expanded(call: PaddedCall) -> Tensor:
@@ -175,4 +182,34 @@ def padded_around(call: PaddedCall) -> Tensor:
         a != b for a, b, axis in zip(call.shapes[0], call.out_shapes[0], call.out[0], strict=True) if axis
     ):
         raise call.refuse("has no rule for this padded axis")
+    return call.cleared(call.run(), call.out[0])
+
+
+def unbound(call: PaddedCall) -> Any:
+    """Take the slices along an axis that is not padded."""
+    dim = call.argument(1, "dim", 0)
+    if call.axes[0][dim] is not None:
+        raise call.refuse("takes a part of a padded axis")
+    return call.run()
+
+
+def turned(call: PaddedCall) -> Tensor:
+    """Reverse or shift axes that are not padded."""
+    refuse_other_numbers(call)
+    dims = call.argument(2, "dims") if call.name == "roll" else call.argument(1, "dims")
+    if len(call.args) > 2 and call.name == "flip":  # x.flip(0, 1)
+        dims = call.args[1:]
+    if dims is None or any(call.axes[0][dim] for dim in ([dims] if isinstance(dims, int) else dims)):
+        raise call.refuse("moves the numbers of a padded axis")
+    return call.run()
+
+
+def repeated(call: PaddedCall) -> Tensor:
+    """Repeat axes that are not padded."""
+    ahead = len(call.out[0]) - len(call.axes[0])
+    for axis, size, wanted, total in zip(
+        call.axes[0], call.shapes[0], call.out[0][ahead:], call.out_shapes[0][ahead:], strict=True
+    ):
+        if axis is not None and (axis, size) != (wanted, total):
+            raise call.refuse("repeats a padded axis")
     return call.cleared(call.run(), call.out[0])

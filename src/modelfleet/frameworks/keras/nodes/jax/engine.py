@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from modelfleet.frameworks.held_bytes import HeldBytes
 from modelfleet.frameworks.jax import arrays
 from modelfleet.frameworks.keras.nodes.jax.programs import Values, is_float, programs_of
-from modelfleet.frameworks.keras.nodes.jax.trial import try_node
+from modelfleet.frameworks.keras.nodes.jax.trial import kept_bytes, try_node
 from modelfleet.frameworks.keras.nodes.task import NodeTask
 from modelfleet.frameworks.keras.steps import by_key, optimizer_keys
 from modelfleet.frameworks.node_engine import Draws, LossParts, NodeHyper, NodeTrial, Step, TrialInputs
@@ -41,6 +42,8 @@ class _Kept:
     loss_gradients: list[jax.Array | None] = field(default_factory=list)
     gradients: Values = field(default_factory=list)
     """Of the outputs, for `backward_weights`."""
+    bytes: int = 0
+    """What was counted of it."""
 
 
 class JaxNode:
@@ -70,6 +73,11 @@ class JaxNode:
         self._gradients: list[Tensor] | None = None  # NumPy's arrays after replicas have summed them
         self._passes: dict[int, _Kept] = {}
         self._outputs: dict[int, Tree] = {}
+        self._held: HeldBytes | None = None
+
+    def count_into(self, held: HeldBytes | None) -> None:
+        """Count what is kept from now on for backward passes; None ends it."""
+        self._held = held
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -90,9 +98,19 @@ class JaxNode:
             if not self._recompute:
                 kept.vjp = vjp
             self._passes[micro] = kept
+            self._count(kept, sum(leaf.nbytes for leaf in leaves(inputs)) if self._recompute else self._size(vjp))
         else:
             outputs = self._programs.predict(self._params, self._kept, inputs)
         return self._noted(micro, outputs)
+
+    def _size(self, vjp: Any) -> int:
+        return 0 if self._held is None else kept_bytes(vjp, self._params)
+
+    def _count(self, kept: _Kept, change: int) -> None:
+        """Tell the rank that more is kept of a micro-batch, or less, if it counts this step."""
+        if self._held is not None:
+            kept.bytes += change
+            self._held.keep(change)
 
     def _noted(self, micro: int, outputs: Tree) -> Tree:
         """Return outputs when they are there, and keep them if they have a loss."""
@@ -123,12 +141,12 @@ class JaxNode:
         assert self._task.loss is not None
         loss, (start, stop) = self._task.loss, self._step.rows[micro]
         y, weights = (*target, None)[:2]
-        fraction = np.float32((stop - start) / self._step.count)
+        fraction = np.float64((stop - start) / self._step.count)  # float32, unless JAX uses 64 bits
         output = self._outputs.pop(micro)
         loss.check(y, output)
         if micro in self._passes:
             gradient, (total, count, sums) = self._programs.loss(loss)(
-                output, y, weights, fraction, np.float32(divisor)
+                output, y, weights, fraction, np.float64(divisor)
             )
             self._passes[micro].loss_gradients = [gradient]
         else:
@@ -141,11 +159,13 @@ class JaxNode:
         kept = self._passes[micro]
         if kept.vjp is None:
             kept.vjp = self._run(micro, kept)[2]
+            self._count(kept, self._size(kept.vjp))
         kept.gradients = self._of_outputs(kept, gradients)
         if inputs_only:
             return jax.block_until_ready(self._programs.backward_inputs(kept.vjp, kept.gradients))
         own, found = self._programs.backward(kept.vjp, kept.gradients)
         del self._passes[micro]
+        self._count(kept, -kept.bytes)
         self._add(own)
         return jax.block_until_ready(found)
 
@@ -153,6 +173,7 @@ class JaxNode:
         """Add the gradients of the weights that `backward` has left out."""
         kept = self._passes.pop(micro)
         self._add(jax.block_until_ready(self._programs.backward_params(kept.vjp, kept.gradients)))
+        self._count(kept, -kept.bytes)
 
     def _of_outputs(self, kept: _Kept, gradients: Sequence[jax.Array | None]) -> Values:
         """Return the gradient of every output that can have one: from other nodes, from the loss, or zeros."""
@@ -190,7 +211,7 @@ class JaxNode:
         """Take the optimizer's step."""
         if self._gradients and self._optimizer is not None:
             update = self._programs.update(self._optimizer)
-            self._params, self._slots = update(self._params, self._slots, self._gradients, np.float32(scale))
+            self._params, self._slots = update(self._params, self._slots, self._gradients, np.float64(scale))
 
     def end(self, *, skipped: bool) -> None:
         """End a step. If it was skipped, the buffers are as they were before it, and it does not count."""

@@ -234,6 +234,7 @@ def is_float(leaf: jax.Array) -> bool:
 
 
 def _norm(gradients: Values) -> tuple[jax.Array, jax.Array]:
-    squares = [jnp.sum(jnp.square(gradient.astype(jnp.float32))) for gradient in gradients]
+    wide = [gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32)) for gradient in gradients]
+    squares = [jnp.sum(jnp.square(gradient)) for gradient in wide]
     finite = [jnp.all(jnp.isfinite(gradient)) for gradient in gradients]
     return jnp.sum(jnp.stack(squares)), jnp.all(jnp.stack(finite))

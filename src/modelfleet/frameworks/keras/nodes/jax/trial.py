@@ -51,7 +51,7 @@ def try_node(
     forward = _time(lambda: programs.train(params, kept, inputs, wanted, 0, rows)[:2])
     backward = _time(lambda: programs.backward(vjp, ends))
     return NodeTrial(
-        outputs, few, forward, backward, _kept_bytes(vjp, params), problem or (), _mixes_rows(outputs, few)
+        outputs, few, forward, backward, kept_bytes(vjp, params), problem or (), _mixes_rows(outputs, few)
     )
 
 
@@ -80,7 +80,7 @@ def _time(run: Any) -> float:
     return min(seconds)
 
 
-def _kept_bytes(vjp: Any, params: Values) -> int:
+def kept_bytes(vjp: Any, params: Values) -> int:
     """Return the size of what a backward pass needs, without the weights."""
     weights = Counter((value.shape, value.dtype) for value in params)
     total = 0

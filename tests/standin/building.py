@@ -1,0 +1,55 @@
+"""Builds the stand-in accelerator once, and keeps it in the user's cache."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+SOURCES = (FOLDER / "operations.cpp", FOLDER / "device.h")
+
+
+def compiler() -> str | None:
+    """Return the C++ compiler; None if there is none."""
+    return shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
+
+
+def library() -> Path:
+    """Return where the library of these sources and this torch is, or will be."""
+    parts = [version("torch"), sys.platform, *(path.read_text(encoding="utf-8") for path in SOURCES)]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "modelfleet-tests" / f"standin-{key}.so"
+
+
+def build() -> Path:
+    """Return the library, built if it is not in the cache."""
+    path = library()
+    if path.exists():
+        return path
+    spec, command = find_spec("torch"), compiler()
+    assert spec is not None
+    assert spec.origin is not None
+    assert command is not None
+    torch = Path(spec.origin).parent
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        headers = [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
+        flags = ["-shared", "-fPIC", "-O1", "-std=c++20", "-w", *headers, f"-L{torch / 'lib'}"]
+        libraries = ["-lc10", "-ltorch_cpu", "-ltorch"]
+        result = subprocess.run(
+            [command, *flags, str(SOURCES[0]), "-o", str(made), *libraries],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if result.returncode:
+            raise RuntimeError(f"the stand-in accelerator can't be built:\n{result.stderr[-4000:]}")
+        made.replace(path)  # at once: other processes may build it, too
+    return path
