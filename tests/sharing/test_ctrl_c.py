@@ -136,9 +136,9 @@ class Waits(SimpleQueue[Any]):
 
     number = 0
 
-    def get(self, *args: Any) -> Any:
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
         Waits.number += 1
-        return super().get(*args)
+        return super().get(block, timeout)
 
 
 class Hanging:
@@ -230,7 +230,7 @@ def test_ctrl_c_ends_an_evaluation_whose_loader_hangs() -> None:
     def stop(output: Any, target: Any) -> Any:
         raise KeyboardInterrupt
 
-    fleet.compile("adam", "cross_entropy", metrics={"stop": stop})
+    fleet.compile("adam", "cross_entropy", metrics=[stop])
     with pytest.raises(KeyboardInterrupt):
         fleet.evaluate(loader)
     fleet.compile("adam", "cross_entropy")

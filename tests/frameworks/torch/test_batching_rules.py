@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
 import modelfleet as mf
-from modelfleet.types import Precision
+from modelfleet.types import Precision, Strategy
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -128,7 +128,7 @@ def test_buffers_that_a_forward_moves_in_place() -> None:
 
 
 @pytest.mark.parametrize("axis", [0, 1, None])
-def test_weight_norm(axis: int | None) -> None:
+def test_weight_norm(axis: Any) -> None:
     def make(_: object) -> nn.Module:
         first, last = nn.Linear(4, 8), nn.Linear(8, 3)
         return nn.Sequential(weight_norm(first, dim=axis), nn.Tanh(), weight_norm(last))
@@ -143,7 +143,8 @@ def test_dropout_at_a_rate_per_member_rounds_halves_as_alone(layer: Callable[[fl
 
     models = [numbers.build(make, [0.1, 0.3], torch.float32) for _ in range(2)]
     fleets = [numbers.compiled(own, optimizer="sgd", loss="cross_entropy", precision="bf16") for own in models]
-    for fleet, strategy in zip(fleets, ("fused", "interleaved"), strict=True):
+    strategies: tuple[Strategy, Strategy] = ("fused", "interleaved")
+    for fleet, strategy in zip(fleets, strategies, strict=True):
         fleet.fit(numbers.rows(dtype=torch.float32), epochs=2, batch_size=8, strategy=strategy, progress=False)
     for name in fleets[0].names:
         for key, tensor in fleets[0][name].state_dict().items():

@@ -81,24 +81,25 @@ def test_a_program_of_one_width_is_found_in_the_cache() -> None:
 @pytest.fixture
 def restored() -> Iterator[None]:
     """Settings as they are now, afterwards."""
-    before, threads = settings.present(), torch.get_num_threads()
+    before = settings.present()
     yield
-    torch.set_num_threads(threads)
     settings.apply(before)
 
 
-def test_a_process_that_is_given_the_settings_of_another_finds_what_that_has_compiled(restored: None) -> None:
+def test_a_process_that_is_given_the_settings_of_another_finds_what_that_has_compiled(
+    restored: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.set_float32_matmul_precision("highest")
-    usual, threads = settings.present(), torch.get_num_threads()
+    usual = settings.present()
     torch.set_float32_matmul_precision("high")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(3)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     with config.patch({"epilogue_fusion": False}):
         given = json.loads(json.dumps(settings.present()))
         compile_first([product()])
-    torch.set_num_threads(threads)  # a program serves any number of threads
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # a program serves any number of threads
     settings.apply(usual)
     assert settings.present() == usual != given
     before = hits()
@@ -123,7 +124,7 @@ def test_what_was_compiled_under_other_settings_is_not_loaded(monkeypatch: pytes
     monkeypatch.setattr(Compiler, "_load", lambda self, forms: loaded.append(forms))
     for under in ({}, settings.present()):
         one._process, one._begun = Ended(under), (0.0, 1.0)  # pyrefly: ignore
-        one._finish(one._process, 1.0)
+        one._finish(one._process, 1.0)  # pyrefly: ignore
         assert one._process is None
         assert not one._done
         assert bool(loaded) == bool(under)

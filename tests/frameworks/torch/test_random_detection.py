@@ -158,3 +158,32 @@ def test_a_rate_that_a_callback_raises_draws_from_the_members_stream() -> None:
         fleet.fit((x, x[:, :1]), epochs=3, batch_size=4, callbacks=[Raise()], strategy=strategy, progress=False)
         trained.append(fleet["a"][0].weight.detach().numpy().copy())
     np.testing.assert_array_equal(trained[0], trained[1])
+
+
+class Attends(nn.Module):
+    """Its rate has no name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, None, 0.1)
+
+
+class Drops(nn.Module):
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.first, self.last, self.rate = nn.Linear(4, 4), nn.Linear(4, 4), rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.rate:
+            x = F.dropout(x, self.rate, self.training)
+        return self.last(x)
+
+
+def test_attention_may_draw_even_if_nothing_names_its_rate() -> None:
+    assert DrawDetector(Attends(), ()).may_draw()
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_the_code_of_a_stage_is_looked_at(rate: float) -> None:
+    cut = mf.split(Drops(rate), 2, np.zeros((4, 4), np.float32))
+    assert [DrawDetector(stage, ()).may_draw() for stage in cut.stages.values()].count(True) == (1 if rate else 0)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import modelfleet as mf
 from modelfleet.frameworks.torch.cpu import c_library
+from modelfleet.frameworks.torch.fused.engine import FusedEngine
 from modelfleet.frameworks.torch.optimizers import update_loop
 from modelfleet.frameworks.torch.optimizers.rules import ALGORITHMS
 
@@ -59,7 +60,7 @@ def trained(recipe: dict[str, Any], dtype: torch.dtype = torch.float64, members:
         return nn.Sequential(nn.BatchNorm1d(X.shape[1]), *mlp(5), nn.Linear(3, 3)).to(dtype)
 
     fleet = mf.Fleet.build(net, members, seed=1)
-    rates = {"lr": RATES} if members == 3 else {}
+    rates: dict[str, Any] = {"lr": RATES} if members == 3 else {}
     fleet.compile(loss="cross_entropy", metrics=["accuracy"], **rates, **recipe)
     data = torch.tensor(X, dtype=dtype), torch.tensor(Y)
     fleet.fit(data, epochs=3, batch_size=8, progress=False, strategy="fused")
@@ -124,6 +125,7 @@ def test_what_a_loop_writes_is_seen_as_a_change(calls: list[int]) -> None:
     after = fleet.predict(torch.tensor(X).double())
     assert all((before[name] != after[name]).any() for name in fleet.names)
     (lane,) = fleet._lanes
+    assert isinstance(lane.engine, FusedEngine)
     buffer = lane.engine.state["params"]["0.weight"]
     version = buffer._version
     fleet.fit((torch.tensor(X).double(), torch.tensor(Y)), epochs=1, progress=False, strategy="fused")

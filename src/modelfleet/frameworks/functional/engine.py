@@ -44,8 +44,7 @@ class FunctionalEngine(FunctionalState):
         """Return the reason why every step runs its Python code; None if steps are traced."""
         return self.programs.untraced
 
-    @property
-    def compiled_time_ratio(self) -> float:
+    def time_ratio(self, pace: Pace) -> float:
         """Return 1: the programs that are measured are compiled already."""
         return 1.0
 

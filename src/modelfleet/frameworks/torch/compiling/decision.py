@@ -55,14 +55,24 @@ def seconds_saved(steps_left: int, seconds_per_step: float) -> float:
     return steps_left * seconds_per_step * saved_fraction()
 
 
-def seconds_won(graph: fx.GraphModule, steps_left: int, seconds_per_step: float) -> float:
-    """Return how many seconds sooner the remaining steps are done if the graph is compiled beside them, or 0."""
+def seconds_won(operations: int, steps_left: int, seconds_per_step: float) -> float:
+    """Return how many seconds sooner the remaining steps are done if a graph is compiled beside them, or 0."""
     left = steps_left * seconds_per_step
-    cost = experience.measured(experience.COST, SECONDS_PER_NODE) * count_operations(graph)
+    cost = experience.measured(experience.COST, SECONDS_PER_NODE) * operations
     compiling = max(SECONDS_AT_LEAST, cost)
     # Steps go on meanwhile, more slowly: they leave a core to the compiler.
     lost = compiling * experience.measured(experience.SLOWED, SLOWED_FRACTION) + SECONDS_TO_LOAD
     return max(0.0, (left - compiling) * saved_fraction() - lost)
+
+
+def time_ratio(operations: int, steps_left: int, seconds_per_step: float | None) -> float:
+    """Return how long the remaining steps will take, relative to uncompiled ones."""
+    mode = compile_mode()
+    if mode == "now":
+        return 1.0 - saved_fraction()
+    if mode == "never" or not steps_left or not seconds_per_step or operations > MAX_NODES:
+        return 1.0
+    return 1.0 - seconds_won(operations, steps_left, seconds_per_step) / (steps_left * seconds_per_step)
 
 
 def may_pay(steps_left: int, seconds_per_step: float | None) -> bool:

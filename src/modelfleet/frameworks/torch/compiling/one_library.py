@@ -53,7 +53,7 @@ def one_library() -> Iterator[None]:
         return
     thread = threading.get_ident()
 
-    def collect(self: Any, arguments: Sequence[str], source: str) -> Any:
+    def collect(self: Any, arguments: list[str], source: str) -> Any:
         mine = threading.get_ident() == thread
         return _Kernel(arguments, source) if mine else single(self, arguments, source)
 

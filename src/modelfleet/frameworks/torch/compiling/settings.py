@@ -50,12 +50,19 @@ _SETTINGS: dict[str, tuple[Callable[[], Json], Callable[[Any], None]]] = {
 }
 
 
-def present() -> dict[str, Json]:
-    """Return the settings of this process, in JSON's types."""
+def _compiler() -> Any:
+    """Return the options of torch's compiler, whose internals are used here: those of torch 2.13."""
     from torch._inductor import config
 
+    return config
+
+
+def present() -> dict[str, Json]:
+    """Return the settings of this process, in JSON's types."""
+    config = _compiler()
+
     found = {name: get() for name, (get, _) in _SETTINGS.items()}
-    # Internals of torch 2.13. What is left out does not change the code, or can't be sent.
+    # What is left out does not change the code, or can't be sent.
     options = config._get_dict(ignored_prefixes=config._cache_config_ignore_prefix, readonly_values=True)
     changed = {name: value for name, value in options.items() if value != config._config[name].default}
     plain = {name: value for name, value in changed.items() if isinstance(value, bool | int | float | str)}
@@ -64,7 +71,7 @@ def present() -> dict[str, Json]:
 
 def apply(settings: dict[str, Json]) -> None:
     """Give this process the settings that `present` returned in another one."""
-    from torch._inductor import config
+    config = _compiler()
 
     for name, (get, change) in _SETTINGS.items():
         if get() != settings[name]:

@@ -97,10 +97,9 @@ class ProgramEngine(TorchEngine, StackedEngine, Generic[OwnSteps]):
         """Return True if a program is being compiled beside the training."""
         return self.programs.compiling
 
-    @property
-    def compiled_time_ratio(self) -> float:
-        """Return how long a step will take once it is compiled, relative to now; 1 if that is done."""
-        return self.programs.compiled_time_ratio
+    def time_ratio(self, pace: Pace) -> float:
+        """Return how long the steps of a run will take, relative to now: less if they will be compiled."""
+        return self.programs.time_ratio(pace)
 
     def stop(self) -> None:
         """Stop every compiler that is still at work."""

@@ -14,7 +14,7 @@ from modelfleet.frameworks.engine import Pace
 from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.torch.base import on_host
 from modelfleet.frameworks.torch.compiling.compiler import Compiler
-from modelfleet.frameworks.torch.compiling.decision import compile_mode, may_pay, saved_fraction
+from modelfleet.frameworks.torch.compiling.decision import compile_mode, may_pay, time_ratio
 from modelfleet.frameworks.torch.fused import packing
 from modelfleet.frameworks.torch.fused.arguments import (
     APPLYING,
@@ -105,11 +105,12 @@ class Programs(Generic[OwnSteps]):
             return "compiled"
         return "plain Python" if any(program.graph is None for program in programs) else "traced"
 
-    @property
-    def compiled_time_ratio(self) -> float:
-        """Return how long a train step will take once it is compiled, relative to now."""
-        done = any(runner.program.compiled for runner in self._all(*TRAINING))
-        return 1.0 if done or not self.fused or compile_mode() == "never" else 1.0 - saved_fraction()
+    def time_ratio(self, pace: Pace) -> float:
+        """Return how long the train steps of a run will take, relative to now: less if they will be compiled."""
+        runners = list(self._all(*TRAINING))
+        if not self.fused or any(runner.program.compiled for runner in runners):
+            return 1.0
+        return time_ratio(max((runner.program.operations for runner in runners), default=0), *pace)
 
     @property
     def working_bytes(self) -> int | None:

@@ -173,6 +173,7 @@ class _Written:
         self._core.append(node)
         if node.target is aten.copy_.default:
             old, new = node.args[:2]
+            assert isinstance(old, fx.Node)
             name, place = self._name(new), self._buffer(old)
             self._names[old] = self._names[node] = name
             self.written.append(self.buffers[place])

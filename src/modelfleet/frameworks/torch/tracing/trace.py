@@ -23,6 +23,7 @@ from modelfleet.frameworks.errors import CannotFuseError
 from modelfleet.frameworks.torch.tracing.outside_tensors import forbid_outside_writes, lift_outside_tensors
 from modelfleet.frameworks.torch.tracing.reasons import add_line, explain
 from modelfleet.frameworks.torch.tracing.recording import Recording
+from modelfleet.frameworks.torch.tracing.scans import count_operations
 from modelfleet.frameworks.torch.tracing.simplify import simplify
 from modelfleet.frameworks.torch.tracing.steady import uncompiled
 from modelfleet.frameworks.torch.tracing.writes import UNDECLARED_WRITERS, schema_of
@@ -89,6 +90,11 @@ class Program:
     def width(self) -> int:
         """Return the number of members that the step was traced with."""
         return self.inputs[0].shape[0]
+
+    @cached_property
+    def operations(self) -> int:
+        """Return the number of operations that a compiler would see; 0 for an untraced step."""
+        return 0 if self.graph is None else count_operations(self.graph)
 
     @cached_property
     def working_bytes(self) -> int | None:
